@@ -1,0 +1,234 @@
+"""Law 1 (identity with transformers' own `generate`), law 4 (nothing is rewritten) and law 7 (failing guesses cost speed only)."""
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from worlds import ARCHITECTURES, FAMILIES, fitting, texts, tokenizer
+
+from xtok import Context, XTokAssisted
+from xtok.drafts.scripted import ScriptedDrafter
+from xtok.errors import DraftFailedWarning
+
+CLOSE_CALL = {torch.float32: 1e-5, torch.float64: 1e-6}
+SEEN: Counter[str] = Counter()
+
+
+class AddsByPosition(LogitsProcessor):
+    """A processor with a state: it must be asked once per committed token, in order."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.asked += 1
+        return scores + torch.roll(torch.linspace(0, 1, scores.shape[-1], device=scores.device), 7 * self.asked)
+
+
+class StopsOnMultiples(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 41 == 0
+
+
+def only_even_after_even(batch: int, ids: torch.Tensor) -> list[int]:
+    return list(range(int(ids[-1]) % 2, 40, 2))
+
+
+def arguments() -> st.SearchStrategy[dict[str, Any]]:
+    """Arguments of `generate`, each switched on at random. Objects with a state are made anew for each run."""
+    ids = st.integers(3, 60)
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "repetition_penalty": st.sampled_from([0.8, 1.3]),
+            "no_repeat_ngram_size": st.integers(2, 3),
+            "bad_words_ids": st.lists(st.lists(ids, min_size=1, max_size=2), min_size=1, max_size=3),
+            "min_new_tokens": st.integers(1, 6),
+            "suppress_tokens": st.lists(ids, min_size=1, max_size=3),
+            "sequence_bias": st.dictionaries(st.tuples(ids), st.sampled_from([-5.0, 5.0]), min_size=1, max_size=2),
+            "prefix_allowed_tokens_fn": st.just(only_even_after_even),
+            "eos_token_id": st.lists(st.integers(0, 60), min_size=1, max_size=12, unique=True),
+            "stop_strings": st.lists(st.sampled_from(["。", "the", "あ", "a", "\n", " "]), min_size=1, max_size=2, unique=True),
+            "logits_processor": st.just(AddsByPosition),
+            "stopping_criteria": st.just(StopsOnMultiples),
+        },
+    )
+
+
+def fresh(drawn: dict[str, Any]) -> dict[str, Any]:
+    made = {"do_sample": False, **drawn}
+    if "logits_processor" in made:
+        made["logits_processor"] = LogitsProcessorList([made["logits_processor"]()])
+    if "stopping_criteria" in made:
+        made["stopping_criteria"] = StoppingCriteriaList([made["stopping_criteria"]()])
+    return made
+
+
+def honoured(tokenizer: Any, drawn: dict[str, Any]) -> dict[str, Any]:
+    """What was drawn, without stop strings where transformers can't read the tokenizer's vocabulary for them."""
+    try:
+        StopStringCriteria(tokenizer=tokenizer, stop_strings=drawn.get("stop_strings", []))
+    except ValueError:
+        return {name: value for name, value in drawn.items() if name != "stop_strings"}
+    return drawn
+
+
+def alone(model: Any, tokenizer: Any, prompt: torch.Tensor, drawn: dict[str, Any]) -> tuple[list[int], float]:
+    """What transformers gives without any draft, and the smallest gap between the two best scores of a pick."""
+    asked = {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True, "output_scores": True}
+    output = model.generate(prompt, tokenizer=tokenizer, pad_token_id=0, **asked, **fresh(drawn))
+    gaps = [float(-torch.diff(scores[0].topk(2).values)) for scores in output.scores]
+    return output.sequences[0, prompt.shape[1] :].tolist(), min(gaps)
+
+
+def drafts(truth: Sequence[int], start: int, noise: Sequence[tuple[int, int]]) -> ScriptedDrafter:
+    """Guesses the truth, spoilt: of round i, `noise[i]` says how many ids are right and which id stands behind them."""
+    rounds = iter(noise)
+
+    def script(context: Context) -> list[int]:
+        right, wrong = next(rounds, (3, 7))
+        done = len(context.ids) - start
+        return [*truth[done : done + right], wrong, *truth[done + right + 1 : done + right + 3]]
+
+    return ScriptedDrafter(script)
+
+
+@settings(max_examples=1200)
+@given(
+    target=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2)),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    prompt=texts(),
+    length=st.integers(1, 24),
+    drawn=arguments(),
+    noise=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 700)), max_size=12),
+)
+@example(("Mistral", "SentencePiece BPE", 1), torch.float64, "吾輩は" * 12, 24, {}, [(9, 7)] * 3)
+@example(("GPT2", "characters", 0), torch.float64, "", 24, {"eos_token_id": [2, 9]}, [(0, 2)] * 12)
+def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
+    target: tuple[str, str, int],
+    dtype: torch.dtype,
+    prompt: str,
+    length: int,
+    drawn: dict[str, Any],
+    noise: list[tuple[int, int]],
+) -> None:
+    architecture, family, seed = target
+    tokens = tokenizer(family, seed)
+    model = fitting(tokens, architecture, seed, dtype=dtype)
+    ids = XTokAssisted((model, tokens))._read(prompt, split_special_tokens=False)
+    drawn = {**honoured(tokens, drawn), "max_new_tokens": length}
+    expected, gap = alone(model, tokens, ids, drawn)
+    SEEN["all"] += 1
+    if gap < CLOSE_CALL[dtype]:
+        SEEN["close calls"] += 1
+        return
+    xt = XTokAssisted((model, tokens), drafts(expected, ids.shape[1], noise))
+    generation = xt.generate(prompt, pad_token_id=0, **fresh(drawn))
+    assert generation.token_ids == expected
+    assert generation.stats.new_tokens == len(expected)
+    assert sum(round.committed for round in generation.rounds) == len(expected)
+
+
+@settings(max_examples=900)
+@given(
+    target=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2)),
+    draft=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2)),
+    same=st.booleans(),
+    prompt=texts(),
+    window=st.sampled_from([24, 512]),
+    guess_length=st.integers(1, 8),
+    drawn=arguments(),
+)
+def test_any_draft_model_with_any_tokenizer_leaves_the_ids_as_transformers_has_them(
+    target: tuple[str, str, int],
+    draft: tuple[str, str, int],
+    same: bool,
+    prompt: str,
+    window: int,
+    guess_length: int,
+    drawn: dict[str, Any],
+) -> None:
+    tokens = tokenizer(*target[1:])
+    model = fitting(tokens, target[0], target[2])
+    draft_tokens = tokens if same else tokenizer(*draft[1:])
+    draft_model = model if same else fitting(draft_tokens, draft[0], draft[2], window=window)
+    xt = XTokAssisted((model, tokens), (draft_model, draft_tokens), guess_length=guess_length)
+    ids = xt._read(prompt, split_special_tokens=False)
+    drawn = {**honoured(tokens, drawn), "max_new_tokens": 16}
+    expected, gap = alone(model, tokens, ids, drawn)
+    SEEN["all"] += 1
+    if gap < CLOSE_CALL[torch.float64]:
+        SEEN["close calls"] += 1
+        return
+    generation = xt.generate(prompt, pad_token_id=0, **fresh(drawn))
+    assert generation.token_ids == expected
+    assert generation.stats.draft_error is None
+
+
+def test_close_calls_are_rare() -> None:
+    if not SEEN["all"]:
+        pytest.skip("the identity properties ran in another process")
+    assert SEEN["close calls"] <= 0.02 * SEEN["all"], SEEN
+
+
+def raises(context: Context) -> list[int]:
+    raise MemoryError("simulated")
+
+
+@pytest.mark.parametrize("when", [0, 1, 4])
+def test_a_draft_that_raises_costs_speed_only_and_is_told_of_once(when: int) -> None:
+    tokens = tokenizer("byte-level BPE")
+    model = fitting(tokens, "Llama", 0)
+    ids = torch.tensor([tokens("吾輩は").input_ids])
+    expected, _ = alone(model, tokens, ids, {"max_new_tokens": 20})
+
+    def script(context: Context) -> list[int]:
+        return raises(context) if len(context.ids) >= ids.shape[1] + when else []
+
+    xt = XTokAssisted((model, tokens), ScriptedDrafter(script))
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            generation = xt.generate("吾輩は", max_new_tokens=20, do_sample=False)
+        assert [warning.category for warning in told] == [DraftFailedWarning]
+        assert generation.token_ids == expected
+        assert generation.stats.draft_error == "MemoryError: simulated"
+
+
+@pytest.mark.parametrize("nonsense", [[-1], [10**9], [3] * 500, [2], [0, 1, 2]])
+def test_a_draft_that_talks_nonsense_costs_speed_only(nonsense: list[int]) -> None:
+    tokens = tokenizer("byte-level BPE")
+    model = fitting(tokens, "GPT2", 0)
+    expected, _ = alone(model, tokens, torch.tensor([tokens("吾輩は").input_ids]), {"max_new_tokens": 20})
+    xt = XTokAssisted((model, tokens), ScriptedDrafter(lambda context: nonsense))
+    generation = xt.generate("吾輩は", max_new_tokens=20, do_sample=False)
+    assert generation.token_ids == expected
+    assert generation.stats.draft_error is None
+
+
+def test_a_target_generates_up_to_its_last_learned_position() -> None:
+    tokens = tokenizer("byte-level BPE")
+    model = fitting(tokens, "GPT2", 0, window=32)
+    ids = torch.tensor([tokens("吾輩は猫").input_ids])
+    expected, _ = alone(model, tokens, ids, {"max_length": 32})
+    xt = XTokAssisted((model, tokens), ScriptedDrafter(lambda context: [5] * 40))
+    assert xt.generate("吾輩は猫", max_length=32, do_sample=False).token_ids == expected
+
+
+def test_a_perfect_draft_is_accepted_whole() -> None:
+    """The figures can fail: a loop that throws guesses away would not reach this number of forwards."""
+    tokens = tokenizer("byte-level BPE")
+    model = fitting(tokens, "Llama", 0)
+    ids = torch.tensor([tokens("吾輩は").input_ids])
+    expected, _ = alone(model, tokens, ids, {"max_new_tokens": 21, "eos_token_id": None})
+    perfect = ScriptedDrafter(lambda context: expected[len(context.ids) - ids.shape[1] :][:4])
+    stats = (
+        XTokAssisted((model, tokens), perfect).generate("吾輩は", max_new_tokens=21, do_sample=False, eos_token_id=None).stats
+    )
+    assert (stats.target_forwards, stats.proposed, stats.accepted) == (5, 16, 16)

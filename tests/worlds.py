@@ -1,0 +1,206 @@
+"""Random tokenizers, tiny random models, and texts, for the property tests."""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from functools import cache, lru_cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import transformers
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+SHARED = Path(os.environ.get("XTOK_SHARED", Path(__file__).parents[2] / "shared"))
+
+CORPUS = """吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。何でも薄暗いじめじめした所で
+ニャーニャー泣いていた事だけは記憶している。親譲りの無鉄砲で小供の時から損ばかりしている。メロスは激怒した。
+The quick brown fox jumps over the lazy dog. It's 12345 o'clock, isn't it?  Two  spaces, １２３ ＡＢＣ ﾊﾝｶｸ and カ゛.
+自然言語処理とは何か。🍣👨‍👩‍👧 が ぱ é ﬁ ㌔ 😀 𠮷野家 「……」――あああああ。aaaaaaa bbbb\ttab\n\nnew line
+""".splitlines()
+
+
+@cache
+def unidic_words() -> tuple[str, ...]:
+    """Words of UniDic's lexicon, read off the compiled dictionary (header, double array, tokens, then one CSV row per word)."""
+    import unidic_lite
+
+    with (Path(unidic_lite.DICDIR) / "sys.dic").open("rb") as file:
+        header = struct.unpack("<10I", file.read(40))
+        file.seek(72 + header[6] + header[7])
+        rows = file.read(header[8]).split(b"\0")
+    written = {row.decode().split(",")[8] for row in rows[:: max(1, len(rows) // 4000)] if row.count(b",") > 8}
+    return tuple(sorted(word for word in written if word and word != "*"))
+
+
+def japanese() -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from(unidic_words()), max_size=8).map("".join)
+
+
+def texts() -> st.SearchStrategy[str]:
+    traps = [
+        "</s>",
+        "<s>",
+        "<0x41>",
+        "▁",
+        "##a",
+        "🍣",
+        "👨‍👩‍👧",
+        "か\u3099",
+        "ﾊﾟ",
+        "１２",
+        "\n",
+        "  ",
+        "𠮷",
+        "é",
+        "ー" * 9,
+        "12345",
+        "[UNK]",
+    ]
+    pieces = st.one_of(japanese(), st.sampled_from(traps), st.sampled_from(CORPUS), st.text(max_size=12))
+    return st.lists(pieces, max_size=4).map("".join)
+
+
+def _wrapped(tokenizer: Tokenizer, lead: str | None) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if lead:
+        tokenizer.post_processor = processors.TemplateProcessing(single=lead, special_tokens=[("<s>", 1), ("</s>", 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<unk>"
+    )
+
+
+CONTROLS = ["<unk>", "<s>", "</s>"]
+
+
+def byte_level(corpus: list[str], *, regex: bool = True, prefix_space: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=regex)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=CONTROLS, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
+    return _wrapped(tokenizer, None)
+
+
+def unigram(corpus: list[str], *, nfkc: bool = False, fallback: bool = True) -> PreTrainedTokenizerFast:
+    """Scores are rounded to 1/1024, so that sums of them are exact and ties don't depend on where in a text they stand."""
+    trained = Tokenizer(models.Unigram())
+    steps = [normalizers.NFKC()] if nfkc else []
+    steps += [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    trained.normalizer = normalizers.Sequence(steps)
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=CONTROLS, unk_token="<unk>", show_progress=False)
+    trained.train_from_iterator(corpus, trainer)
+    pieces = sorted(trained.get_vocab().items(), key=lambda pair: pair[1])
+    random = Random(len(corpus))
+    vocab = [(piece, 0.0 if index < 3 else -2 - round(random.random() * 8192) / 1024) for piece, index in pieces]
+    vocab += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)] if fallback else []
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=fallback))
+    tokenizer.normalizer = trained.normalizer
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _wrapped(tokenizer, "<s> $A </s>" if nfkc else "<s> $A")
+
+
+def sentencepiece_bpe(corpus: list[str]) -> PreTrainedTokenizerFast:
+    """As Llama 2 has it: BPE over the whole text, with byte fallback."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    specials = [*CONTROLS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=specials, max_token_length=6, show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in CONTROLS]
+    return _wrapped(Tokenizer.from_str(json.dumps(state)), "<s> $A")
+
+
+def wordpiece(corpus: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer.train_from_iterator(
+        corpus, trainers.WordPieceTrainer(vocab_size=300, special_tokens=CONTROLS, show_progress=False)
+    )
+    return _wrapped(tokenizer, None)
+
+
+def characters(corpus: list[str]) -> PreTrainedTokenizerFast:
+    vocab = {character: i for i, character in enumerate([*CONTROLS, *sorted(set("".join(corpus)))])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _wrapped(tokenizer, None)
+
+
+FAMILIES: dict[str, Callable[[list[str]], PreTrainedTokenizerFast]] = {
+    "byte-level BPE": byte_level,
+    "byte-level BPE without a regex": lambda corpus: byte_level(corpus, regex=False),
+    "byte-level BPE with a prefix space": lambda corpus: byte_level(corpus, prefix_space=True),
+    "Unigram with byte fallback": unigram,
+    "Unigram with NFKC": lambda corpus: unigram(corpus, nfkc=True),
+    "Unigram without fallback": lambda corpus: unigram(corpus, fallback=False),
+    "SentencePiece BPE": sentencepiece_bpe,
+    "WordPiece": wordpiece,
+    "characters": characters,
+}
+
+
+@cache
+def tokenizer(family: str, seed: int = 0) -> PreTrainedTokenizerFast:
+    """A tokenizer of a family, trained on the corpus or, by seed, on a part of it, so that some text can't be spelled."""
+    return FAMILIES[family](CORPUS if seed == 0 else CORPUS[seed - 1 :: 2])
+
+
+def tokenizers() -> st.SearchStrategy[PreTrainedTokenizerFast]:
+    return st.builds(tokenizer, st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
+
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "GPTNeoX": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "Qwen2": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "Mistral": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "sliding_window": 9,
+    },
+}
+
+
+@lru_cache(maxsize=64)
+def model(architecture: str, vocabulary: int, seed: int, dtype: torch.dtype, window: int = 512) -> PreTrainedModel:
+    """A tiny model with random weights, sharpened so that its picks vary with the context and are seldom close calls."""
+    size = {"n_positions": window} if architecture == "GPT2" else {"max_position_embeddings": window}
+    controls = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+    settings = {"vocab_size": vocabulary, **controls, **size, **ARCHITECTURES[architecture]}
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{architecture}Config")(**settings)
+    made = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    for name, weight in made.named_parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 1.0 if "embed" in name or "wte" in name else 0.3)
+    return made
+
+
+def fitting(tokenizer: PreTrainedTokenizerFast, architecture: str, seed: int, **more: Any) -> PreTrainedModel:
+    """A model with a few rows more than the tokenizer has ids, as padded vocabularies have."""
+    return model(architecture, len(tokenizer) + 5, seed, more.pop("dtype", torch.float64), **more)

@@ -1,0 +1,23 @@
+"""xtok: any large language model generates faster with the help of any small one, and gives exactly what it alone would."""
+
+from xtok import errors
+from xtok.assisted import Generation, XTokAssisted
+from xtok.budget import Budget
+from xtok.drafts import Context, Drafter
+from xtok.trace import Round, Stats
+from xtok.tree import Tree, chain
+from xtok.version import __version__
+
+__all__ = [
+    "Budget",
+    "Context",
+    "Drafter",
+    "Generation",
+    "Round",
+    "Stats",
+    "Tree",
+    "XTokAssisted",
+    "__version__",
+    "chain",
+    "errors",
+]

@@ -1,0 +1,18 @@
+"""Drafters without a model, for tests and measurements."""
+
+from collections.abc import Callable, Sequence
+
+from xtok.budget import Budget
+from xtok.drafts import Context
+from xtok.tree import Tree, chain
+
+
+class ScriptedDrafter:
+    """Guesses what a function of the context says: a perfect oracle, nonsense, or an exception."""
+
+    def __init__(self, script: Callable[[Context], Sequence[int]]) -> None:
+        self._script = script
+
+    def propose(self, context: Context, budget: Budget) -> Tree:
+        """The script's ids, uncut: the loop has to keep within the budget by itself."""
+        return chain(self._script(context))

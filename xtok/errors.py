@@ -1,0 +1,37 @@
+"""Everything that xtok raises or warns of.
+
+    XTokError
+    ├── UnsupportedModelError       a model that can't be a target or a draft
+    ├── UnsupportedTokenizerError   a tokenizer that can't be read as bytes
+    ├── UnsupportedArgumentError    a `generate` argument that can't be honoured exactly
+    └── InvalidInputError           a prompt, id or setting that makes no sense
+
+    DraftFailedWarning              a draft raised; the output is the target's own all the same
+
+Each is also the built-in error that a caller would expect (`ValueError`), and each message names the value and the remedy.
+Errors come before any forward of a model.
+"""
+
+
+class XTokError(Exception):
+    """Base of all errors of xtok."""
+
+
+class UnsupportedModelError(XTokError, ValueError):
+    """A model that can't be used in the role it was given."""
+
+
+class UnsupportedTokenizerError(XTokError, ValueError):
+    """A tokenizer whose ids can't be read as bytes."""
+
+
+class UnsupportedArgumentError(XTokError, ValueError):
+    """A `generate` argument that xtok can't honour exactly, so it refuses it."""
+
+
+class InvalidInputError(XTokError, ValueError):
+    """A prompt, an id or a setting that makes no sense."""
+
+
+class DraftFailedWarning(UserWarning):
+    """A draft raised an exception. The rest of the text comes from the target alone."""

@@ -1,0 +1,106 @@
+"""One model with its cache. Target and draft are both held by it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from xtok.errors import UnsupportedModelError
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache for `model`, ready to be rolled back."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.activate_past_recording()
+    return cache
+
+
+def context_window(model: PreTrainedModel) -> int | None:
+    """How many positions `model` was made for; None where its configuration doesn't say."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    return next((int(size) for name in names if (size := getattr(config, name, None))), None)
+
+
+def check_rolls_back(model: PreTrainedModel, role: str) -> None:
+    """Raises `UnsupportedModelError` unless the guesses of a round can be taken back from the model's cache."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model. Use a decoder-only model as {role}.")
+    if not model._supports_default_dynamic_cache() or not new_cache(model).is_croppable:
+        raise UnsupportedModelError(
+            f"The cache of {name} can't be rolled back, so no guess can be taken back from it. "
+            f"Use a model with an attention cache as {role}."
+        )
+
+
+class CachedModel:
+    """A causal LM and its KV cache.
+
+    Law: after each call the cache holds exactly the positions of `ids[:length]`, where `ids` is what was forwarded and kept.
+    `inputs` are further inputs of the model for the prompt (attention mask, positions); they are continued for new positions as
+    transformers' own generation continues them.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, inputs: dict[str, Any] | None = None) -> None:
+        self._model = model
+        self._inputs = {**(inputs or {}), "use_cache": True}
+        self._recorded = 0
+        self._prefilled = 0
+        self.cache = cache
+        self.forwards = 0
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids the model knows, those without a token included."""
+        return int(self._model.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def length(self) -> int:
+        """How many positions the cache holds."""
+        return int(self.cache.get_seq_length())
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, config: Any) -> Tensor:
+        """Forward a prompt as transformers does (in chunks, behind a filled cache). Returns the logits of its last position."""
+        inputs = {**self._inputs, "past_key_values": self.cache}
+        outputs = self._model._prefill(ids, config, inputs)
+        self.cache.activate_past_recording()
+        self.forwards += 1
+        self._prefilled = self._recorded = self.length
+        return self._last(outputs.logits, 1)
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor, rows: int) -> Tensor:
+        """Forward new `ids`, (1, new), behind the cache. Returns the logits of the last `rows` of them, (rows, vocabulary)."""
+        new = ids.shape[1]
+        beyond = self.length + new - self._prefilled
+        inputs = self._model._update_model_kwargs_for_generation({}, dict(self._inputs), num_new_tokens=beyond)
+        inputs = self._model.prepare_inputs_for_generation(
+            ids, next_sequence_length=new, past_key_values=self.cache, is_first_iteration=False, **inputs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = rows
+        outputs = self._model(**inputs, return_dict=True)
+        self.forwards += 1
+        return self._last(outputs.logits, rows)
+
+    def roll_back(self, length: int) -> bool:
+        """Take the newest positions back until `length` are left. False, and nothing done, where the cache forgot too much."""
+        excess = self.length - length
+        if length < self._recorded and any(_has_slid(layer) for layer in self.cache.layers):
+            return False
+        if self.length:
+            self.cache.crop(-excess)
+        self._recorded = length
+        return True
+
+    @staticmethod
+    def _last(logits: Tensor, rows: int) -> Tensor:
+        return logits[0, -rows:]
+
+
+def _has_slid(layer: Any) -> bool:
+    """Whether a layer's window has moved past positions that a deeper roll-back would need again."""
+    return bool(getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.sliding_window)

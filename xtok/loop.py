@@ -1,0 +1,156 @@
+"""The only decoding loop: budget → propose → forward → pick → stop → commit."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+
+from xtok.budget import Budget
+from xtok.drafts import Context, Drafter
+from xtok.errors import DraftFailedWarning
+from xtok.lm import CachedModel
+from xtok.pick import pick, process
+from xtok.tokenbytes import TokenBytes
+from xtok.trace import Meter, Round
+from xtok.tree import Tree
+
+_LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
+
+
+@dataclass(repr=False)
+class Run:
+    """The state of one generation: one sequence, one target cache, one drafter."""
+
+    target: CachedModel
+    view: TokenBytes
+    ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    drafter: Drafter | None
+    guess_length: int
+    deepest: int | None
+    meter: Meter
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    new_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt: list[int] = field(init=False)
+    data: bytes = field(init=False)
+    prompt_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = self.ids[0].tolist()
+        self.data = self.view.to_bytes(self.prompt)
+        self.prompt_size = len(self.data)
+
+    @property
+    def new_data(self) -> bytes:
+        """The bytes of the new text."""
+        return self.data[self.prompt_size :]
+
+
+def decode(run: Run) -> Iterator[list[int]]:
+    """Generate, one round per step, and yield the ids that each round commits.
+
+    Every committed id is the target's own pick from its own logits on the committed prefix. A round's guess decides only how
+    many picks its forward yields.
+    """
+    tree = Tree()
+    with run.meter.timing("all"):
+        block = _commit(run, tree, _prefill(run))
+    yield block
+    while run.finish_reason is None:
+        with run.meter.timing("all"):
+            tree = _propose(run, _budget(run))
+            block = _commit(run, tree, _forward(run, tree))
+        yield block
+
+
+def _budget(run: Run) -> Budget:
+    """No id is guessed that could not be committed any more, or that lies beyond the target's positions."""
+    room = run.config.max_length - run.ids.shape[1] - 1
+    if run.deepest is not None:
+        room = min(room, run.deepest - run.target.length - 1)
+    return Budget(run.guess_length, max(0, room))
+
+
+def _propose(run: Run, budget: Budget) -> Tree:
+    """The drafter's guess. A drafter that raises is told of once and not asked again."""
+    if run.drafter is None or budget.target_tokens == 0:
+        return Tree()
+    try:
+        with run.meter.timing("draft"):
+            context = Context([*run.prompt, *run.new_ids], run.data, run.prompt_size)
+            tree = run.drafter.propose(context, budget).first_path(budget.target_tokens)
+            return tree if all(0 <= token < run.target.vocabulary for token in tree.tokens) else Tree()
+    except Exception as error:
+        run.drafter = None
+        run.meter.draft_error = f"{type(error).__name__}: {error}"
+        message = f"The draft failed ({run.meter.draft_error}). The rest of this text comes from the target alone."
+        warnings.warn(message, DraftFailedWarning, stacklevel=2)
+        return Tree()
+
+
+def _prefill(run: Run) -> Tensor:
+    with run.meter.timing("target"):
+        return run.target.prefill(run.ids, run.config)
+
+
+def _forward(run: Run, tree: Tree) -> Tensor:
+    """The target's logits behind the last committed id and behind each guessed one, (1 + len(tree), vocabulary)."""
+    new = torch.tensor([[run.new_ids[-1], *tree.tokens]], device=run.ids.device)
+    with run.meter.timing("target"):
+        return run.target.forward(new, rows=1 + len(tree))
+
+
+@torch.no_grad()
+def _commit(run: Run, tree: Tree, logits: Tensor) -> list[int]:
+    """Walk the picks along the guess, stop where it or the text ends, and take the refuted guesses back from the cache."""
+    held = run.target.length - len(tree)
+    block: list[int] = []
+    node: int | None = -1
+    while node is not None and run.finish_reason is None:
+        token = _step(run, logits[node + 1 : node + 2])
+        block.append(token)
+        node = tree.child(node, token)
+    run.target.roll_back(held + len(block) - 1)
+    accepted = len(block) - (node is None)
+    offset = len(run.new_data)
+    run.data += run.view.to_bytes(block, before=run.data)
+    run.meter.rounds.append(Round(offset, tree.guess, len(tree), accepted, len(block)))
+    return block
+
+
+def _step(run: Run, logits: Tensor) -> int:
+    """One pick and one question whether to stop, in the order and with the tensors of transformers' own loop."""
+    logits = logits.to(copy=True, dtype=torch.float32, device=run.ids.device)
+    scores = process(run.ids, logits, run.processors)
+    token = pick(scores, sample=bool(run.config.do_sample))
+    if run.scores is not None:
+        run.scores += (scores,)
+    if run.logits is not None:
+        run.logits += (logits,)
+    run.ids = torch.cat([run.ids, torch.tensor([[token]], device=run.ids.device)], dim=-1)
+    run.new_ids.append(token)
+    fired = [criterion for criterion in run.criteria if bool(criterion(run.ids, run.scores).any())]
+    if fired:
+        run.finish_reason = "length" if all(isinstance(criterion, _LIMITS) for criterion in fired) else "stop"
+    return token
+
+
+def drain(runs: list[Run], on_block: Callable[[int, list[int]], Any] = lambda row, block: None) -> None:
+    """Run several generations to their ends, round by round in turn, so that a limit of time treats them alike."""
+    active = {row: decode(run) for row, run in enumerate(runs)}
+    while active:
+        for row, rounds in list(active.items()):
+            block = next(rounds, None)
+            if block is None:
+                del active[row]
+            else:
+                on_block(row, block)

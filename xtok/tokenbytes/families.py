@@ -1,0 +1,86 @@
+"""One constructor of `TokenBytes` per tokenizer family, from the strings that a tokenizer has for its ids."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from xtok.tokenbytes.table import TokenBytes
+
+Strings = Sequence[str | None]
+"""The token string of each id, None for a control token."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies (GPT-2, Radford et al. 2019)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_CHARACTERS = _byte_characters()
+
+
+def _table(strings: Strings, spell: Callable[[str], bytes]) -> tuple[bytes | None, ...]:
+    return tuple(None if string is None else spell(string) for string in strings)
+
+
+def byte_level(strings: Strings) -> TokenBytes:
+    """Byte-level BPE (GPT-2, GPT-NeoX, Llama 3, Qwen): each character of a token stands for one byte."""
+
+    def spell(string: str) -> bytes:
+        codes = [BYTE_CHARACTERS.get(character) for character in string]
+        known = [code for code in codes if code is not None]
+        return bytes(known) if len(known) == len(codes) else string.encode()
+
+    return TokenBytes(_table(strings, spell), "byte-level BPE")
+
+
+def sentencepiece(strings: Strings, *, strips_space: bool) -> TokenBytes:
+    """SentencePiece Unigram or BPE: `▁` is a space, `<0x41>` a byte."""
+
+    def spell(string: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(string)
+        return bytes.fromhex(byte[1]) if byte else string.replace("▁", " ").encode("utf-8", "surrogatepass")
+
+    return TokenBytes(_table(strings, spell), "SentencePiece", strips_space=strips_space)
+
+
+def wordpiece(strings: Strings, *, prefix: str = "##", joins_words: bool = False) -> TokenBytes:
+    """WordPiece (BERT): a token without the prefix begins a word, and a space stands in front of it.
+
+    `joins_words` for tokenizers behind a morphological analyser (MeCab), whose words have no spaces in Japanese text.
+    """
+
+    def spell(string: str) -> bytes:
+        return (string.removeprefix(prefix) if string.startswith(prefix) else " " + string).encode()
+
+    family = "MeCab + WordPiece" if joins_words else "WordPiece"
+    return TokenBytes(_table(strings, spell), family, strips_space=not joins_words, joins_words=joins_words)
+
+
+def words(strings: Strings) -> TokenBytes:
+    """Whole words or characters that a tokenizer without a decoder joins with spaces."""
+    return TokenBytes(_table(strings, lambda string: (" " + string).encode()), "words", strips_space=True)
+
+
+def tiktoken(ranks: Mapping[bytes, int], size: int) -> TokenBytes:
+    """A tiktoken vocabulary: bytes → id. Ids that no rank has are control tokens."""
+    spelled = {token: spelling for spelling, token in ranks.items()}
+    return TokenBytes(tuple(spelled.get(token) for token in range(size)), "tiktoken")
+
+
+def probed(decode: Callable[[list[int]], str], controls: frozenset[int], size: int) -> TokenBytes | None:
+    """An unknown family, read by decoding each id behind an anchor; None where an id's text depends on its neighbour."""
+    anchor = next((token for token in range(size) if token not in controls and decode([token]).isalpha()), None)
+    if anchor is None:
+        return None
+    lead = decode([anchor])
+    table: list[bytes | None] = []
+    for token in range(size):
+        text = decode([anchor, token])
+        if not text.startswith(lead):
+            return None
+        spelled = text[len(lead) :]
+        table.append(None if token in controls or "\ufffd" in spelled else spelled.encode())
+    return TokenBytes(tuple(table), "probed")

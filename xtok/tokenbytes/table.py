@@ -1,0 +1,114 @@
+"""`TokenBytes`: a tokenizer seen as bytes."""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+SPACE = b" "
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBytes:
+    """A tokenizer seen as bytes: id → the bytes that it adds to a text, or None for a control token.
+
+    Law: for any ids and any cut k, `to_bytes(ids[:k]) + to_bytes(ids[k:], before=to_bytes(ids[:k])) == to_bytes(ids)`, also in
+    the middle of a character. Where those bytes are UTF-8, they are what the tokenizer decodes the ids to without its control
+    tokens.
+
+    `table` holds one entry per id, about 60 bytes of memory each. Ids may share their bytes (`A` and `<0x41>`).
+    `strips_space`: decoding drops one space at the start of a text (SentencePiece's dummy prefix, WordPiece).
+    `joins_words`: the space in front of a word is kept only between ASCII letters or digits (morphemes of Japanese text).
+    """
+
+    table: tuple[bytes | None, ...]
+    family: str
+    strips_space: bool = False
+    joins_words: bool = False
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "longest", max((len(b) for b in self.table if b), default=0))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, token: int) -> bytes | None:
+        """The bytes of one id; None for a control token and for the padding rows that a model has beyond its tokenizer."""
+        return self.table[token] if 0 <= token < len(self.table) else None
+
+    def to_bytes(self, ids: Iterable[int], before: bytes = b"") -> bytes:
+        """The bytes that `ids` add to a text that so far is `before`."""
+        if self.joins_words:
+            return self._joined(ids, before)
+        text = b"".join(self[token] or b"" for token in ids)
+        return text[1:] if self.strips_space and not before and text.startswith(SPACE) else text
+
+    def _joined(self, ids: Iterable[int], before: bytes) -> bytes:
+        text = bytearray()
+        last = before[-1:]
+        for token in ids:
+            piece = self[token] or b""
+            if piece.startswith(SPACE) and not (_is_ascii_word(last) and _is_ascii_word(piece[1:2])):
+                piece = piece[1:]
+            text += piece
+            last = piece[-1:] or last
+        return bytes(text)
+
+    @cached_property
+    def _order(self) -> "array[int]":
+        """Ids that spell something, sorted by their bytes: 4 bytes each."""
+        spelled = [token for token, piece in enumerate(self.table) if piece]
+        return array("I", sorted(spelled, key=lambda token: self.table[token] or b""))
+
+    def _at(self, token: int) -> bytes:
+        return self.table[token] or b""
+
+    def _range(self, prefix: bytes, lo: int, hi: int) -> tuple[int, int]:
+        """Where in `_order[lo:hi]` the tokens stand that begin with `prefix`."""
+        after = _successor(prefix)
+        lo = bisect_left(self._order, prefix, lo, hi, key=self._at)
+        return lo, hi if after is None else bisect_left(self._order, after, lo, hi, key=self._at)
+
+    def ids_starting_with(self, prefix: bytes) -> Sequence[int]:
+        """All ids whose bytes begin with `prefix`, in the order of their bytes."""
+        lo, hi = self._range(prefix, 0, len(self._order))
+        return self._order[lo:hi]
+
+    def ids_spelling(self, spelling: bytes) -> Sequence[int]:
+        """All ids with exactly these bytes."""
+        lo = bisect_left(self._order, spelling, key=self._at)
+        hi = lo
+        while hi < len(self._order) and self._at(self._order[hi]) == spelling:
+            hi += 1
+        return self._order[lo:hi]
+
+    def compatible(self, must: bytes) -> list[int]:
+        """The ids that can come first in a text that begins with `must`: each begins with `must`, or `must` with it."""
+        shorter = [token for n in range(1, len(must)) for token in self.ids_spelling(must[:n])]
+        return shorter + list(self.ids_starting_with(must))
+
+    def straddled(self, text: bytes, cut: int) -> bool:
+        """Whether some token's bytes occur in `text` across position `cut`, so that an encoding might not part there."""
+        return any(self._reaches(text, start, cut) for start in range(cut - 1, max(-1, cut - self.longest), -1))
+
+    def _reaches(self, text: bytes, start: int, cut: int) -> bool:
+        lo, hi = 0, len(self._order)
+        for stop in range(cut + 1, min(len(text), start + self.longest) + 1):
+            lo, hi = self._range(text[start:stop], lo, hi)
+            if lo == hi:
+                return False
+            if self._at(self._order[lo]) == text[start:stop]:
+                return True
+        return False
+
+
+def _is_ascii_word(byte: bytes) -> bool:
+    return byte.isalnum()  # bytes.isalnum knows ASCII alone
+
+
+def _successor(prefix: bytes) -> bytes | None:
+    """The smallest bytes above everything that begins with `prefix`; None where there is none."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
