@@ -157,6 +157,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
     """Weights as fp16 safetensors; the configuration says float32, so that loading them gives float32."""
     model.half().save_pretrained(folder)
     model.config.dtype = torch.float32
+    model.config.use_cache = True
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path, help="folder of .txt files (UTF-8)")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draft-epochs", type=int, default=5)
-    parser.add_argument("--target-epochs", type=int, default=7)
+    parser.add_argument("--target-epochs", type=int, default=4)
     arguments = parser.parse_args()
     files = sorted(arguments.texts.glob("*.txt"))
     files = [f for f in files if f.name != "SOURCE.txt"]

@@ -47,13 +47,16 @@ class Encoder:
         window = text[max(0, cut - reach) : cut + reach]
         if self.normalizes and not unicodedata.is_normalized("NFKC", window):
             return False
-        before = text[max(0, cut - reach) : cut].encode()
+        lead = " " if cut <= reach else ""  # the space that many tokenizers put in front of a text
+        before = (lead + text[max(0, cut - reach) : cut]).encode()
         return self.pretokenizes or not self.view.straddled(before + text[cut : cut + reach].encode(), len(before))
 
     def encode_behind(self, text: str) -> Encoded | None:
         """`text` as the continuation of some other text, without a dummy prefix; None where that can't be had."""
         for sentinel in SENTINELS:
             lead = self.encode(sentinel).ids
+            if not lead or lead[-1] == self.unknown:  # it would swallow an unknown character behind it
+                continue
             whole = self.encode(sentinel + text)
             starts = whole.starts[len(lead) :]
             if whole.ids[: len(lead)] == lead and all(start >= len(sentinel) for start in starts):

@@ -96,6 +96,11 @@ class CachedModel:
         self._recorded = length
         return True
 
+    def start_anew(self) -> None:
+        """Forget everything."""
+        self.cache = new_cache(self._model)
+        self._recorded = 0
+
     @staticmethod
     def _last(logits: Tensor, rows: int) -> Tensor:
         return logits[0, -rows:]

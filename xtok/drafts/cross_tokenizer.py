@@ -134,7 +134,8 @@ class CrossTokenizerDrafter:
         """The logits of the last `rows` of `ids`; only what the cache lacks is forwarded."""
         common = _common_prefix(self._cached, ids[: len(ids) - rows])
         if not self._lm.roll_back(common):
-            self._lm.cache, common = new_cache(self._draft.model), 0
+            self._lm.start_anew()
+            common = 0
         self._cached = ids[:common]
         return self._forward(ids[common:], rows)
 

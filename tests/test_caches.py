@@ -1,0 +1,113 @@
+"""Law 5: caches tell the truth, shown against forwarding everything anew."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from transformers import DynamicCache, MambaConfig, MambaForCausalLM
+from worlds import ARCHITECTURES, FAMILIES, fitting, model, texts, tokenizer
+
+from xtok import Budget, Context
+from xtok.assisted import _draft_model
+from xtok.continuation import Continuation
+from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
+from xtok.encoding import encoder
+from xtok.errors import UnsupportedModelError
+from xtok.lm import CachedModel, check_rolls_back, context_window, new_cache
+from xtok.tokenbytes import token_bytes
+from xtok.trace import Meter
+
+VOCABULARY = 40
+ids_lists = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6)
+
+
+class Caching(RuleBasedStateMachine):
+    """Forwards and roll-backs of a cached model; a plain list holds what the cache ought to hold."""
+
+    @initialize(architecture=st.sampled_from(sorted(ARCHITECTURES)), seed=st.integers(0, 1))
+    def start(self, architecture: str, seed: int) -> None:
+        self.model = model(architecture, VOCABULARY, seed, torch.float64)
+        self.cached = CachedModel(self.model, new_cache(self.model))
+        self.ids: list[int] = []
+        self.forwards = 0
+
+    @rule(new=ids_lists, data=st.data())
+    def forward(self, new: list[int], data: st.DataObject) -> None:
+        rows = data.draw(st.integers(1, len(new)))
+        logits = self.cached.forward(torch.tensor([new]), rows)
+        self.ids += new
+        self.forwards += 1
+        anew = self.model(torch.tensor([self.ids])).logits[0, -rows:]
+        torch.testing.assert_close(logits, anew)
+
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        length = data.draw(st.integers(0, len(self.ids)))
+        if self.cached.roll_back(length):
+            self.ids = self.ids[:length]
+        else:
+            assert hasattr(self.model.config, "sliding_window")
+            assert len(self.ids) >= self.model.config.sliding_window
+
+    @invariant()
+    def the_cache_is_as_long_as_its_ids(self) -> None:
+        if hasattr(self, "cached"):
+            assert self.cached.length == len(self.ids)
+            assert self.cached.forwards == self.forwards
+
+
+Caching.TestCase.settings = settings(max_examples=200, stateful_step_count=15)
+TestCaching = Caching.TestCase
+
+
+@settings(max_examples=150)
+@given(
+    draft=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES))),
+    target=st.sampled_from(sorted(FAMILIES)),
+    pieces=st.lists(texts(), min_size=1, max_size=5),
+    window=st.sampled_from([16, 512]),
+    heals=st.booleans(),
+)
+def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
+    draft: tuple[str, str], target: str, pieces: list[str], window: int, heals: bool
+) -> None:
+    tokens, draft_tokens = tokenizer(target), tokenizer(draft[1])
+    draft_lm = fitting(draft_tokens, draft[0], 0, window=window)
+    continuation = Continuation(encoder(tokens, token_bytes(tokens)))
+    made, _ = _draft_model((draft_lm, draft_tokens))
+    drafter = CrossTokenizerDrafter(made, continuation, 2, Meter(), heals=heals)
+    data = b""
+    for piece in pieces:
+        data += piece.encode()
+        ids = tokens(data.decode(), add_special_tokens=False).input_ids
+        tree = drafter.propose(Context(ids, data, 0), Budget(4, 6))
+        assert len(tree) <= 6
+        assert drafter._lm.length == len(drafter._cached)
+        assert drafter._lm.length <= context_window(draft_lm)
+        if drafter._cached:
+            probe = drafter._lm.forward(torch.tensor([[3]]), 1)
+            anew = draft_lm(torch.tensor([[*drafter._cached, 3]])).logits[0, -1:] if len(drafter._cached) < window else probe
+            torch.testing.assert_close(probe, anew)
+            assert drafter._lm.roll_back(len(drafter._cached))
+
+
+def test_a_prefill_behind_a_filled_cache_forwards_the_rest_only() -> None:
+    lm = model("Llama", VOCABULARY, 0, torch.float64)
+    cache = DynamicCache(config=lm.config)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    lm(ids[:, :3], past_key_values=cache)
+    config = lm.generation_config
+    config._mask_length = 5
+    logits = CachedModel(lm, cache).prefill(ids, config)
+    torch.testing.assert_close(logits, lm(ids).logits[0, -1:])
+
+
+def test_a_recurrent_model_is_refused_by_name() -> None:
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4))
+    try:
+        check_rolls_back(mamba, "target")
+    except UnsupportedModelError as error:
+        assert "MambaForCausalLM" in str(error)
+        assert "target" in str(error)
+    else:
+        raise AssertionError("a state that can't be rolled back was taken for a cache")

@@ -1,0 +1,166 @@
+"""Law 2: bytes add up."""
+
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import BertJapaneseTokenizer, PreTrainedTokenizer
+from worlds import FAMILIES, texts, tokenizer, unidic_words
+
+from xtok.errors import UnsupportedTokenizerError
+from xtok.tokenbytes import TokenBytes, token_bytes
+
+families = st.tuples(st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
+VIEWS: dict[tuple[str, int], TokenBytes] = {}
+
+
+def view(family: tuple[str, int]) -> TokenBytes:
+    if family not in VIEWS:
+        VIEWS[family] = token_bytes(tokenizer(*family))
+    return VIEWS[family]
+
+
+@given(families, st.lists(st.integers(0, 299), max_size=12), st.integers(0, 12))
+def test_bytes_add_up_at_any_cut_also_in_mid_character(family: tuple[str, int], ids: list[int], cut: int) -> None:
+    seen = view(family)
+    head = seen.to_bytes(ids[:cut])
+    assert head + seen.to_bytes(ids[cut:], before=head) == seen.to_bytes(ids)
+
+
+@given(families, st.lists(st.integers(0, 299), max_size=12))
+def test_where_the_bytes_are_text_they_are_what_the_tokenizer_decodes(family: tuple[str, int], ids: list[int]) -> None:
+    tokens = tokenizer(*family)
+    ids = [token for token in ids if token < len(tokens)]
+    if tokens.convert_ids_to_tokens(ids[:1])[0:1] and tokens.convert_ids_to_tokens(ids[:1])[0].startswith("##"):
+        return  # a text can't begin inside a word; the tokenizer writes the mark out
+    try:
+        mine = view(family).to_bytes(ids).decode()
+    except UnicodeDecodeError:
+        return
+    assert mine == tokens.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@given(families, texts())
+@example(("Unigram with byte fallback", 0), "𠮷🍣")
+def test_the_bytes_of_an_encoded_text_are_the_text_where_the_tokenizer_round_trips(family: tuple[str, int], text: str) -> None:
+    tokens = tokenizer(*family)
+    ids = tokens(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    if tokens.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == text:
+        assert view(family).to_bytes(ids).decode() == text
+
+
+@given(families, st.binary(min_size=1, max_size=4))
+def test_prefix_look_ups_find_what_a_search_of_the_whole_table_finds(family: tuple[str, int], prefix: bytes) -> None:
+    seen = view(family)
+    table = list(enumerate(seen.table))
+    assert set(seen.ids_starting_with(prefix)) == {i for i, piece in table if piece and piece.startswith(prefix)}
+    assert set(seen.ids_spelling(prefix)) == {i for i, piece in table if piece == prefix}
+    compatible = {i for i, piece in table if piece and (piece.startswith(prefix) or prefix.startswith(piece))}
+    assert set(seen.compatible(prefix)) == compatible
+
+
+@given(families, texts().map(str.encode), st.data())
+def test_straddled_means_that_some_token_occurs_across_the_cut(family: tuple[str, int], text: bytes, data: st.DataObject) -> None:
+    seen = view(family)
+    cut = data.draw(st.integers(0, len(text)))
+    across = any(
+        text.startswith(piece, start)
+        for piece in seen.table
+        if piece
+        for start in range(max(0, cut - len(piece) + 1), cut)
+        if start + len(piece) > cut
+    )
+    assert seen.straddled(text, cut) == across
+
+
+def test_mecab_words_have_no_spaces_between_them_but_between_ascii_words(tmp_path: Any) -> None:
+    vocabulary = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "吾輩", "は", "猫", "で", "ある", "。", "hello", "##s", "world"]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    mecab = {"mecab_dic": "unidic_lite"}
+    tokens = BertJapaneseTokenizer(str(tmp_path / "vocab.txt"), word_tokenizer_type="mecab", mecab_kwargs=mecab)
+    seen = token_bytes(tokens)
+    ids = tokens("吾輩は猫である。hellos world", add_special_tokens=False).input_ids
+    assert seen.family == "MeCab + WordPiece"
+    assert seen.to_bytes(ids).decode() == "吾輩は猫である。hellos world"
+
+
+class Tiktoken(PreTrainedTokenizer):
+    """A tokenizer as the first Qwen had it: bytes → rank, written in Python."""
+
+    def __init__(self, **more: Any) -> None:
+        self.mergeable_ranks = {bytes([i]): i for i in range(256)} | {"猫".encode(): 256, "吾輩".encode(): 257}
+        super().__init__(**more)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.mergeable_ranks)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {piece.decode("latin-1"): i for piece, i in self.mergeable_ranks.items()} | self.added_tokens_encoder
+
+    def _convert_id_to_token(self, index: int) -> bytes:
+        return next(piece for piece, i in self.mergeable_ranks.items() if i == index)
+
+    def convert_tokens_to_string(self, tokens: list[bytes]) -> str:
+        return b"".join(tokens).decode(errors="replace")
+
+
+def test_tiktoken_ranks_are_read_as_they_are() -> None:
+    seen = token_bytes(Tiktoken())
+    assert seen.family == "tiktoken"
+    assert seen.to_bytes([257, 256, 0xE3]) == "吾輩猫".encode() + b"\xe3"
+
+
+class Shouting(Tiktoken):
+    """Of no known family, but each id has its own text."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self._pieces, self.mergeable_ranks = self.mergeable_ranks, None
+
+    @property
+    def vocab_size(self) -> int:
+        return 258
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(0x4E00 + i): i for i in range(258)}
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return f"{chr(0x4E00 + index)}!"
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens).replace("!", "")
+
+
+class Reversed(Shouting):
+    """Of no known family, and its text can't be cut."""
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens)[::-1].replace("!", "")
+
+
+def test_an_unknown_family_is_probed_by_decoding() -> None:
+    seen = token_bytes(Shouting())
+    assert seen.family == "probed"
+    assert seen.to_bytes([1, 2]).decode() == "丁丂"
+
+
+def test_a_family_that_is_not_understood_is_refused_with_its_name() -> None:
+    with pytest.raises(UnsupportedTokenizerError, match="Reversed"):
+        token_bytes(Reversed())
+
+
+def test_tables_stay_small() -> None:
+    """Bytes objects, the tuple that holds them and the order of the look-ups: under 200 bytes per entry."""
+    import sys
+
+    seen = token_bytes(tokenizer("byte-level BPE"))
+    seen.ids_spelling(b"a")
+    size = sys.getsizeof(seen.table) + sum(sys.getsizeof(piece) for piece in seen.table) + sys.getsizeof(seen._order)
+    assert size < 200 * len(seen)
+
+
+def test_the_lexicon_of_the_strategies_holds_japanese_words() -> None:
+    assert len(unidic_words()) > 1000
+    assert sum(any("ぁ" <= c <= "鿿" for c in word) for word in unidic_words()) > 500

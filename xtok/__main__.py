@@ -1,0 +1,5 @@
+"""`python -m xtok`."""
+
+from xtok.cli import main
+
+main()

@@ -1,0 +1,204 @@
+"""How well the tokenizers of a pair fit, told before any generation."""
+
+import codecs
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xtok.encoding import Encoder, encoder
+from xtok.errors import InvalidInputError
+from xtok.tokenbytes import TokenBytes, token_bytes
+
+UTF8_BYTES = frozenset(range(0xF5)) - {0xC0, 0xC1}
+"""The 243 byte values that occur in UTF-8."""
+
+_TOLD = 8
+_WORTH_TELLING = 0.01
+
+
+@dataclass(frozen=True)
+class Side:
+    """One tokenizer of a pair, and what it makes of a sample. Shares are between 0 and 1.
+
+    `spellings`: how many different byte strings its tokens spell; `shared`: the share of them that the other side has too.
+    `single_bytes`: for how many of the 256 byte values it has a token; `missing_bytes`: how many of `UTF8_BYTES` have none.
+    `mid_character`: the share of its tokens on the sample that end inside a character.
+    `unspellable`, `rewritten`: the characters of the sample that don't come back, because it has no way to write them or because
+    its normalizer writes others. `altered_texts`: how many texts of the sample don't come back.
+    `window`: how many tokens its model was made for, None where that is unknown.
+    """
+
+    family: str
+    normalizer: str
+    vocabulary: int
+    spellings: int
+    shared: float
+    single_bytes: int
+    missing_bytes: int
+    tokens_per_character: float
+    mid_character: float
+    unspellable: tuple[str, ...]
+    rewritten: tuple[str, ...]
+    altered_texts: int
+    window: int | None
+
+    @property
+    def reach(self) -> float | None:
+        """How many characters like those of the sample its window holds."""
+        return None if self.window is None else self.window / self.tokens_per_character
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A pair on a sample of `texts` texts with `characters` characters.
+
+    `shared`: how many byte strings both vocabularies have. `losses`: sentences that say what will be lost, for this pair.
+    """
+
+    target: Side
+    draft: Side
+    texts: int
+    characters: int
+    shared: int
+    losses: tuple[str, ...]
+
+    @property
+    def target_tokens_per_draft_token(self) -> float:
+        """How many tokens of the target the text of one draft token makes, on the sample."""
+        return self.target.tokens_per_character / self.draft.tokens_per_character
+
+
+def fit(
+    target: Any,
+    draft: Any,
+    texts: Sequence[str],
+    *,
+    target_window: int | None = None,
+    draft_window: int | None = None,
+) -> Fit:
+    """Compare two transformers tokenizers on a sample. No model is needed.
+
+    Raises `InvalidInputError` for a sample without text and `UnsupportedTokenizerError` for a tokenizer that can't be read.
+    """
+    texts = [text for text in texts if text]
+    if not texts:
+        raise InvalidInputError("The sample has no text. Pass at least one character.")
+    views = token_bytes(target), token_bytes(draft)
+    spellings = _spellings(views[0]), _spellings(views[1])
+    of_target = _side(target, views[0], spellings[0], spellings[1], texts, target_window)
+    of_draft = _side(draft, views[1], spellings[1], spellings[0], texts, draft_window)
+    shared = len(spellings[0] & spellings[1])
+    losses = tuple(_losses(of_target, of_draft))
+    return Fit(of_target, of_draft, len(texts), sum(map(len, texts)), shared, losses)
+
+
+def _spellings(view: TokenBytes) -> frozenset[bytes]:
+    return frozenset(spelling for spelling in view.table if spelling)
+
+
+def _side(
+    tokenizer: Any, view: TokenBytes, own: frozenset[bytes], other: frozenset[bytes], texts: Sequence[str], window: int | None
+) -> Side:
+    reading = encoder(tokenizer, view)
+    encoded = [reading.ids(text) for text in texts]
+    tokens = max(1, sum(map(len, encoded)))
+    unspellable, rewritten = _lost(reading, sorted(set("".join(texts))))
+    return Side(
+        family=view.family,
+        normalizer=_normalizer(tokenizer),
+        vocabulary=len(tokenizer),
+        spellings=len(own),
+        shared=len(own & other) / max(1, len(own)),
+        single_bytes=sum(bytes([byte]) in own for byte in range(256)),
+        missing_bytes=sum(bytes([byte]) not in own for byte in UTF8_BYTES),
+        tokens_per_character=tokens / sum(map(len, texts)),
+        mid_character=sum(_mid_characters(view, ids) for ids in encoded) / tokens,
+        unspellable=unspellable,
+        rewritten=rewritten,
+        altered_texts=sum(text not in _text(view, ids) for text, ids in zip(texts, encoded, strict=True)),
+        window=window,
+    )
+
+
+def _text(view: TokenBytes, ids: Sequence[int]) -> str:
+    return view.to_bytes(ids).decode(errors="replace")
+
+
+def _mid_characters(view: TokenBytes, ids: Sequence[int]) -> int:
+    """How many of `ids` leave a character unfinished."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    count = 0
+    for token in ids:
+        decoder.decode(view[token] or b"")
+        count += bool(decoder.getstate()[0])
+    return count
+
+
+def _lost(reading: Encoder, characters: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The characters that don't come back: those that can't be spelled, and those that become others."""
+    unspellable, rewritten = [], []
+    for character in characters:
+        ids = reading.ids(character)
+        text = _text(reading.view, ids)
+        if character in text or _comes_back_in_a_word(reading, character):
+            continue
+        nothing = not text or "\ufffd" in text or reading.unknown in ids
+        (unspellable if nothing else rewritten).append(character)
+    return tuple(unspellable), tuple(rewritten)
+
+
+def _comes_back_in_a_word(reading: Encoder, character: str) -> bool:
+    """Some tokenizers strip a space that stands alone, yet keep it between words."""
+    word = f"a{character}a"
+    return word in _text(reading.view, reading.ids(word))
+
+
+def _normalizer(tokenizer: Any) -> str:
+    """What a tokenizer does to a text before cutting it, in the names of the tokenizers library."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return "its own"
+    state = json.loads(backend.to_str())["normalizer"]
+    return "none" if state is None else ", ".join(_steps(state)) or "none"
+
+
+def _steps(state: dict[str, Any]) -> list[str]:
+    if state["type"] == "Sequence":
+        return [step for part in state["normalizers"] for step in _steps(part)]
+    return [str(state["type"])]
+
+
+def _losses(target: Side, draft: Side) -> Iterator[str]:
+    if target.unspellable:
+        yield f"The target can't spell {_named(target.unspellable)}, with or without a draft."
+    if target.rewritten:
+        yield f"The target's tokenizer rewrites {_named(target.rewritten)} in a prompt, with or without a draft."
+    if draft.unspellable:
+        yield f"The draft can't spell {_named(draft.unspellable)}: it guesses none of these, and worse behind them."
+    if draft.rewritten:
+        yield f"The draft's tokenizer rewrites {_named(draft.rewritten)}: it guesses none of these."
+    if draft.altered_texts and not draft.unspellable and not draft.rewritten:
+        yield "The draft's tokenizer alters spaces or joined characters: it guesses worse where these stand."
+    if draft.missing_bytes:
+        yield (
+            f"The draft has no token for {draft.missing_bytes} of the {len(UTF8_BYTES)} bytes of UTF-8: "
+            "a character beyond the sample may be one that it can't spell."
+        )
+    if draft.mid_character >= _WORTH_TELLING:
+        yield (
+            f"{draft.mid_character:.0%} of the draft's tokens end inside a character: "
+            "a guess that ends so loses that last character."
+        )
+    if target.reach and draft.reach and draft.reach < target.reach:
+        yield (
+            f"The draft's window holds about {draft.reach:.0f} characters, the target's {target.reach:.0f}: "
+            "of a longer text the draft reads only the most recent part."
+        )
+
+
+def _named(characters: Sequence[str]) -> str:
+    """A few of the characters, with how many they are."""
+    few = " ".join(character if character.isprintable() and character.strip() else ascii(character) for character in characters[:_TOLD])
+    count = "1 character" if len(characters) == 1 else f"{len(characters)} different characters"
+    return f"{count} of the sample ({few}{' …' if len(characters) > _TOLD else ''})"
