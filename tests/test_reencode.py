@@ -94,7 +94,9 @@ def test_an_append_costs_the_new_bytes_and_not_the_context() -> None:
             counted += len(text)
             return whole.encode(text)
 
-        reencoder = Reencoder(Encoder(whole.view, count, whole.pretokenizes, whole.normalizes, whole.cuttable, whole.unknown))
+        reencoder = Reencoder(
+            Encoder(whole.view, whole.ids, count, whole.pretokenizes, whole.normalizes, whole.cuttable, whole.unknown)
+        )
         reencoder.append("。".join(CORPUS * 20).encode())
         counted = 0
         for character in "吾輩は猫である。名前はまだ無い。":

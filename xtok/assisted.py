@@ -1,8 +1,9 @@
 """`XTokAssisted`: the front door."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy, deepcopy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from os import PathLike
 from threading import Lock
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -21,6 +23,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.continuation import Continuation
 from xtok.drafts import Drafter
@@ -37,6 +40,11 @@ Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 """A hub id, a local path, or a (model, tokenizer) pair."""
 Message = Mapping[str, str]
 Chat = Sequence[Message]
+
+_READING = Lock()
+_CACHES = (None, "dynamic")
+_CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
+_SEVERAL = "num_return_sequences={} gives several texts for one prompt. Pass the prompt several times."
 
 
 @dataclass(frozen=True)
@@ -71,12 +79,11 @@ class XTokAssisted:
         check_rolls_back(self.model, "target")
         self._view = token_bytes(self.tokenizer)
         self._guess_length = guess_length
-        self._reading = Lock()
         self._drafter = draft if isinstance(draft, Drafter) else None
         self._draft, self._draft_tokenizer = None, None
         if draft is not None and not isinstance(draft, Drafter):
             self._draft, self._draft_tokenizer = _draft_model(draft)
-            self._continuation = Continuation(encoder(self.tokenizer, self._view))
+            self._encoder = encoder(self.tokenizer, self._view)
 
     @overload
     def generate(self, prompt: str, **arguments: Any) -> Generation: ...
@@ -91,24 +98,28 @@ class XTokAssisted:
         `stopping_criteria`. `split_special_tokens=True` reads control tokens written out in a text as plain text.
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
-        many = not isinstance(prompt, str) and not _is_chat(prompt)
+        many = isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)) and not _is_chat(prompt)
         prompts = list(prompt) if many else [prompt]
         streamer = arguments.pop("streamer", None)
-        if streamer is not None and len(prompts) > 1:
+        if streamer is not None and many:
             raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt.")
-        runs = [self._run(one, dict(arguments)) for one in prompts]
-        _stream_prompt(streamer, runs)
-        drain(runs, _feed(streamer))
+        runs = [self._run(one, _own_arguments(arguments, len(prompts))) for one in prompts]
+        if streamer is not None:
+            streamer.put(runs[0].ids.cpu())
+        _complete(runs, streamer)
         results = [self._result(run) for run in runs]
         return results if many else results[0]
 
     def stream(self, prompt: str | Chat, **arguments: Any) -> Iterator[str]:
         """Yield the new text in pieces as they are committed, never half a character. Joined, they are `generate(...).text`."""
-        run = self._run(prompt, arguments)
+        return self._pieces(self._run(prompt, arguments))
+
+    def _pieces(self, run: Run) -> Iterator[str]:
         pieces = TextPieces(self._view, run.data)
         for block in decode(run):
             if piece := pieces.add(block):
                 yield piece
+        _stop_recording(run)
         if rest := pieces.rest():
             yield rest
 
@@ -125,21 +136,22 @@ class XTokAssisted:
         """The Hugging Face way in: `model.generate(**inputs, custom_generate=xt)`.
 
         `stop_strings` is named here so that transformers hands it over: it drops `tokenizer`, without which it would refuse
-        them.
+        them. Each row of a batch is a generation of its own: processors are copied per row, and asked with a batch of one.
         """
         if model is not self.model:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
-        streamer = _callers_streamer()
+        if _callers("assistant_model") is not None:
+            _check_arguments({"assistant_model": True})
         criteria = self._with_stop_strings(stopping_criteria, stop_strings)
         runs = self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs)
-        drain(runs, _feed(streamer))
+        _complete(runs, _callers("streamer"))
         return _as_transformers(runs, generation_config)
 
     def _run(self, prompt: str | Chat, arguments: dict[str, Any]) -> Run:
         """Let transformers prepare a generation, and take what it hands to a decoding method."""
-        ids = self._read(prompt, split_special_tokens=bool(arguments.pop("split_special_tokens", False)))
         _check_arguments(arguments)
-        stop_strings = arguments.pop("stop_strings", None)
+        ids = self._read(prompt, split_special_tokens=arguments.pop("split_special_tokens", None))
+        stop_strings = self._take_stop_strings(arguments)
         captured: list[Run] = []
 
         def capture(
@@ -155,15 +167,9 @@ class XTokAssisted:
             captured.extend(self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs, own))
             return torch.empty(0)
 
-        if isinstance(config := arguments.get("generation_config"), GenerationConfig) and config.stop_strings is not None:
-            stop_strings = stop_strings or config.stop_strings
-            arguments["generation_config"] = config = copy(config)
-            config.stop_strings = None
         self.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
         if len(captured) != 1:
-            raise UnsupportedArgumentError(
-                f"num_return_sequences={len(captured)} gives several texts for one prompt. Pass the prompt several times."
-            )
+            raise UnsupportedArgumentError(_SEVERAL.format(len(captured)))
         return captured[0]
 
     def _prepared(
@@ -176,19 +182,20 @@ class XTokAssisted:
         draft_prompt: list[int] | None = None,
     ) -> list[Run]:
         """One run per row of a batch that transformers prepared."""
-        _check_config(config, inputs, rows=len(input_ids))
+        _check_config(config, inputs, criteria, rows=len(input_ids))
         cache = inputs.pop("past_key_values")
         inputs.pop("use_cache", None)
         records = bool(config.return_dict_in_generate)
         runs = []
         for row in range(len(input_ids)):
             meter = Meter()
+            own_cache = cache if len(input_ids) == 1 else _cache_of_row(cache, row)
             runs.append(
                 Run(
-                    target=CachedModel(self.model, cache if len(input_ids) == 1 else deepcopy(cache), _row(inputs, row)),
+                    target=CachedModel(self.model, own_cache, _row(inputs, row)),
                     view=self._view,
                     ids=input_ids[row : row + 1],
-                    processors=_processors_of_row(processors, row),
+                    processors=_processors_of_row(processors, row) if len(input_ids) > 1 else processors,
                     criteria=criteria,
                     config=config,
                     drafter=self._new_drafter(config, meter, draft_prompt),
@@ -206,33 +213,50 @@ class XTokAssisted:
             return self._drafter
         ends = config._eos_token_tensor
         end = None if ends is None else int(ends.reshape(-1)[0])
-        return CrossTokenizerDrafter(self._draft, self._continuation, end, meter, prompt)
+        return CrossTokenizerDrafter(self._draft, Continuation(self._encoder), end, meter, prompt)
 
-    def _read(self, prompt: Any, *, split_special_tokens: bool) -> Tensor:
+    def _read(self, prompt: Any, *, split_special_tokens: bool | None) -> Tensor:
         """The target's ids for a prompt: its tokenizer's leading special tokens, never a trailing end of text."""
         if _is_chat(prompt):
             ids = _chat_ids(self.tokenizer, prompt)
             if ids is None:
                 raise InvalidInputError("The target's tokenizer has no chat template. Pass the prompt as a text.")
         elif isinstance(prompt, str):
-            with self._reading:
-                ids = _text_ids(self.tokenizer, prompt, split_special_tokens)
+            ids = _text_ids(self.tokenizer, prompt, split_special_tokens)
         else:
-            raise InvalidInputError(f"A prompt is a text or a list of messages, not {type(prompt).__name__}.")
-        if not ids and (start := self.tokenizer.bos_token_id or self.tokenizer.eos_token_id) is not None:
-            ids = [start]
+            raise InvalidInputError(
+                f"A prompt is {type(prompt).__name__}. Pass a text, a list of messages with role and content, or a list of those."
+            )
+        starts = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        ids = ids or [token for token in starts if token is not None][:1]
         if not ids:
-            raise InvalidInputError("The prompt has no ids, and the target's tokenizer has no token to begin with.")
+            raise InvalidInputError(f"The prompt {prompt!r} has no ids, and the target has no token to begin with. Pass a text.")
         return torch.tensor([ids], device=self.model.device)
 
     def _draft_prompt(self, prompt: Any) -> list[int] | None:
         """A chat in the draft's own template; None where it reads the target's text instead."""
-        return _chat_ids(self._draft_tokenizer, prompt) if self._draft is not None and _is_chat(prompt) else None
+        if self._draft is None or not _is_chat(prompt):
+            return None
+        try:
+            return _chat_ids(self._draft_tokenizer, prompt)
+        except Exception:  # templates refuse roles that they don't know, and a draft never spoils a generation
+            return None
+
+    def _take_stop_strings(self, arguments: dict[str, Any]) -> str | list[str] | None:
+        """Stop strings, wherever they were set. Transformers must not see them: it would ask for a tokenizer, and drop it."""
+        given = arguments.pop("stop_strings", None)
+        configs = (arguments.get("generation_config"), self.model.generation_config)
+        configured = next((config.stop_strings for config in configs if config is not None and config.stop_strings), None)
+        if configured is not None:
+            arguments["stop_strings"] = None
+        return given or configured
 
     def _with_stop_strings(self, criteria: StoppingCriteriaList, strings: str | list[str] | None) -> StoppingCriteriaList:
         if not strings:
             return criteria
-        return StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer=self.tokenizer, stop_strings=strings)])
+        with _READING:
+            stops = StopStringCriteria(tokenizer=self.tokenizer, stop_strings=strings)
+        return StoppingCriteriaList([*criteria, stops])
 
     def _result(self, run: Run) -> Generation:
         return Generation(
@@ -261,8 +285,28 @@ def _draft_model(source: Any) -> tuple[DraftModel, Any]:
     ends = model.generation_config.eos_token_id
     ends = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
     view = token_bytes(tokenizer)
-    lead = tuple(_leading(tokenizer))
+    with _reading(tokenizer):
+        lead = tuple(_leading(tokenizer))
     return DraftModel(model, encoder(tokenizer, view), lead, frozenset(end for end in ends if end is not None)), tokenizer
+
+
+@contextmanager
+def _reading(tokenizer: Any) -> Iterator[None]:
+    """One thread at a time, for reading sets truncation, padding and control tokens of a fast tokenizer. They are put back."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    with _READING:
+        if backend is None:
+            yield
+            return
+        splits, truncation, padding = backend.encode_special_tokens, backend.truncation, backend.padding
+        try:
+            yield
+        finally:
+            backend.encode_special_tokens = splits
+            if truncation is not None:
+                backend.enable_truncation(**truncation)
+            if padding is not None:
+                backend.enable_padding(**padding)
 
 
 def _leading(tokenizer: Any) -> list[int]:
@@ -272,9 +316,11 @@ def _leading(tokenizer: Any) -> list[int]:
     return list(encoded["input_ids"][: mask.index(0)])
 
 
-def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool) -> list[int]:
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens)["input_ids"]
-    return [*_leading(tokenizer), *ids]
+def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> list[int]:
+    """`split_special_tokens` is None where the tokenizer's own setting counts."""
+    splits = {} if split_special_tokens is None else {"split_special_tokens": split_special_tokens}
+    with _reading(tokenizer):
+        return [*_leading(tokenizer), *tokenizer(text, add_special_tokens=False, **splits)["input_ids"]]
 
 
 def _is_chat(prompt: Any) -> bool:
@@ -284,8 +330,28 @@ def _is_chat(prompt: Any) -> bool:
 def _chat_ids(tokenizer: Any, chat: Chat) -> list[int] | None:
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    ids = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=True)["input_ids"]
+    with _reading(tokenizer):
+        ids = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=True)["input_ids"]
     return list(ids)
+
+
+def _own_arguments(arguments: Mapping[str, Any], prompts: int) -> dict[str, Any]:
+    """The arguments for one of several prompts, which take turns: logits processors may keep a state."""
+    own = dict(arguments)
+    if prompts > 1 and own.get("logits_processor"):
+        own["logits_processor"] = _copied(own["logits_processor"])
+    return own
+
+
+def _copied(processors: LogitsProcessorList) -> LogitsProcessorList:
+    try:
+        return deepcopy(processors)
+    except Exception as error:
+        names = ", ".join(type(processor).__name__ for processor in processors)
+        raise UnsupportedArgumentError(
+            f"Several texts need a copy each of the logits processors {names}, and copying failed ({error}). "
+            "Call generate once per text."
+        ) from error
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -294,14 +360,23 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         "assistant_model": "The draft is the one that XTokAssisted was made with.",
         "custom_generate": "XTokAssisted is the decoding method.",
         "inputs_embeds": "The draft needs a text. Pass a prompt.",
+        "inputs": "Pass the prompt as a text, or use target.generate(inputs, custom_generate=xt).",
         "input_ids": "Pass the prompt as a text, or use target.generate(input_ids, custom_generate=xt).",
+        "attention_mask": "A prompt has no padding. Use target.generate(input_ids, custom_generate=xt) for padded ones.",
+        "streamer": "Iterate over stream(prompt), or use generate(prompt, streamer=streamer).",
     }
     for name, remedy in refused.items():
         if arguments.get(name) is not None:
             raise UnsupportedArgumentError(f"{name} can't be used here. {remedy}")
+    if (count := arguments.get("num_return_sequences") or 1) != 1:
+        raise UnsupportedArgumentError(_SEVERAL.format(count))
+    if arguments.get("cache_implementation") not in _CACHES:
+        raise UnsupportedArgumentError(_CACHE_FAULT.format(arguments["cache_implementation"]) + ".")
 
 
-def _check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int) -> None:
+def _check_config(
+    config: GenerationConfig, inputs: Mapping[str, Any], criteria: StoppingCriteriaList, rows: int
+) -> None:
     """Refuse what can't give exactly what the target alone gives. Raises `UnsupportedArgumentError`."""
     mode = config.get_generation_mode()
     faults = {
@@ -310,9 +385,7 @@ def _check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int
         ),
         "inputs_embeds are not supported: the draft needs a text. Pass input_ids": inputs.get("inputs_embeds") is not None,
         "use_cache=False is not supported: guesses are checked against a cache. Leave it out": not config.use_cache,
-        f"cache_implementation={config.cache_implementation!r} can't be rolled back. Leave it out": (
-            config.cache_implementation not in (None, "dynamic")
-        ),
+        _CACHE_FAULT.format(config.cache_implementation): config.cache_implementation not in _CACHES,
         "output_attentions and output_hidden_states are not supported. Leave them out": (
             bool(config.output_attentions or config.output_hidden_states)
         ),
@@ -322,6 +395,8 @@ def _check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int
         "guidance_scale with several rows is not supported. Call generate once per row": (
             rows > 1 and config.guidance_scale not in (None, 1)
         ),
+        "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported. "
+        "Call generate once per row": rows > 1 and not _ends_rows(criteria),
     }
     for fault, applies in faults.items():
         if applies:
@@ -336,10 +411,21 @@ def _row(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
     return {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
+def _cache_of_row(cache: Cache, row: int) -> Cache:
+    own = deepcopy(cache)
+    if own.get_seq_length():
+        own.batch_select_indices(torch.tensor([row]))
+    return own
+
+
+def _ends_rows(criteria: StoppingCriteriaList) -> bool:
+    """Whether each row of a batch ends for itself, or all at once. Without an end of text, transformers lets ended rows run on."""
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    return ends or all(isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria)) for criterion in criteria)
+
+
 def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """`prefix_allowed_tokens_fn` is asked by row number, and a row that runs for itself would always be number 0."""
-    if row == 0:
-        return processors
+    """A copy, for processors may keep a state. `prefix_allowed_tokens_fn` is asked by row number, and would always see 0."""
 
     def of_row(processor: Any) -> Any:
         if not isinstance(processor, PrefixConstrainedLogitsProcessor):
@@ -347,37 +433,59 @@ def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProce
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), processor._num_beams)
 
-    return LogitsProcessorList(of_row(processor) for processor in processors)
+    return LogitsProcessorList(of_row(processor) for processor in _copied(processors))
 
 
-def _callers_streamer() -> Any:
-    """Transformers gives a callable no streamer, though it has fed the prompt to it; so it is taken from the caller's frame."""
+def _callers(name: str) -> Any:
+    """An argument of the `generate` that called. Transformers hands a callable neither its streamer nor its assistant."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "generate":
         frame = frame.f_back
-    return frame.f_locals.get("streamer") if frame is not None else None
+    return frame.f_locals.get(name) if frame is not None else None
 
 
-def _stream_prompt(streamer: Any, runs: list[Run]) -> None:
-    if streamer is not None:
-        streamer.put(runs[0].ids.cpu())
-
-
-def _feed(streamer: Any) -> Callable[[int, list[int]], None]:
-    """Hand each committed id to a streamer, one at a time as transformers does, and tell it of the end."""
+def _complete(runs: list[Run], streamer: Any) -> None:
+    """Run to the end, and hand a streamer what transformers hands it: the ids of all rows at a time, then the end."""
+    sent = 0
 
     def feed(row: int, block: list[int]) -> None:
-        for token in block if streamer is not None else ():
-            streamer.put(torch.tensor([token]))
+        nonlocal sent
+        while (column := _column(runs, sent)) is not None:
+            streamer.put(column)
+            sent += 1
 
-    return feed
+    if streamer is None:
+        drain(runs)
+    else:
+        drain(runs, feed)
+        streamer.end()
+    for run in runs:
+        _stop_recording(run)
+
+
+def _column(runs: list[Run], index: int) -> Tensor | None:
+    """The new ids of all rows at `index`, with padding for those that ended; None where one is to come, or all have ended."""
+    ended = [run.finish_reason is not None and len(run.new_ids) <= index for run in runs]
+    if all(ended) or any(len(run.new_ids) <= index and not end for run, end in zip(runs, ended, strict=True)):
+        return None
+    return torch.tensor([_pad(run.config) if end else run.new_ids[index] for run, end in zip(runs, ended, strict=True)])
+
+
+def _stop_recording(run: Run) -> None:
+    """A cache that may be handed back is left as transformers leaves it."""
+    for layer in run.target.cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False
+
+
+def _pad(config: GenerationConfig) -> int:
+    return 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
 
 
 def _as_transformers(runs: list[Run], config: GenerationConfig) -> GenerateDecoderOnlyOutput | Tensor:
     """Rows of equal length: those that ended early are filled up with padding, as transformers does."""
-    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     rows = [run.ids[0] for run in runs]
-    sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+    sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_pad(config))
     if not config.return_dict_in_generate:
         return sequences
     alone = runs[0] if len(runs) == 1 else None

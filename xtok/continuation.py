@@ -8,20 +8,62 @@ _LOOK_BACK = 12
 
 
 class Continuation:
-    """The target's ids for guessed bytes behind committed ids.
+    """The target's ids for guessed bytes behind committed ids. One per generation.
 
     Law: `view.to_bytes(ids)` is a beginning of the guess, or of the guess as the target's tokenizer normalises it.
     The committed ids are never re-encoded: a few of them are looked at to see how the text would be cut there, and where no cut
-    falls on their end, the guess is encoded for itself.
+    falls on their end, the guess is encoded for itself. A model doesn't always cut as its tokenizer does, least of all when it
+    repeats itself; so where the same bytes followed the same id before, they are cut as they were then.
     """
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
         self._view = encoder.view
+        self._learned = 0
+        self._followers: dict[int, list[int]] = {}
 
     def ids(self, committed: Sequence[int], guess: bytes) -> list[int]:
         """Ids for `guess`, less a character that it leaves unfinished."""
-        tail = self._view.to_bytes(committed[-_LOOK_BACK:], before=b"x")
+        self._learn(committed)
+        found: list[int] = []
+        while guess:
+            context = [*committed[-_LOOK_BACK:], *found]
+            kept, own = self._until_own_cut(context[-1] if context else None, self._canonical(context, guess), guess)
+            found += kept
+            if own is None:
+                break
+            found.append(own)
+            guess = guess[sum(len(self._view[token] or b"") for token in [*kept, own]) :]
+        return found
+
+    def _learn(self, committed: Sequence[int]) -> None:
+        """Remember what followed each id, the latest last."""
+        for i in range(max(1, self._learned), len(committed)):
+            followers = self._followers.setdefault(committed[i - 1], [])
+            if committed[i] in followers:
+                followers.remove(committed[i])
+            followers.append(committed[i])
+        self._learned = len(committed)
+
+    def _until_own_cut(self, before: int | None, canonical: list[int], guess: bytes) -> tuple[list[int], int | None]:
+        """The canonical ids up to where the target cut the same bytes otherwise, and the id that it put there."""
+        at = 0
+        for i, token in enumerate(canonical):
+            piece = self._view[token] or b""
+            own = self._followed(before, guess[at:])
+            if own is not None and own != token and guess.startswith(piece, at):
+                return canonical[:i], own
+            before, at = token, at + len(piece)
+        return canonical, None
+
+    def _followed(self, before: int | None, guess: bytes) -> int | None:
+        """The id that lately followed `before` and begins `guess`."""
+        followers = self._followers.get(before, []) if before is not None else []
+        return next((token for token in reversed(followers) if (piece := self._view[token]) and guess.startswith(piece)), None)
+
+    def _canonical(self, context: Sequence[int], guess: bytes) -> list[int]:
+        """The ids for `guess` as the target's tokenizer would cut it behind `context`."""
+        tail = self._view.to_bytes(context[-_LOOK_BACK:], before=b"x")
         tail = tail[_first_boundary(tail) :]
         found = self._behind(tail, guess)
         if found is None:

@@ -4,6 +4,7 @@ import json
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from xtok.tokenbytes import TokenBytes
@@ -30,14 +31,18 @@ class Encoder:
     """
 
     view: TokenBytes
+    ids: Callable[[str], list[int]]
     encode: Callable[[str], Encoded]
     pretokenizes: bool
     normalizes: bool
     cuttable: bool
     unknown: int | None
 
-    def ids(self, text: str) -> list[int]:
-        return self.encode(text).ids
+    @cached_property
+    def _leads(self) -> list[tuple[str, list[int]]]:
+        """Sentinels and their ids; none that is unknown, for it would swallow an unknown character behind it."""
+        leads = [(sentinel, self.ids(sentinel)) for sentinel in SENTINELS]
+        return [(sentinel, ids) for sentinel, ids in leads if ids and ids[-1] != self.unknown]
 
     def parts_at(self, text: str, cut: int) -> bool:
         """Whether no token, added token or normalisation can reach across character `cut` of `text`."""
@@ -53,10 +58,7 @@ class Encoder:
 
     def encode_behind(self, text: str) -> Encoded | None:
         """`text` as the continuation of some other text, without a dummy prefix; None where that can't be had."""
-        for sentinel in SENTINELS:
-            lead = self.encode(sentinel).ids
-            if not lead or lead[-1] == self.unknown:  # it would swallow an unknown character behind it
-                continue
+        for sentinel, lead in self._leads:
             whole = self.encode(sentinel + text)
             starts = whole.starts[len(lead) :]
             if whole.ids[: len(lead)] == lead and all(start >= len(sentinel) for start in starts):
@@ -67,29 +69,23 @@ class Encoder:
 def encoder(tokenizer: Any, view: TokenBytes) -> Encoder:
     """The plain encoder of a transformers tokenizer. It works on a copy: the tokenizer handed in is never changed."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return Encoder(view, _slow(tokenizer), False, True, False, tokenizer.unk_token_id)
-    state = json.loads(backend.to_str())
+    return _slow(tokenizer, view) if backend is None else _fast(backend, view, tokenizer.unk_token_id)
+
+
+def _fast(backend: Any, view: TokenBytes, unknown: int | None) -> Encoder:
+    serialized = backend.to_str()
+    state = json.loads(serialized)
     model = state["model"]
-    whole_text = model["type"] in ("BPE", "Unigram") and not (
-        model.get("continuing_subword_prefix") or model.get("end_of_word_suffix") or model.get("dropout")
-    )
-    splitter = _splitter(state["pre_tokenizer"])
-    return Encoder(
-        view,
-        _fast(backend),
-        pretokenizes=splitter,
-        normalizes=not _is_simple(state["normalizer"]),
-        cuttable=(whole_text or splitter) and "(?<" not in json.dumps(state["pre_tokenizer"]),
-        unknown=tokenizer.unk_token_id,
-    )
-
-
-def _fast(backend: Any) -> Callable[[str], Encoded]:
-    copy = type(backend).from_str(backend.to_str())
+    marks = any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
+    whole_text = model["type"] in ("BPE", "Unigram") and not marks
+    splits = _splits(state["pre_tokenizer"])
+    copy = type(backend).from_str(serialized)
     copy.encode_special_tokens = True
     copy.no_truncation()
     copy.no_padding()
+
+    def ids(text: str) -> list[int]:
+        return list(copy.encode(text, add_special_tokens=False).ids)
 
     def encode(text: str) -> Encoded:
         encoding = copy.encode(text, add_special_tokens=False)
@@ -97,25 +93,36 @@ def _fast(backend: Any) -> Callable[[str], Encoded]:
         heads = [i == 0 or word != words[i - 1] for i, word in enumerate(words)]
         return Encoded(encoding.ids, [start for start, _ in encoding.offsets], heads)
 
-    return encode
+    return Encoder(
+        view,
+        ids,
+        encode,
+        pretokenizes=splits,
+        normalizes=not _is_simple(state["normalizer"]),
+        cuttable=(whole_text or splits) and "(?<" not in json.dumps(state["pre_tokenizer"]),
+        unknown=unknown,
+    )
 
 
-def _slow(tokenizer: Any) -> Callable[[str], Encoded]:
+def _slow(tokenizer: Any, view: TokenBytes) -> Encoder:
     """Tokenizers written in Python say nothing of positions: their encoding can't be cut."""
 
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
     def encode(text: str) -> Encoded:
-        ids = list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-        return Encoded(ids, [0] * len(ids), [False] * len(ids))
+        found = ids(text)
+        return Encoded(found, [0] * len(found), [False] * len(found))
 
-    return encode
+    return Encoder(view, ids, encode, pretokenizes=False, normalizes=True, cuttable=False, unknown=tokenizer.unk_token_id)
 
 
-def _splitter(pre_tokenizer: dict[str, Any] | None) -> bool:
+def _splits(pre_tokenizer: dict[str, Any] | None) -> bool:
     """Whether a pre-tokenizer parts a text into words."""
     if pre_tokenizer is None:
         return False
     if pre_tokenizer["type"] == "Sequence":
-        return any(_splitter(part) for part in pre_tokenizer["pretokenizers"])
+        return any(_splits(part) for part in pre_tokenizer["pretokenizers"])
     return bool(pre_tokenizer.get("use_regex", True) and pre_tokenizer.get("split", True))
 
 

@@ -24,8 +24,8 @@ class Side:
     `spellings`: how many different byte strings its tokens spell; `shared`: the share of them that the other side has too.
     `single_bytes`: for how many of the 256 byte values it has a token; `missing_bytes`: how many of `UTF8_BYTES` have none.
     `mid_character`: the share of its tokens on the sample that end inside a character.
-    `unspellable`, `rewritten`: the characters of the sample that don't come back, because it has no way to write them or because
-    its normalizer writes others. `altered_texts`: how many texts of the sample don't come back.
+    `unspellable`, `rewritten`: the characters of the sample that don't come back, because it has no way to write them or
+    because its normalizer writes others. `altered_texts`: how many texts of the sample don't come back.
     `window`: how many tokens its model was made for, None where that is unknown.
     """
 
@@ -137,7 +137,8 @@ def _mid_characters(view: TokenBytes, ids: Sequence[int]) -> int:
 
 def _lost(reading: Encoder, characters: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The characters that don't come back: those that can't be spelled, and those that become others."""
-    unspellable, rewritten = [], []
+    unspellable: list[str] = []
+    rewritten: list[str] = []
     for character in characters:
         ids = reading.ids(character)
         text = _text(reading.view, ids)
@@ -199,6 +200,8 @@ def _losses(target: Side, draft: Side) -> Iterator[str]:
 
 def _named(characters: Sequence[str]) -> str:
     """A few of the characters, with how many they are."""
-    few = " ".join(character if character.isprintable() and character.strip() else ascii(character) for character in characters[:_TOLD])
+    few = " ".join(
+        character if character.isprintable() and character.strip() else ascii(character) for character in characters[:_TOLD]
+    )
     count = "1 character" if len(characters) == 1 else f"{len(characters)} different characters"
-    return f"{count} of the sample ({few}{' …' if len(characters) > _TOLD else ''})"
+    return f"{count} of the sample ({few}{' and others' if len(characters) > _TOLD else ''})"

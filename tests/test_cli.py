@@ -1,0 +1,215 @@
+"""The command line, on the pair that ships, and the figures that tell how well a pair fits."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MambaConfig
+from typer.testing import CliRunner
+from worlds import CORPUS, FAMILIES, tokenizer
+
+from xtok import XTokAssisted, __version__, cli
+from xtok.errors import InvalidInputError
+from xtok.fit import fit
+from xtok.pair import DRAFT, TARGET, prompts
+from xtok.tokenbytes import token_bytes
+
+
+def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(cli.app, [*arguments])
+    assert result.exit_code == code, result.output
+    return result.stdout, result.stderr
+
+
+def test_python_dash_m_tells_the_version() -> None:
+    told = subprocess.run([sys.executable, "-m", "xtok", "--version"], capture_output=True, text=True, check=True)
+    assert told.stdout == f"xtok {__version__}\n"
+
+
+def test_generate_prints_the_text_and_then_one_line_of_figures() -> None:
+    prompt = prompts()[0]
+    expected = XTokAssisted(TARGET, DRAFT).generate(prompt, max_new_tokens=24, do_sample=False)
+    text, summary = run("generate", prompt, "--max-new-tokens", "24")
+    assert text == expected.text + "\n"
+    stats = expected.stats
+    assert summary.startswith(f"{stats.new_tokens} tokens, {stats.target_forwards} forwards of the target")
+    assert f"{stats.tokens_per_forward:.2f} tokens per forward" in summary
+    assert f"{stats.acceptance_rate:.0%} of the guesses accepted" in summary
+    assert summary.count("\n") == 1
+
+
+def test_generate_without_a_draft_gives_the_same_text_at_a_token_per_forward() -> None:
+    prompt = prompts()[1]
+    with_draft, _ = run("generate", prompt, "--max-new-tokens", "16")
+    alone, summary = run("generate", prompt, "--max-new-tokens", "16", "--draft", "none")
+    assert alone == with_draft
+    assert "1.00 tokens per forward" in summary
+    assert "guesses" not in summary
+
+
+def test_generate_prints_whole_characters_as_soon_as_they_are_there(capfd: pytest.CaptureFixture[str]) -> None:
+    tokens = tokenizer("byte-level BPE")
+    printer = cli._Printer(token_bytes(tokens))
+    printer.put(torch.tensor([tokens("吾輩").input_ids]))
+    printed = []
+    for token in tokens("は𠮷野家").input_ids:
+        printer.put(torch.tensor([token]))
+        printed.append(capfd.readouterr().out)
+    printer.finish()
+    assert "".join(printed) == "は𠮷野家"
+    assert "" in printed
+    assert capfd.readouterr().out == "\n"
+
+
+def test_inspect_prints_a_table_and_what_will_be_lost() -> None:
+    told, _ = run("inspect")
+    for words in (
+        "SentencePiece",
+        "byte-level BPE",
+        "256 of 256",
+        "What will be lost",
+        "draft reads only the most recent part",
+    ):
+        assert words in told
+
+
+def test_inspect_prints_the_same_figures_as_json(tmp_path: Path) -> None:
+    sample = tmp_path / "sample.txt"
+    sample.write_text("吾輩は猫である。\n名前はまだ無い。\n", encoding="utf-8")
+    told, _ = run("inspect", "--json", "--text", str(sample))
+    found = json.loads(told)
+    assert (found["texts"], found["characters"]) == (2, 18)
+    assert (found["target"]["window"], found["draft"]["window"]) == (512, 256)
+    assert found["shared"] == round(found["target"]["shared"] * found["target"]["spellings"])
+
+
+def test_inspect_needs_no_weights(tmp_path: Path) -> None:
+    for source in (TARGET, DRAFT):
+        shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert run("inspect", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")) == run("inspect")
+
+
+def test_inspect_refuses_a_model_whose_guesses_cannot_be_taken_back(tmp_path: Path) -> None:
+    shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    _, error = run("inspect", "--draft", str(tmp_path), code=1)
+    assert "MambaForCausalLM can't be rolled back" in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "a", "--target", "./no/such/folder"),
+        ("generate", "a", "--draft", "./no/such/folder"),
+        ("generate", "a", "--target", str(Path(__file__).parent)),
+        ("inspect", "--draft", "./no/such/folder"),
+        ("inspect", "--draft", str(Path(__file__).parent)),
+        ("inspect", "--text", "no-such-file.txt"),
+        ("inspect", "--text", str(TARGET / "model.safetensors")),
+    ],
+)
+def test_what_the_user_can_mend_is_told_in_one_line(arguments: tuple[str, ...]) -> None:
+    text, error = run(*arguments, code=1)
+    assert text == ""
+    assert error.startswith("xtok: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty() -> list[str]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "prompts", faulty)
+    result = CliRunner().invoke(cli.app, ["inspect"])
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_the_demo_is_identical_to_the_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "DEMO_TOKENS", 24)
+    told, _ = run("demo")
+    assert told.count("identical to the target alone: yes\n") == 4
+    assert "4 of 4 identical; 96 tokens in" in told
+    assert all(prompt in told for prompt in prompts()[:4])
+
+
+def test_the_demo_fails_aloud_where_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "DEMO_TOKENS", 4)
+    monkeypatch.setattr(cli, "_alone", lambda *_: [5, 5, 5, 5])
+    told, _ = run("demo", code=1)
+    assert told.count("identical to the target alone: NO\n") == 4
+    assert "0 of 4 identical" in told
+
+
+def test_vocabularies_are_compared_by_bytes_and_not_by_their_strings() -> None:
+    byte_level, unigram = tokenizer("byte-level BPE"), tokenizer("Unigram with byte fallback")
+    strings = byte_level.get_vocab().keys() & unigram.get_vocab().keys()
+    decoded = {byte_level.decode([token]) for token in byte_level.get_vocab().values()}
+    common = {text for text in decoded & unigram.get_vocab().keys() - {""} if min(text) >= "あ"}
+    assert common
+    assert not common & strings
+    found = fit(unigram, byte_level, CORPUS)
+    assert found.shared >= 256 + sum(len(text.encode()) > 1 for text in common)
+    assert found.target.shared == found.shared / found.target.spellings
+    assert found.shared == fit(byte_level, unigram, CORPUS).shared
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_tokenizer_fits_itself(family: str) -> None:
+    found = fit(tokenizer(family), tokenizer(family), CORPUS, target_window=64, draft_window=64)
+    assert (found.target, found.target.shared, found.target_tokens_per_draft_token) == (found.draft, 1.0, 1.0)
+
+
+def test_nothing_is_lost_between_two_tokenizers_that_spell_everything_in_whole_characters() -> None:
+    found = fit(tokenizer("Unigram with byte fallback"), tokenizer("SentencePiece BPE"), ["吾輩は猫である。"])
+    assert found.losses == ()
+
+
+def test_characters_that_a_tokenizer_without_fallback_cannot_spell_are_named() -> None:
+    sample = ["吾輩は🦊である。", "🦊"]
+    found = fit(tokenizer("Unigram with byte fallback"), tokenizer("Unigram without fallback"), sample)
+    assert (found.target.unspellable, found.draft.unspellable) == ((), ("🦊",))
+    assert (found.target.altered_texts, found.draft.altered_texts) == (0, 2)
+    assert (found.target.single_bytes, found.target.missing_bytes) == (256, 0)
+    assert found.draft.missing_bytes > 100
+    assert any("can't spell 1 character of the sample (🦊)" in loss for loss in found.losses)
+
+
+def test_characters_that_a_normalizer_rewrites_are_named() -> None:
+    found = fit(tokenizer("byte-level BPE"), tokenizer("Unigram with NFKC"), ["１２ Ａ 猫"])
+    assert (found.draft.unspellable, found.draft.rewritten) == ((), ("１", "２", "Ａ"))
+    assert found.draft.normalizer == "NFKC, Prepend, Replace"
+    assert any("rewrites 3 different characters of the sample (１ ２ Ａ)" in loss for loss in found.losses)
+
+
+def test_a_space_that_comes_back_between_words_is_not_lost_but_a_newline_is() -> None:
+    found = fit(tokenizer("byte-level BPE"), tokenizer("WordPiece"), ["a a", "a\na"])
+    assert found.draft.unspellable == ("\n",)
+    assert found.draft.altered_texts == 1
+
+
+def test_tokens_that_end_inside_a_character_are_counted() -> None:
+    tokens = tokenizer("byte-level BPE")
+    ids = tokens("🦊は𠮷").input_ids
+    broken = sum(tokens.decode(ids[: i + 1]).endswith("\ufffd") for i in range(len(ids)))
+    found = fit(tokenizer("characters"), tokens, ["🦊は𠮷"])
+    assert broken > 0
+    assert found.draft.mid_character == broken / len(ids)
+    assert found.draft.tokens_per_character == len(ids) / 3
+    assert found.target.mid_character == 0
+
+
+def test_a_window_is_told_of_only_where_the_draft_sees_less_than_the_target() -> None:
+    tokens = tokenizer("byte-level BPE")
+    for target_window, draft_window, told in [(64, 32, True), (32, 64, False), (None, 32, False), (64, None, False)]:
+        found = fit(tokens, tokens, CORPUS, target_window=target_window, draft_window=draft_window)
+        assert any("window" in loss for loss in found.losses) == told
+
+
+def test_a_sample_without_text_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="no text"):
+        fit(tokenizer("WordPiece"), tokenizer("WordPiece"), [""])

@@ -1,0 +1,299 @@
+"""The command line: `xtok generate`, `xtok inspect` and `xtok demo`."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from xtok.assisted import Generation, XTokAssisted
+from xtok.errors import InvalidInputError, XTokError
+from xtok.fit import Fit, Side, fit
+from xtok.lm import check_rolls_back, context_window
+from xtok.pair import DRAFT, TARGET, prompts
+from xtok.text import TextPieces
+from xtok.tokenbytes import TokenBytes, token_bytes
+from xtok.trace import Stats
+from xtok.version import __version__
+
+GUESS_LENGTH = 5
+DEMO_PROMPTS = 4
+DEMO_TOKENS = 64
+
+app = typer.Typer(
+    help="Any large language model generates with the help of any small one, and gives exactly what it alone would.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+SHIPPED = "the pair that ships"
+TargetOption = Annotated[str, typer.Option(help="Hub id or path of the model whose output you want.", show_default=SHIPPED)]
+DraftOption = Annotated[str, typer.Option(help="Hub id or path of the model that guesses.", show_default=SHIPPED)]
+
+
+def main() -> None:
+    """The entry point of `xtok` and of `python -m xtok`."""
+    app(prog_name="xtok")
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"xtok {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _prepare(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version.")
+    ] = False,
+) -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """What the user can mend is told in one line; anything else is a fault of xtok and keeps its traceback."""
+    try:
+        yield
+    except (XTokError, OSError) as error:
+        typer.echo(f"xtok: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def _loading(*sources: str) -> Iterator[None]:
+    """Transformers takes a path that isn't there for a hub id, and raises ValueErrors for files that it can't use."""
+    for source in sources:
+        if source.startswith((".", "~", os.sep)) and not Path(source).exists():
+            raise FileNotFoundError(f"{source} does not exist.")
+    try:
+        yield
+    except XTokError:
+        raise
+    except ValueError as error:
+        raise InvalidInputError(f"{' and '.join(sources)} can't be loaded: {str(error).splitlines()[0]}") from error
+
+
+@app.command()
+@_errors_in_one_line()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.", show_default=False)],
+    target: TargetOption = str(TARGET),
+    draft: Annotated[
+        str, typer.Option(help='Hub id or path of the model that guesses, or "none".', show_default=SHIPPED)
+    ] = str(DRAFT),
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the target to write at most.")] = 128,
+    guess_length: Annotated[int, typer.Option(min=1, help="How many of its own tokens the draft guesses.")] = GUESS_LENGTH,
+) -> None:
+    """Continue a text, greedily, as the target alone would. The text goes to stdout, a summary to stderr."""
+    helper = None if draft == "none" else draft
+    with _loading(*(source for source in (target, helper) if source)):
+        xt = XTokAssisted(target, helper, guess_length=guess_length)
+    printer = _Printer(token_bytes(xt.tokenizer))
+    generation = xt.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False, streamer=printer)
+    printer.finish()
+    typer.echo(_summary(generation.stats), err=True)
+
+
+class _Printer:
+    """A streamer, as transformers calls them, that prints whole characters as they are committed."""
+
+    def __init__(self, view: TokenBytes) -> None:
+        self._view = view
+        self._pieces: TextPieces | None = None
+
+    def put(self, ids: Tensor) -> None:
+        """The first call brings the prompt, which is not printed."""
+        block = ids.reshape(-1).tolist()
+        if self._pieces is None:
+            self._pieces = TextPieces(self._view, self._view.to_bytes(block))
+        else:
+            self._print(self._pieces.add(block))
+
+    def end(self) -> None:
+        """Transformers' word for the end of a text. `finish` prints what is left."""
+
+    def finish(self) -> None:
+        """End the line, behind what is left of an unfinished character."""
+        self._print((self._pieces.rest() if self._pieces else "") + "\n")
+
+    @staticmethod
+    def _print(piece: str) -> None:
+        print(piece, end="", flush=True)
+
+
+def _summary(stats: Stats) -> str:
+    parts = [
+        f"{stats.new_tokens} tokens",
+        f"{stats.target_forwards} forwards of the target",
+        f"{stats.tokens_per_forward:.2f} tokens per forward",
+    ]
+    if stats.proposed:
+        parts.append(f"{stats.acceptance_rate:.0%} of the guesses accepted")
+    return ", ".join([*parts, f"{stats.seconds:.2f} s"])
+
+
+@app.command()
+@_errors_in_one_line()
+def inspect(
+    target: TargetOption = str(TARGET),
+    draft: DraftOption = str(DRAFT),
+    text: Annotated[Path | None, typer.Option(help="A sample text in UTF-8.", show_default="held-out prompts")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say how well two models fit, before any generation. Reads their tokenizers and configurations, not their weights."""
+    target_tokenizer, target_window = _without_weights(target, "target")
+    draft_tokenizer, draft_window = _without_weights(draft, "draft")
+    found = fit(target_tokenizer, draft_tokenizer, _sample(text), target_window=target_window, draft_window=draft_window)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), ensure_ascii=False, indent=2))
+    else:
+        _print_fit(found)
+
+
+def _without_weights(source: str, role: str) -> tuple[Any, int | None]:
+    """A model's tokenizer and context window. Raises `UnsupportedModelError` where it can't play its role."""
+    with _loading(source):
+        config = AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        check_rolls_back(model, role)
+        return AutoTokenizer.from_pretrained(source), context_window(model)
+
+
+def _sample(path: Path | None) -> list[str]:
+    if path is None:
+        return prompts()
+    with _loading(str(path)):
+        return path.read_text(encoding="utf-8").splitlines(keepends=True)
+
+
+def _print_fit(found: Fit) -> None:
+    table = Table("", "target", "draft")
+    for name, of_target, of_draft in zip(_ROWS, _cells(found.target, found), _cells(found.draft, found), strict=True):
+        table.add_row(name, of_target, of_draft)
+    Console(highlight=False).print(table)
+    length = GUESS_LENGTH * found.target_tokens_per_draft_token
+    typer.echo(f"The sample has {found.texts} texts with {found.characters} characters.")
+    typer.echo(f"Both vocabularies have {found.shared} byte strings in common.")
+    typer.echo(f"A guess of {GUESS_LENGTH} draft tokens is about {length:.1f} target tokens long.")
+    typer.echo("What will be lost (the output stays the target's own):" if found.losses else "Nothing will be lost.")
+    for loss in found.losses:
+        typer.echo(f"- {loss}")
+
+
+_ROWS = (
+    "family",
+    "normalizer",
+    "vocabulary",
+    "different byte strings",
+    "… that the other has",
+    "single bytes",
+    "tokens per character",
+    "… ending inside one",
+    "unspellable characters",
+    "rewritten characters",
+    "altered texts",
+    "context window",
+)
+
+
+def _cells(side: Side, found: Fit) -> tuple[str, ...]:
+    return (
+        side.family,
+        side.normalizer,
+        str(side.vocabulary),
+        str(side.spellings),
+        f"{side.shared:.1%}",
+        f"{side.single_bytes} of 256",
+        f"{side.tokens_per_character:.2f}",
+        f"{side.mid_character:.1%}",
+        str(len(side.unspellable)),
+        str(len(side.rewritten)),
+        f"{side.altered_texts} of {found.texts}",
+        "unknown" if side.window is None else f"{side.window} ≈ {side.reach:.0f} characters",
+    )
+
+
+@app.command()
+@_errors_in_one_line()
+def demo() -> None:
+    """Run the pair that ships on a few held-out prompts, beside the target alone, and compare every token."""
+    with _loading(str(TARGET), str(DRAFT)):
+        xt = XTokAssisted(TARGET, DRAFT, guess_length=GUESS_LENGTH)
+    torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
+    texts = prompts()[:DEMO_PROMPTS]
+    _compared(xt, texts[0])
+    results = []
+    for text in texts:
+        results.append(_compared(xt, text))
+        _print_compared(text, results[-1])
+    _print_totals(results)
+    if not all(result.identical for result in results):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One prompt run by xtok and by the target alone. Times are seconds of the whole call."""
+
+    generation: Generation
+    identical: bool
+    seconds: float
+    seconds_alone: float
+
+
+def _compared(xt: XTokAssisted, prompt: str) -> _Compared:
+    start = perf_counter()
+    alone = _alone(xt.model, xt.tokenizer, prompt)
+    between = perf_counter()
+    generation = xt.generate(prompt, max_new_tokens=DEMO_TOKENS, do_sample=False)
+    return _Compared(generation, generation.token_ids == alone, perf_counter() - between, between - start)
+
+
+def _alone(model: PreTrainedModel, tokenizer: Any, prompt: str) -> list[int]:
+    """The new ids that transformers' own greedy search gives, without xtok."""
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=DEMO_TOKENS, do_sample=False)
+    new: list[int] = output[0, ids.shape[1] :].tolist()
+    return new
+
+
+def _print_compared(prompt: str, result: _Compared) -> None:
+    stats = result.generation.stats
+    typer.echo(typer.style(prompt, bold=True) + result.generation.text)
+    typer.echo(f"  identical to the target alone: {'yes' if result.identical else 'NO'}")
+    typer.echo(f"  tokens per forward of the target: {stats.tokens_per_forward:.2f} (the target alone: 1)")
+    typer.echo(f"  seconds: {result.seconds:.2f} (the target alone: {result.seconds_alone:.2f})\n")
+
+
+def _print_totals(results: list[_Compared]) -> None:
+    stats = [result.generation.stats for result in results]
+    tokens, forwards = sum(one.new_tokens for one in stats), sum(one.target_forwards for one in stats)
+    same = sum(result.identical for result in results)
+    seconds, alone = sum(result.seconds for result in results), sum(result.seconds_alone for result in results)
+    typer.echo(
+        f"{same} of {len(results)} identical; {tokens} tokens in {forwards} forwards of the target "
+        f"({tokens / forwards:.2f} per forward); {seconds:.2f} s with the draft, {alone:.2f} s alone."
+    )
+    typer.echo(
+        "What xtok saves is forwards of the target, so they are the figure to look at: with a large target they are nearly all "
+        "of the time, whereas this tiny one costs little more than its draft and may well be faster alone."
+    )
+
+
+# The next command goes here: `bench`.
