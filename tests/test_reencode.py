@@ -89,7 +89,7 @@ def test_an_append_costs_the_new_bytes_and_not_the_context() -> None:
         whole = encoder_of((family, 0))
         counted = 0
 
-        def count(text: str, whole: Encoder = whole):  # noqa: ANN202
+        def count(text: str, whole: Encoder = whole):
             nonlocal counted
             counted += len(text)
             return whole.encode(text)

@@ -61,7 +61,9 @@ def test_prefix_look_ups_find_what_a_search_of_the_whole_table_finds(family: tup
 
 
 @given(families, texts().map(str.encode), st.data())
-def test_straddled_means_that_some_token_occurs_across_the_cut(family: tuple[str, int], text: bytes, data: st.DataObject) -> None:
+def test_straddled_means_that_some_token_occurs_across_the_cut(
+    family: tuple[str, int], text: bytes, data: st.DataObject
+) -> None:
     seen = view(family)
     cut = data.draw(st.integers(0, len(text)))
     across = any(

@@ -1,7 +1,7 @@
 """`XTokAssisted`: the front door."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,7 +22,12 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.continuation import Continuation
@@ -75,7 +80,7 @@ class XTokAssisted:
         """
         if guess_length < 1:
             raise InvalidInputError(f"guess_length is {guess_length}; it must be at least 1. Use draft=None to guess nothing.")
-        self.model, self.tokenizer = _load(target, "target")
+        self.model, self.tokenizer = load(target, "target")
         check_rolls_back(self.model, "target")
         self._view = token_bytes(self.tokenizer)
         self._guess_length = guess_length
@@ -136,7 +141,8 @@ class XTokAssisted:
         """The Hugging Face way in: `model.generate(**inputs, custom_generate=xt)`.
 
         `stop_strings` is named here so that transformers hands it over: it drops `tokenizer`, without which it would refuse
-        them. Each row of a batch is a generation of its own: processors are copied per row, and asked with a batch of one.
+        them, and it does refuse those of a generation config. Each row of a batch is a generation of its own: processors are
+        copied per row, and asked with a batch of one.
         """
         if model is not self.model:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
@@ -225,12 +231,14 @@ class XTokAssisted:
             ids = _text_ids(self.tokenizer, prompt, split_special_tokens)
         else:
             raise InvalidInputError(
-                f"A prompt is {type(prompt).__name__}. Pass a text, a list of messages with role and content, or a list of those."
+                f"A prompt is {type(prompt).__name__}. Pass a text, a list of messages (role, content), or a list of those."
             )
         starts = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         ids = ids or [token for token in starts if token is not None][:1]
         if not ids:
-            raise InvalidInputError(f"The prompt {prompt!r} has no ids, and the target has no token to begin with. Pass a text.")
+            raise InvalidInputError(
+                f"The prompt {prompt!r} has no ids, and the target has no token to begin with. Pass a text."
+            )
         return torch.tensor([ids], device=self.model.device)
 
     def _draft_prompt(self, prompt: Any) -> list[int] | None:
@@ -254,7 +262,7 @@ class XTokAssisted:
     def _with_stop_strings(self, criteria: StoppingCriteriaList, strings: str | list[str] | None) -> StoppingCriteriaList:
         if not strings:
             return criteria
-        with _READING:
+        with _reading(self.tokenizer):
             stops = StopStringCriteria(tokenizer=self.tokenizer, stop_strings=strings)
         return StoppingCriteriaList([*criteria, stops])
 
@@ -268,11 +276,15 @@ class XTokAssisted:
         )
 
 
-def _load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
+def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
+    """The model and the tokenizer of a source. `role` ("target" or "draft") is for the message of an error."""
     if isinstance(source, (str, PathLike)):
         model = AutoModelForCausalLM.from_pretrained(source)
         return model, AutoTokenizer.from_pretrained(source)
     if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], PreTrainedModel):
+        if not source[0].can_generate():
+            name = type(source[0]).__name__
+            raise UnsupportedModelError(f"{name} has no language model head. Load the {role} with AutoModelForCausalLM.")
         return source
     raise InvalidInputError(
         f"The {role} is {type(source).__name__}. Pass a hub id, a local path, or a (model, tokenizer) pair."
@@ -280,7 +292,7 @@ def _load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
 
 
 def _draft_model(source: Any) -> tuple[DraftModel, Any]:
-    model, tokenizer = _load(source, "draft")
+    model, tokenizer = load(source, "draft")
     check_rolls_back(model, "draft")
     ends = model.generation_config.eos_token_id
     ends = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
@@ -374,9 +386,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         raise UnsupportedArgumentError(_CACHE_FAULT.format(arguments["cache_implementation"]) + ".")
 
 
-def _check_config(
-    config: GenerationConfig, inputs: Mapping[str, Any], criteria: StoppingCriteriaList, rows: int
-) -> None:
+def _check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: StoppingCriteriaList, rows: int) -> None:
     """Refuse what can't give exactly what the target alone gives. Raises `UnsupportedArgumentError`."""
     mode = config.get_generation_mode()
     faults = {
@@ -419,21 +429,30 @@ def _cache_of_row(cache: Cache, row: int) -> Cache:
 
 
 def _ends_rows(criteria: StoppingCriteriaList) -> bool:
-    """Whether each row of a batch ends for itself, or all at once. Without an end of text, transformers lets ended rows run on."""
+    """Whether rows end as transformers ends them. Without an end of text, it lets those run on that a criterion stopped."""
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     return ends or all(isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria)) for criterion in criteria)
 
 
 def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """A copy, for processors may keep a state. `prefix_allowed_tokens_fn` is asked by row number, and would always see 0."""
+    """A copy, for processors may keep a state. Those of transformers that know of the batch's rows know of this one alone."""
+    own = _copied(processors)
+    for processor in own:
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            if isinstance(processor.prompt_ignore_length, Tensor):
+                processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+        elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
+            processor.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+        elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+            processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[row : row + 1], 1
+        elif isinstance(processor, PrefixConstrainedLogitsProcessor):
+            processor._prefix_allowed_tokens_fn = _as_row(processor._prefix_allowed_tokens_fn, row)
+    return own
 
-    def of_row(processor: Any) -> Any:
-        if not isinstance(processor, PrefixConstrainedLogitsProcessor):
-            return processor
-        allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), processor._num_beams)
 
-    return LogitsProcessorList(of_row(processor) for processor in _copied(processors))
+def _as_row(allowed: Callable[[int, Tensor], list[int]], row: int) -> Callable[[int, Tensor], list[int]]:
+    """A row that runs for itself would always be asked for as number 0."""
+    return lambda _, ids: allowed(row, ids)
 
 
 def _callers(name: str) -> Any:

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -48,10 +48,6 @@ class Row:
     speed: float
     lost_per_round: float | None
     align_share: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The row for JSON."""
-        return asdict(self)
 
 
 def compare(
@@ -112,9 +108,7 @@ def _systems(target: Any, draft: Any, max_new_tokens: int, guess_length: int) ->
         start = perf_counter()
         generation = xt.generate(prompt, **lengths)
         stats = generation.stats
-        return Timed(
-            generation.token_ids, perf_counter() - start, stats.target_forwards, stats.draft_forwards, generation
-        )
+        return Timed(generation.token_ids, perf_counter() - start, stats.target_forwards, stats.draft_forwards, generation)
 
     return {
         ALONE: by_transformers(),

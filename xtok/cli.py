@@ -1,4 +1,4 @@
-"""The command line: `xtok generate`, `xtok inspect` and `xtok demo`."""
+"""The command line: `xtok generate`, `xtok inspect`, `xtok demo` and `xtok bench`."""
 
 import json
 import os
@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from xtok.assisted import Generation, XTokAssisted
+from xtok.assisted import Generation, XTokAssisted, load
+from xtok.bench import Row, build_seconds, compare, tuned
 from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
 from xtok.lm import check_rolls_back, context_window
@@ -296,4 +297,64 @@ def _print_totals(results: list[_Compared]) -> None:
     )
 
 
-# The next command goes here: `bench`.
+@app.command()
+@_errors_in_one_line()
+def bench(
+    target: TargetOption = str(TARGET),
+    draft: DraftOption = str(DRAFT),
+    file: Annotated[
+        Path | None, typer.Option("--prompts", help="A file with one prompt per line.", show_default="20 held-out prompts")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write per prompt.")] = 64,
+    guess_length: Annotated[int, typer.Option(min=1, help="How many of its own tokens the draft guesses.")] = GUESS_LENGTH,
+    repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
+    tune: Annotated[bool, typer.Option(help="Also with the draft fine-tuned for half a minute on the target's text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Run the target alone, transformers' universal assisted generation and xtok side by side, greedily."""
+    with _loading(target, draft):
+        pair = load(target, "target"), load(draft, "draft")
+    texts, others = _bench_prompts(file)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
+    report: dict[str, Any] = {"build_seconds": build_seconds(*pair), "drafts": {"as it is": compare(*pair, texts, **settings)}}
+    if tune:
+        report["drafts"]["fine-tuned"] = compare(pair[0], tuned(*pair, others), texts, **settings)
+    if as_json:
+        typer.echo(json.dumps(report, ensure_ascii=False, indent=2, default=asdict))
+    else:
+        _print_bench(report)
+
+
+def _bench_prompts(file: Path | None) -> tuple[list[str], list[str]]:
+    """The prompts to measure on, and others to tune on: of the shipped ones every sixth, of a file every other one."""
+    if file is None:
+        return prompts()[::6], [text for i, text in enumerate(prompts()) if i % 6]
+    texts = [line for line in _sample(file) if line.strip()]
+    return [text.rstrip("\n") for text in texts[::2]], [text.rstrip("\n") for text in texts[1::2]]
+
+
+def _print_bench(report: dict[str, Any]) -> None:
+    typer.echo(f"Making an instance of the loaded models takes {report['build_seconds']:.2f} s.")
+    for kind, rows in report["drafts"].items():
+        table = Table(title=f"the draft {kind}")
+        for name in ("", "identical", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"):
+            table.add_column(name, justify="right" if name else "left")
+        for row in rows:
+            table.add_row(*_bench_cells(row))
+        Console(highlight=False).print(table)
+    typer.echo("speed: median over prompts of the seconds of the target alone ÷ those of the system.")
+    typer.echo("lost: the target's tokens inside what the draft guessed right, yet not accepted.")
+    shares = [row.align_share for rows in report["drafts"].values() for row in rows if row.align_share is not None]
+    typer.echo(f"Alignment takes {' and '.join(f'{share:.1%}' for share in shares)} of xtok's time.")
+
+
+def _bench_cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.system,
+        f"{row.identical} of {row.prompts}",
+        f"{row.tokens_per_forward:.2f}",
+        str(row.target_forwards),
+        str(row.draft_forwards),
+        f"{row.speed:.2f}",
+        "" if row.lost_per_round is None else f"{row.lost_per_round:.3f}",
+    )

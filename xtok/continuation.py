@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from xtok.encoding import Encoder
 
-_LOOK_BACK = 12
+_LOOK_BACK = 6
 
 
 class Continuation:
@@ -26,15 +26,23 @@ class Continuation:
         """Ids for `guess`, less a character that it leaves unfinished."""
         self._learn(committed)
         found: list[int] = []
+        canonical: list[int] = []
         while guess:
-            context = [*committed[-_LOOK_BACK:], *found]
-            kept, own = self._until_own_cut(context[-1] if context else None, self._canonical(context, guess), guess)
-            found += kept
-            if own is None:
-                break
-            found.append(own)
-            guess = guess[sum(len(self._view[token] or b"") for token in [*kept, own]) :]
-        return found
+            own = self._followed((found or committed)[-1], guess) if found or committed else None
+            if own is None and not canonical:
+                canonical = self._canonical([*committed[-_LOOK_BACK:], *found], guess)
+                if not canonical:
+                    break
+            token = canonical[0] if own is None else own
+            canonical = canonical[1:] if canonical[:1] == [token] else []
+            found.append(token)
+            guess = self._less(guess, token)
+        return [*found, *canonical]
+
+    def _less(self, guess: bytes, token: int) -> bytes:
+        """The guess behind `token`; nothing where the tokenizer rewrote the text, so that its ids have to be taken as they are."""
+        piece = self._view[token] or b""
+        return guess[len(piece) :] if piece and guess.startswith(piece) else b""
 
     def _learn(self, committed: Sequence[int]) -> None:
         """Remember what followed each id, the latest last."""
@@ -45,32 +53,25 @@ class Continuation:
             followers.append(committed[i])
         self._learned = len(committed)
 
-    def _until_own_cut(self, before: int | None, canonical: list[int], guess: bytes) -> tuple[list[int], int | None]:
-        """The canonical ids up to where the target cut the same bytes otherwise, and the id that it put there."""
-        at = 0
-        for i, token in enumerate(canonical):
-            piece = self._view[token] or b""
-            own = self._followed(before, guess[at:])
-            if own is not None and own != token and guess.startswith(piece, at):
-                return canonical[:i], own
-            before, at = token, at + len(piece)
-        return canonical, None
-
-    def _followed(self, before: int | None, guess: bytes) -> int | None:
+    def _followed(self, before: int, guess: bytes) -> int | None:
         """The id that lately followed `before` and begins `guess`."""
-        followers = self._followers.get(before, []) if before is not None else []
+        followers = self._followers.get(before, ())
         return next((token for token in reversed(followers) if (piece := self._view[token]) and guess.startswith(piece)), None)
 
     def _canonical(self, context: Sequence[int], guess: bytes) -> list[int]:
         """The ids for `guess` as the target's tokenizer would cut it behind `context`."""
-        tail = self._view.to_bytes(context[-_LOOK_BACK:], before=b"x")
-        tail = tail[_first_boundary(tail) :]
+        tail = self._tail(context)
         found = self._behind(tail, guess)
         if found is None:
             missing = _missing_bytes(tail)
             spelled = self._spelled_out(guess[:missing])
             found = None if spelled is None else spelled + self._alone(guess[missing:])
         return found or []
+
+    def _tail(self, context: Sequence[int]) -> bytes:
+        """The bytes of the last ids, from where a character begins."""
+        tail = self._view.to_bytes(context[-_LOOK_BACK:], before=b"x")
+        return tail[_first_boundary(tail) :]
 
     def _behind(self, tail: bytes, guess: bytes) -> list[int] | None:
         """The ids behind `tail` in the encoding of tail and guess together; None where no id begins at the tail's end."""
@@ -80,7 +81,7 @@ class Continuation:
             if size >= len(tail):
                 return ids[i:] if size == len(tail) else None
             size += len(self._view[token] or b"")
-        return None
+        return [] if size == len(tail) else None
 
     def _alone(self, guess: bytes) -> list[int]:
         found = self._encoder.encode_behind(guess.decode(errors="ignore"))

@@ -34,7 +34,7 @@ class CrossTokenizerDrafter:
     """Reads the context in the draft's own ids, guesses text, and gives it in the target's ids. One per generation.
 
     The last draft token of the context may be the beginning of a longer one ("healing", as in guidance's token healing): it is
-    chosen anew among the tokens compatible with its bytes, from the same forward that reads the context.
+    chosen anew among the tokens that begin with its bytes, from the same forward that reads the context.
     A context beyond the draft's window is read from its most recent part. The draft's end of text becomes `target_end`.
     """
 
@@ -111,20 +111,22 @@ class CrossTokenizerDrafter:
 
     def _first(self, rows: Tensor, ids: list[int], pending: bytes) -> tuple[int | None, bytes, bytes]:
         """The first token of the guess, the bytes it must agree with, and those of them that the context has already."""
-        last = self._view[ids[-1]]
-        if self._heals and last and len(rows) == 2:
-            healed = self._best(rows[0], last + pending)
+        given = (self._view[ids[-1]] or b"") + pending
+        if self._heals and len(given) > len(pending) and len(rows) == 2:
+            healed = self._likeliest(rows[0], self._view.ids_starting_with(given))
             if healed is not None and healed != ids[-1]:
                 self._lm.roll_back(self._lm.length - 1)
                 self._cached.pop()
-                return healed, last + pending, last + pending
+                return healed, given, given
         return self._best(rows[-1], pending), pending, pending
 
     def _best(self, logits: Tensor, must: bytes) -> int | None:
         """The likeliest token, among those compatible with the bytes that the text must begin with."""
-        if not must:
-            return int(logits.argmax())
-        allowed = [token for token in self._view.compatible(must) if token < logits.shape[-1]]
+        return self._likeliest(logits, self._view.compatible(must)) if must else int(logits.argmax())
+
+    @staticmethod
+    def _likeliest(logits: Tensor, tokens: Sequence[int]) -> int | None:
+        allowed = [token for token in tokens if token < len(logits)]
         return allowed[int(logits[torch.tensor(allowed, device=logits.device)].argmax())] if allowed else None
 
     def _next(self, token: int) -> Tensor:
