@@ -8,12 +8,12 @@ from transformers import DynamicCache, MambaConfig, MambaForCausalLM
 from worlds import ARCHITECTURES, FAMILIES, fitting, model, texts, tokenizer
 
 from xtok import Budget, Context
-from xtok.assisted import _draft_model
 from xtok.continuation import Continuation
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.encoding import encoder
 from xtok.errors import UnsupportedModelError
 from xtok.lm import CachedModel, check_rolls_back, context_window, new_cache
+from xtok.sources import draft_model
 from xtok.tokenbytes import token_bytes
 from xtok.trace import Meter
 
@@ -74,7 +74,7 @@ def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
     tokens, draft_tokens = tokenizer(target), tokenizer(draft[1])
     draft_lm = fitting(draft_tokens, draft[0], 0, window=window)
     continuation = Continuation(encoder(tokens, token_bytes(tokens)))
-    made, _ = _draft_model((draft_lm, draft_tokens))
+    made, _ = draft_model((draft_lm, draft_tokens))
     drafter = CrossTokenizerDrafter(made, continuation, 2, Meter(), heals=heals)
     data = b""
     for piece in pieces:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import MambaConfig
 from typer.testing import CliRunner
 from worlds import CORPUS, FAMILIES, tokenizer
@@ -16,7 +15,6 @@ from xtok import XTokAssisted, __version__, cli
 from xtok.errors import InvalidInputError
 from xtok.fit import fit
 from xtok.pair import DRAFT, TARGET, prompts
-from xtok.tokenbytes import token_bytes
 
 
 def run(*arguments: str, code: int = 0) -> tuple[str, str]:
@@ -51,17 +49,17 @@ def test_generate_without_a_draft_gives_the_same_text_at_a_token_per_forward() -
     assert "guesses" not in summary
 
 
-def test_generate_prints_whole_characters_as_soon_as_they_are_there(capfd: pytest.CaptureFixture[str]) -> None:
-    tokens = tokenizer("byte-level BPE")
-    printer = cli._Printer(token_bytes(tokens))
-    printer.put(torch.tensor([tokens("吾輩").input_ids]))
+def test_generate_prints_each_piece_as_soon_as_it_is_there(capfd: pytest.CaptureFixture[str]) -> None:
     printed = []
-    for token in tokens("は𠮷野家").input_ids:
-        printer.put(torch.tensor([token]))
-        printed.append(capfd.readouterr().out)
-    printer.finish()
-    assert "".join(printed) == "は𠮷野家"
-    assert "" in printed
+
+    def pieces():
+        for piece in ("は", "𠮷野", "家"):
+            yield piece
+            printed.append(capfd.readouterr().out)
+        return "the generation"
+
+    assert cli._printed(pieces()) == "the generation"
+    assert printed == ["は", "𠮷野", "家"]
     assert capfd.readouterr().out == "\n"
 
 

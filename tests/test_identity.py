@@ -1,4 +1,4 @@
-"""Law 1 (identity with transformers' own `generate`), law 4 (nothing is rewritten) and law 7 (failing guesses cost speed only)."""
+"""Law 1 (identity with transformers' own `generate`) and law 7 (failing guesses cost speed only)."""
 
 import warnings
 from collections import Counter
@@ -132,7 +132,7 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
     generation = xt.generate(prompt, pad_token_id=0, **fresh(drawn))
     assert generation.token_ids == expected
     assert generation.stats.new_tokens == len(expected)
-    assert sum(round.committed for round in generation.rounds) == len(expected)
+    assert sum(one.committed for one in generation.rounds) == len(expected)
 
 
 @settings(max_examples=900)

@@ -57,10 +57,10 @@ def test_its_files_stay_small_and_its_tokenizers_are_what_the_card_says() -> Non
 
 
 def test_the_draft_reads_a_text_longer_than_its_window() -> None:
-    text = "".join(PROMPTS)[:300]
+    text = "".join(PROMPTS)[:450]
     xt = assisted()
     ids = xt.tokenizer(text, return_tensors="pt")
-    assert len(AutoTokenizer.from_pretrained(pair.DRAFT)(text).input_ids) > 200
+    assert len(AutoTokenizer.from_pretrained(pair.DRAFT)(text).input_ids) > 256
     alone = xt.model.generate(**ids, max_new_tokens=200, do_sample=False)[0, ids.input_ids.shape[1] :]
     generation = xt.generate(text, max_new_tokens=200, do_sample=False)
     assert generation.token_ids == alone.tolist()

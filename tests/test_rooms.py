@@ -19,6 +19,7 @@ ROOMS = (
     ("drafts.scripted", "drafts.cross_tokenizer"),
     ("loop",),
     ("prompts",),
+    ("sources", "bridge"),
     ("assisted",),
     ("", "pair", "fit", "bench"),
     ("cli",),

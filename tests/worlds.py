@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -95,9 +96,9 @@ def unigram(corpus: list[str], *, nfkc: bool = False, fallback: bool = True) -> 
     trained.normalizer = normalizers.Sequence(steps)
     trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=CONTROLS, unk_token="<unk>", show_progress=False)
     trained.train_from_iterator(corpus, trainer)
-    pieces = sorted(trained.get_vocab().items(), key=lambda pair: pair[1])
+    pieces = enumerate(sorted(trained.get_vocab(), key=lambda piece: (piece not in CONTROLS, piece)))
     random = Random(len(corpus))
-    vocab = [(piece, 0.0 if index < 3 else -2 - round(random.random() * 8192) / 1024) for piece, index in pieces]
+    vocab = [(piece, 0.0 if index < 3 else -2 - round(random.random() * 8192) / 1024) for index, piece in pieces]
     vocab += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)] if fallback else []
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=fallback))
     tokenizer.normalizer = trained.normalizer
@@ -123,13 +124,14 @@ def sentencepiece_bpe(corpus: list[str]) -> PreTrainedTokenizerFast:
 
 
 def wordpiece(corpus: list[str]) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    words = sorted({word for line in corpus for word in re.findall(r"[A-Za-z]+|[ぁ-ん]{2,3}", line)})
+    letters = sorted(set("".join(corpus)) - {" ", "\t"})
+    pieces = [*CONTROLS, *words, *letters, *(f"##{letter}" for letter in letters), *(f"##{word}" for word in words[::3])]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    tokenizer.train_from_iterator(
-        corpus, trainers.WordPieceTrainer(vocab_size=300, special_tokens=CONTROLS, show_progress=False)
-    )
     return _wrapped(tokenizer, None)
 
 

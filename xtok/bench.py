@@ -180,7 +180,7 @@ def lost_to_boundaries(generation: Generation, view: Any) -> int:
 
 
 def tuned(target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str], *, seconds: float = 30) -> tuple[Any, Any]:
-    """A copy of the draft, fine-tuned for some seconds on what the target writes behind `prompts`, by plain language modelling."""
+    """A copy of the draft, fine-tuned for some seconds on what the target writes behind `prompts`."""
     texts = _continuations(target, prompts)
     model, tokenizer = deepcopy(draft[0]).train(), draft[1]
     rows = [_labelled(tokenizer, prompt, text) for prompt, text in texts]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,18 +13,16 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from xtok.assisted import Generation, XTokAssisted, load
+from xtok.assisted import Generation, XTokAssisted
 from xtok.bench import Row, build_seconds, compare, tuned
 from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
 from xtok.lm import check_rolls_back, context_window
 from xtok.pair import DRAFT, TARGET, prompts
-from xtok.text import TextPieces
-from xtok.tokenbytes import TokenBytes, token_bytes
+from xtok.sources import load
 from xtok.trace import Stats
 from xtok.version import __version__
 
@@ -104,37 +102,21 @@ def generate(
     helper = None if draft == "none" else draft
     with _loading(*(source for source in (target, helper) if source)):
         xt = XTokAssisted(target, helper, guess_length=guess_length)
-    printer = _Printer(token_bytes(xt.tokenizer))
-    generation = xt.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False, streamer=printer)
-    printer.finish()
+    generation = _printed(xt.stream(prompt, max_new_tokens=max_new_tokens, do_sample=False))
     typer.echo(_summary(generation.stats), err=True)
 
 
-class _Printer:
-    """A streamer, as transformers calls them, that prints whole characters as they are committed."""
+def _printed(pieces: Generator[str, None, Generation]) -> Generation:
+    """Print a text piece by piece, and give what it was."""
+    generations: list[Generation] = []
 
-    def __init__(self, view: TokenBytes) -> None:
-        self._view = view
-        self._pieces: TextPieces | None = None
+    def keep() -> Iterator[str]:
+        generations.append((yield from pieces))
 
-    def put(self, ids: Tensor) -> None:
-        """The first call brings the prompt, which is not printed."""
-        block = ids.reshape(-1).tolist()
-        if self._pieces is None:
-            self._pieces = TextPieces(self._view, self._view.to_bytes(block))
-        else:
-            self._print(self._pieces.add(block))
-
-    def end(self) -> None:
-        """Transformers' word for the end of a text. `finish` prints what is left."""
-
-    def finish(self) -> None:
-        """End the line, behind what is left of an unfinished character."""
-        self._print((self._pieces.rest() if self._pieces else "") + "\n")
-
-    @staticmethod
-    def _print(piece: str) -> None:
+    for piece in keep():
         print(piece, end="", flush=True)
+    print()
+    return generations[0]
 
 
 def _summary(stats: Stats) -> str:

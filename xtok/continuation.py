@@ -40,7 +40,7 @@ class Continuation:
         return [*found, *canonical]
 
     def _less(self, guess: bytes, token: int) -> bytes:
-        """The guess behind `token`; nothing where the tokenizer rewrote the text, so that its ids have to be taken as they are."""
+        """The guess behind `token`; nothing where the tokenizer rewrote the text, for then its ids are taken as they are."""
         piece = self._view[token] or b""
         return guess[len(piece) :] if piece and guess.startswith(piece) else b""
 

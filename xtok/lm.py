@@ -1,5 +1,6 @@
 """One model with its cache. Target and draft are both held by it."""
 
+from math import ceil
 from typing import Any
 
 import torch
@@ -64,11 +65,12 @@ class CachedModel:
     @torch.no_grad()
     def prefill(self, ids: Tensor, config: Any) -> Tensor:
         """Forward a prompt as transformers does (in chunks, behind a filled cache). Returns the logits of its last position."""
+        held = self.length
         inputs = {**self._inputs, "past_key_values": self.cache}
         outputs = self._model._prefill(ids, config, inputs)
         self.cache.activate_past_recording()
-        self.forwards += 1
         self._prefilled = self._recorded = self.length
+        self.forwards += ceil((self.length - held) / (config.prefill_chunk_size or self.length))
         return self._last(outputs.logits, 1)
 
     @torch.no_grad()

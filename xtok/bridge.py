@@ -1,0 +1,194 @@
+"""The bridge to transformers' `generate`: what is refused, what a row of a batch is given, and what is handed back."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+
+from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
+from xtok.loop import Run, drain
+
+_CACHES = (None, "dynamic")
+_CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
+SEVERAL = "num_return_sequences={} gives several texts for one prompt. Pass the prompt several times."
+
+
+def own_arguments(arguments: Mapping[str, Any], prompts: int) -> dict[str, Any]:
+    """The arguments for one of several prompts, which take turns: logits processors may keep a state."""
+    own = dict(arguments)
+    if prompts > 1 and own.get("logits_processor"):
+        own["logits_processor"] = _copied(own["logits_processor"])
+    return own
+
+
+def _copied(processors: LogitsProcessorList) -> LogitsProcessorList:
+    try:
+        return deepcopy(processors)
+    except Exception as error:
+        names = ", ".join(type(processor).__name__ for processor in processors)
+        raise UnsupportedArgumentError(
+            f"Several texts need a copy each of the logits processors {names}, and copying failed ({error}). "
+            "Call generate once per text."
+        ) from error
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """What can be refused before transformers has prepared anything."""
+    refused = {
+        "assistant_model": "The draft is the one that XTokAssisted was made with.",
+        "custom_generate": "XTokAssisted is the decoding method.",
+        "inputs_embeds": "The draft needs a text. Pass a prompt.",
+        "inputs": "Pass the prompt as a text, or use target.generate(inputs, custom_generate=xt).",
+        "input_ids": "Pass the prompt as a text, or use target.generate(input_ids, custom_generate=xt).",
+        "attention_mask": "A prompt has no padding. Use target.generate(input_ids, custom_generate=xt) for padded ones.",
+        "streamer": "Iterate over stream(prompt), or use generate(prompt, streamer=streamer).",
+    }
+    for name, remedy in refused.items():
+        if arguments.get(name) is not None:
+            raise UnsupportedArgumentError(f"{name} can't be used here. {remedy}")
+    if (count := arguments.get("num_return_sequences") or 1) != 1:
+        raise UnsupportedArgumentError(SEVERAL.format(count))
+    if arguments.get("cache_implementation") not in _CACHES:
+        raise UnsupportedArgumentError(_CACHE_FAULT.format(arguments["cache_implementation"]) + ".")
+
+
+def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: StoppingCriteriaList, rows: int) -> None:
+    """Refuse what can't give exactly what the target alone gives. Raises `UnsupportedArgumentError`."""
+    mode = config.get_generation_mode()
+    faults = {
+        f"generation mode {mode.value!r} (num_beams={config.num_beams}) is not supported. Use greedy search or sampling": (
+            mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        ),
+        "inputs_embeds are not supported: the draft needs a text. Pass input_ids": inputs.get("inputs_embeds") is not None,
+        "use_cache=False is not supported: guesses are checked against a cache. Leave it out": not config.use_cache,
+        _CACHE_FAULT.format(config.cache_implementation): config.cache_implementation not in _CACHES,
+        "output_attentions and output_hidden_states are not supported. Leave them out": (
+            bool(config.output_attentions or config.output_hidden_states)
+        ),
+        "output_scores and output_logits are for one text at a time. Call generate once per row": (
+            rows > 1 and bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+        ),
+        "guidance_scale with several rows is not supported. Call generate once per row": (
+            rows > 1 and config.guidance_scale not in (None, 1)
+        ),
+        "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported. "
+        "Call generate once per row": rows > 1 and not _ends_rows(criteria),
+    }
+    for fault, applies in faults.items():
+        if applies:
+            raise UnsupportedArgumentError(f"{fault}.")
+    cache = inputs.get("past_key_values")
+    if cache is None or not cache.is_croppable:
+        raise UnsupportedModelError(f"A cache of type {type(cache).__name__} can't be rolled back. Use a DynamicCache.")
+
+
+def row_of_inputs(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """One row of the model's inputs, so that each row is its own generation."""
+    return {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def cache_of_row(cache: Cache, row: int) -> Cache:
+    own = deepcopy(cache)
+    if own.get_seq_length():
+        own.batch_select_indices(torch.tensor([row]))
+    return own
+
+
+def _ends_rows(criteria: StoppingCriteriaList) -> bool:
+    """Whether rows end as transformers ends them. Without an end of text, it lets those run on that a criterion stopped."""
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    return ends or all(isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria)) for criterion in criteria)
+
+
+def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """A copy, for processors may keep a state. Those of transformers that know of the batch's rows know of this one alone."""
+    own = _copied(processors)
+    for processor in own:
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            if isinstance(processor.prompt_ignore_length, Tensor):
+                processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+        elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
+            processor.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+        elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+            processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[row : row + 1], 1
+        elif isinstance(processor, PrefixConstrainedLogitsProcessor):
+            processor._prefix_allowed_tokens_fn = _as_row(processor._prefix_allowed_tokens_fn, row)
+    return own
+
+
+def _as_row(allowed: Callable[[int, Tensor], list[int]], row: int) -> Callable[[int, Tensor], list[int]]:
+    """A row that runs for itself would always be asked for as number 0."""
+    return lambda _, ids: allowed(row, ids)
+
+
+def callers(name: str) -> Any:
+    """An argument of the `generate` that called. Transformers hands a callable neither its streamer nor its assistant."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "generate":
+        frame = frame.f_back
+    return frame.f_locals.get(name) if frame is not None else None
+
+
+def complete(runs: list[Run], streamer: Any) -> None:
+    """Run to the end, and hand a streamer what transformers hands it: the ids of all rows at a time, then the end."""
+    sent = 0
+
+    def feed(row: int, block: list[int]) -> None:
+        nonlocal sent
+        while (column := _column(runs, sent)) is not None:
+            streamer.put(column)
+            sent += 1
+
+    if streamer is None:
+        drain(runs)
+    else:
+        drain(runs, feed)
+        streamer.end()
+    for run in runs:
+        stop_recording(run)
+
+
+def _column(runs: list[Run], index: int) -> Tensor | None:
+    """The new ids of all rows at `index`, with padding for those that ended; None where one is to come, or all have ended."""
+    ended = [run.finish_reason is not None and len(run.new_ids) <= index for run in runs]
+    if all(ended) or any(len(run.new_ids) <= index and not end for run, end in zip(runs, ended, strict=True)):
+        return None
+    return torch.tensor([_pad(run.config) if end else run.new_ids[index] for run, end in zip(runs, ended, strict=True)])
+
+
+def stop_recording(run: Run) -> None:
+    """A cache that may be handed back is left as transformers leaves it."""
+    for layer in run.target.cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False
+
+
+def _pad(config: GenerationConfig) -> int:
+    return 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+
+
+def as_transformers(runs: list[Run], config: GenerationConfig) -> GenerateDecoderOnlyOutput | Tensor:
+    """Rows of equal length: those that ended early are filled up with padding, as transformers does."""
+    rows = [run.ids[0] for run in runs]
+    sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_pad(config))
+    if not config.return_dict_in_generate:
+        return sequences
+    alone = runs[0] if len(runs) == 1 else None
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=alone.scores if alone else None,
+        logits=alone.logits if alone else None,
+        past_key_values=alone.target.cache if alone else None,
+    )

@@ -1,0 +1,56 @@
+"""Prompts: texts and chats as ids, read as transformers reads them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+Message = Mapping[str, str]
+Chat = Sequence[Message]
+
+_READING = Lock()
+
+
+@contextmanager
+def reading(tokenizer: Any) -> Iterator[None]:
+    """One thread at a time, for reading sets truncation, padding and control tokens of a fast tokenizer. They are put back."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    with _READING:
+        if backend is None:
+            yield
+            return
+        splits, truncation, padding = backend.encode_special_tokens, backend.truncation, backend.padding
+        try:
+            yield
+        finally:
+            backend.encode_special_tokens = splits
+            if truncation is not None:
+                backend.enable_truncation(**truncation)
+            if padding is not None:
+                backend.enable_padding(**padding)
+
+
+def leading(tokenizer: Any) -> list[int]:
+    """The special ids that a tokenizer puts in front of a text."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    mask = [*encoded["special_tokens_mask"], 0]
+    return list(encoded["input_ids"][: mask.index(0)])
+
+
+def text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> list[int]:
+    """`split_special_tokens` is None where the tokenizer's own setting counts."""
+    splits = {} if split_special_tokens is None else {"split_special_tokens": split_special_tokens}
+    with reading(tokenizer):
+        return [*leading(tokenizer), *tokenizer(text, add_special_tokens=False, **splits)["input_ids"]]
+
+
+def is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)
+
+
+def chat_ids(tokenizer: Any, chat: Chat) -> list[int] | None:
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    with reading(tokenizer):
+        ids = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=True)["input_ids"]
+    return list(ids)

@@ -1,0 +1,52 @@
+"""Where models come from: a hub id, a local path, or the caller's hands."""
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from xtok.drafts.cross_tokenizer import DraftModel
+from xtok.encoding import encoder
+from xtok.errors import InvalidInputError, UnsupportedModelError
+from xtok.lm import check_rolls_back
+from xtok.prompts import leading, reading
+from xtok.tokenbytes import token_bytes
+
+Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
+"""A hub id, a local path, or a (model, tokenizer) pair."""
+
+
+def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
+    """The model and the tokenizer of a source. `role` ("target" or "draft") is for the message of an error."""
+    if isinstance(source, (str, PathLike)):
+        _check_source(source, role)
+        model = AutoModelForCausalLM.from_pretrained(source)
+        return model, AutoTokenizer.from_pretrained(source)
+    if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], PreTrainedModel):
+        if not source[0].can_generate():
+            name = type(source[0]).__name__
+            raise UnsupportedModelError(f"{name} has no language model head. Load the {role} with AutoModelForCausalLM.")
+        return source
+    raise InvalidInputError(
+        f"The {role} is {type(source).__name__}. Pass a hub id, a local path, or a (model, tokenizer) pair."
+    )
+
+
+def draft_model(source: Any) -> tuple[DraftModel, Any]:
+    model, tokenizer = load(source, "draft")
+    check_rolls_back(model, "draft")
+    ends = model.generation_config.eos_token_id
+    ends = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
+    view = token_bytes(tokenizer)
+    with reading(tokenizer):
+        lead = tuple(leading(tokenizer))
+    return DraftModel(model, encoder(tokenizer, view), lead, frozenset(end for end in ends if end is not None)), tokenizer
+
+
+def _check_source(source: str | PathLike[str], role: str) -> None:
+    """What transformers would say less plainly."""
+    if isinstance(source, PathLike) and not Path(source).exists():
+        raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")
+    if AutoConfig.from_pretrained(source).is_encoder_decoder:
+        raise UnsupportedModelError(f"{source} is an encoder-decoder model. Use a decoder-only model as {role}.")
