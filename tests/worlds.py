@@ -96,7 +96,7 @@ def unigram(corpus: list[str], *, nfkc: bool = False, fallback: bool = True) -> 
     trained.normalizer = normalizers.Sequence(steps)
     trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=CONTROLS, unk_token="<unk>", show_progress=False)
     trained.train_from_iterator(corpus, trainer)
-    pieces = enumerate(sorted(trained.get_vocab(), key=lambda piece: (piece not in CONTROLS, piece)))
+    pieces = enumerate([*CONTROLS, *sorted(set(trained.get_vocab()) - set(CONTROLS))])
     random = Random(len(corpus))
     vocab = [(piece, 0.0 if index < 3 else -2 - round(random.random() * 8192) / 1024) for index, piece in pieces]
     vocab += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)] if fallback else []

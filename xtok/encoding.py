@@ -69,10 +69,10 @@ class Encoder:
 def encoder(tokenizer: Any, view: TokenBytes) -> Encoder:
     """The plain encoder of a transformers tokenizer. It works on a copy: the tokenizer handed in is never changed."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return _slow(tokenizer, view) if backend is None else _fast(backend, view, tokenizer.unk_token_id)
+    return _slow(tokenizer, view) if backend is None else _fast(backend, view)
 
 
-def _fast(backend: Any, view: TokenBytes, unknown: int | None) -> Encoder:
+def _fast(backend: Any, view: TokenBytes) -> Encoder:
     serialized = backend.to_str()
     state = json.loads(serialized)
     model = state["model"]
@@ -100,8 +100,16 @@ def _fast(backend: Any, view: TokenBytes, unknown: int | None) -> Encoder:
         pretokenizes=splits,
         normalizes=not _is_simple(state["normalizer"]),
         cuttable=(whole_text or splits) and "(?<" not in json.dumps(state["pre_tokenizer"]),
-        unknown=unknown,
+        unknown=_unknown(copy, model),
     )
+
+
+def _unknown(backend: Any, model: dict[str, Any]) -> int | None:
+    """The id that the model itself writes for what it can't spell. A tokenizer's `unk_token_id` may be another."""
+    if model["type"] == "Unigram":
+        return int(model["unk_id"]) if model.get("unk_id") is not None else None
+    token = model.get("unk_token")
+    return None if token is None else backend.token_to_id(token)
 
 
 def _slow(tokenizer: Any, view: TokenBytes) -> Encoder:
