@@ -113,8 +113,8 @@ def _systems(target: Any, draft: Any, max_new_tokens: int, guess_length: int) ->
     return {
         ALONE: by_transformers(),
         XTOK: by_xtok,
-        f"transformers UAG, guess length {guess_length}": by_transformers(**_uag(tokenizer, draft, guess_length)),
-        "transformers UAG, its defaults": by_transformers(**_uag(tokenizer, draft, None)),
+        f"UAG, guess length {guess_length}": by_transformers(**_uag(tokenizer, draft, guess_length)),
+        "UAG, its defaults": by_transformers(**_uag(tokenizer, draft, None)),
     }
 
 

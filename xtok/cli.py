@@ -320,10 +320,11 @@ def _print_bench(report: dict[str, Any]) -> None:
     for kind, rows in report["drafts"].items():
         table = Table(title=f"the draft {kind}")
         for name in ("", "identical", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"):
-            table.add_column(name, justify="right" if name else "left")
+            table.add_column(name, justify="right" if name else "left", no_wrap=not name)
         for row in rows:
             table.add_row(*_bench_cells(row))
         Console(highlight=False).print(table)
+    typer.echo("UAG: transformers' universal assisted generation.")
     typer.echo("speed: median over prompts of the seconds of the target alone ÷ those of the system.")
     typer.echo("lost: the target's tokens inside what the draft guessed right, yet not accepted.")
     shares = [row.align_share for rows in report["drafts"].values() for row in rows if row.align_share is not None]

@@ -1,10 +1,12 @@
 """Draft → target: a guessed text as the target's ids behind the ids that are already committed."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 from xtok.encoding import Encoder
 
 _LOOK_BACK = 6
+_FOLLOWERS = 32
 
 
 class Continuation:
@@ -20,7 +22,7 @@ class Continuation:
         self._encoder = encoder
         self._view = encoder.view
         self._learned = 0
-        self._followers: dict[int, list[int]] = {}
+        self._followers: dict[int, dict[int, None]] = {}
 
     def ids(self, committed: Sequence[int], guess: bytes) -> list[int]:
         """Ids for `guess`, less a character that it leaves unfinished."""
@@ -47,21 +49,21 @@ class Continuation:
     def _learn(self, committed: Sequence[int]) -> None:
         """Remember what followed each id, the latest last."""
         for i in range(max(1, self._learned), len(committed)):
-            followers = self._followers.setdefault(committed[i - 1], [])
-            if committed[i] in followers:
-                followers.remove(committed[i])
-            followers.append(committed[i])
+            followers = self._followers.setdefault(committed[i - 1], {})
+            followers.pop(committed[i], None)
+            followers[committed[i]] = None
         self._learned = len(committed)
 
     def _followed(self, before: int, guess: bytes) -> int | None:
         """The id that lately followed `before` and begins `guess`."""
-        followers = self._followers.get(before, ())
-        return next((token for token in reversed(followers) if (piece := self._view[token]) and guess.startswith(piece)), None)
+        latest = islice(reversed(self._followers.get(before, {})), _FOLLOWERS)
+        return next((token for token in latest if (piece := self._view[token]) and guess.startswith(piece)), None)
 
     def _canonical(self, context: Sequence[int], guess: bytes) -> list[int]:
         """The ids for `guess` as the target's tokenizer would cut it behind `context`."""
         tail = self._tail(context)
-        found = self._behind(tail, guess)
+        # Without pre-tokens, a cut at the tail's end leaves nothing in the tail that could tell on what follows.
+        found = self._behind(tail, guess) if self._encoder.pretokenizes or not self._encoder.cuttable else None
         if found is None:
             missing = _missing_bytes(tail)
             spelled = self._spelled_out(guess[:missing])
@@ -84,8 +86,7 @@ class Continuation:
         return [] if size == len(tail) else None
 
     def _alone(self, guess: bytes) -> list[int]:
-        found = self._encoder.encode_behind(guess.decode(errors="ignore"))
-        return found.ids if found else []
+        return self._encoder.ids_behind(guess.decode(errors="ignore")) or []
 
     def _spelled_out(self, data: bytes) -> list[int] | None:
         ids = [self._view.ids_spelling(data[i : i + 1])[:1] for i in range(len(data))]

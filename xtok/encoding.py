@@ -56,6 +56,14 @@ class Encoder:
         before = (lead + text[max(0, cut - reach) : cut]).encode()
         return self.pretokenizes or not self.view.straddled(before + text[cut : cut + reach].encode(), len(before))
 
+    def ids_behind(self, text: str) -> list[int] | None:
+        """As `encode_behind`, the ids alone."""
+        for sentinel, lead in self._leads:
+            ids = self.ids(sentinel + text)
+            if ids[: len(lead)] == lead:
+                return ids[len(lead) :]
+        return None
+
     def encode_behind(self, text: str) -> Encoded | None:
         """`text` as the continuation of some other text, without a dummy prefix; None where that can't be had."""
         for sentinel, lead in self._leads:
