@@ -96,9 +96,7 @@ def test_a_prefill_behind_a_filled_cache_forwards_the_rest_only() -> None:
     cache = DynamicCache(config=lm.config)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     lm(ids[:, :3], past_key_values=cache)
-    config = lm.generation_config
-    config._mask_length = 5
-    logits = CachedModel(lm, cache).prefill(ids, config)
+    logits = CachedModel(lm, cache, {"attention_mask": torch.ones_like(ids)}).prefill(ids, lm.generation_config)
     torch.testing.assert_close(logits, lm(ids).logits[0, -1:])
 
 

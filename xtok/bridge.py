@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
+from xtok.lm import rolls_back
 from xtok.loop import Run, drain
 
 _CACHES = (None, "dynamic")
@@ -90,7 +91,7 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: 
         if applies:
             raise UnsupportedArgumentError(f"{fault}.")
     cache = inputs.get("past_key_values")
-    if cache is None or not cache.is_croppable:
+    if cache is None or not rolls_back(cache):
         raise UnsupportedModelError(f"A cache of type {type(cache).__name__} can't be rolled back. Use a DynamicCache.")
 
 

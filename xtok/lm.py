@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from xtok.errors import UnsupportedModelError
 
@@ -24,12 +25,18 @@ def context_window(model: PreTrainedModel) -> int | None:
     return next((int(size) for name in names if (size := getattr(config, name, None))), None)
 
 
+def rolls_back(cache: Cache) -> bool:
+    """Whether positions can be taken back from `cache`. Newer releases of transformers say so; of older ones it is known."""
+    known = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return bool(getattr(cache, "is_croppable", known))
+
+
 def check_rolls_back(model: PreTrainedModel, role: str) -> None:
     """Raises `UnsupportedModelError` unless the guesses of a round can be taken back from the model's cache."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model. Use a decoder-only model as {role}.")
-    if not model._supports_default_dynamic_cache() or not new_cache(model).is_croppable:
+    if not model._supports_default_dynamic_cache() or not rolls_back(new_cache(model)):
         raise UnsupportedModelError(
             f"The cache of {name} can't be rolled back, so no guess can be taken back from it. "
             f"Use a model with an attention cache as {role}."
@@ -77,6 +84,8 @@ class CachedModel:
     def forward(self, ids: Tensor, rows: int) -> Tensor:
         """Forward new `ids`, (1, new), behind the cache. Returns the logits of the last `rows` of them, (rows, vocabulary)."""
         new = ids.shape[1]
+        if self.length > self._recorded and not hasattr(self.cache, "is_croppable") and self._has_slid():
+            self.roll_back(self.length)  # transformers 5.16's sliding layers take one forward per crop
         beyond = self.length + new - self._prefilled
         inputs = self._model._update_model_kwargs_for_generation({}, dict(self._inputs), num_new_tokens=beyond)
         inputs = self._model.prepare_inputs_for_generation(
@@ -91,7 +100,7 @@ class CachedModel:
     def roll_back(self, length: int) -> bool:
         """Take the newest positions back until `length` are left. False, and nothing done, where the cache forgot too much."""
         excess = self.length - length
-        if length < self._recorded and any(_has_slid(layer) for layer in self.cache.layers):
+        if length < self._recorded and self._has_slid():
             return False
         if self.length:
             self.cache.crop(-excess)
@@ -103,11 +112,11 @@ class CachedModel:
         self.cache = new_cache(self._model)
         self._recorded = 0
 
+    def _has_slid(self) -> bool:
+        """Whether some layer's window has moved past positions that a deeper roll-back would need again."""
+        layers = (layer for layer in self.cache.layers if getattr(layer, "is_sliding", False))
+        return any(layer.get_seq_length() >= layer.sliding_window for layer in layers)
+
     @staticmethod
     def _last(logits: Tensor, rows: int) -> Tensor:
         return logits[0, -rows:]
-
-
-def _has_slid(layer: Any) -> bool:
-    """Whether a layer's window has moved past positions that a deeper roll-back would need again."""
-    return bool(getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.sliding_window)
