@@ -12,6 +12,8 @@ from xtok.tokenbytes import TokenBytes
 SENTINELS = ("\n", "。", "|")
 """Texts to encode a continuation behind, where encoding it bare would put a dummy prefix in front of it."""
 
+_NO_CHARACTER = "\U0010ffff"
+
 
 class Encoded(NamedTuple):
     """Ids with where in the text (in characters) each begins, and with whether each begins a pre-token."""
@@ -81,16 +83,12 @@ def encoder(tokenizer: Any, view: TokenBytes) -> Encoder:
 
 
 def _fast(backend: Any, view: TokenBytes) -> Encoder:
-    serialized = backend.to_str()
-    state = json.loads(serialized)
-    model = state["model"]
-    marks = any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
-    whole_text = model["type"] in ("BPE", "Unigram") and not marks
-    splits = _splits(state["pre_tokenizer"])
-    copy = type(backend).from_str(serialized)
+    copy = type(backend).from_str(backend.to_str())
     copy.encode_special_tokens = True
     copy.no_truncation()
     copy.no_padding()
+    pre_tokenizer = _state(backend.pre_tokenizer)
+    splits = _splits(pre_tokenizer)
 
     def ids(text: str) -> list[int]:
         return list(copy.encode(text, add_special_tokens=False).ids)
@@ -106,18 +104,27 @@ def _fast(backend: Any, view: TokenBytes) -> Encoder:
         ids,
         encode,
         pretokenizes=splits,
-        normalizes=not _is_simple(state["normalizer"]),
-        cuttable=(whole_text or splits) and "(?<" not in json.dumps(state["pre_tokenizer"]),
-        unknown=_unknown(copy, model),
+        normalizes=not _is_simple(_state(backend.normalizer)),
+        cuttable=(splits or _takes_whole_texts(backend.model)) and "(?<" not in json.dumps(pre_tokenizer),
+        unknown=_unknown(ids, view),
     )
 
 
-def _unknown(backend: Any, model: dict[str, Any]) -> int | None:
-    """The id that the model itself writes for what it can't spell. A tokenizer's `unk_token_id` may be another."""
-    if model["type"] == "Unigram":
-        return int(model["unk_id"]) if model.get("unk_id") is not None else None
-    token = model.get("unk_token")
-    return None if token is None else backend.token_to_id(token)
+def _state(part: Any) -> dict[str, Any] | None:
+    """The settings of a part of a fast tokenizer; None where it has no such part."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _takes_whole_texts(model: Any) -> bool:
+    """Whether a model cuts a text of many words without marks at the ends of words, and always in the same way."""
+    names = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
+    return type(model).__name__ in ("BPE", "Unigram") and not any(getattr(model, name, None) for name in names)
+
+
+def _unknown(ids: Callable[[str], list[int]], view: TokenBytes) -> int | None:
+    """The id that stands for a character that can't be spelled. A tokenizer's `unk_token_id` may be another."""
+    last = ids(_NO_CHARACTER)[-1:]
+    return last[0] if last and (view[last[0]] or b"?") not in _NO_CHARACTER.encode() else None
 
 
 def _slow(tokenizer: Any, view: TokenBytes) -> Encoder:

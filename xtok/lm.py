@@ -53,7 +53,8 @@ class CachedModel:
 
     def __init__(self, model: PreTrainedModel, cache: Cache, inputs: dict[str, Any] | None = None) -> None:
         self._model = model
-        self._inputs = {**(inputs or {}), "use_cache": True}
+        rows = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
         self._prefilled = 0
         self.cache = cache

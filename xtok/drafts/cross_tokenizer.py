@@ -1,5 +1,6 @@
 """A draft model with a tokenizer of its own."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -125,9 +126,13 @@ class CrossTokenizerDrafter:
         return self._likeliest(logits, self._view.compatible(must)) if must else int(logits.argmax())
 
     @staticmethod
-    def _likeliest(logits: Tensor, tokens: Sequence[int]) -> int | None:
-        allowed = [token for token in tokens if token < len(logits)]
-        return allowed[int(logits[torch.tensor(allowed, device=logits.device)].argmax())] if allowed else None
+    def _likeliest(logits: Tensor, tokens: "array[int]") -> int | None:
+        """The likeliest of `tokens`, less those that the model has no row for."""
+        if not tokens:
+            return None
+        allowed = torch.frombuffer(tokens, dtype=torch.int32).to(logits.device)
+        allowed = allowed[allowed < len(logits)]
+        return int(allowed[logits[allowed].argmax()]) if len(allowed) else None
 
     def _next(self, token: int) -> Tensor:
         return self._forward([token], rows=1)[-1]

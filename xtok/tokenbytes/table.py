@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -71,12 +71,12 @@ class TokenBytes:
         lo = bisect_left(self._order, prefix, lo, hi, key=self._at)
         return lo, hi if after is None else bisect_left(self._order, after, lo, hi, key=self._at)
 
-    def ids_starting_with(self, prefix: bytes) -> Sequence[int]:
+    def ids_starting_with(self, prefix: bytes) -> "array[int]":
         """All ids whose bytes begin with `prefix`, in the order of their bytes."""
         lo, hi = self._range(prefix, 0, len(self._order))
         return self._order[lo:hi]
 
-    def ids_spelling(self, spelling: bytes) -> Sequence[int]:
+    def ids_spelling(self, spelling: bytes) -> "array[int]":
         """All ids with exactly these bytes."""
         lo = bisect_left(self._order, spelling, key=self._at)
         hi = lo
@@ -84,10 +84,10 @@ class TokenBytes:
             hi += 1
         return self._order[lo:hi]
 
-    def compatible(self, must: bytes) -> list[int]:
+    def compatible(self, must: bytes) -> "array[int]":
         """The ids that can come first in a text that begins with `must`: each begins with `must`, or `must` with it."""
-        shorter = [token for n in range(1, len(must)) for token in self.ids_spelling(must[:n])]
-        return shorter + list(self.ids_starting_with(must))
+        shorter = (token for n in range(1, len(must)) for token in self.ids_spelling(must[:n]))
+        return array("I", shorter) + self.ids_starting_with(must)
 
     def straddled(self, text: bytes, cut: int) -> bool:
         """Whether some token's bytes occur in `text` across position `cut`, so that an encoding might not part there."""
