@@ -8,7 +8,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m xtok demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -1,11 +1,11 @@
 """Law 5: caches tell the truth, shown against forwarding everything anew."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from transformers import DynamicCache, MambaConfig, MambaForCausalLM
-from worlds import ARCHITECTURES, FAMILIES, fitting, model, texts, tokenizer
+from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tokenizer
 
 from xtok import Budget, Context
 from xtok.continuation import Continuation
@@ -56,11 +56,11 @@ class Caching(RuleBasedStateMachine):
             assert self.cached.forwards == self.forwards
 
 
-Caching.TestCase.settings = settings(max_examples=200, stateful_step_count=15)
+Caching.TestCase.settings = examples(200, stateful_step_count=15)
 TestCaching = Caching.TestCase
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     draft=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES))),
     target=st.sampled_from(sorted(FAMILIES)),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
-from worlds import ARCHITECTURES, FAMILIES, fitting, texts, tokenizer
+from worlds import ARCHITECTURES, FAMILIES, examples, fitting, texts, tokenizer
 
 from xtok import Context, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
@@ -99,7 +99,7 @@ def drafts(truth: Sequence[int], start: int, noise: Sequence[tuple[int, int]]) -
     return ScriptedDrafter(script)
 
 
-@settings(max_examples=1200)
+@examples(1200)
 @given(
     target=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2)),
     dtype=st.sampled_from([torch.float64, torch.float32]),
@@ -135,7 +135,7 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
     assert sum(one.committed for one in generation.rounds) == len(expected)
 
 
-@settings(max_examples=900)
+@examples(900)
 @given(
     target=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2)),
     draft=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2)),

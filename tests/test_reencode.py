@@ -1,9 +1,9 @@
 """Law 3: re-encoding is canonical, shown against encoding from scratch."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from worlds import CORPUS, FAMILIES, texts, tokenizer, unigram
+from worlds import CORPUS, FAMILIES, examples, texts, tokenizer, unigram
 
 from xtok.encoding import Encoder, encoder
 from xtok.reencode import Reencoder
@@ -70,7 +70,7 @@ class Reencoding(RuleBasedStateMachine):
             assert self.slow.endswith(self.fast.pending)
 
 
-Reencoding.TestCase.settings = settings(max_examples=400, stateful_step_count=12)
+Reencoding.TestCase.settings = examples(400, stateful_step_count=12)
 TestReencoding = Reencoding.TestCase
 
 

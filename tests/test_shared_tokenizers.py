@@ -109,7 +109,7 @@ def test_re_encoding_is_canonical(name: str, language: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "draft"), permutations(["llm-jp-v2.2", "gpt-neox-20b", "llama2", "bert-base-japanese-v3", "falcon"], 2)
+    ("target", "draft"), list(permutations(["llm-jp-v2.2", "gpt-neox-20b", "llama2", "bert-base-japanese-v3", "falcon"], 2))
 )
 def test_every_pair_of_families_generates_what_the_target_alone_generates(target: str, draft: str) -> None:
     """The draft speaks real text in its own tokens; its guesses are turned into the target's ids as a draft model's are."""
@@ -130,7 +130,7 @@ def test_every_pair_of_families_generates_what_the_target_alone_generates(target
         assert xt.generate(text, max_new_tokens=12, do_sample=False).token_ids == alone[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(("target", "draft"), permutations(["llm-jp-v2.2", "gpt-neox-20b", "llama2", "starcoder"], 2))
+@pytest.mark.parametrize(("target", "draft"), list(permutations(["llm-jp-v2.2", "gpt-neox-20b", "llama2", "starcoder"], 2)))
 def test_a_draft_that_speaks_the_targets_text_loses_next_to_nothing_to_boundaries(target: str, draft: str) -> None:
     """Guesses of five draft tokens of the true text, mapped behind every target token of it, name the true next id."""
     text = sample("aozora", 300)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from hypothesis import settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -36,6 +37,11 @@ def unidic_words() -> tuple[str, ...]:
         rows = file.read(header[8]).split(b"\0")
     written = {row.decode().split(",")[8] for row in rows[:: max(1, len(rows) // 4000)] if row.count(b",") > 8}
     return tuple(sorted(word for word in written if word and word != "*"))
+
+
+def examples(count: int, **more: Any) -> settings:
+    """Settings for `count` examples, ten times as many under the profile "more" (HYPOTHESIS_PROFILE=more)."""
+    return settings(max_examples=count * (10 if settings.get_current_profile_name() == "more" else 1), **more)
 
 
 def japanese() -> st.SearchStrategy[str]:
@@ -193,9 +199,9 @@ def model(architecture: str, vocabulary: int, seed: int, dtype: torch.dtype, win
     """A tiny model with random weights, sharpened so that its picks vary with the context and are seldom close calls."""
     size = {"n_positions": window} if architecture == "GPT2" else {"max_position_embeddings": window}
     controls = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
-    settings = {"vocab_size": vocabulary, **controls, **size, **ARCHITECTURES[architecture]}
+    shape = {"vocab_size": vocabulary, **controls, **size, **ARCHITECTURES[architecture]}
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{architecture}Config")(**settings)
+    config = getattr(transformers, f"{architecture}Config")(**shape)
     made = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     for name, weight in made.named_parameters():
         if weight.dim() > 1:

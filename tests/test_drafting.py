@@ -1,0 +1,92 @@
+"""From the committed ids to a guess in the target's ids, by a draft that knows how the text goes on."""
+
+from itertools import permutations
+
+import pytest
+import torch
+from worlds import FAMILIES, fitting, tokenizer
+
+from xtok import Budget, Context, Tree
+from xtok.continuation import Continuation
+from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
+from xtok.encoding import encoder
+from xtok.sources import draft_model
+from xtok.tokenbytes import token_bytes
+from xtok.trace import Meter
+
+TEXT = "吾輩は猫である。名前はまだ無い。どこで生れたか"
+END = 2
+
+
+class Speaker(CrossTokenizerDrafter):
+    """A draft whose every logit says how `truth`, its own ids of the whole text, goes on; behind it, the end."""
+
+    truth: tuple[int, ...] = ()
+
+    def _forward(self, new: list[int], rows: int) -> torch.Tensor:
+        self._meter.draft_forwards += 1
+        self._cached = [*self._cached, *new]
+        logits = torch.zeros(rows, 700)
+        for row in range(rows):
+            at = len(self._cached) - rows + row + 1
+            known = at < len(self.truth) and tuple(self._cached[:at]) == self.truth[:at]
+            logits[row, self.truth[at] if known else END] = 1
+        return logits
+
+
+def speaker(target: str, draft: str, text: str = TEXT) -> Speaker:
+    tokens, draft_tokens = tokenizer(target), tokenizer(draft)
+    made, _ = draft_model((fitting(draft_tokens, "Llama", 0), draft_tokens))
+    drafter = Speaker(made, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
+    drafter.truth = (*made.lead, *made.encoder.ids(text))
+    return drafter
+
+
+def proposed(drafter: Speaker, target: str, before: str, draft_tokens: int = 4, target_tokens: int = 20) -> Tree:
+    ids = tokenizer(target)(before, add_special_tokens=False).input_ids
+    return drafter.propose(Context(ids, before.encode(), 0), Budget(draft_tokens, target_tokens))
+
+
+NORMAL = sorted(set(FAMILIES) - {"WordPiece", "byte-level BPE with a prefix space"})
+
+
+@pytest.mark.parametrize(("target", "draft"), list(permutations(NORMAL, 2)))
+def test_a_guess_spells_how_the_text_goes_on(target: str, draft: str) -> None:
+    view = token_bytes(tokenizer(target))
+    guessed = 0
+    for size in range(2, len(TEXT) - 4):
+        tree = proposed(speaker(target, draft), target, TEXT[:size])
+        spelled = view.to_bytes(tree.tokens, before=b"x")
+        assert TEXT[size:].encode().startswith(spelled)
+        guessed += bool(spelled)
+    assert guessed > 5
+
+
+@pytest.mark.parametrize("target", NORMAL)
+def test_the_drafts_end_of_text_becomes_the_targets(target: str) -> None:
+    tree = proposed(speaker(target, "byte-level BPE", "吾輩は猫"), target, "吾輩は猫")
+    assert tree.tokens == (END,)
+
+
+def test_a_guess_is_no_deeper_than_the_budget_allows() -> None:
+    assert len(proposed(speaker("characters", "byte-level BPE"), "characters", "吾輩は", 8, 3)) == 3
+
+
+def test_the_last_draft_token_of_the_context_is_healed_into_a_longer_one() -> None:
+    """Cut inside one of its tokens, the draft starts its guess with the rest of that token."""
+    pieces = [piece.replace("▁", "") for piece in tokenizer("SentencePiece BPE").tokenize(TEXT)]
+    at = next(i for i, piece in enumerate(pieces) if i and len(piece) > 1)
+    before = "".join(pieces[:at]) + pieces[at][0]
+    tree = proposed(speaker("characters", "SentencePiece BPE"), "characters", before, draft_tokens=1)
+    assert tree.guess.decode() == pieces[at][1:]
+
+
+def test_a_guess_is_cut_as_the_target_lately_cut_the_same_bytes() -> None:
+    tokens = tokenizer("byte-level BPE")
+    view = token_bytes(tokens)
+    single = [view.ids_spelling(bytes([byte]))[0] for byte in "は猫".encode()]
+    start = view.ids_spelling(b"-")[0]
+    continuation = Continuation(encoder(tokens, view))
+    committed = [start, *single, start]
+    assert continuation.ids(committed, "は猫".encode()) == single
+    assert Continuation(encoder(tokens, view)).ids([start], "は猫".encode()) != single

@@ -1,0 +1,36 @@
+"""The examples and the guide's own draft run as they stand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from worlds import fitting, tokenizer
+
+from xtok import Budget, Context, Tree, XTokAssisted, chain
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(("example", "told"), [("quickstart", "yes"), ("hugging_face", "yes"), ("streaming", "。")])
+def test_an_example_runs_and_tells_the_truth(example: str, told: str) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{example}.py"], capture_output=True, check=True, encoding="utf-8"
+    )
+    assert told in done.stdout
+
+
+def test_the_guides_own_draft_is_a_draft() -> None:
+    class Repeats:
+        """Guesses that the last ids come again."""
+
+        def propose(self, context: Context, budget: Budget) -> Tree:
+            return chain(context.ids[-budget.draft_tokens :])
+
+    tokens = tokenizer("byte-level BPE")
+    model = fitting(tokens, "Llama", 0)
+    generation = XTokAssisted((model, tokens), Repeats()).generate("吾輩は", max_new_tokens=20, do_sample=False)
+    assert (
+        generation.token_ids == XTokAssisted((model, tokens)).generate("吾輩は", max_new_tokens=20, do_sample=False).token_ids
+    )
+    assert generation.stats.proposed > 0
