@@ -290,7 +290,7 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write per prompt.")] = 64,
     guess_length: Annotated[int, typer.Option(min=1, help="How many of its own tokens the draft guesses.")] = GUESS_LENGTH,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
-    tune: Annotated[bool, typer.Option(help="Also with the draft fine-tuned for half a minute on the target's text.")] = False,
+    tune: Annotated[bool, typer.Option(help="Also with the draft fine-tuned on the target's text, in about a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Run the target alone, transformers' universal assisted generation and xtok side by side, greedily."""

@@ -1,0 +1,44 @@
+"""The benchmark counts what it says it counts."""
+
+import json
+from pathlib import Path
+
+import torch
+from typer.testing import CliRunner
+from worlds import fitting, tokenizer
+
+from xtok import pair
+from xtok.bench import ALONE, XTOK, compare, tuned
+from xtok.cli import app
+from xtok.sources import load
+
+
+def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(pair.prompts()[:4]), encoding="utf-8")
+    result = CliRunner().invoke(app, ["bench", "--prompts", str(file), "--max-new-tokens", "8", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["drafts"]["as it is"]
+    assert [row["system"] for row in rows] == [ALONE, XTOK, "UAG, guess length 5", "UAG, its defaults"]
+    alone, mine = rows[:2]
+    assert (alone["target_forwards"], alone["tokens_per_forward"], alone["speed"]) == (16, 1.0, 1.0)
+    assert all(row["identical"] == row["prompts"] == 2 and row["new_tokens"] == 16 for row in rows)
+    assert mine["target_forwards"] <= 16 < mine["draft_forwards"]
+
+
+def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
+    tokens = tokenizer("byte-level BPE")
+    model = fitting(tokens, "Llama", 0)
+    rows = compare((model, tokens), (model, tokens), ["吾輩は"], max_new_tokens=6, guess_length=3)
+    assert [row.system for row in rows] == [ALONE, XTOK]
+    assert rows[1].identical == 1
+
+
+def test_tuning_changes_a_copy_and_makes_the_draft_agree_more() -> None:
+    target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
+    before = {name: weight.clone() for name, weight in draft[0].state_dict().items()}
+    prompts = pair.prompts()[:3]
+    better = tuned(target, draft, prompts, steps=40)
+    assert all(torch.equal(weight, before[name]) for name, weight in draft[0].state_dict().items())
+    rows = [compare(target, one, prompts, max_new_tokens=24, guess_length=5)[1] for one in (draft, better)]
+    assert rows[0].target_forwards > rows[1].target_forwards
