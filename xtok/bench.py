@@ -188,7 +188,7 @@ def lost_to_boundaries(generation: Generation, view: Any) -> int:
     return lost
 
 
-def tuned(target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str], *, steps: int = 300) -> tuple[Any, Any]:
+def tuned(target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str], *, steps: int = 450) -> tuple[Any, Any]:
     """A copy of the draft, fine-tuned for some steps of 16 texts on what the target writes behind `prompts`."""
     texts = _continuations(target, prompts)
     model, tokenizer = deepcopy(draft[0]).train(), draft[1]

@@ -319,7 +319,7 @@ def _print_bench(report: dict[str, Any]) -> None:
     typer.echo(f"Making an instance of the loaded models takes {report['build_seconds']:.2f} s.")
     for kind, rows in report["drafts"].items():
         table = Table(title=f"the draft {kind}")
-        for name in ("", "identical", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"):
+        for name in ("", "same ids", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"):
             table.add_column(name, justify="right" if name else "left", no_wrap=not name)
         for row in rows:
             table.add_row(*_bench_cells(row))
@@ -334,7 +334,7 @@ def _print_bench(report: dict[str, Any]) -> None:
 def _bench_cells(row: Row) -> tuple[str, ...]:
     return (
         row.system,
-        f"{row.identical} of {row.prompts}",
+        f"{row.identical}/{row.prompts}",
         f"{row.tokens_per_forward:.2f}",
         str(row.target_forwards),
         str(row.draft_forwards),

@@ -54,9 +54,11 @@ class Encoder:
         window = text[max(0, cut - reach) : cut + reach]
         if self.normalizes and not unicodedata.is_normalized("NFKC", window):
             return False
+        if self.pretokenizes:
+            return True
         lead = " " if cut <= reach else ""  # the space that many tokenizers put in front of a text
         before = (lead + text[max(0, cut - reach) : cut]).encode()
-        return self.pretokenizes or not self.view.straddled(before + text[cut : cut + reach].encode(), len(before))
+        return not self.view.straddled(before + text[cut : cut + reach].encode(), len(before))
 
     def ids_behind(self, text: str) -> list[int] | None:
         """As `encode_behind`, the ids alone."""

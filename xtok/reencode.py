@@ -56,7 +56,7 @@ class Reencoder:
         """How many of the known ids surely stay, and where in the text they end."""
         common = min(len(text), len(self._text))
         longer = max(text, self._text, key=len)
-        unsettled = 2 if self._encoder.pretokenizes else 0
+        unsettled = 1 if self._encoder.pretokenizes else 0
         for kept in range(len(self.ids) - 1, 0, -1):
             cut = self._starts[kept]
             if self._encoder.pretokenizes and not self._heads[kept]:
