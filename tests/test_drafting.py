@@ -90,3 +90,13 @@ def test_a_guess_is_cut_as_the_target_lately_cut_the_same_bytes() -> None:
     committed = [start, *single, start]
     assert continuation.ids(committed, "は猫".encode()) == single
     assert Continuation(encoder(tokens, view)).ids([start], "は猫".encode()) != single
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 8])
+def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(window: int) -> None:
+    tokens = tokenizer("byte-level BPE")
+    made, _ = draft_model((fitting(tokens, "GPT2", 0, window=window), tokens))
+    drafter = CrossTokenizerDrafter(made, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
+    for size in range(1, 12):
+        drafter.propose(Context([5], TEXT[:size].encode(), 0), Budget(50, 50))
+        assert drafter._lm.length <= window

@@ -1,6 +1,7 @@
 """The front door: `generate`, `stream`, the Hugging Face way in, prompts, refusals, threads, and models that nobody changes."""
 
 import hashlib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -666,10 +667,12 @@ def test_a_guess_length_below_one_is_refused(guess_length: int) -> None:
 
 @pytest.mark.parametrize("source", [3, None, TARGET, (TARGET,), (TOKENS, TARGET), (TARGET, TOKENS, 1)])
 def test_what_is_no_model_is_refused_as_target_and_as_draft(source: Any) -> None:
-    with pytest.raises(InvalidInputError, match=f"The target is {type(source).__name__}. Pass a hub id"):
+    parts = ", ".join(type(part).__name__ for part in source) if isinstance(source, tuple) else ""
+    kind = re.escape(f"({parts})" if parts else type(source).__name__)
+    with pytest.raises(InvalidInputError, match=rf"The target is {kind}\. Pass a hub id"):
         XTokAssisted(source)
     if source is not None:
-        with pytest.raises(InvalidInputError, match=f"The draft is {type(source).__name__}. Pass a hub id"):
+        with pytest.raises(InvalidInputError, match=rf"The draft is {kind}\. Pass a hub id"):
             XTokAssisted((TARGET, TOKENS), source)
 
 

@@ -9,12 +9,20 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from worlds import ARCHITECTURES, FAMILIES, examples, fitting, texts, tokenizer
 
 from xtok import Context, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
-from xtok.errors import DraftFailedWarning
+from xtok.errors import DraftFailedWarning, UnsupportedArgumentError
 
 CLOSE_CALL = {torch.float32: 1e-5, torch.float64: 1e-6}
 SEEN: Counter[str] = Counter()
@@ -232,3 +240,51 @@ def test_a_perfect_draft_is_accepted_whole() -> None:
         XTokAssisted((model, tokens), perfect).generate("吾輩は", max_new_tokens=21, do_sample=False, eos_token_id=None).stats
     )
     assert (stats.target_forwards, stats.proposed, stats.accepted) == (5, 16, 16)
+
+
+def test_a_text_that_crosses_the_boundary_of_a_longrope_target_is_refused_and_one_within_is_exact() -> None:
+    """Found in review: beyond it all positions are read by other factors, so a cache depends on how it was filled."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24, "factor": 8.0}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    tokens = tokenizer("byte-level BPE")
+    config = fitting(tokens, "Llama", 0).config.__class__(
+        vocab_size=len(tokens), max_position_embeddings=192, rope_parameters={**rope, **factors}, **ARCHITECTURES["Llama"]
+    )
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    ids = torch.tensor([tokens("あ").input_ids])
+    expected, _ = alone(model, tokens, ids, {"max_length": 24, "eos_token_id": None})
+    xt = XTokAssisted((model, tokens), drafts(expected, ids.shape[1], [(9, 7)] * 9))
+    assert xt.generate("あ", max_length=24, do_sample=False, eos_token_id=None).token_ids == expected
+    with pytest.raises(UnsupportedArgumentError, match="crosses position 24"):
+        xt.generate("あ", max_length=25, do_sample=False)
+
+
+def test_scores_and_logits_are_handed_out_where_they_are_asked_for() -> None:
+    tokens = tokenizer("byte-level BPE")
+    model = fitting(tokens, "Llama", 0)
+    asked = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True, "repetition_penalty": 1.2}
+    theirs = model.generate(torch.tensor([tokens("吾輩").input_ids]), output_scores=True, output_logits=True, **asked)
+    mine = XTokAssisted((model, tokens), (model, tokens)).generate("吾輩", output_scores=True, output_logits=True, **asked)
+    torch.testing.assert_close(mine.scores, theirs.scores)
+    torch.testing.assert_close(mine.logits, theirs.logits)
+    assert XTokAssisted((model, tokens)).generate("吾輩", max_new_tokens=2).scores is None
+
+
+def test_a_list_of_prompts_takes_turns_with_nothing_shared() -> None:
+    """Found in review: criteria with a state were shared between prompts, and so was a cache that was handed in."""
+
+    class StopsOnTheSixthCall(StoppingCriteria):
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            self.calls += 1
+            return torch.tensor([self.calls >= 6])
+
+    tokens = tokenizer("byte-level BPE")
+    model = fitting(tokens, "Llama", 0)
+    criteria = StoppingCriteriaList([StopsOnTheSixthCall()])
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    xt = XTokAssisted((model, tokens))
+    assert [len(g.token_ids) for g in xt.generate(["吾輩", "猫"], stopping_criteria=criteria, **settings)] == [6, 6]
+    with pytest.raises(UnsupportedArgumentError, match="past_key_values"):
+        xt.generate(["吾輩", "猫"], past_key_values=DynamicCache(config=model.config), **settings)

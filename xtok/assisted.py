@@ -35,6 +35,8 @@ class Generation:
     """What a prompt was answered with.
 
     `finish_reason` is "length" where a limit of length or time ended the text, else "stop". `rounds` tells what happened.
+    `scores` and `logits`, one of shape (1, vocabulary) per new id: where `return_dict_in_generate` and `output_scores`
+    or `output_logits` ask for them.
     """
 
     text: str
@@ -42,6 +44,8 @@ class Generation:
     finish_reason: str
     stats: Stats
     rounds: tuple[Round, ...]
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
 
 
 class XTokAssisted:
@@ -56,8 +60,10 @@ class XTokAssisted:
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
-        if guess_length < 1:
-            raise InvalidInputError(f"guess_length is {guess_length}; it must be at least 1. Use draft=None to guess nothing.")
+        if not isinstance(guess_length, int) or guess_length < 1:
+            raise InvalidInputError(
+                f"guess_length is {guess_length!r}; it must be a whole number of at least 1. Use draft=None to guess nothing."
+            )
         self.model, self.tokenizer = load(target, "target")
         check_rolls_back(self.model, "target")
         self._view = token_bytes(self.tokenizer)
@@ -171,6 +177,7 @@ class XTokAssisted:
     ) -> list[Run]:
         """One run per row of a batch that transformers prepared."""
         bridge.check_config(config, inputs, criteria, rows=len(input_ids))
+        bridge.check_boundary(self.model, input_ids.shape[1], config.max_length)
         cache = inputs.pop("past_key_values")
         inputs.pop("use_cache", None)
         records = bool(config.return_dict_in_generate)
@@ -184,7 +191,7 @@ class XTokAssisted:
                     view=self._view,
                     ids=input_ids[row : row + 1],
                     processors=bridge.processors_of_row(processors, row) if len(input_ids) > 1 else processors,
-                    criteria=criteria,
+                    criteria=bridge.copied(criteria) if len(input_ids) > 1 else criteria,
                     config=config,
                     drafter=self._new_drafter(config, meter, draft_prompt),
                     guess_length=self._guess_length,
@@ -255,4 +262,6 @@ class XTokAssisted:
             finish_reason=run.finish_reason or "stop",
             stats=run.meter.stats(run.target.forwards),
             rounds=tuple(run.meter.rounds),
+            scores=run.scores,
+            logits=run.logits,
         )

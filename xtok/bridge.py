@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
-from xtok.lm import rolls_back
+from xtok.lm import longrope_boundary, rolls_back
 from xtok.loop import Run, drain
 
 _CACHES = (None, "dynamic")
@@ -27,21 +27,26 @@ SEVERAL = "num_return_sequences={} gives several texts for one prompt. Pass the 
 
 
 def own_arguments(arguments: Mapping[str, Any], prompts: int) -> dict[str, Any]:
-    """The arguments for one of several prompts, which take turns: logits processors may keep a state."""
+    """The arguments for one of several prompts, which take turns: processors and criteria may keep a state."""
     own = dict(arguments)
-    if prompts > 1 and own.get("logits_processor"):
-        own["logits_processor"] = _copied(own["logits_processor"])
+    if prompts == 1:
+        return own
+    if own.get("past_key_values") is not None:
+        raise UnsupportedArgumentError("past_key_values holds one text. Call generate once per prompt.")
+    for name in ("logits_processor", "stopping_criteria"):
+        if own.get(name):
+            own[name] = copied(own[name])
     return own
 
 
-def _copied(processors: LogitsProcessorList) -> LogitsProcessorList:
+def copied(kept: Any) -> Any:
+    """A copy of a list of logits processors or stopping criteria, which may keep a state."""
     try:
-        return deepcopy(processors)
+        return deepcopy(kept)
     except Exception as error:
-        names = ", ".join(type(processor).__name__ for processor in processors)
+        names = ", ".join(type(one).__name__ for one in kept)
         raise UnsupportedArgumentError(
-            f"Several texts need a copy each of the logits processors {names}, and copying failed ({error}). "
-            "Call generate once per text."
+            f"Several texts need a copy each of {names}, and copying failed ({error}). Call generate once per text."
         ) from error
 
 
@@ -59,6 +64,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name, remedy in refused.items():
         if arguments.get(name) is not None:
             raise UnsupportedArgumentError(f"{name} can't be used here. {remedy}")
+    if arguments.get("token_healing"):
+        raise UnsupportedArgumentError("token_healing=True can't be used here: it would rewrite the prompt. Leave it out.")
     if (count := arguments.get("num_return_sequences") or 1) != 1:
         raise UnsupportedArgumentError(SEVERAL.format(count))
     if arguments.get("cache_implementation") not in _CACHES:
@@ -95,6 +102,16 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: 
         raise UnsupportedModelError(f"A cache of type {type(cache).__name__} can't be rolled back. Use a DynamicCache.")
 
 
+def check_boundary(model: PreTrainedModel, prompt: int, longest: int) -> None:
+    """Refuse a text that crosses a longrope model's boundary: there, what is cached depends on how it was forwarded."""
+    boundary = longrope_boundary(model)
+    if boundary is not None and prompt <= boundary < longest:
+        raise UnsupportedArgumentError(
+            f"max_length={longest} crosses position {boundary}, where {type(model).__name__} changes its rotary factors. "
+            f"Keep prompt and new tokens within {boundary}, or begin with a prompt beyond it."
+        )
+
+
 def row_of_inputs(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
     """One row of the model's inputs, so that each row is its own generation."""
     return {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
@@ -115,7 +132,7 @@ def _ends_rows(criteria: StoppingCriteriaList) -> bool:
 
 def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
     """A copy, for processors may keep a state. Those of transformers that know of the batch's rows know of this one alone."""
-    own = _copied(processors)
+    own = copied(processors)
     for processor in own:
         if isinstance(processor, RepetitionPenaltyLogitsProcessor):
             if isinstance(processor.prompt_ignore_length, Tensor):

@@ -25,6 +25,15 @@ def context_window(model: PreTrainedModel) -> int | None:
     return next((int(size) for name in names if (size := getattr(config, name, None))), None)
 
 
+def longrope_boundary(model: PreTrainedModel) -> int | None:
+    """The position from which a model with `longrope` reads all positions by other factors; None for other models."""
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+
+
 def rolls_back(cache: Cache) -> bool:
     """Whether positions can be taken back from `cache`. Newer releases of transformers say so; of older ones it is known."""
     known = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)

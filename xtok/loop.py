@@ -121,7 +121,7 @@ def _commit(run: Run, tree: Tree, logits: Tensor) -> list[int]:
         node = tree.child(node, token)
     run.target.roll_back(held + len(block) - 1)
     accepted = len(block) - (node is None)
-    offset = len(run.new_data)
+    offset = len(run.data) - run.prompt_size
     run.data += run.view.to_bytes(block, before=run.data)
     run.meter.rounds.append(Round(offset, tree.guess, len(tree), accepted, len(block)))
     return block

@@ -28,8 +28,11 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
             name = type(source[0]).__name__
             raise UnsupportedModelError(f"{name} has no language model head. Load the {role} with AutoModelForCausalLM.")
         return source
+    kind = type(source).__name__
+    if isinstance(source, tuple):
+        kind = f"({', '.join(type(part).__name__ for part in source)})"
     raise InvalidInputError(
-        f"The {role} is {type(source).__name__}. Pass a hub id, a local path, or a (model, tokenizer) pair."
+        f"The {role} is {kind}. Pass a hub id, a local path, or a pair of a transformers model, unwrapped, and its tokenizer."
     )
 
 
@@ -46,7 +49,8 @@ def draft_model(source: Any) -> tuple[DraftModel, Any]:
 
 def _check_source(source: str | PathLike[str], role: str) -> None:
     """What transformers would say less plainly."""
-    if isinstance(source, PathLike) and not Path(source).exists():
+    looks_like_a_path = isinstance(source, PathLike) or source.startswith(("/", ".", "~")) or source.count("/") > 1
+    if looks_like_a_path and not Path(source).exists():
         raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")
     if AutoConfig.from_pretrained(source).is_encoder_decoder:
         raise UnsupportedModelError(f"{source} is an encoder-decoder model. Use a decoder-only model as {role}.")

@@ -68,10 +68,11 @@ class CrossTokenizerDrafter:
         """A chain: the target's ids for what the draft writes in at most `budget.draft_tokens` of its own."""
         with self._meter.timing("align"):
             ids, pending = self._ids(context)
-        ids = self._recent(ids, budget.draft_tokens)
-        if not ids:
+        count = budget.draft_tokens if self._window is None else min(budget.draft_tokens, self._window // 2)
+        ids = self._recent(ids, count)
+        if not ids or not count:
             return Tree()
-        guess, ended = self._guess(ids, pending, budget.draft_tokens)
+        guess, ended = self._guess(ids, pending, count)
         with self._meter.timing("align"):
             tokens = self._continuation.ids(context.ids, guess)
             if ended and self._target_end is not None:
@@ -90,9 +91,9 @@ class CrossTokenizerDrafter:
         """`ids` from where they fit the window together with a guess; that start moves in steps of half a window."""
         if self._window is None:
             return ids
-        room = max(2, self._window - guess)
+        room = max(1, self._window - guess)
         if len(ids) - self._start > room or self._start >= len(ids):
-            self._start = max(0, len(ids) - max(2, room // 2))
+            self._start = max(0, len(ids) - max(1, room // 2))
         return ids[self._start :]
 
     def _guess(self, ids: list[int], pending: bytes, count: int) -> tuple[bytes, bool]:
