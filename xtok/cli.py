@@ -323,7 +323,7 @@ def _print_bench(report: dict[str, Any]) -> None:
             table.add_column(name, justify="right" if name else "left", no_wrap=not name)
         for row in rows:
             table.add_row(*_bench_cells(row))
-        Console(highlight=False).print(table)
+        Console(highlight=False, width=100).print(table)
     typer.echo("UAG: transformers' universal assisted generation.")
     typer.echo("speed: median over prompts of the seconds of the target alone ÷ those of the system.")
     typer.echo("lost: the target's tokens inside what the draft guessed right, yet not accepted.")
