@@ -14,6 +14,7 @@ from rich.progress import track
 
 from xtok.assisted import Generation, XTokAssisted
 from xtok.errors import InvalidInputError
+from xtok.tokenbytes import token_bytes
 
 ALONE = "target alone"
 XTOK = "xtok"
@@ -72,7 +73,7 @@ def compare(
     for prompt in track(list(prompts) * repeats, description="bench", transient=True):
         for name, system in systems.items():
             runs[name].append(system(prompt))
-    view = XTokAssisted(target)._view
+    view = token_bytes(target[1])
     return [_row(name, timed, runs[ALONE], view) for name, timed in runs.items()]
 
 
