@@ -115,3 +115,16 @@ def test_an_append_costs_the_new_bytes_and_not_the_context() -> None:
         for character in "吾輩は猫である。名前はまだ無い。":
             reencoder.append(character.encode())
         assert counted < 16 * 150, family
+
+
+@given(family=families, text=texts())
+def test_the_model_alone_cuts_a_continuation_as_the_whole_tokenizer_does(family: tuple[str, int], text: str) -> None:
+    mine = encoder_of(family)
+    if mine.bare is not None:
+        whole = mine.encode_behind(text)
+        assert whole is None or mine.bare(text) == whole.ids
+
+
+def test_tokenizers_that_do_no_more_than_write_spaces_are_cut_by_their_model_alone() -> None:
+    bare = {name for name in FAMILIES if encoder_of((name, 0)).bare is not None}
+    assert bare == {"Unigram with byte fallback", "Unigram without fallback", "SentencePiece BPE"}
