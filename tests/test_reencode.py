@@ -117,6 +117,15 @@ def test_an_append_costs_the_new_bytes_and_not_the_context() -> None:
         assert counted < 16 * 150, family
 
 
+def test_the_mark_that_some_tokenizers_write_for_a_space_may_stand_in_a_text() -> None:
+    """Found by the state machine: `▁new` is a token, and so nothing may be cut behind a literal `▁`."""
+    mine = encoder_of(("SentencePiece BPE", 0))
+    fast = Reencoder(mine)
+    for data in (b"\xe2\x96\x81", b"n", b"ew line"):
+        fast.append(data)
+    assert fast.ids == mine.ids("▁new line")
+
+
 @given(family=families, text=texts())
 def test_the_model_alone_cuts_a_continuation_as_the_whole_tokenizer_does(family: tuple[str, int], text: str) -> None:
     mine = encoder_of(family)
