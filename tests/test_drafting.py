@@ -9,6 +9,7 @@ from worlds import FAMILIES, fitting, tokenizer
 from xtok import Budget, Context, Tree
 from xtok.continuation import Continuation
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
+from xtok.drafts.reader import Reader
 from xtok.encoding import encoder
 from xtok.sources import draft_model
 from xtok.tokenbytes import token_bytes
@@ -18,7 +19,7 @@ TEXT = "吾輩は猫である。名前はまだ無い。どこで生れたか"
 END = 2
 
 
-class Speaker(CrossTokenizerDrafter):
+class Speaker(Reader):
     """A draft whose every logit says how `truth`, its own ids of the whole text, goes on; behind it, the end."""
 
     truth: tuple[int, ...] = ()
@@ -34,15 +35,15 @@ class Speaker(CrossTokenizerDrafter):
         return logits
 
 
-def speaker(target: str, draft: str, text: str = TEXT) -> Speaker:
+def speaker(target: str, draft: str, text: str = TEXT) -> CrossTokenizerDrafter:
     tokens, draft_tokens = tokenizer(target), tokenizer(draft)
     made, _ = draft_model((fitting(draft_tokens, "Llama", 0), draft_tokens))
-    drafter = Speaker(made, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
-    drafter.truth = (*made.lead, *made.encoder.ids(text))
-    return drafter
+    reader = Speaker(made, Meter())
+    reader.truth = (*made.lead, *made.encoder.ids(text))
+    return CrossTokenizerDrafter(made, reader, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
 
 
-def proposed(drafter: Speaker, target: str, before: str, draft_tokens: int = 4, target_tokens: int = 20) -> Tree:
+def proposed(drafter: CrossTokenizerDrafter, target: str, before: str, draft_tokens: int = 4, target_tokens: int = 20) -> Tree:
     ids = tokenizer(target)(before, add_special_tokens=False).input_ids
     return drafter.propose(Context(ids, before.encode(), 0), Budget(draft_tokens, target_tokens))
 
@@ -96,7 +97,8 @@ def test_a_guess_is_cut_as_the_target_lately_cut_the_same_bytes() -> None:
 def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(window: int) -> None:
     tokens = tokenizer("byte-level BPE")
     made, _ = draft_model((fitting(tokens, "GPT2", 0, window=window), tokens))
-    drafter = CrossTokenizerDrafter(made, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
+    reader = Reader(made, Meter())
+    drafter = CrossTokenizerDrafter(made, reader, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
     for size in range(1, 12):
         drafter.propose(Context([5], TEXT[:size].encode(), 0), Budget(50, 50))
-        assert drafter._lm.length <= window
+        assert reader._lm.length <= window

@@ -2,7 +2,8 @@
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from functools import cached_property
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -19,15 +20,20 @@ from xtok import bridge
 from xtok.continuation import Continuation
 from xtok.drafts import Drafter
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
+from xtok.drafts.reader import Reader
+from xtok.drafts.sampling import Projection, SamplingDrafter, projection
 from xtok.encoding import encoder
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.lm import CachedModel, check_rolls_back, context_window
 from xtok.loop import Run, decode
+from xtok.noise import spelling_keys
 from xtok.prompts import Chat, chat_ids, is_chat, reading, text_ids
 from xtok.sources import Source, draft_model, load
 from xtok.text import TextPieces
 from xtok.tokenbytes import token_bytes
 from xtok.trace import Meter, Round, Stats
+
+Acceptance = Literal["match", "rejection"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class Generation:
     """What a prompt was answered with.
 
     `finish_reason` is "length" where a limit of length or time ended the text, else "stop". `rounds` tells what happened.
+    `seed` gives a sampled text again, by any draft or none; it is None for a greedy one.
     `scores` and `logits`, one of shape (1, vocabulary) per new id: where `return_dict_in_generate` and `output_scores`
     or `output_logits` ask for them.
     """
@@ -44,6 +51,7 @@ class Generation:
     finish_reason: str
     stats: Stats
     rounds: tuple[Round, ...]
+    seed: int | None = None
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
 
@@ -51,18 +59,38 @@ class Generation:
 class XTokAssisted:
     """A target model that generates with the help of any draft, and gives exactly what it alone would give.
 
-    Law: greedy ids equal those of `target.generate(...)` with the same arguments. A draft decides only how fast they come.
+    Law: greedy ids equal those of `target.generate(...)` with the same arguments. Sampled ids are draws from the target's own
+    law, and equal those of `XTokAssisted(target)`, which has no draft and is the reference sampler, for the same seed.
+    A draft decides only how fast they come.
     One instance may serve several threads. The models and tokenizers handed in are never changed.
     """
 
-    def __init__(self, target: Source, draft: Source | Drafter | None = None, *, guess_length: int = 5) -> None:
+    def __init__(
+        self,
+        target: Source,
+        draft: Source | Drafter | None = None,
+        *,
+        guess_length: int = 5,
+        acceptance: Acceptance = "match",
+    ) -> None:
         """`draft` may also be anything with `propose(context, budget)`. `guess_length` counts the draft's own tokens per round.
+
+        `acceptance`, of sampled texts. "match": a guess is accepted where it is what the target draws; draft and target look at
+        the same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) over the vocabulary that
+        both have by bytes; the ids are draws from the target's own law, too, but depend on the draft and the guess length.
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
         if not isinstance(guess_length, int) or guess_length < 1:
             raise InvalidInputError(
                 f"guess_length is {guess_length!r}; it must be a whole number of at least 1. Use draft=None to guess nothing."
+            )
+        if acceptance not in get_args(Acceptance):
+            raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Acceptance)))}.")
+        if acceptance == "rejection" and isinstance(draft, Drafter):
+            raise UnsupportedArgumentError(
+                f"acceptance='rejection' needs the law that guesses are drawn from, and that of {type(draft).__name__} isn't "
+                "known. Use a draft model, or acceptance='match'."
             )
         self.model, self.tokenizer = load(target, "target")
         check_rolls_back(self.model, "target")
@@ -73,6 +101,7 @@ class XTokAssisted:
         if draft is not None and not isinstance(draft, Drafter):
             self._draft, self._draft_tokenizer = draft_model(draft)
             self._encoder = encoder(self.tokenizer, self._view)
+        self._rejects = acceptance == "rejection"
 
     @overload
     def generate(self, prompt: str, **arguments: Any) -> Generation: ...
@@ -85,26 +114,36 @@ class XTokAssisted:
 
         `arguments` are those of transformers' `generate`, among them `streamer`, `stop_strings`, `logits_processor` and
         `stopping_criteria`. `split_special_tokens=True` reads control tokens written out in a text as plain text.
+        `seed`, where `do_sample=True`: the ids depend on target, prompt, settings and seed alone, not on the draft or on what
+        else is in the list. The same prompt again, in a list or by `num_return_sequences`, gives further, independent texts.
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
         many = isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)) and not is_chat(prompt)
         prompts = list(prompt) if many else [prompt]
-        streamer = arguments.pop("streamer", None)
-        if streamer is not None and many:
-            raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt.")
-        runs = [self._run(one, bridge.own_arguments(arguments, len(prompts))) for one in prompts]
+        streamer, seed = arguments.pop("streamer", None), arguments.pop("seed", None)
+        bridge.check_seed(seed)
+        runs = [run for one in prompts for run in self._runs(one, bridge.own_arguments(arguments, len(prompts)))]
         if streamer is not None:
+            if many or len(runs) > 1:
+                raise UnsupportedArgumentError("A streamer takes one text. Call generate once per text.")
             streamer.put(runs[0].ids.cpu())
+        bridge.sow(runs, seed, lambda: self._keys)
         bridge.complete(runs, streamer)
         results = [self._result(run) for run in runs]
-        return results if many else results[0]
+        return results if many or len(runs) > 1 else results[0]
 
     def stream(self, prompt: str | Chat, **arguments: Any) -> Generator[str, None, Generation]:
         """Yield the new text in pieces as they are committed, never half a character. Joined, they are `generate(...).text`.
 
         The generator returns (`StopIteration.value`) what `generate` returns.
         """
-        return self._pieces(self._run(prompt, arguments))
+        seed = arguments.pop("seed", None)
+        bridge.check_seed(seed)
+        runs = self._runs(prompt, arguments)
+        if len(runs) > 1:
+            raise UnsupportedArgumentError(f"num_return_sequences={len(runs)} gives several texts. Call generate for them.")
+        bridge.sow(runs, seed, lambda: self._keys)
+        return self._pieces(runs[0])
 
     def _pieces(self, run: Run) -> Generator[str, None, Generation]:
         pieces = TextPieces(self._view, run.data)
@@ -124,25 +163,28 @@ class XTokAssisted:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         stop_strings: str | list[str] | None = None,
+        seed: int | None = None,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
         """The Hugging Face way in: `model.generate(**inputs, custom_generate=xt)`.
 
         `stop_strings` is named here so that transformers hands it over: it drops `tokenizer`, without which it would refuse
         them, and it does refuse those of a generation config. Each row of a batch is a generation of its own: processors are
-        copied per row, and asked with a batch of one.
+        copied per row, and asked with a batch of one. `seed` is as in `generate`; transformers hands it over.
         """
+        bridge.check_seed(seed)
         if model is not self.model:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
         if bridge.callers("assistant_model") is not None:
             bridge.check_arguments({"assistant_model": True})
         criteria = self._with_stop_strings(stopping_criteria, stop_strings)
         runs = self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs)
+        bridge.sow(runs, seed, lambda: self._keys)
         bridge.complete(runs, bridge.callers("streamer"))
         return bridge.as_transformers(runs, generation_config)
 
-    def _run(self, prompt: str | Chat, arguments: dict[str, Any]) -> Run:
-        """Let transformers prepare a generation, and take what it hands to a decoding method."""
+    def _runs(self, prompt: str | Chat, arguments: dict[str, Any]) -> list[Run]:
+        """Let transformers prepare the texts for a prompt, and take what it hands to a decoding method."""
         bridge.check_arguments(arguments)
         ids = self._read(prompt, split_special_tokens=arguments.pop("split_special_tokens", None))
         stop_strings = self._take_stop_strings(arguments)
@@ -162,9 +204,7 @@ class XTokAssisted:
             return torch.empty(0)
 
         self.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
-        if len(captured) != 1:
-            raise UnsupportedArgumentError(bridge.SEVERAL.format(len(captured)))
-        return captured[0]
+        return captured
 
     def _prepared(
         self,
@@ -193,22 +233,41 @@ class XTokAssisted:
                     processors=bridge.processors_of_row(processors, row) if len(input_ids) > 1 else processors,
                     criteria=bridge.copied(criteria) if len(input_ids) > 1 else criteria,
                     config=config,
-                    drafter=self._new_drafter(config, meter, draft_prompt),
+                    drafter=self._new_drafter(config, meter, bridge.warpers(processors), draft_prompt),
                     guess_length=self._guess_length,
                     deepest=context_window(self.model),
                     meter=meter,
+                    rejects=self._rejects,
                     scores=() if records and config.output_scores else None,
                     logits=() if records and config.output_logits else None,
                 )
             )
         return runs
 
-    def _new_drafter(self, config: GenerationConfig, meter: Meter, prompt: list[int] | None) -> Drafter | None:
+    def _new_drafter(
+        self, config: GenerationConfig, meter: Meter, warpers: LogitsProcessorList, prompt: list[int] | None
+    ) -> Drafter | None:
         if self._draft is None:
             return self._drafter
         ends = config._eos_token_tensor
         end = None if ends is None else int(ends.reshape(-1)[0])
-        return CrossTokenizerDrafter(self._draft, Continuation(self._encoder), end, meter, prompt)
+        reader = Reader(self._draft, meter, prompt)
+        if config.do_sample:
+            return SamplingDrafter(
+                self._draft, reader, self._projection, self._view, self._keys, end, meter, warpers, independent=self._rejects
+            )
+        return CrossTokenizerDrafter(self._draft, reader, Continuation(self._encoder), end, meter)
+
+    @cached_property
+    def _projection(self) -> Projection:
+        """The draft's ids in the target's vocabulary, where they are first asked for."""
+        assert self._draft is not None
+        return projection(self._view, self._draft.encoder.view)
+
+    @cached_property
+    def _keys(self) -> Tensor:
+        """The keys of the target's ids for noise, where they are first asked for."""
+        return spelling_keys(self._view, self.model.config.get_text_config(decoder=True).vocab_size)
 
     def _read(self, prompt: Any, *, split_special_tokens: bool | None) -> Tensor:
         """The target's ids for a prompt: its tokenizer's leading special tokens, never a trailing end of text."""
@@ -262,6 +321,7 @@ class XTokAssisted:
             finish_reason=run.finish_reason or "stop",
             stats=run.meter.stats(run.target.forwards),
             rounds=tuple(run.meter.rounds),
+            seed=run.seed,
             scores=run.scores,
             logits=run.logits,
         )

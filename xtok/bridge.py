@@ -1,6 +1,7 @@
 """The bridge to transformers' `generate`: what is refused, what a row of a batch is given, and what is handed back."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
@@ -12,18 +13,34 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
-from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
+from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.lm import longrope_boundary, rolls_back
 from xtok.loop import Run, drain
+from xtok.noise import noise
 
+_WARPERS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
-SEVERAL = "num_return_sequences={} gives several texts for one prompt. Pass the prompt several times."
 
 
 def own_arguments(arguments: Mapping[str, Any], prompts: int) -> dict[str, Any]:
@@ -66,8 +83,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             raise UnsupportedArgumentError(f"{name} can't be used here. {remedy}")
     if arguments.get("token_healing"):
         raise UnsupportedArgumentError("token_healing=True can't be used here: it would rewrite the prompt. Leave it out.")
-    if (count := arguments.get("num_return_sequences") or 1) != 1:
-        raise UnsupportedArgumentError(SEVERAL.format(count))
     if arguments.get("cache_implementation") not in _CACHES:
         raise UnsupportedArgumentError(_CACHE_FAULT.format(arguments["cache_implementation"]) + ".")
 
@@ -110,6 +125,32 @@ def check_boundary(model: PreTrainedModel, prompt: int, longest: int) -> None:
             f"max_length={longest} crosses position {boundary}, where {type(model).__name__} changes its rotary factors. "
             f"Keep prompt and new tokens within {boundary}, or begin with a prompt beyond it."
         )
+
+
+def check_seed(seed: Any) -> None:
+    """Raises `InvalidInputError` unless `seed` is None or a whole number of 64 bits."""
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 64):
+        raise InvalidInputError(f"seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or None to draw one.")
+
+
+def sow(runs: list[Run], seed: int | None, keys: Callable[[], Tensor]) -> None:
+    """Give each sampled text its noise: texts of one prompt are numbered, those of different prompts differ by the prompt.
+
+    So a prompt has the same text alone and in any batch. Without a seed, one is drawn by torch's generator.
+    """
+    if not runs[0].config.do_sample:
+        return
+    seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+    samples: Counter[bytes] = Counter()
+    for run in runs:
+        run.seed, run.keys = seed, keys().to(run.ids.device)
+        run.noise = noise(seed, samples[run.data], run.data)
+        samples[run.data] += 1
+
+
+def warpers(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Those that shape a law by its probabilities alone, and so mean the same in any vocabulary."""
+    return LogitsProcessorList([processor for processor in processors if isinstance(processor, _WARPERS)])
 
 
 def row_of_inputs(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from xtok.budget import Budget
 from xtok.drafts import Context, Drafter
 from xtok.errors import DraftFailedWarning
 from xtok.lm import CachedModel
-from xtok.pick import pick, process
+from xtok.noise import ACCEPT, Noise, gumbel
+from xtok.pick import accepts, best, drawn, process, residual
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter, Round
 from xtok.tree import Tree
@@ -24,7 +26,12 @@ _LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
 
 @dataclass(repr=False)
 class Run:
-    """The state of one generation: one sequence, one target cache, one drafter."""
+    """The state of one generation: one sequence, one target cache, one drafter.
+
+    A sampled one has `noise`, the `seed` that it comes from, and the `keys` of the target's ids. `controls` counts the new ids
+    that spell nothing: they move no offset, and yet must not share their noise. `rejects`: guesses that come with the law that
+    they were drawn from are accepted or rejected by it, instead of by whether the target picks the same.
+    """
 
     target: CachedModel
     view: TokenBytes
@@ -36,10 +43,15 @@ class Run:
     guess_length: int
     deepest: int | None
     meter: Meter
+    keys: Tensor | None = None
+    seed: int | None = None
+    noise: Noise | None = None
+    rejects: bool = False
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     new_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    controls: int = 0
     prompt: list[int] = field(init=False)
     data: bytes = field(init=False)
     prompt_size: int = field(init=False)
@@ -48,6 +60,11 @@ class Run:
         self.prompt = self.ids[0].tolist()
         self.data = self.view.to_bytes(self.prompt)
         self.prompt_size = len(self.data)
+
+    @property
+    def offset(self) -> int:
+        """How many bytes the new text has."""
+        return len(self.data) - self.prompt_size
 
     @property
     def new_data(self) -> bytes:
@@ -86,7 +103,7 @@ def _propose(run: Run, budget: Budget) -> Tree:
         return Tree()
     try:
         with run.meter.timing("draft"):
-            context = Context([*run.prompt, *run.new_ids], run.data, run.prompt_size)
+            context = Context([*run.prompt, *run.new_ids], run.data, run.prompt_size, run.controls, run.noise)
             tree = run.drafter.propose(context, budget).first_path(budget.target_tokens)
             return tree if all(0 <= token < run.target.vocabulary for token in tree.tokens) else Tree()
     except Exception as error:
@@ -113,35 +130,56 @@ def _forward(run: Run, tree: Tree) -> Tensor:
 def _commit(run: Run, tree: Tree, logits: Tensor) -> list[int]:
     """Walk the picks along the guess, stop where it or the text ends, and take the refuted guesses back from the cache."""
     held = run.target.length - len(tree)
+    offset = run.offset
     block: list[int] = []
     node: int | None = -1
     while node is not None and run.finish_reason is None:
-        token = _step(run, logits[node + 1 : node + 2])
+        token = _step(run, tree, node, logits[node + 1 : node + 2])
         block.append(token)
         node = tree.child(node, token)
     run.target.roll_back(held + len(block) - 1)
     accepted = len(block) - (node is None)
-    offset = len(run.data) - run.prompt_size
-    run.data += run.view.to_bytes(block, before=run.data)
     run.meter.rounds.append(Round(offset, tree.guess, len(tree), accepted, len(block)))
     return block
 
 
-def _step(run: Run, logits: Tensor) -> int:
+def _step(run: Run, tree: Tree, node: int, logits: Tensor) -> int:
     """One pick and one question whether to stop, in the order and with the tensors of transformers' own loop."""
     logits = logits.to(copy=True, dtype=torch.float32, device=run.ids.device)
     scores = process(run.ids, logits, run.processors)
-    token = pick(scores, sample=bool(run.config.do_sample))
+    token = _pick(run, tree, node, scores)
     if run.scores is not None:
         run.scores += (scores,)
     if run.logits is not None:
         run.logits += (logits,)
     run.ids = torch.cat([run.ids, torch.tensor([[token]], device=run.ids.device)], dim=-1)
     run.new_ids.append(token)
+    piece = run.view.to_bytes([token], before=run.data)
+    run.data += piece
+    run.controls += not piece
     fired = [criterion for criterion in run.criteria if bool(criterion(run.ids, run.scores).any())]
     if fired:
         run.finish_reason = "length" if all(isinstance(criterion, _LIMITS) for criterion in fired) else "stop"
     return token
+
+
+def _pick(run: Run, tree: Tree, node: int, scores: Tensor) -> int:
+    """The best token, or the draw that this place's noise decides. A guess drawn from a known law is accepted or redrawn."""
+    if run.noise is None:
+        return best(scores)
+    if run.rejects and node + 1 < len(tree.laws):
+        guess, law = tree.tokens[node + 1], tree.laws[node + 1]
+        if accepts(scores, law, guess, run.noise.uniform(run.offset, run.controls, ACCEPT)):
+            return guess
+        scores = residual(scores, law)
+    return drawn(scores, partial(_gumbel, run))
+
+
+def _gumbel(run: Run, ids: Tensor) -> Tensor:
+    """The noise of some ids at the end of the text."""
+    assert run.noise is not None and run.keys is not None
+    with run.meter.timing("noise"):
+        return gumbel(run.keys[ids], run.noise.at(run.offset, run.controls))
 
 
 def drain(runs: list[Run], on_block: Callable[[int, list[int]], Any] = lambda row, block: None) -> None:

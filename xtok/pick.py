@@ -1,5 +1,7 @@
 """The target's pick: its own next token from its own logits on the committed prefix."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -15,11 +17,31 @@ def process(ids: Tensor, logits: Tensor, processors: LogitsProcessorList) -> Ten
     return scores
 
 
-def pick(scores: Tensor, *, sample: bool) -> int:
-    """`argmax(scores)`, or one draw from softmax(scores) by torch's generator, as transformers draws it.
-
-    The draft draws nothing, so one draw is made per committed token and `torch.manual_seed` means the same with and without it.
-    """
-    if sample:
-        return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
+def best(scores: Tensor) -> int:
+    """The greedy pick."""
     return int(scores.argmax(dim=-1))
+
+
+def drawn(scores: Tensor, gumbel: Callable[[Tensor], Tensor]) -> int:
+    """A draw from softmax(scores): `argmax(scores + gumbel(ids))`, in float64.
+
+    `scores`: (1, vocabulary). `gumbel` gives ids their noise; it is asked only for those that the processors left. The
+    normaliser of the softmax is the same for all ids and so is left out.
+    """
+    left = (scores[0] > -torch.inf).nonzero()[:, 0]
+    return int(left[(scores[0, left].double() + gumbel(left)).argmax()])
+
+
+def accepts(scores: Tensor, law: Tensor, guess: int, uniform: float) -> bool:
+    """Speculative sampling's test (Leviathan et al. 2023, Chen et al. 2023): true with probability min(1, p / q) of `guess`.
+
+    p is softmax(scores), (1, vocabulary); q is `law`, (vocabulary,) in float64, from which `guess` was drawn.
+    """
+    probability = scores[0].double().softmax(dim=-1)[guess]
+    return bool(uniform * law[guess] < probability)
+
+
+def residual(scores: Tensor, law: Tensor) -> Tensor:
+    """Scores whose softmax is the positive part of p - q, normalised: what is drawn from where a guess was not accepted."""
+    rest = (scores.double().softmax(dim=-1) - law).clamp_(min=0)
+    return rest.log() if bool(rest.any()) else scores

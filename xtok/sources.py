@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from xtok.drafts.cross_tokenizer import DraftModel
+from xtok.drafts.reader import DraftModel
 from xtok.encoding import encoder
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.lm import check_rolls_back

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
+_PARTS = ("target", "draft", "align", "noise", "all")
+
 
 @dataclass(frozen=True)
 class Round:
@@ -19,7 +21,10 @@ class Round:
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of one generation. Counts are tokens of the target, times are seconds."""
+    """Figures of one generation. Counts are tokens of the target, times are seconds.
+
+    `seconds_noise`, of sampling: drawing under the noise, of which the draft's part lies within `seconds_draft`.
+    """
 
     new_tokens: int
     target_forwards: int
@@ -30,6 +35,7 @@ class Stats:
     seconds_target: float
     seconds_draft: float
     seconds_align: float
+    seconds_noise: float
     draft_error: str | None
 
     @property
@@ -49,7 +55,7 @@ class Meter:
 
     draft_forwards: int = 0
     draft_error: str | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: {"target": 0.0, "draft": 0.0, "align": 0.0, "all": 0.0})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
 
     @contextmanager
@@ -73,5 +79,6 @@ class Meter:
             seconds_target=self.seconds["target"],
             seconds_draft=self.seconds["draft"] - self.seconds["align"],
             seconds_align=self.seconds["align"],
+            seconds_noise=self.seconds["noise"],
             draft_error=self.draft_error,
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from xtok.budget import Budget
+from xtok.noise import Noise
 from xtok.tree import Tree
 
 __all__ = ["Context", "Drafter"]
@@ -12,11 +13,17 @@ __all__ = ["Context", "Drafter"]
 
 @dataclass(frozen=True)
 class Context:
-    """What is committed: the target's ids, the bytes that they spell, and how many of those bytes are the prompt's."""
+    """What is committed: the target's ids, the bytes that they spell, and how many of those bytes are the prompt's.
+
+    `noise` is that under which the target picks, None where it picks greedily. `controls` counts the new ids that spell
+    nothing.
+    """
 
     ids: Sequence[int]
     data: bytes
     prompt_size: int
+    controls: int = 0
+    noise: Noise | None = None
 
 
 @runtime_checkable

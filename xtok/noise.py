@@ -1,0 +1,112 @@
+"""Noise: sampling as a greedy pick.
+
+A draw from softmax(z) is `argmax(z + g)` with independent Gumbel noise g (Gumbel-max; Maddison, Tarlow, Minka 2014,
+arXiv 1411.0030). Here g comes from a counter-based hash in place of a generator with a state, so that a sampled text is a
+function of its seed, and a draft that looks at the same noise guesses what the target is about to draw (Daliri, Musco,
+Suresh 2024, arXiv 2408.07978).
+"""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from xtok.tokenbytes import TokenBytes
+
+PICK, GUESS, ACCEPT = range(3)
+"""What noise is for. Each has noise of its own."""
+
+_HALF, _SCALE = torch.tensor(0.5, dtype=torch.float64), 2.0**-64 - 2.0**-114
+_MASK = (1 << 64) - 1
+_MULTIPLIERS = tuple(m - (1 << 64) for m in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64's, as signed numbers
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one sampled text, a pure function of its seed, its prompt, and which of the samples of that prompt it is."""
+
+    root: int
+
+    def at(self, offset: int, controls: int, purpose: int = PICK) -> int:
+        """The state of one position: `offset` bytes and `controls` ids that spell nothing stand before it in the new text."""
+        return _splitmix(self.root ^ _splitmix(offset << 24 ^ controls << 2 ^ purpose))
+
+    def uniform(self, offset: int, controls: int, purpose: int) -> float:
+        """One number strictly between 0 and 1."""
+        return float(uniform(torch.zeros((), dtype=torch.int64), self.at(offset, controls, purpose)))
+
+
+def noise(seed: int, sample: int, prompt: bytes) -> Noise:
+    """`seed`: 0 to 2**64 - 1. `sample`: 0 for the first text of a prompt, 1 for the second, and so on."""
+    return Noise(_chain(seed, sample, _hash(prompt, b"prompt")))
+
+
+def spelling_keys(view: TokenBytes, size: int) -> Tensor:
+    """One int64 key per id, (size,): the same for equal spellings in any vocabulary, but different for any two ids of one.
+
+    The first id of a spelling has that spelling's own key; further ids that spell the same, and those that spell nothing, have
+    keys of their id. Without that, two ids with the same noise would be drawn too often or too seldom.
+    """
+    keys, seen = [], set[bytes]()
+    for token in range(size):
+        piece = view[token]
+        if not piece:
+            keys.append(control_key(token))
+        elif piece in seen:
+            keys.append(_hash(piece + token.to_bytes(8, "little"), b"duplicate"))
+        else:
+            seen.add(piece)
+            keys.append(spelling_key(piece))
+    return torch.tensor(keys, dtype=torch.int64)
+
+
+def spelling_key(piece: bytes) -> int:
+    """The key of a spelling, as a signed number of 64 bits."""
+    return _hash(piece, b"spelling")
+
+
+def control_key(token: int) -> int:
+    """The key of an id that spells nothing."""
+    return _hash(token.to_bytes(8, "little"), b"control")
+
+
+def gumbel(keys: Tensor, state: int) -> Tensor:
+    """Standard Gumbel noise in float64, one per key: -log(-log(u))."""
+    return uniform(keys, state).log_().neg_().log_().neg_()
+
+
+def uniform(keys: Tensor, state: int) -> Tensor:
+    """Numbers strictly between 0 and 1 in float64, one per key, the same bits on every device.
+
+    Two multiplications with an xor-shift between them, in the manner of splitmix64, give a number of 64 bits, sign included;
+    it is scaled to 2**-51 … 1 - 2**-51.
+    """
+    bits = keys ^ _signed(state)
+    bits *= _MULTIPLIERS[0]
+    bits ^= bits >> 32
+    bits *= _MULTIPLIERS[1]
+    return torch.add(_HALF.to(bits.device), bits, alpha=_SCALE)
+
+
+def _chain(*values: int) -> int:
+    """splitmix64 over several numbers (Steele, Lea, Flood 2014), each mixed with what came before."""
+    state = 0
+    for value in values:
+        state = _splitmix(state ^ (value & _MASK))
+    return state
+
+
+def _splitmix(state: int) -> int:
+    bits = (state + 0x9E3779B97F4A7C15) & _MASK
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+    return bits ^ (bits >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _hash(data: bytes, kind: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8, person=kind).digest(), "little", signed=True)
