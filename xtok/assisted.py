@@ -125,7 +125,7 @@ class XTokAssisted:
         runs = [run for one in prompts for run in self._runs(one, bridge.own_arguments(arguments, len(prompts)))]
         if streamer is not None:
             if many or len(runs) > 1:
-                raise UnsupportedArgumentError("A streamer takes one text. Call generate once per text.")
+                raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
             streamer.put(runs[0].ids.cpu())
         bridge.sow(runs, seed, lambda: self._keys)
         bridge.complete(runs, streamer)

@@ -138,7 +138,7 @@ def sow(runs: list[Run], seed: int | None, keys: Callable[[], Tensor]) -> None:
 
     So a prompt has the same text alone and in any batch. Without a seed, one is drawn by torch's generator.
     """
-    if not runs[0].config.do_sample:
+    if not any(run.config.do_sample for run in runs):
         return
     seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
     samples: Counter[bytes] = Counter()

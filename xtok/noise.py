@@ -79,12 +79,12 @@ def gumbel(keys: Tensor, state: int) -> Tensor:
 def uniform(keys: Tensor, state: int) -> Tensor:
     """Numbers strictly between 0 and 1 in float64, one per key, the same bits on every device.
 
-    Two multiplications with an xor-shift between them, in the manner of splitmix64, give a number of 64 bits, sign included;
-    it is scaled to 2**-51 … 1 - 2**-51.
+    Two multiplications with an xor-shift between them, in the manner of splitmix64, give 64 bits (a bijection of the key); read
+    as a signed number, they are scaled to 2**-51 … 1 - 2**-51.
     """
     bits = keys ^ _signed(state)
     bits *= _MULTIPLIERS[0]
-    bits ^= bits >> 32
+    bits ^= (bits >> 32) & 0xFFFFFFFF
     bits *= _MULTIPLIERS[1]
     return torch.add(_HALF.to(bits.device), bits, alpha=_SCALE)
 

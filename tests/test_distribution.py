@@ -1,0 +1,280 @@
+"""Sampled texts are draws from the target's law, shown against exact probabilities by a chi-square test that can fail.
+
+A target and a draft small enough to compute with: their logits depend on the last id alone. Everything else (the loop, the
+pick, the noise, the drafter) is the real thing.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from chi_square import chi_square
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from worlds import fitting, tokenizer
+
+from xtok import XTokAssisted
+from xtok.drafts.reader import Reader
+from xtok.drafts.sampling import SamplingDrafter, projection
+from xtok.loop import Run, decode
+from xtok.noise import Noise, gumbel, noise, spelling_key, spelling_keys
+from xtok.tokenbytes import TokenBytes
+from xtok.trace import Meter
+
+SEEDS, LENGTH = 20_000, 3
+PASSES, FAILS = 1e-3, 1e-6
+START, END = 0, 1
+TARGET = TokenBytes((None, None, None, b"A", b"A", b"B", b"AB", b"C"), "test")
+"""Ids 0 to 2 spell nothing, ids 3 and 4 spell the same."""
+DRAFT = TokenBytes((b"B", b"AB", b"A", b"D", None, b"CA", b"C", b"A"), "test")
+DRAFT_END = 4
+
+
+def table(seed: int, size: int) -> torch.Tensor:
+    return torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+TARGET_LOGITS, DRAFT_LOGITS = table(0, len(TARGET)), table(1, len(DRAFT))
+
+
+class TableModel:
+    """What the loop asks of a target, from a table: the logits behind the last id."""
+
+    vocabulary, forwards = len(TARGET), 0
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def prefill(self, ids: torch.Tensor, config: Any) -> torch.Tensor:
+        return self.forward(ids, 1)
+
+    def forward(self, ids: torch.Tensor, rows: int) -> torch.Tensor:
+        self.length += ids.shape[1]
+        return TARGET_LOGITS[ids[0, -rows:]]
+
+    def roll_back(self, length: int) -> bool:
+        self.length = length
+        return True
+
+
+class TableReader(Reader):
+    """What a drafter asks of a draft model, from a table."""
+
+    def __init__(self) -> None: ...
+
+    def longest(self, guess: int) -> int:
+        return guess
+
+    def read(self, context: Any, guess: int) -> tuple[list[int], bytes]:
+        return [DRAFT.ids_spelling(context.data[-1:])[0]], b""
+
+    def logits(self, ids: list[int], rows: int) -> torch.Tensor:
+        return DRAFT_LOGITS[ids[-rows:]]
+
+    def next(self, tokens: list[int]) -> torch.Tensor:
+        return DRAFT_LOGITS[tokens[-1]]
+
+
+class TableDraft:
+    """What a drafter asks of a draft's tables."""
+
+    class model:  # noqa: N801
+        device = torch.device("cpu")
+
+    class encoder:  # noqa: N801
+        view = DRAFT
+
+    vocabulary, ends = len(DRAFT), frozenset([DRAFT_END])
+
+
+def drafter(mode: str, keys: torch.Tensor) -> SamplingDrafter | None:
+    if mode == "no draft":
+        return None
+    tables: Any = TableDraft()
+    return SamplingDrafter(
+        tables,
+        TableReader(),
+        projection(TARGET, DRAFT),
+        TARGET,
+        keys,
+        END,
+        Meter(),
+        LogitsProcessorList(),
+        independent=mode == "rejection",
+    )
+
+
+def sampled(mode: str, seed: int, keys: torch.Tensor) -> tuple[int, ...]:
+    model: Any = TableModel()
+    prompt = torch.tensor([[5]])
+    run = Run(
+        target=model,
+        view=TARGET,
+        ids=prompt,
+        processors=LogitsProcessorList(),
+        criteria=StoppingCriteriaList([MaxLengthCriteria(1 + LENGTH), EosTokenCriteria(END)]),
+        config=GenerationConfig(max_length=1 + LENGTH, do_sample=True),
+        drafter=drafter(mode, keys),
+        guess_length=LENGTH,
+        deepest=None,
+        meter=Meter(),
+        keys=keys,
+        noise=noise(seed, 0, b"B"),
+        rejects=mode == "rejection",
+    )
+    for _ in decode(run):
+        pass
+    return tuple(run.new_ids)
+
+
+def texts_of(mode: str, keys: torch.Tensor | None = None, seeds: int = SEEDS) -> list[tuple[int, ...]]:
+    keys = spelling_keys(TARGET, len(TARGET)) if keys is None else keys
+    return [sampled(mode, seed, keys) for seed in range(seeds)]
+
+
+@cache
+def exact() -> dict[tuple[int, ...], float]:
+    """The probability of each text of at most three ids, ended by `END`."""
+    law = TARGET_LOGITS.softmax(dim=-1)
+
+    def grow(text: tuple[int, ...], probability: float) -> Iterator[tuple[tuple[int, ...], float]]:
+        if text[-1:] == (END,) or len(text) == LENGTH:
+            yield text, probability
+            return
+        before = text[-1] if text else 5
+        for token in range(len(TARGET)):
+            yield from grow((*text, token), probability * float(law[before, token]))
+
+    return dict(grow((), 1.0))
+
+
+def p_value(texts: list[tuple[int, ...]]) -> float:
+    cells = {text: index for index, text in enumerate(exact())}
+    counts = torch.bincount(torch.tensor([cells[text] for text in texts]), minlength=len(cells))
+    return chi_square(counts, torch.tensor(list(exact().values())) * len(texts))
+
+
+@cache
+def reference() -> list[tuple[int, ...]]:
+    return texts_of("no draft")
+
+
+def test_without_a_draft_the_first_three_ids_have_their_exact_joint_law() -> None:
+    assert p_value(reference()) > PASSES
+
+
+def test_a_draft_under_shared_noise_changes_no_text() -> None:
+    assert texts_of("match") == reference()
+
+
+def test_rejection_gives_the_exact_joint_law_by_other_texts() -> None:
+    texts = texts_of("rejection")
+    assert p_value(texts) > PASSES
+    assert texts != reference()
+
+
+# the same test fails for samplers that are wrong on purpose
+
+
+def test_noise_shared_by_ids_that_spell_the_same_is_found_out() -> None:
+    keys = spelling_keys(TARGET, len(TARGET))
+    keys[4] = keys[3]
+    assert p_value(texts_of("no draft", keys)) < FAILS
+
+
+def test_noise_repeated_across_control_tokens_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Noise.at
+    monkeypatch.setattr(Noise, "at", lambda self, offset, controls, purpose=0: right(self, offset, 0, purpose))
+    assert p_value(texts_of("no draft")) < FAILS
+
+
+def test_a_residual_of_the_wrong_law_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.loop.residual", lambda scores, law: scores)
+    assert p_value(texts_of("rejection")) < FAILS
+
+
+def test_a_guess_drawn_under_the_noise_that_judges_it_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejection needs noise of its own for guesses: with the target's, what is redrawn depends on what was rejected."""
+    monkeypatch.setattr("xtok.drafts.sampling.GUESS", 0)
+    assert p_value(texts_of("rejection")) < FAILS
+
+
+# tails
+
+
+RARE, COUNT, DRAWS = 2e-8, 2_000_000, 200
+
+
+def rare_draws(noise_of: Callable[[torch.Tensor, int], torch.Tensor]) -> float:
+    """The p-value of how often one of two million ids of probability 2e-8 each is drawn instead of the one other."""
+    keys = torch.arange(1, COUNT + 1) * 0x9E3779B97F4A7C15 % 2**63
+    scores = torch.log(torch.tensor(RARE, dtype=torch.float64))
+    common = torch.log1p(torch.tensor(-RARE * COUNT, dtype=torch.float64))
+    drawn = 0
+    for seed in range(DRAWS):
+        state = noise(seed, 0, b"").at(0, 0)
+        other = noise_of(torch.tensor([spelling_key(b"common")]), state)[0]
+        drawn += bool(noise_of(keys, state).max() + scores > other + common)
+    share = RARE * COUNT
+    return chi_square(torch.tensor([drawn, DRAWS - drawn]), DRAWS * torch.tensor([share, 1 - share]))
+
+
+def float32_tail(keys: torch.Tensor, state: int) -> torch.Tensor:
+    """As a sampler in float32 has it: 24 bits, so that nothing beyond 16.6 ever comes up."""
+    bits = (keys * 0x5851F42D4C957F2D ^ (state & 2**62 - 1)) * 0x2545F4914F6CDD1D
+    return -torch.log(-torch.log(((bits >> 40 & 0xFFFFFF).float() + 0.5) * 2.0**-24).clamp(max=1 - 2.0**-24).double())
+
+
+def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should_be() -> None:
+    assert rare_draws(gumbel) > PASSES
+
+
+def test_a_tail_of_float32_is_found_out() -> None:
+    assert rare_draws(float32_tail) < PASSES
+
+
+# the same against transformers
+
+
+@cache
+def vocabulary() -> Any:
+    return tokenizer("byte-level BPE")
+
+
+def test_a_real_models_first_two_ids_have_the_law_that_transformers_draws_from() -> None:
+    """With temperature, top-k and top-p, against exact probabilities; transformers' own draws pass the same test."""
+    tokens = vocabulary()
+    model = fitting(tokens, "Llama", 0)
+    settings = {"do_sample": True, "temperature": 1.3, "top_k": 6, "top_p": 0.9, "max_new_tokens": 2, "eos_token_id": None}
+    prompt = torch.tensor([tokens("吾輩は").input_ids])
+    asked = {**settings, "num_return_sequences": 4000, "pad_token_id": 0}
+    torch.manual_seed(1)
+    theirs = model.generate(prompt, **asked)[:, prompt.shape[1] :].tolist()
+    mine = [one.token_ids for one in XTokAssisted((model, tokens), (model, tokens)).generate("吾輩は", seed=1, **asked)]
+    law = joint_law(model, prompt, settings)
+    for texts in (theirs, mine):
+        counts = torch.tensor([sum(tuple(text) == cell for text in texts) for cell in law])
+        assert chi_square(counts, torch.tensor(list(law.values())) * len(texts)) > PASSES
+
+
+def joint_law(model: Any, prompt: torch.Tensor, settings: dict[str, Any]) -> dict[tuple[int, int], float]:
+    """The exact law of the first two ids, from the scores that transformers processes."""
+    scored = {**settings, "max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
+
+    def law(ids: torch.Tensor) -> torch.Tensor:
+        return model.generate(ids, pad_token_id=0, **scored).scores[0][0].double().softmax(dim=-1)
+
+    first = law(prompt)
+    cells = {}
+    for token in first.nonzero()[:, 0].tolist():
+        second = law(torch.cat([prompt, torch.tensor([[token]])], dim=1))
+        cells.update({(token, other): float(first[token] * second[other]) for other in second.nonzero()[:, 0].tolist()})
+    return cells
+
+
+def test_every_text_of_the_small_target_is_a_cell() -> None:
+    assert sum(exact().values()) == pytest.approx(1)
+    assert all(text in exact() for text in product(range(2, len(TARGET)), repeat=LENGTH))

@@ -1,0 +1,304 @@
+"""Law 6: sampled ids depend on target, prompt, settings and seed alone. What else is promised of a sampled text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_identity import arguments, drafts, fresh, honoured
+from transformers import LogitsProcessor, LogitsProcessorList
+from worlds import ARCHITECTURES, FAMILIES, examples, fitting, texts, tokenizer
+
+from xtok import Context, XTokAssisted, pair
+from xtok.drafts.scripted import ScriptedDrafter
+from xtok.errors import InvalidInputError, UnsupportedArgumentError
+
+TOKENS = tokenizer("SentencePiece BPE")
+TARGET = fitting(TOKENS, "Llama", 0)
+BYTES = tokenizer("byte-level BPE")
+DRAFT = (fitting(BYTES, "GPTNeoX", 1), BYTES)
+PROMPTS = ["吾輩は", "The quick brown", "", "どこで", "吾輩は"]
+SETTINGS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 16, "temperature": 2.0, "seed": 7}
+
+worlds = st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
+
+
+def samplings() -> st.SearchStrategy[dict[str, Any]]:
+    """What shapes the law that is drawn from."""
+    return st.fixed_dictionaries(
+        {"do_sample": st.just(True), "seed": st.integers(0, 2**64 - 1)},
+        optional={
+            "temperature": st.sampled_from([0.01, 0.3, 0.8, 1.3, 100.0]),
+            "top_k": st.sampled_from([0, 1, 3, 50]),
+            "top_p": st.sampled_from([0.3, 0.95]),
+            "min_p": st.sampled_from([0.02, 0.2]),
+            "typical_p": st.just(0.9),
+            "epsilon_cutoff": st.just(0.002),
+            "eta_cutoff": st.just(0.002),
+            "repetition_penalty": st.sampled_from([0.8, 1.3]),
+            "num_return_sequences": st.just(2),
+        },
+    )
+
+
+def ids_of(generated: Any) -> list[list[int]]:
+    return [one.token_ids for one in (generated if isinstance(generated, list) else [generated])]
+
+
+def without_batch_limits(drawn: dict[str, Any]) -> dict[str, Any]:
+    """Several texts can't share a stopping criterion or a list of ends that doesn't end rows."""
+    if "num_return_sequences" in drawn:
+        drawn = {name: value for name, value in drawn.items() if name not in ("stopping_criteria", "stop_strings")}
+    return drawn
+
+
+@examples(700)
+@given(
+    target=worlds,
+    prompt=texts(),
+    length=st.integers(1, 24),
+    drawn=arguments(),
+    sampling=samplings(),
+    spoilt=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 700)), max_size=12),
+)
+@example(("GPT2", "characters", 0), "", 24, {"eos_token_id": [2, 9]}, {"do_sample": True, "seed": 0}, [(0, 2)] * 12)
+def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
+    target: tuple[str, str, int],
+    prompt: str,
+    length: int,
+    drawn: dict[str, Any],
+    sampling: dict[str, Any],
+    spoilt: list[tuple[int, int]],
+) -> None:
+    tokens = tokenizer(target[1], target[2])
+    model = fitting(tokens, target[0], target[2])
+    sampling.pop("num_return_sequences", None)
+    drawn = {**honoured(tokens, drawn), "max_new_tokens": length, "pad_token_id": 0, **sampling}
+    reference = XTokAssisted((model, tokens))
+    expected = reference.generate(prompt, **fresh(drawn))
+    start = reference._read(prompt, split_special_tokens=False).shape[1]
+    mine = XTokAssisted((model, tokens), drafts(expected.token_ids, start, spoilt)).generate(prompt, **fresh(drawn))
+    assert mine.token_ids == expected.token_ids
+    assert mine.seed == expected.seed == sampling["seed"]
+
+
+@examples(700)
+@given(
+    target=worlds,
+    draft=worlds,
+    same=st.booleans(),
+    prompt=texts(),
+    window=st.sampled_from([24, 512]),
+    guess_length=st.integers(1, 8),
+    drawn=arguments(),
+    sampling=samplings(),
+)
+def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
+    target: tuple[str, str, int],
+    draft: tuple[str, str, int],
+    same: bool,
+    prompt: str,
+    window: int,
+    guess_length: int,
+    drawn: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    tokens = tokenizer(*target[1:])
+    model = fitting(tokens, target[0], target[2])
+    draft_tokens = tokens if same else tokenizer(*draft[1:])
+    draft_model = model if same else fitting(draft_tokens, draft[0], draft[2], window=window)
+    drawn = without_batch_limits({**honoured(tokens, drawn), "max_new_tokens": 12, "pad_token_id": 0, **sampling})
+    expected = XTokAssisted((model, tokens)).generate(prompt, **fresh(drawn))
+    xt = XTokAssisted((model, tokens), (draft_model, draft_tokens), guess_length=guess_length)
+    mine = xt.generate(prompt, **fresh(drawn))
+    assert ids_of(mine) == ids_of(expected)
+    assert all(one.stats.draft_error is None for one in (mine if isinstance(mine, list) else [mine]))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_shipped_pair_in_float32_draws_the_same_with_and_without_its_draft_in_fewer_forwards(temperature: float) -> None:
+    alone, mine = XTokAssisted(pair.TARGET), XTokAssisted(pair.TARGET, pair.DRAFT)
+    tokens = forwards = 0
+    for seed, prompt in enumerate(pair.prompts()[:30]):
+        asked = {"max_new_tokens": 40, "do_sample": True, "temperature": temperature, "seed": seed}
+        generation = mine.generate(prompt, **asked)
+        assert generation.token_ids == alone.generate(prompt, **asked).token_ids
+        tokens += generation.stats.new_tokens
+        forwards += generation.stats.target_forwards
+    assert tokens / forwards > 1.4
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_a_draft_that_is_the_target_itself_guesses_nearly_every_draw(acceptance: Any) -> None:
+    """The figures can fail: with noise of its own where it should share, a guess would be right as often as two draws agree."""
+    same = XTokAssisted(pair.TARGET, pair.TARGET, acceptance=acceptance)
+    asked = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
+    stats = [same.generate(prompt, seed=seed, **asked).stats for seed, prompt in enumerate(pair.prompts()[:8])]
+    assert sum(one.accepted for one in stats) > 0.9 * sum(one.proposed for one in stats)
+
+
+# seeds, lists and batches
+
+
+@pytest.fixture(params=["no draft", "a draft"], scope="module")
+def xt(request: pytest.FixtureRequest) -> XTokAssisted:
+    return XTokAssisted((TARGET, TOKENS), DRAFT if request.param == "a draft" else None)
+
+
+def test_a_prompt_has_the_same_text_alone_and_in_a_list_and_again_another(xt: XTokAssisted) -> None:
+    together = ids_of(xt.generate(PROMPTS, **SETTINGS))
+    assert together[:4] == [xt.generate(prompt, **SETTINGS).token_ids for prompt in PROMPTS[:4]]
+    assert together[4] != together[0]
+    assert together[4] == ids_of(xt.generate(PROMPTS[0], num_return_sequences=2, **SETTINGS))[1]
+
+
+def test_several_texts_for_one_prompt_are_independent_and_the_first_is_the_one_alone(xt: XTokAssisted) -> None:
+    several = ids_of(xt.generate(PROMPTS[0], num_return_sequences=5, **SETTINGS))
+    assert several[0] == xt.generate(PROMPTS[0], **SETTINGS).token_ids
+    assert len(set(map(tuple, several))) == 5
+    in_a_list = ids_of(xt.generate(PROMPTS[:2], num_return_sequences=5, **SETTINGS))
+    assert len(in_a_list) == 10
+    assert in_a_list[:5] == several
+
+
+def test_different_prompts_have_independent_noise_under_one_seed(xt: XTokAssisted) -> None:
+    """A law that doesn't depend on the prompt: equal noise would give equal texts."""
+    flat = {**SETTINGS, "temperature": 1e4, "top_k": 0}
+    assert xt.generate(PROMPTS[0], **flat).token_ids != xt.generate(PROMPTS[1], **flat).token_ids
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(xt: XTokAssisted) -> None:
+    one, again, other = (xt.generate(PROMPTS[0], **{**SETTINGS, "seed": seed}) for seed in (7, 7, 8))
+    assert one.token_ids == again.token_ids != other.token_ids
+    assert "".join(xt.stream(PROMPTS[0], **SETTINGS)) == one.text
+    assert xt.generate(PROMPTS[0], **{**SETTINGS, "seed": 2**64 - 1}).seed == 2**64 - 1
+
+
+def test_without_a_seed_one_is_drawn_and_told_so_that_the_run_can_be_repeated(xt: XTokAssisted) -> None:
+    unseeded = {**SETTINGS, "seed": None}
+    first, second = xt.generate(PROMPTS[0], **unseeded), xt.generate(PROMPTS[0], **unseeded)
+    assert first.seed != second.seed
+    assert xt.generate(PROMPTS[0], **{**SETTINGS, "seed": first.seed}).token_ids == first.token_ids
+    torch.manual_seed(3)
+    third = xt.generate(PROMPTS[0], **unseeded)
+    torch.manual_seed(3)
+    assert xt.generate(PROMPTS[0], **unseeded).token_ids == third.token_ids
+    assert len({one.seed for one in xt.generate(PROMPTS, **unseeded)}) == 1
+
+
+def test_a_greedy_text_has_no_seed_and_leaves_torchs_generator_alone(xt: XTokAssisted) -> None:
+    before = torch.get_rng_state()
+    generation = xt.generate(PROMPTS[0], do_sample=False, max_new_tokens=4, seed=7)
+    assert generation.seed is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "7", True])
+def test_a_seed_that_is_none_is_refused_at_once(xt: XTokAssisted, seed: Any) -> None:
+    for call in (xt.generate, xt.stream):
+        with pytest.raises(InvalidInputError, match=r"seed is .*; it must be a whole number"):
+            call(PROMPTS[0], do_sample=True, seed=seed)
+
+
+def test_a_stream_of_several_texts_is_refused(xt: XTokAssisted) -> None:
+    with pytest.raises(UnsupportedArgumentError, match=r"num_return_sequences=2 gives several texts. Call generate"):
+        xt.stream(PROMPTS[0], num_return_sequences=2, **SETTINGS)
+
+
+def test_the_hugging_face_way_draws_the_same_in_a_padded_batch(xt: XTokAssisted) -> None:
+    prompts = [prompt for prompt in PROMPTS[:4] if prompt]
+    batch = TOKENS(prompts, padding=True, padding_side="left", return_tensors="pt", return_token_type_ids=False)
+    settings = {**SETTINGS, "eos_token_id": None}
+    rows = TARGET.generate(**batch, custom_generate=xt, **settings)[:, batch["input_ids"].shape[1] :].tolist()
+    assert rows == [xt.generate(prompt, **settings).token_ids for prompt in prompts]
+    several = TARGET.generate(**batch, custom_generate=xt, num_return_sequences=2, **settings)
+    assert several[::2, batch["input_ids"].shape[1] :].tolist() == rows
+
+
+# traps of exactness
+
+
+class Only(LogitsProcessor):
+    """Leaves some ids, all equally likely."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = list(ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        only = torch.full_like(scores, -torch.inf)
+        only[:, self.ids] = 0.0
+        return only
+
+
+def test_an_end_drawn_inside_an_accepted_block_ends_the_text() -> None:
+    asked = {**SETTINGS, "max_new_tokens": 40, "eos_token_id": list(range(2, 40)), "temperature": 3.0}
+    start = len(TOKENS("吾輩は").input_ids)
+    for seed in range(20):
+        expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **{**asked, "seed": seed})
+        truth = [*expected.token_ids, 50, 51, 52]
+        oracle = ScriptedDrafter(lambda context, truth=truth: truth[len(context.ids) - start :][:6])
+        mine = XTokAssisted((TARGET, TOKENS), oracle).generate("吾輩は", **{**asked, "seed": seed})
+        assert (mine.token_ids, mine.finish_reason) == (expected.token_ids, expected.finish_reason)
+
+
+def test_control_tokens_in_a_row_are_drawn_independently() -> None:
+    """They move no offset, so noise by the offset alone would draw the same one for ever."""
+    controls = [token for token in range(len(TOKENS)) if not TOKENS.decode([token], skip_special_tokens=True)][:2]
+    only = LogitsProcessorList([Only(controls)])
+    settings = {"do_sample": True, "max_new_tokens": 64, "eos_token_id": None, "logits_processor": only, "seed": 1}
+    drawn = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **settings).token_ids
+    assert set(drawn) == set(controls)
+    assert 16 < drawn.count(controls[0]) < 48
+
+
+def test_ties_at_the_edge_of_top_k_are_drawn_the_same_with_and_without_a_draft() -> None:
+    class Flat(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return (scores * 2).round() / 2
+
+    alone, mine = XTokAssisted((TARGET, TOKENS)), XTokAssisted((TARGET, TOKENS), DRAFT)
+    flat = LogitsProcessorList([Flat()])
+    for seed in range(10):
+        asked = {**SETTINGS, "logits_processor": flat, "top_k": 5, "max_new_tokens": 24, "seed": seed}
+        assert mine.generate("猫", **asked).token_ids == alone.generate("猫", **asked).token_ids
+
+
+def test_a_temperature_near_0_is_greedy() -> None:
+    greedy = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", do_sample=False, max_new_tokens=16)
+    cold = XTokAssisted((TARGET, TOKENS), DRAFT).generate("吾輩は", **{**SETTINGS, "temperature": 1e-4})
+    assert cold.token_ids == greedy.token_ids
+
+
+# rejection
+
+
+def test_rejection_is_refused_where_the_law_of_a_draft_isnt_known() -> None:
+    scripted = ScriptedDrafter(lambda context: [])
+    with pytest.raises(UnsupportedArgumentError, match=r"law .* of ScriptedDrafter isn't known. Use a draft model"):
+        XTokAssisted((TARGET, TOKENS), scripted, acceptance="rejection")
+    with pytest.raises(InvalidInputError, match="acceptance is 'lossy'; use one of 'match', 'rejection'"):
+        XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="lossy")
+
+
+def test_rejection_gives_the_same_text_for_the_same_seed_and_leaves_greedy_texts_alone() -> None:
+    xt = XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="rejection")
+    assert xt.generate("吾輩は", **SETTINGS).token_ids == xt.generate("吾輩は", **SETTINGS).token_ids
+    greedy = {"do_sample": False, "max_new_tokens": 16}
+    assert xt.generate("吾輩は", **greedy).token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **greedy).token_ids
+
+
+def test_laws_from_a_draft_of_ones_own_are_not_believed() -> None:
+    """A tree that claims that its ids were drawn from some law decides nothing where guesses have to match."""
+
+    class Liar:
+        def propose(self, context: Context, budget: Any) -> Any:
+            from xtok import chain
+
+            law = torch.zeros(len(TOKENS), dtype=torch.float64)
+            law[5] = 1e-300
+            return chain([5, 5], b"", [law, law])
+
+    expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **SETTINGS).token_ids
+    assert XTokAssisted((TARGET, TOKENS), Liar()).generate("吾輩は", **SETTINGS).token_ids == expected
