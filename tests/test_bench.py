@@ -1,14 +1,17 @@
 """The benchmark counts what it says it counts."""
 
 import json
+from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 from typer.testing import CliRunner
 from worlds import fitting, tokenizer
 
 from xtok import pair
 from xtok.bench import ALONE, XTOK, compare, tuned
+from xtok.bench_sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, compare_sampled
 from xtok.cli import app
 from xtok.sources import load
 
@@ -42,3 +45,20 @@ def test_tuning_changes_a_copy_and_makes_the_draft_agree_more() -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in draft[0].state_dict().items())
     rows = [compare(target, one, prompts, max_new_tokens=24, guess_length=5)[1] for one in (draft, better)]
     assert rows[0].target_forwards > rows[1].target_forwards
+
+
+def test_the_sampled_benchmark_has_a_row_per_system_and_temperature() -> None:
+    target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
+    rows = compare_sampled(target, draft, pair.prompts()[:2], max_new_tokens=8, guess_length=3, draws=3)
+    assert [(row.temperature, row.system) for row in rows] == list(product(TEMPERATURES, (SHARED, MODE, REJECTION, ASSISTED)))
+    for shared, mode in zip(rows[::4], rows[1::4], strict=True):
+        assert shared.surprise == mode.surprise  # the same texts: the draft decides nothing
+        assert 0 < (shared.noise_share or 0) < 1
+    assert all(row.failure or (row.tokens_per_forward or 0) >= 1 for row in rows)
+
+
+def test_what_transformers_breaks_on_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.bench_sampled.uag", lambda *_: {"assistant_model": object()})
+    target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
+    rows = compare_sampled(target, draft, pair.prompts()[:1], max_new_tokens=4, guess_length=3, draws=1)
+    assert all("Error" in (row.failure or "") for row in rows if row.system == ASSISTED)

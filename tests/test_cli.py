@@ -49,6 +49,16 @@ def test_generate_without_a_draft_gives_the_same_text_at_a_token_per_forward() -
     assert "guesses" not in summary
 
 
+def test_generate_samples_the_same_text_for_the_same_seed_with_and_without_a_draft() -> None:
+    asked = ["generate", "吾輩は", "--max-new-tokens", "16", "--temperature", "0.8", "--top-p", "0.9"]
+    (text, summary), (again, _), (other, _) = (
+        run(*asked, *more) for more in (("--seed", "7"), ("--seed", "7", "--draft", "none"), ("--seed", "8"))
+    )
+    assert text == again != other
+    assert summary.endswith("\nseed 7\n")
+    assert "\nseed " in run(*asked)[1]
+
+
 def test_generate_prints_each_piece_as_soon_as_it_is_there(capfd: pytest.CaptureFixture[str]) -> None:
     printed = []
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from chi_square import chi_square
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from worlds import fitting, tokenizer
 
 from xtok import XTokAssisted
+from xtok.chi_square import chi_square
 from xtok.drafts.reader import Reader
 from xtok.drafts.sampling import SamplingDrafter, projection
 from xtok.loop import Run, decode

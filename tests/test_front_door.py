@@ -31,6 +31,7 @@ from worlds import fitting, tokenizer
 from xtok import Context, Generation, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError, XTokError
+from xtok.prompts import prompt_ids
 
 PROMPT = "吾輩は猫である。名前は"
 PROMPTS = [PROMPT, "The quick brown fox", "自然言語処理とは何か。🍣", "メロス"]
@@ -824,13 +825,12 @@ def test_one_instance_serves_eight_threads() -> None:
 
 
 def test_threads_that_read_control_tokens_differently_dont_disturb_each_other() -> None:
-    xt = XTokAssisted((TARGET, TOKENS))
     prompt = "前</s>後<s>" * 20
-    expected = [xt._read(prompt, split_special_tokens=splits).tolist() for splits in (False, True)]
+    expected = [prompt_ids(TOKENS, prompt, split_special_tokens=splits) for splits in (False, True)]
     assert expected[0] != expected[1]
 
     def read_often(thread: int) -> bool:
-        found = [xt._read(prompt, split_special_tokens=bool(thread % 2)).tolist() for _ in range(100)]
+        found = [prompt_ids(TOKENS, prompt, split_special_tokens=bool(thread % 2)) for _ in range(100)]
         return all(ids == expected[thread % 2] for ids in found)
 
     assert all(in_eight_threads(read_often))

@@ -23,6 +23,7 @@ from worlds import ARCHITECTURES, FAMILIES, examples, fitting, texts, tokenizer
 from xtok import Context, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, UnsupportedArgumentError
+from xtok.prompts import prompt_ids
 
 CLOSE_CALL = {torch.float32: 1e-5, torch.float64: 1e-6}
 SEEN: Counter[str] = Counter()
@@ -129,7 +130,7 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
     architecture, family, seed = target
     tokens = tokenizer(family, seed)
     model = fitting(tokens, architecture, seed, dtype=dtype)
-    ids = XTokAssisted((model, tokens))._read(prompt, split_special_tokens=False)
+    ids = torch.tensor([prompt_ids(tokens, prompt, split_special_tokens=False)])
     drawn = {**honoured(tokens, drawn), "max_new_tokens": length}
     expected, gap = alone(model, tokens, ids, drawn)
     SEEN["all"] += 1
@@ -167,7 +168,7 @@ def test_any_draft_model_with_any_tokenizer_leaves_the_ids_as_transformers_has_t
     draft_tokens = tokens if same else tokenizer(*draft[1:])
     draft_model = model if same else fitting(draft_tokens, draft[0], draft[2], window=window)
     xt = XTokAssisted((model, tokens), (draft_model, draft_tokens), guess_length=guess_length)
-    ids = xt._read(prompt, split_special_tokens=False)
+    ids = torch.tensor([prompt_ids(tokens, prompt, split_special_tokens=False)])
     drawn = {**honoured(tokens, drawn), "max_new_tokens": 16}
     expected, gap = alone(model, tokens, ids, drawn)
     SEEN["all"] += 1

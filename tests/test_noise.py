@@ -4,11 +4,11 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from chi_square import chi_square
 from hypothesis import given
 from hypothesis import strategies as st
 from worlds import FAMILIES, tokenizer
 
+from xtok.chi_square import chi_square
 from xtok.noise import (
     _MULTIPLIERS,
     ACCEPT,

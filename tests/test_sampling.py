@@ -14,6 +14,7 @@ from worlds import ARCHITECTURES, FAMILIES, examples, fitting, texts, tokenizer
 from xtok import Context, XTokAssisted, pair
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
+from xtok.prompts import prompt_ids
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -78,7 +79,7 @@ def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     drawn = {**honoured(tokens, drawn), "max_new_tokens": length, "pad_token_id": 0, **sampling}
     reference = XTokAssisted((model, tokens))
     expected = reference.generate(prompt, **fresh(drawn))
-    start = reference._read(prompt, split_special_tokens=False).shape[1]
+    start = len(prompt_ids(tokens, prompt, split_special_tokens=False))
     mine = XTokAssisted((model, tokens), drafts(expected.token_ids, start, spoilt)).generate(prompt, **fresh(drawn))
     assert mine.token_ids == expected.token_ids
     assert mine.seed == expected.seed == sampling["seed"]

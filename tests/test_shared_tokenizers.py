@@ -14,6 +14,7 @@ from xtok import Context, XTokAssisted
 from xtok.continuation import Continuation
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.encoding import encoder
+from xtok.prompts import prompt_ids
 from xtok.reencode import Reencoder
 from xtok.tokenbytes import token_bytes
 
@@ -125,7 +126,7 @@ def test_every_pair_of_families_generates_what_the_target_alone_generates(target
             return continuation.ids(context.ids, view(draft).to_bytes(truth[start : start + 5], before=b"x"))
 
         xt = XTokAssisted((lm, tokens), ScriptedDrafter(script))
-        ids = xt._read(text, split_special_tokens=False)
+        ids = torch.tensor([prompt_ids(tokens, text, split_special_tokens=False)])
         alone = lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         assert xt.generate(text, max_new_tokens=12, do_sample=False).token_ids == alone[0, ids.shape[1] :].tolist()
 
@@ -151,9 +152,7 @@ def test_a_draft_that_speaks_the_targets_text_loses_next_to_nothing_to_boundarie
 def test_llm_jp_appends_an_end_of_document_and_a_prompt_has_none() -> None:
     tokens = real("llm-jp-v2.2")
     assert tokens("吾輩は").input_ids[-1] == tokens.eos_token_id
-    lm = model("Llama", len(tokens), 0, torch.float32)
-    ids = XTokAssisted((lm, tokens))._read("吾輩は", split_special_tokens=False)
-    assert tokens.eos_token_id not in ids
+    assert tokens.eos_token_id not in prompt_ids(tokens, "吾輩は", split_special_tokens=False)
 
 
 def test_japanese_has_byte_strings_in_common_where_vocabulary_strings_have_none() -> None:

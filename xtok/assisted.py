@@ -27,7 +27,7 @@ from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.lm import CachedModel, check_rolls_back, context_window
 from xtok.loop import Run, decode
 from xtok.noise import spelling_keys
-from xtok.prompts import Chat, chat_ids, is_chat, reading, text_ids
+from xtok.prompts import Chat, chat_ids, is_chat, prompt_ids, reading
 from xtok.sources import Source, draft_model, load
 from xtok.text import TextPieces
 from xtok.tokenbytes import token_bytes
@@ -186,7 +186,8 @@ class XTokAssisted:
     def _runs(self, prompt: str | Chat, arguments: dict[str, Any]) -> list[Run]:
         """Let transformers prepare the texts for a prompt, and take what it hands to a decoding method."""
         bridge.check_arguments(arguments)
-        ids = self._read(prompt, split_special_tokens=arguments.pop("split_special_tokens", None))
+        read = prompt_ids(self.tokenizer, prompt, arguments.pop("split_special_tokens", None))
+        ids = torch.tensor([read], device=self.model.device)
         stop_strings = self._take_stop_strings(arguments)
         captured: list[Run] = []
 
@@ -268,26 +269,6 @@ class XTokAssisted:
     def _keys(self) -> Tensor:
         """The keys of the target's ids for noise, where they are first asked for."""
         return spelling_keys(self._view, self.model.config.get_text_config(decoder=True).vocab_size)
-
-    def _read(self, prompt: Any, *, split_special_tokens: bool | None) -> Tensor:
-        """The target's ids for a prompt: its tokenizer's leading special tokens, never a trailing end of text."""
-        if is_chat(prompt):
-            ids = chat_ids(self.tokenizer, prompt)
-            if ids is None:
-                raise InvalidInputError("The target's tokenizer has no chat template. Pass the prompt as a text.")
-        elif isinstance(prompt, str):
-            ids = text_ids(self.tokenizer, prompt, split_special_tokens)
-        else:
-            raise InvalidInputError(
-                f"A prompt is {type(prompt).__name__}. Pass a text, a list of messages (role, content), or a list of those."
-            )
-        starts = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        ids = ids or [token for token in starts if token is not None][:1]
-        if not ids:
-            raise InvalidInputError(
-                f"The prompt {prompt!r} has no ids, and the target has no token to begin with. Pass a text."
-            )
-        return torch.tensor([ids], device=self.model.device)
 
     def _draft_prompt(self, prompt: Any) -> list[int] | None:
         """A chat in the draft's own template; None where it reads the target's text instead."""

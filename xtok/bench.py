@@ -14,6 +14,7 @@ from rich.progress import track
 
 from xtok.assisted import Generation, XTokAssisted
 from xtok.errors import InvalidInputError
+from xtok.prompts import prompt_ids
 from xtok.tokenbytes import token_bytes
 
 ALONE = "target alone"
@@ -100,13 +101,12 @@ System = Callable[[str], Timed]
 def _systems(target: Any, draft: Any, max_new_tokens: int, guess_length: int) -> dict[str, System]:
     model, tokenizer = target
     lengths = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    reader = XTokAssisted(target)
     xt = XTokAssisted(target, draft, guess_length=guess_length)
 
     def by_transformers(**more: Any) -> System:
         def run(prompt: str) -> Timed:
-            ids = reader._read(prompt, split_special_tokens=False)
-            with _counting(model) as forwards, _counting(more.get("assistant_model")) as drafted:
+            ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=model.device)
+            with counting(model) as forwards, counting(more.get("assistant_model")) as drafted:
                 start = perf_counter()
                 output = model.generate(ids, attention_mask=torch.ones_like(ids), **lengths, **more)
                 seconds = perf_counter() - start
@@ -123,12 +123,13 @@ def _systems(target: Any, draft: Any, max_new_tokens: int, guess_length: int) ->
     return {
         ALONE: by_transformers(),
         XTOK: by_xtok,
-        f"UAG, guess length {guess_length}": by_transformers(**_uag(tokenizer, draft, guess_length)),
-        "UAG, its defaults": by_transformers(**_uag(tokenizer, draft, None)),
+        f"UAG, guess length {guess_length}": by_transformers(**uag(tokenizer, draft, guess_length)),
+        "UAG, its defaults": by_transformers(**uag(tokenizer, draft, None)),
     }
 
 
-def _uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
+def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
+    """The arguments of transformers' universal assisted generation. It changes its draft, so it gets a copy."""
     model = deepcopy(draft[0])
     if guess_length is not None:
         model.generation_config.num_assistant_tokens = guess_length
@@ -138,7 +139,7 @@ def _uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]
 
 
 @contextmanager
-def _counting(model: Any) -> Iterator[list[None]]:
+def counting(model: Any) -> Iterator[list[None]]:
     """A list that grows by one with each forward of `model` inside the block."""
     calls: list[None] = []
     if model is None:

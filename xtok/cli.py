@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from xtok.assisted import Generation, XTokAssisted
 from xtok.bench import Row, build_seconds, compare, tuned
+from xtok.bench_sampled import SampledRow, compare_sampled
 from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
 from xtok.lm import check_rolls_back, context_window
@@ -97,13 +98,19 @@ def generate(
     ] = str(DRAFT),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the target to write at most.")] = 128,
     guess_length: Annotated[int, typer.Option(min=1, help="How many of its own tokens the draft guesses.")] = GUESS_LENGTH,
+    temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this total.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
 ) -> None:
-    """Continue a text, greedily, as the target alone would. The text goes to stdout, a summary to stderr."""
+    """Continue a text as the target alone would. The text goes to stdout, a summary to stderr."""
     helper = None if draft == "none" else draft
     with _loading(*(source for source in (target, helper) if source)):
         xt = XTokAssisted(target, helper, guess_length=guess_length)
-    generation = _printed(xt.stream(prompt, max_new_tokens=max_new_tokens, do_sample=False))
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "seed": seed} if temperature else {}
+    generation = _printed(xt.stream(prompt, max_new_tokens=max_new_tokens, **{"do_sample": False, **sampling}))
     typer.echo(_summary(generation.stats), err=True)
+    if generation.seed is not None:
+        typer.echo(f"seed {generation.seed}", err=True)
 
 
 def _printed(pieces: Generator[str, None, Generation]) -> Generation:
@@ -291,12 +298,17 @@ def bench(
     guess_length: Annotated[int, typer.Option(min=1, help="How many of its own tokens the draft guesses.")] = GUESS_LENGTH,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
     tune: Annotated[bool, typer.Option(help="Also with the draft fine-tuned on the target's text, in about a minute.")] = False,
+    sampled: Annotated[bool, typer.Option("--sampled", help="Sample, at four temperatures, instead of greedily.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Run the target alone, transformers' universal assisted generation and xtok side by side, greedily."""
+    """Run the target alone, transformers' universal assisted generation and xtok side by side, greedily or sampled."""
     with _loading(target, draft):
         pair = load(target, "target"), load(draft, "draft")
     texts, others = _bench_prompts(file)
+    if sampled:
+        rows = compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
+        typer.echo(json.dumps(rows, ensure_ascii=False, indent=2, default=asdict)) if as_json else _print_sampled(rows)
+        return
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
     report: dict[str, Any] = {"build_seconds": build_seconds(*pair), "drafts": {"as it is": compare(*pair, texts, **settings)}}
     if tune:
@@ -329,6 +341,23 @@ def _print_bench(report: dict[str, Any]) -> None:
     typer.echo("lost: the target's tokens inside what the draft guessed right, yet not accepted.")
     shares = [row.align_share for rows in report["drafts"].values() for row in rows if row.align_share is not None]
     typer.echo(f"Alignment takes {' and '.join(f'{share:.1%}' for share in shares)} of xtok's time.")
+
+
+def _print_sampled(rows: list[SampledRow]) -> None:
+    table = Table()
+    for name in ("T", "", "tokens per\nforward", "surprise", "law of the\nfirst id", "noise"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+    for row in rows:
+        figures = (row.failure or "failed",) if row.tokens_per_forward is None else _sampled_cells(row)
+        table.add_row(str(row.temperature), row.system, *figures)
+    Console(highlight=False, width=100).print(table)
+    typer.echo("surprise: mean negative log-likelihood of the ids under the target's own law, in nats.")
+    typer.echo("law: p-value of the first ids against their exact probabilities; near 0, they are draws from another law.")
+
+
+def _sampled_cells(row: SampledRow) -> tuple[str, ...]:
+    share = "" if row.noise_share is None else f"{row.noise_share:.1%}"
+    return f"{row.tokens_per_forward:.2f}", f"{row.surprise:.2f}", f"{row.law:.3g}", share
 
 
 def _bench_cells(row: Row) -> tuple[str, ...]:

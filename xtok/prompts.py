@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
+from xtok.errors import InvalidInputError
+
 Message = Mapping[str, str]
 Chat = Sequence[Message]
 
@@ -37,8 +39,28 @@ def leading(tokenizer: Any) -> list[int]:
     return list(encoded["input_ids"][: mask.index(0)])
 
 
-def text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> list[int]:
-    """`split_special_tokens` is None where the tokenizer's own setting counts."""
+def prompt_ids(tokenizer: Any, prompt: Any, split_special_tokens: bool | None = None) -> list[int]:
+    """A target's ids for a text or a chat: its tokenizer's leading special tokens, never a trailing end of text.
+
+    `split_special_tokens` is None where the tokenizer's own setting counts. Raises `InvalidInputError`.
+    """
+    if is_chat(prompt):
+        ids = chat_ids(tokenizer, prompt)
+        if ids is None:
+            raise InvalidInputError("The target's tokenizer has no chat template. Pass the prompt as a text.")
+    elif isinstance(prompt, str):
+        ids = _text_ids(tokenizer, prompt, split_special_tokens)
+    else:
+        raise InvalidInputError(
+            f"A prompt is {type(prompt).__name__}. Pass a text, a list of messages (role, content), or a list of those."
+        )
+    ids = ids or [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+    if not ids:
+        raise InvalidInputError(f"The prompt {prompt!r} has no ids, and the target has no token to begin with. Pass a text.")
+    return ids
+
+
+def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> list[int]:
     splits = {} if split_special_tokens is None else {"split_special_tokens": split_special_tokens}
     with reading(tokenizer):
         return [*leading(tokenizer), *tokenizer(text, add_special_tokens=False, **splits)["input_ids"]]

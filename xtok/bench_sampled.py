@@ -1,0 +1,142 @@
+"""The benchmark of sampled generation: shared noise, the draft's mode, rejection, and transformers' assisted sampling."""
+
+from collections.abc import Callable, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from transformers import GenerationConfig
+
+from xtok.assisted import XTokAssisted
+from xtok.bench import counting, uag
+from xtok.chi_square import chi_square
+from xtok.drafts import Drafter
+from xtok.prompts import prompt_ids
+
+TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
+SHARED, MODE, REJECTION, ASSISTED = "shared noise", "the draft's mode", "rejection", "transformers' assisted sampling"
+_FEW = 6
+"""How many ids are sampled to see the law of the first: behind a single one, there would be nothing to guess."""
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    """One system at one temperature.
+
+    `surprise`: the mean negative log-likelihood of its ids under the target's own law, in nats; a system that draws from that
+    law has about its entropy. `law`: the p-value of its first ids against their exact probabilities. `noise_share`: the part
+    of the time that noise takes. `failure`: what it raised, and then there are no figures.
+    """
+
+    temperature: float
+    system: str
+    tokens_per_forward: float | None
+    surprise: float | None
+    law: float | None
+    noise_share: float | None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class _Sample:
+    ids: list[int]
+    forwards: int
+    seconds: float = 0.0
+    seconds_noise: float = 0.0
+
+
+System = Callable[[str, int, int], _Sample]
+
+
+def compare_sampled(
+    target: tuple[Any, Any],
+    draft: tuple[Any, Any],
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    guess_length: int,
+    draws: int = 400,
+) -> list[SampledRow]:
+    """Sample every prompt by every system in turn at each temperature, without top-k, and give a row per system.
+
+    `draws` texts of a few ids behind one prompt show whether the first id has the target's law.
+    """
+    rows = []
+    for temperature in TEMPERATURES:
+        systems = _systems(target, draft, guess_length, {"do_sample": True, "temperature": temperature, "top_k": 0})
+        for name, system in track(systems.items(), description=f"T = {temperature}", transient=True):
+            rows.append(_measured(name, system, target, prompts, max_new_tokens, temperature, draws))
+    return rows
+
+
+class _ModeAssisted(XTokAssisted):
+    """Guesses the draft's likeliest text, whatever the noise."""
+
+    def _new_drafter(self, config: GenerationConfig, *rest: Any) -> Drafter | None:
+        greedy = copy(config)
+        greedy.do_sample = False
+        return super()._new_drafter(greedy, *rest)
+
+
+def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, System]:
+    model, tokenizer = target
+    # Its tokenizers and models are remembered by it and changed, so each temperature has copies of its own.
+    assistant = uag(deepcopy(tokenizer), (draft[0], deepcopy(draft[1])), guess_length)
+
+    def by_xtok(xt: XTokAssisted) -> System:
+        def run(prompt: str, seed: int, length: int) -> _Sample:
+            generation = xt.generate(prompt, max_new_tokens=length, seed=seed, **asked)
+            stats = generation.stats
+            return _Sample(generation.token_ids, stats.target_forwards, stats.seconds, stats.seconds_noise)
+
+        return run
+
+    def by_transformers(prompt: str, seed: int, length: int) -> _Sample:
+        ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=model.device)
+        torch.manual_seed(seed)
+        with counting(model) as forwards:
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, **asked, **assistant)
+        return _Sample(output[0, ids.shape[1] :].tolist(), len(forwards))
+
+    pair = (target, draft)
+    return {
+        SHARED: by_xtok(XTokAssisted(*pair, guess_length=guess_length)),
+        MODE: by_xtok(_ModeAssisted(*pair, guess_length=guess_length)),
+        REJECTION: by_xtok(XTokAssisted(*pair, guess_length=guess_length, acceptance="rejection")),
+        ASSISTED: by_transformers,
+    }
+
+
+def _measured(
+    name: str, system: System, target: Any, prompts: Sequence[str], max_new_tokens: int, temperature: float, draws: int
+) -> SampledRow:
+    try:
+        samples = [system(prompt, seed, max_new_tokens) for seed, prompt in enumerate(prompts)]
+        first = [system(prompts[0], seed, _FEW).ids[0] for seed in range(draws)]
+    except Exception as error:
+        if name != ASSISTED:
+            raise
+        return SampledRow(temperature, name, None, None, None, None, failure=f"{type(error).__name__}: {error}")
+    laws = [_laws(target, prompt, sample.ids, temperature) for prompt, sample in zip(prompts, samples, strict=True)]
+    chosen = [law[range(len(sample.ids)), sample.ids] for law, sample in zip(laws, samples, strict=True)]
+    seconds = sum(sample.seconds for sample in samples)
+    return SampledRow(
+        temperature=temperature,
+        system=name,
+        tokens_per_forward=sum(len(sample.ids) for sample in samples) / sum(sample.forwards for sample in samples),
+        surprise=-float(torch.cat(chosen).log().mean()),
+        law=chi_square(torch.bincount(torch.tensor(first), minlength=laws[0].shape[1]), laws[0][0] * draws),
+        noise_share=sum(sample.seconds_noise for sample in samples) / seconds if seconds else None,
+    )
+
+
+@torch.no_grad()
+def _laws(target: Any, prompt: str, ids: list[int], temperature: float) -> Tensor:
+    """The target's own law at each of `ids`, (ids, vocabulary) in float64."""
+    before = prompt_ids(target[1], prompt)
+    logits = target[0](torch.tensor([[*before, *ids]], device=target[0].device)).logits[0, len(before) - 1 : -1]
+    law: Tensor = (logits.double() / temperature).softmax(dim=-1).cpu()
+    return law
