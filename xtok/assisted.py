@@ -225,10 +225,11 @@ class XTokAssisted:
         runs = []
         for row in range(len(input_ids)):
             meter = Meter()
+            own_inputs = bridge.row_of_inputs(inputs, row)
             own_cache = cache if len(input_ids) == 1 else bridge.cache_of_row(cache, row)
             runs.append(
                 Run(
-                    target=CachedModel(self.model, own_cache, bridge.row_of_inputs(inputs, row)),
+                    target=CachedModel(self.model, own_cache, own_inputs),
                     view=self._view,
                     ids=input_ids[row : row + 1],
                     processors=bridge.processors_of_row(processors, row) if len(input_ids) > 1 else processors,
@@ -239,6 +240,7 @@ class XTokAssisted:
                     deepest=context_window(self.model),
                     meter=meter,
                     rejects=self._rejects,
+                    prompt_key=bridge.prompt_key(input_ids[row : row + 1], own_inputs),
                     scores=() if records and config.output_scores else None,
                     logits=() if records and config.output_logits else None,
                 )

@@ -144,8 +144,15 @@ def sow(runs: list[Run], seed: int | None, keys: Callable[[], Tensor]) -> None:
     samples: Counter[bytes] = Counter()
     for run in runs:
         run.seed, run.keys = seed, keys().to(run.ids.device)
-        run.noise = noise(seed, samples[run.data], run.data)
-        samples[run.data] += 1
+        run.noise = noise(seed, samples[run.prompt_key], run.prompt_key)
+        samples[run.prompt_key] += 1
+
+
+def prompt_key(ids: Tensor, inputs: Mapping[str, Any]) -> bytes:
+    """What tells a prompt, (1, length), from others: its ids without padding."""
+    mask = inputs.get("attention_mask")
+    held = ids[0] if mask is None or mask.shape != ids.shape else ids[0][mask[0] != 0]
+    return ",".join(map(str, held.tolist())).encode()
 
 
 def warpers(processors: LogitsProcessorList) -> LogitsProcessorList:

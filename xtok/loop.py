@@ -28,9 +28,10 @@ _LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
 class Run:
     """The state of one generation: one sequence, one target cache, one drafter.
 
-    A sampled one has `noise`, the `seed` that it comes from, and the `keys` of the target's ids. `controls` counts the new ids
-    that spell nothing: they move no offset, and yet must not share their noise. `rejects`: guesses that come with the law that
-    they were drawn from are accepted or rejected by it, instead of by whether the target picks the same.
+    A sampled one has `noise`, the `seed` that it comes from, and the `keys` of the target's ids; `prompt_key` tells its prompt
+    from others. `controls` counts the new ids that spell nothing: they move no offset, and yet must not share their noise.
+    `rejects`: guesses that come with the law that they were drawn from are accepted or rejected by it, instead of by whether
+    the target picks the same.
     """
 
     target: CachedModel
@@ -43,6 +44,7 @@ class Run:
     guess_length: int
     deepest: int | None
     meter: Meter
+    prompt_key: bytes = b""
     keys: Tensor | None = None
     seed: int | None = None
     noise: Noise | None = None
