@@ -71,6 +71,11 @@ class TableReader(Reader):
     def read(self, context: Any, guess: int) -> tuple[list[int], bytes]:
         return [DRAFT.ids_spelling(context.data[-1:])[0]], b""
 
+    length = 0
+
+    def holds(self, tokens: int) -> bool:
+        return True
+
     def logits(self, ids: list[int], rows: int) -> torch.Tensor:
         return DRAFT_LOGITS[ids[-rows:]]
 

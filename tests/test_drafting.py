@@ -4,13 +4,16 @@ from itertools import permutations
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 from worlds import FAMILIES, fitting, tokenizer
 
 from xtok import Budget, Context, Tree
 from xtok.continuation import Continuation
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.reader import Reader
+from xtok.drafts.sampling import Projection, SamplingDrafter, projection
 from xtok.encoding import encoder
+from xtok.noise import noise, spelling_keys
 from xtok.sources import draft_model
 from xtok.tokenbytes import token_bytes
 from xtok.trace import Meter
@@ -101,4 +104,19 @@ def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(window: int) 
     drafter = CrossTokenizerDrafter(made, reader, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
     for size in range(1, 12):
         drafter.propose(Context([5], TEXT[:size].encode(), 0), Budget(50, 50))
+        assert reader._lm.length <= window
+
+
+@pytest.mark.parametrize("window", [2, 3, 8])
+def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may_take_several_of_its_own(window: int) -> None:
+    tokens, draft_tokens = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
+    made, _ = draft_model((fitting(draft_tokens, "GPT2", 0, window=window), draft_tokens))
+    view, reader = token_bytes(tokens), Reader(made, Meter())
+    keys = spelling_keys(view, len(view))
+    one_each = projection(view, made.encoder.view)
+    longer = Projection(one_each.own, torch.arange(len(one_each.own)) % len(view))
+    drafter = SamplingDrafter(made, reader, longer, view, keys, END, Meter(), LogitsProcessorList(), independent=False)
+    for seed in range(60):
+        data = TEXT[: 1 + seed // 6].encode() + "が".encode()[: seed % 3]
+        drafter.propose(Context([5], data, 0, noise=noise(seed, 0, b"")), Budget(50, 50))
         assert reader._lm.length <= window

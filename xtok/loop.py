@@ -170,7 +170,7 @@ def _pick(run: Run, tree: Tree, node: int, scores: Tensor) -> int:
     if run.noise is None:
         return best(scores)
     if run.rejects and node + 1 < len(tree.laws):
-        guess, law = tree.tokens[node + 1], tree.laws[node + 1]
+        guess, law = tree.tokens[node + 1], tree.laws[node + 1].to(scores.device)
         if accepts(scores, law, guess, run.noise.uniform(run.offset, run.controls, ACCEPT)):
             return guess
         scores = residual(scores, law)

@@ -82,6 +82,15 @@ class Reader:
         self._cached = ids[:common]
         return self._forward(ids[common:], rows)
 
+    @property
+    def length(self) -> int:
+        """How many tokens were read last."""
+        return self._lm.length
+
+    def holds(self, tokens: int) -> bool:
+        """Whether the window has room for so many tokens."""
+        return self._window is None or tokens <= self._window
+
     def next(self, tokens: list[int]) -> Tensor:
         """The logits behind further tokens."""
         return self._forward(tokens, rows=1)[-1]

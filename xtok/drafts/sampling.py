@@ -16,6 +16,9 @@ from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
 from xtok.tree import Tree, chain
 
+_PENDING = 3
+"""The bytes of an unfinished character, at most."""
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -81,9 +84,9 @@ class SamplingDrafter:
     def propose(self, context: Context, budget: Budget) -> Tree:
         """A chain of draws, with its laws where they are independent."""
         count = self._reader.longest(min(budget.draft_tokens, budget.target_tokens))
-        ids, pending = self._reader.read(context, count)
+        ids, pending = self._reader.read(context, count + _PENDING)
         rest = self._spelled(pending) if pending else []
-        if context.noise is None or rest is None or not ids or not count:
+        if context.noise is None or rest is None or not ids or not count or not self._reader.holds(len(ids) + len(rest)):
             return Tree()
         logits = self._reader.logits([*ids, *rest], rows=1)[-1]
         written, tokens, laws = b"", list[int](), list[Tensor]()
@@ -92,7 +95,7 @@ class SamplingDrafter:
             laws.append(law)
             piece = self._target[tokens[-1]]
             own = self._spelled(piece) if piece else None
-            if len(tokens) == count or not piece or not own:
+            if len(tokens) == count or not piece or not own or not self._reader.holds(self._reader.length + len(own)):
                 break
             written += piece
             logits = self._reader.next(own)
