@@ -22,7 +22,7 @@ class Continuation:
         self._encoder = encoder
         self._view = encoder.view
         self._learned = 0
-        self._followers: dict[int, dict[int, None]] = {}
+        self._followers: dict[int, dict[int, bytes]] = {}
 
     def ids(self, committed: Sequence[int], guess: bytes) -> list[int]:
         """Ids for `guess`, less a character that it leaves unfinished."""
@@ -47,17 +47,18 @@ class Continuation:
         return guess[len(piece) :] if piece and guess.startswith(piece) else b""
 
     def _learn(self, committed: Sequence[int]) -> None:
-        """Remember what followed each id, the latest last."""
+        """Remember what followed each id and what it spells, the latest last."""
         for i in range(max(1, self._learned), len(committed)):
-            followers = self._followers.setdefault(committed[i - 1], {})
-            followers.pop(committed[i], None)
-            followers[committed[i]] = None
+            if piece := self._view[committed[i]]:
+                followers = self._followers.setdefault(committed[i - 1], {})
+                followers.pop(committed[i], None)
+                followers[committed[i]] = piece
         self._learned = len(committed)
 
     def _followed(self, before: int, guess: bytes) -> int | None:
         """The id that lately followed `before` and begins `guess`."""
-        latest = islice(reversed(self._followers.get(before, {})), _FOLLOWERS)
-        return next((token for token in latest if (piece := self._view[token]) and guess.startswith(piece)), None)
+        latest = islice(reversed(self._followers.get(before, {}).items()), _FOLLOWERS)
+        return next((token for token, piece in latest if guess.startswith(piece)), None)
 
     def _canonical(self, context: Sequence[int], guess: bytes) -> list[int]:
         """The ids for `guess` as the target's tokenizer would cut it behind `context`."""
