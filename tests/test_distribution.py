@@ -4,9 +4,11 @@ A target and a draft small enough to compute with: their logits depend on the la
 pick, the noise, the drafter) is the real thing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +20,14 @@ from worlds import fitting, tokenizer
 from xtok import XTokAssisted
 from xtok.chi_square import chi_square
 from xtok.drafts.reader import Reader
-from xtok.drafts.sampling import SamplingDrafter, projection
+from xtok.drafts.sampling import Projection, SamplingDrafter, projection
 from xtok.loop import Run, decode
 from xtok.noise import Noise, gumbel, noise, spelling_key, spelling_keys
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
 
-SEEDS, LENGTH = 20_000, 3
-PASSES, FAILS = 1e-3, 1e-6
+SEEDS, LENGTH, GUESS_LENGTH = 20_000, 5, 3
+PASSES, FAILS, TAIL = 1e-3, 1e-6, 1e-2
 START, END = 0, 1
 TARGET = TokenBytes((None, None, None, b"A", b"A", b"B", b"AB", b"C"), "test")
 """Ids 0 to 2 spell nothing, ids 3 and 4 spell the same."""
@@ -38,6 +40,9 @@ def table(seed: int, size: int) -> torch.Tensor:
 
 
 TARGET_LOGITS, DRAFT_LOGITS = table(0, len(TARGET)), table(1, len(DRAFT))
+JOINED = TokenBytes((None, None, b" .", b" ,", b" !", b" -", b" ?", b" ;"), "test", joins_words=True)
+"""A target that drops the space in front of a mark: a token's own bytes aren't what it adds to the text."""
+MARKS = TokenBytes((None, None, b".", b",", b"!", b"-", b"?", b";"), "test")
 
 
 class TableModel:
@@ -63,13 +68,14 @@ class TableModel:
 class TableReader(Reader):
     """What a drafter asks of a draft model, from a table."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, view: TokenBytes) -> None:
+        self.view = view
 
     def longest(self, guess: int) -> int:
         return guess
 
     def read(self, context: Any, guess: int) -> tuple[list[int], bytes]:
-        return [DRAFT.ids_spelling(context.data[-1:])[0]], b""
+        return [self.view.ids_spelling(context.data[-1:])[0]], b""
 
     length = 0
 
@@ -83,27 +89,23 @@ class TableReader(Reader):
         return DRAFT_LOGITS[tokens[-1]]
 
 
-class TableDraft:
-    """What a drafter asks of a draft's tables."""
-
-    class model:  # noqa: N801
-        device = torch.device("cpu")
-
-    class encoder:  # noqa: N801
-        view = DRAFT
-
-    vocabulary, ends = len(DRAFT), frozenset([DRAFT_END])
-
-
-def drafter(mode: str, keys: torch.Tensor) -> SamplingDrafter | None:
+def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> SamplingDrafter | None:
+    """What a drafter asks of a draft's tables is little."""
     if mode == "no draft":
         return None
-    tables: Any = TableDraft()
+    own = DRAFT if view is TARGET else MARKS
+    tables: Any = SimpleNamespace(
+        model=SimpleNamespace(device=torch.device("cpu")),
+        encoder=SimpleNamespace(view=own),
+        vocabulary=len(own),
+        ends=frozenset([DRAFT_END] if own is DRAFT else []),
+    )
+    same = Projection(torch.arange(2, len(view)), torch.arange(2, len(view)))
     return SamplingDrafter(
         tables,
-        TableReader(),
-        projection(TARGET, DRAFT),
-        TARGET,
+        TableReader(own),
+        projection(view, DRAFT) if own is DRAFT else same,
+        view,
         keys,
         END,
         Meter(),
@@ -112,17 +114,20 @@ def drafter(mode: str, keys: torch.Tensor) -> SamplingDrafter | None:
     )
 
 
-def sampled(mode: str, seed: int, keys: torch.Tensor) -> tuple[int, ...]:
+LONGEST: Counter[str] = Counter()
+
+
+def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET) -> tuple[int, ...]:
     model: Any = TableModel()
     prompt = torch.tensor([[5]])
     run = Run(
         target=model,
-        view=TARGET,
+        view=view,
         ids=prompt,
         processors=LogitsProcessorList(),
         criteria=StoppingCriteriaList([MaxLengthCriteria(1 + LENGTH), EosTokenCriteria(END)]),
         config=GenerationConfig(max_length=1 + LENGTH, do_sample=True),
-        drafter=drafter(mode, keys),
+        drafter=drafter(mode, keys, view),
         guess_length=LENGTH,
         deepest=None,
         meter=Meter(),
@@ -132,18 +137,19 @@ def sampled(mode: str, seed: int, keys: torch.Tensor) -> tuple[int, ...]:
     )
     for _ in decode(run):
         pass
+    LONGEST[mode] = max(LONGEST[mode], *(one.accepted for one in run.meter.rounds))
     return tuple(run.new_ids)
 
 
-def texts_of(mode: str, keys: torch.Tensor | None = None, seeds: int = SEEDS) -> list[tuple[int, ...]]:
-    keys = spelling_keys(TARGET, len(TARGET)) if keys is None else keys
-    return [sampled(mode, seed, keys) for seed in range(seeds)]
+def texts_of(mode: str, keys: torch.Tensor | None = None, view: TokenBytes = TARGET) -> list[tuple[int, ...]]:
+    keys = spelling_keys(view, len(view)) if keys is None else keys
+    return [sampled(mode, seed, keys, view) for seed in range(SEEDS)]
 
 
 @cache
 def exact() -> dict[tuple[int, ...], float]:
-    """The probability of each text of at most three ids, ended by `END`."""
-    law = TARGET_LOGITS.softmax(dim=-1)
+    """The probability of each text of at most `LENGTH` ids, ended by `END`."""
+    law = TARGET_LOGITS.softmax(dim=-1).tolist()
 
     def grow(text: tuple[int, ...], probability: float) -> Iterator[tuple[tuple[int, ...], float]]:
         if text[-1:] == (END,) or len(text) == LENGTH:
@@ -151,15 +157,27 @@ def exact() -> dict[tuple[int, ...], float]:
             return
         before = text[-1] if text else 5
         for token in range(len(TARGET)):
-            yield from grow((*text, token), probability * float(law[before, token]))
+            yield from grow((*text, token), probability * law[before][token])
 
     return dict(grow((), 1.0))
 
 
+PARTS = (slice(0, 3), slice(2, 5), slice(2, 5, 2))
+"""The first three ids; the last three, which several guesses of one round may have given; the third and the fifth."""
+
+
 def p_value(texts: list[tuple[int, ...]]) -> float:
-    cells = {text: index for index, text in enumerate(exact())}
-    counts = torch.bincount(torch.tensor([cells[text] for text in texts]), minlength=len(cells))
-    return chi_square(counts, torch.tensor(list(exact().values())) * len(texts))
+    """The least p-value of the joint laws of some of the ids, corrected for how many there are."""
+    return min(1.0, len(PARTS) * min(p_value_of(texts, part) for part in PARTS))
+
+
+def p_value_of(texts: list[tuple[int, ...]], part: slice) -> float:
+    expected: Counter[tuple[int, ...]] = Counter()
+    for text, probability in exact().items():
+        expected[text[part]] += probability  # type: ignore[assignment]
+    counts = Counter(text[part] for text in texts)
+    assert set(counts) <= set(expected)
+    return chi_square(torch.tensor([counts[cell] for cell in expected]), torch.tensor(list(expected.values())) * len(texts))
 
 
 @cache
@@ -167,18 +185,39 @@ def reference() -> list[tuple[int, ...]]:
     return texts_of("no draft")
 
 
-def test_without_a_draft_the_first_three_ids_have_their_exact_joint_law() -> None:
+def test_without_a_draft_the_ids_have_their_exact_joint_law() -> None:
     assert p_value(reference()) > PASSES
 
 
 def test_a_draft_under_shared_noise_changes_no_text() -> None:
     assert texts_of("match") == reference()
+    assert LONGEST["match"] == GUESS_LENGTH
 
 
 def test_rejection_gives_the_exact_joint_law_by_other_texts() -> None:
     texts = texts_of("rejection")
     assert p_value(texts) > PASSES
     assert texts != reference()
+    assert LONGEST["rejection"] == GUESS_LENGTH
+
+
+def test_rejection_is_exact_where_a_token_adds_fewer_bytes_than_its_own() -> None:
+    """Found in review: guesses counted the token's bytes, the loop those added, and so two guesses shared their noise."""
+    assert p_value(texts_of("rejection", view=JOINED)) > PASSES
+
+
+@pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
+def test_rejection_is_exact_with_a_draft_that_fails_behind_one_of_its_own_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found in review: a guess that is thrown away because of what it says leaves others to be accepted too often."""
+    right = TableReader.next
+
+    def fails(self: TableReader, tokens: list[int]) -> torch.Tensor:
+        if tokens == [2]:
+            raise MemoryError("simulated")
+        return right(self, tokens)
+
+    monkeypatch.setattr(TableReader, "next", fails)
+    assert p_value(texts_of("rejection")) > PASSES
 
 
 # the same test fails for samplers that are wrong on purpose
@@ -210,7 +249,7 @@ def test_a_guess_drawn_under_the_noise_that_judges_it_is_found_out(monkeypatch: 
 # tails
 
 
-RARE, COUNT, DRAWS = 2e-8, 2_000_000, 200
+RARE, COUNT, DRAWS = 2e-8, 2_000_000, 400
 
 
 def rare_draws(noise_of: Callable[[torch.Tensor, int], torch.Tensor]) -> float:
@@ -230,15 +269,15 @@ def rare_draws(noise_of: Callable[[torch.Tensor, int], torch.Tensor]) -> float:
 def float32_tail(keys: torch.Tensor, state: int) -> torch.Tensor:
     """As a sampler in float32 has it: 24 bits, so that nothing beyond 16.6 ever comes up."""
     bits = (keys * 0x5851F42D4C957F2D ^ (state & 2**62 - 1)) * 0x2545F4914F6CDD1D
-    return -torch.log(-torch.log(((bits >> 40 & 0xFFFFFF).float() + 0.5) * 2.0**-24).clamp(max=1 - 2.0**-24).double())
+    return -torch.log(-torch.log(((bits >> 40 & 0xFFFFFF).float() * 2.0**-24).clamp(2.0**-24, 1 - 2.0**-24).double()))
 
 
 def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should_be() -> None:
-    assert rare_draws(gumbel) > PASSES
+    assert rare_draws(gumbel) > TAIL
 
 
 def test_a_tail_of_float32_is_found_out() -> None:
-    assert rare_draws(float32_tail) < PASSES
+    assert rare_draws(float32_tail) < TAIL
 
 
 # the same against transformers
@@ -253,16 +292,20 @@ def test_a_real_models_first_two_ids_have_the_law_that_transformers_draws_from()
     """With temperature, top-k and top-p, against exact probabilities; transformers' own draws pass the same test."""
     tokens = vocabulary()
     model = fitting(tokens, "Llama", 0)
-    settings = {"do_sample": True, "temperature": 1.3, "top_k": 6, "top_p": 0.9, "max_new_tokens": 2, "eos_token_id": None}
+    settings = {"do_sample": True, "temperature": 1.3, "top_k": 6, "top_p": 0.9, "max_new_tokens": 6, "eos_token_id": None}
     prompt = torch.tensor([tokens("吾輩は").input_ids])
-    asked = {**settings, "num_return_sequences": 4000, "pad_token_id": 0}
+    asked = {**settings, "num_return_sequences": 1500, "pad_token_id": 0}
     torch.manual_seed(1)
     theirs = model.generate(prompt, **asked)[:, prompt.shape[1] :].tolist()
-    mine = [one.token_ids for one in XTokAssisted((model, tokens), (model, tokens)).generate("吾輩は", seed=1, **asked)]
     law = joint_law(model, prompt, settings)
-    for texts in (theirs, mine):
-        counts = torch.tensor([sum(tuple(text) == cell for text in texts) for cell in law])
-        assert chi_square(counts, torch.tensor(list(law.values())) * len(texts)) > PASSES
+    texts = {"transformers": theirs}
+    for acceptance in ("match", "rejection"):
+        made = XTokAssisted((model, tokens), (model, tokens), acceptance=acceptance).generate("吾輩は", seed=1, **asked)
+        assert sum(one.stats.accepted for one in made) > 0
+        texts[acceptance] = [one.token_ids for one in made]
+    for one in texts.values():
+        counts = Counter(tuple(text[:2]) for text in one)
+        assert chi_square(torch.tensor([counts[cell] for cell in law]), torch.tensor(list(law.values())) * len(one)) > PASSES
 
 
 def joint_law(model: Any, prompt: torch.Tensor, settings: dict[str, Any]) -> dict[tuple[int, int], float]:
@@ -283,3 +326,10 @@ def joint_law(model: Any, prompt: torch.Tensor, settings: dict[str, Any]) -> dic
 def test_every_text_of_the_small_target_is_a_cell() -> None:
     assert sum(exact().values()) == pytest.approx(1)
     assert all(text in exact() for text in product(range(2, len(TARGET)), repeat=LENGTH))
+
+
+def test_the_chi_square_test_knows_small_counts() -> None:
+    assert chi_square(torch.tensor([399, 1]), torch.tensor([399.99, 0.01])) == 1
+    assert chi_square(torch.tensor([400]), torch.tensor([400.0])) == 1
+    assert chi_square(torch.tensor([9, 1]), torch.tensor([10.0, 0.0])) == 0
+    assert chi_square(torch.tensor([60, 40]), torch.tensor([50.0, 50.0])) == pytest.approx(0.0455, abs=1e-3)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_identity import arguments, drafts, fresh, honoured
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from worlds import ARCHITECTURES, FAMILIES, examples, fitting, texts, tokenizer
 
 from xtok import Context, XTokAssisted, pair
@@ -277,6 +277,36 @@ def test_a_temperature_near_0_is_greedy() -> None:
     greedy = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", do_sample=False, max_new_tokens=16)
     cold = XTokAssisted((TARGET, TOKENS), DRAFT).generate("吾輩は", **{**SETTINGS, "temperature": 1e-4})
     assert cold.token_ids == greedy.token_ids
+
+
+def test_a_warper_with_a_state_is_the_targets_alone() -> None:
+    """Found in review: the draft ran the same object, and so advanced its state."""
+
+    class Annealed(TemperatureLogitsWarper):
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return scores / (0.3 + 0.3 * self.calls)
+
+    alone, mine = (
+        XTokAssisted((TARGET, TOKENS), draft).generate(
+            "吾輩は", logits_processor=LogitsProcessorList([Annealed(1.0)]), **SETTINGS
+        )
+        for draft in (None, DRAFT)
+    )
+    assert alone.token_ids == mine.token_ids
+
+
+def test_a_negative_end_means_none() -> None:
+    generation = XTokAssisted((TARGET, TOKENS), DRAFT).generate("吾輩は", eos_token_id=-1, **SETTINGS)
+    assert generation.stats.draft_error is None
+    assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", eos_token_id=-1, **SETTINGS).token_ids
+
+
+def test_processors_that_leave_no_token_are_told_of() -> None:
+    with pytest.raises(InvalidInputError, match="left no token to draw"):
+        XTokAssisted((TARGET, TOKENS)).generate("吾輩は", logits_processor=LogitsProcessorList([Only([])]), **SETTINGS)
 
 
 # rejection

@@ -24,7 +24,7 @@ from xtok.drafts.reader import Reader
 from xtok.drafts.sampling import Projection, SamplingDrafter, projection
 from xtok.encoding import encoder
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
-from xtok.lm import CachedModel, check_rolls_back, context_window
+from xtok.lm import CachedModel, check_rolls_back, context_window, vocabulary_size
 from xtok.loop import Run, decode
 from xtok.noise import spelling_keys
 from xtok.prompts import Chat, chat_ids, is_chat, prompt_ids, reading
@@ -41,7 +41,7 @@ class Generation:
     """What a prompt was answered with.
 
     `finish_reason` is "length" where a limit of length or time ended the text, else "stop". `rounds` tells what happened.
-    `seed` gives a sampled text again, by any draft or none; it is None for a greedy one.
+    `seed` gives the texts of a call again, by any draft or none; it is None for greedy ones.
     `scores` and `logits`, one of shape (1, vocabulary) per new id: where `return_dict_in_generate` and `output_scores`
     or `output_logits` ask for them.
     """
@@ -253,7 +253,7 @@ class XTokAssisted:
         if self._draft is None:
             return self._drafter
         ends = config._eos_token_tensor
-        end = None if ends is None else int(ends.reshape(-1)[0])
+        end = None if ends is None or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
         reader = Reader(self._draft, meter, prompt)
         if config.do_sample:
             return SamplingDrafter(
@@ -270,7 +270,7 @@ class XTokAssisted:
     @cached_property
     def _keys(self) -> Tensor:
         """The keys of the target's ids for noise, where they are first asked for."""
-        return spelling_keys(self._view, self.model.config.get_text_config(decoder=True).vocab_size)
+        return spelling_keys(self._view, vocabulary_size(self.model))
 
     def _draft_prompt(self, prompt: Any) -> list[int] | None:
         """A chat in the draft's own template; None where it reads the target's text instead."""

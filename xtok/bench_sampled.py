@@ -19,7 +19,10 @@ from xtok.prompts import prompt_ids
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 SHARED, MODE, REJECTION, ASSISTED = "shared noise", "the draft's mode", "rejection", "transformers' assisted sampling"
 _FEW = 6
-"""How many ids are sampled to see the law of the first: behind a single one, there would be nothing to guess."""
+"""How many ids are sampled to see the law of the first: transformers guesses nothing where one id is asked for."""
+_PLAIN = {"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+_PLAIN |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Nothing but a temperature shapes the law, whatever the target's own configuration says."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,15 @@ def compare_sampled(
     guess_length: int,
     draws: int = 400,
 ) -> list[SampledRow]:
-    """Sample every prompt by every system in turn at each temperature, without top-k, and give a row per system.
+    """Sample every prompt by every system in turn at each temperature, and give a row per system.
+
+    Nothing but the temperature shapes the law.
 
     `draws` texts of a few ids behind one prompt show whether the first id has the target's law.
     """
     rows = []
     for temperature in TEMPERATURES:
-        systems = _systems(target, draft, guess_length, {"do_sample": True, "temperature": temperature, "top_k": 0})
+        systems = _systems(target, draft, guess_length, {**_PLAIN, "temperature": temperature})
         for name, system in track(systems.items(), description=f"T = {temperature}", transient=True):
             rows.append(_measured(name, system, target, prompts, max_new_tokens, temperature, draws))
     return rows

@@ -4,6 +4,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -129,7 +130,8 @@ def check_boundary(model: PreTrainedModel, prompt: int, longest: int) -> None:
 
 def check_seed(seed: Any) -> None:
     """Raises `InvalidInputError` unless `seed` is None or a whole number of 64 bits."""
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 64):
+    whole = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if seed is not None and not (whole and 0 <= seed < 1 << 64):
         raise InvalidInputError(f"seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or None to draw one.")
 
 
@@ -140,7 +142,7 @@ def sow(runs: list[Run], seed: int | None, keys: Callable[[], Tensor]) -> None:
     """
     if not any(run.config.do_sample for run in runs):
         return
-    seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+    seed = int(torch.randint(2**63 - 1, ()) if seed is None else seed)
     samples: Counter[bytes] = Counter()
     for run in runs:
         run.seed, run.keys = seed, keys().to(run.ids.device)
@@ -156,8 +158,11 @@ def prompt_key(ids: Tensor, inputs: Mapping[str, Any]) -> bytes:
 
 
 def warpers(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Those that shape a law by its probabilities alone, and so mean the same in any vocabulary."""
-    return LogitsProcessorList([processor for processor in processors if isinstance(processor, _WARPERS)])
+    """Those that shape a law by its probabilities alone, and so mean the same in any vocabulary.
+
+    Classes derived from them may keep a state or read ids, so they are the target's alone.
+    """
+    return LogitsProcessorList([processor for processor in processors if type(processor) in _WARPERS])
 
 
 def row_of_inputs(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
@@ -166,7 +171,12 @@ def row_of_inputs(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def cache_of_row(cache: Cache, row: int) -> Cache:
-    own = deepcopy(cache)
+    try:
+        own = deepcopy(cache)
+    except RuntimeError as error:
+        raise UnsupportedArgumentError(
+            f"Several texts need a copy each of past_key_values, and copying failed ({error}). Fill it under torch.no_grad()."
+        ) from error
     if own.get_seq_length():
         own.batch_select_indices(torch.tensor([row]))
     return own

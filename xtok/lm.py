@@ -25,6 +25,12 @@ def context_window(model: PreTrainedModel) -> int | None:
     return next((int(size) for name in names if (size := getattr(config, name, None))), None)
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many ids `model` has logits for, those without a token included."""
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    return int(model.config.get_text_config(decoder=True).vocab_size if head is None else head.shape[0])
+
+
 def longrope_boundary(model: PreTrainedModel) -> int | None:
     """The position from which a model with `longrope` reads all positions by other factors; None for other models."""
     config = model.config.get_text_config(decoder=True)
@@ -72,7 +78,7 @@ class CachedModel:
     @property
     def vocabulary(self) -> int:
         """How many ids the model knows, those without a token included."""
-        return int(self._model.config.get_text_config(decoder=True).vocab_size)
+        return vocabulary_size(self._model)
 
     @property
     def length(self) -> int:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from xtok.errors import InvalidInputError
+
 
 def process(ids: Tensor, logits: Tensor, processors: LogitsProcessorList) -> Tensor:
     """Scores of shape (1, vocabulary) in float32, as transformers' own loop computes them.
@@ -26,9 +28,11 @@ def drawn(scores: Tensor, gumbel: Callable[[Tensor], Tensor]) -> int:
     """A draw from softmax(scores): `argmax(scores + gumbel(ids))`, in float64.
 
     `scores`: (1, vocabulary). `gumbel` gives ids their noise; it is asked only for those that the processors left. The
-    normaliser of the softmax is the same for all ids and so is left out.
+    normaliser of the softmax is the same for all ids and so is left out. Raises `InvalidInputError` where nothing is left.
     """
     left = (scores[0] > -torch.inf).nonzero()[:, 0]
+    if not len(left):
+        raise InvalidInputError("The logits processors left no token to draw. Let them allow at least one.")
     return int(left[(scores[0, left].double() + gumbel(left)).argmax()])
 
 

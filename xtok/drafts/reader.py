@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from xtok.drafts import Context
 from xtok.encoding import Encoder
-from xtok.lm import CachedModel, context_window, new_cache
+from xtok.lm import CachedModel, context_window, new_cache, vocabulary_size
 from xtok.reencode import Reencoder
 from xtok.trace import Meter
 
@@ -29,7 +29,7 @@ class DraftModel:
     @property
     def vocabulary(self) -> int:
         """How many ids the model knows, those without a token included."""
-        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+        return vocabulary_size(self.model)
 
 
 class Reader:

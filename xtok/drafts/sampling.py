@@ -75,6 +75,7 @@ class SamplingDrafter:
         self._meter = meter
         self._warpers = warpers
         self._independent = independent
+        self._failure: Exception | None = None
         ends = torch.tensor([] if target_end is None else sorted(draft.ends), dtype=torch.int64)
         own, theirs = torch.cat([projected.own, ends]), torch.cat([projected.theirs, torch.full_like(ends, target_end or 0)])
         held = (own < draft.vocabulary) & (theirs < len(keys))
@@ -82,7 +83,9 @@ class SamplingDrafter:
 
     @torch.inference_mode()
     def propose(self, context: Context, budget: Budget) -> Tree:
-        """A chain of draws, with its laws where they are independent."""
+        """A chain of draws, with its laws where they are independent. What fails in mid-guess is raised in the next round."""
+        if self._failure is not None:
+            raise self._failure
         count = self._reader.longest(min(budget.draft_tokens, budget.target_tokens))
         ids, pending = self._reader.read(context, count + _PENDING)
         rest = self._spelled(pending) if pending else []
@@ -90,15 +93,19 @@ class SamplingDrafter:
             return Tree()
         logits = self._reader.logits([*ids, *rest], rows=1)[-1]
         written, tokens, laws = b"", list[int](), list[Tensor]()
-        while (law := self._law(logits)) is not None:
-            tokens.append(drawn(law.log()[None], partial(self._gumbel, context, context.noise, written)))
-            laws.append(law)
-            piece = self._target[tokens[-1]]
-            own = self._spelled(piece) if piece else None
-            if len(tokens) == count or not piece or not own or not self._reader.holds(self._reader.length + len(own)):
-                break
-            written += piece
-            logits = self._reader.next(own)
+        try:
+            while (law := self._law(logits)) is not None:
+                tokens.append(drawn(law.log()[None], partial(self._gumbel, context, context.noise, written)))
+                laws.append(law)
+                piece = self._target.to_bytes([tokens[-1]], before=context.data + written)
+                own = self._spelled(piece) if piece else None
+                if len(tokens) == count or not own or not self._reader.holds(self._reader.length + len(own)):
+                    break
+                written += piece
+                logits = self._reader.next(own)
+        except Exception as error:
+            # What was drawn must be judged, whatever happens behind it: what is thrown away selects what is kept.
+            self._failure = error
         return chain(tokens, written, laws if self._independent else ())
 
     def _law(self, logits: Tensor) -> Tensor | None:
@@ -118,11 +125,16 @@ class SamplingDrafter:
 
     def _spelled(self, piece: bytes) -> list[int] | None:
         """The draft's ids for some bytes: one that spells them, else those of its tokenizer, else one for each byte."""
-        view = self._draft.encoder.view
-        if one := view.ids_spelling(piece)[:1]:
-            return list(one)
+        if (one := self._one(piece)) is not None:
+            return [one]
         try:
-            return self._draft.encoder.ids_behind(piece.decode())
+            ids = self._draft.encoder.ids_behind(piece.decode())
         except UnicodeDecodeError:
-            ids = [view.ids_spelling(bytes([byte]))[:1] for byte in piece]
-            return [token[0] for token in ids] if all(ids) else None
+            single = [self._one(bytes([byte])) for byte in piece]
+            ids = [token for token in single if token is not None]
+            return ids if len(ids) == len(single) else None
+        return ids if ids and max(ids) < self._draft.vocabulary else None
+
+    def _one(self, piece: bytes) -> int | None:
+        """The draft's first id that spells some bytes and that the model knows."""
+        return next((token for token in self._draft.encoder.view.ids_spelling(piece) if token < self._draft.vocabulary), None)
