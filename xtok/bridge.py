@@ -57,12 +57,12 @@ def own_arguments(arguments: Mapping[str, Any], prompts: int) -> dict[str, Any]:
     return own
 
 
-def copied(kept: Any) -> Any:
-    """A copy of a list of logits processors or stopping criteria, which may keep a state."""
+def copied(kept: Any, name: str | None = None) -> Any:
+    """A copy of what may keep a state: a list of logits processors or stopping criteria, or something with a name."""
     try:
         return deepcopy(kept)
     except Exception as error:
-        names = ", ".join(type(one).__name__ for one in kept)
+        names = name or ", ".join(type(one).__name__ for one in kept)
         raise UnsupportedArgumentError(
             f"Several texts need a copy each of {names}, and copying failed ({error}). Call generate once per text."
         ) from error
@@ -171,12 +171,7 @@ def row_of_inputs(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def cache_of_row(cache: Cache, row: int) -> Cache:
-    try:
-        own = deepcopy(cache)
-    except RuntimeError as error:
-        raise UnsupportedArgumentError(
-            f"Several texts need a copy each of past_key_values, and copying failed ({error}). Fill it under torch.no_grad()."
-        ) from error
+    own: Cache = copied(cache, "past_key_values")
     if own.get_seq_length():
         own.batch_select_indices(torch.tensor([row]))
     return own

@@ -74,11 +74,7 @@ class CachedModel:
         self._prefilled = 0
         self.cache = cache
         self.forwards = 0
-
-    @property
-    def vocabulary(self) -> int:
-        """How many ids the model knows, those without a token included."""
-        return vocabulary_size(self._model)
+        self.vocabulary = vocabulary_size(model)
 
     @property
     def length(self) -> int:

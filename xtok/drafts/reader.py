@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class DraftModel:
     lead: tuple[int, ...]
     ends: frozenset[int]
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """How many ids the model knows, those without a token included."""
         return vocabulary_size(self.model)
