@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -99,33 +100,33 @@ System = Callable[[str], Timed]
 
 
 def _systems(target: Any, draft: Any, max_new_tokens: int, guess_length: int) -> dict[str, System]:
-    model, tokenizer = target
-    lengths = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    xt = XTokAssisted(target, draft, guess_length=guess_length)
-
-    def by_transformers(**more: Any) -> System:
-        def run(prompt: str) -> Timed:
-            ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=model.device)
-            with counting(model) as forwards, counting(more.get("assistant_model")) as drafted:
-                start = perf_counter()
-                output = model.generate(ids, attention_mask=torch.ones_like(ids), **lengths, **more)
-                seconds = perf_counter() - start
-            return Timed(output[0, ids.shape[1] :].tolist(), seconds, len(forwards), len(drafted), None)
-
-        return run
-
-    def by_xtok(prompt: str) -> Timed:
-        start = perf_counter()
-        generation = xt.generate(prompt, **lengths)
-        stats = generation.stats
-        return Timed(generation.token_ids, perf_counter() - start, stats.target_forwards, stats.draft_forwards, generation)
-
+    greedy: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    fixed, default = (uag(target[1], draft, length) for length in (guess_length, None))
     return {
-        ALONE: by_transformers(),
-        XTOK: by_xtok,
-        f"UAG, guess length {guess_length}": by_transformers(**uag(tokenizer, draft, guess_length)),
-        "UAG, its defaults": by_transformers(**uag(tokenizer, draft, None)),
+        ALONE: partial(by_transformers, target, **greedy),
+        XTOK: partial(by_xtok, XTokAssisted(target, draft, guess_length=guess_length), **greedy),
+        f"UAG, guess length {guess_length}": partial(by_transformers, target, **greedy, **fixed),
+        "UAG, its defaults": partial(by_transformers, target, **greedy, **default),
     }
+
+
+def by_transformers(target: tuple[Any, Any], prompt: str, **arguments: Any) -> Timed:
+    """One prompt by transformers' own `generate`."""
+    model, tokenizer = target
+    ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=model.device)
+    with _counting(model) as forwards, _counting(arguments.get("assistant_model")) as drafted:
+        start = perf_counter()
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+        seconds = perf_counter() - start
+    return Timed(output[0, ids.shape[1] :].tolist(), seconds, len(forwards), len(drafted), None)
+
+
+def by_xtok(xt: XTokAssisted, prompt: str, **arguments: Any) -> Timed:
+    """One prompt by xtok."""
+    start = perf_counter()
+    generation = xt.generate(prompt, **arguments)
+    stats = generation.stats
+    return Timed(generation.token_ids, perf_counter() - start, stats.target_forwards, stats.draft_forwards, generation)
 
 
 def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
 
 
 @contextmanager
-def counting(model: Any) -> Iterator[list[None]]:
+def _counting(model: Any) -> Iterator[list[None]]:
     """A list that grows by one with each forward of `model` inside the block."""
     calls: list[None] = []
     if model is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from xtok.assisted import XTokAssisted
-from xtok.bench import counting, uag
+from xtok.bench import Timed, by_transformers, by_xtok, uag
 from xtok.chi_square import chi_square
 from xtok.drafts import Drafter
 from xtok.prompts import prompt_ids
@@ -29,29 +29,24 @@ _PLAIN |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 class SampledRow:
     """One system at one temperature.
 
-    `surprise`: the mean negative log-likelihood of its ids under the target's own law, in nats; a system that draws from that
-    law has about its entropy. `law`: the p-value of its first ids against their exact probabilities. `noise_share`: the part
-    of the time that noise takes. `failure`: what it raised, and then there are no figures.
+    `surprise`: the mean negative log-likelihood of its ids under the target's own law, in nats. `excess`: how far that is from
+    the entropy of the same laws, in standard deviations; a system that draws from them stays within a few. `law`: the p-value
+    of its first ids against their exact probabilities. `noise_share`: the part of the time that noise takes. `failure`: what
+    it raised, and then there are no figures.
     """
 
     temperature: float
     system: str
     tokens_per_forward: float | None
     surprise: float | None
+    excess: float | None
     law: float | None
     noise_share: float | None
     failure: str | None = None
 
 
-@dataclass(frozen=True)
-class _Sample:
-    ids: list[int]
-    forwards: int
-    seconds: float = 0.0
-    seconds_noise: float = 0.0
-
-
-System = Callable[[str, int, int], _Sample]
+System = Callable[[str, int, int], Timed]
+"""Of a prompt, a seed, and how many ids to write."""
 
 
 def compare_sampled(
@@ -87,31 +82,22 @@ class _ModeAssisted(XTokAssisted):
 
 
 def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, System]:
-    model, tokenizer = target
     # Its tokenizers and models are remembered by it and changed, so each temperature has copies of its own.
-    assistant = uag(deepcopy(tokenizer), (draft[0], deepcopy(draft[1])), guess_length)
+    assistant = uag(deepcopy(target[1]), (draft[0], deepcopy(draft[1])), guess_length)
 
-    def by_xtok(xt: XTokAssisted) -> System:
-        def run(prompt: str, seed: int, length: int) -> _Sample:
-            generation = xt.generate(prompt, max_new_tokens=length, seed=seed, **asked)
-            stats = generation.stats
-            return _Sample(generation.token_ids, stats.target_forwards, stats.seconds, stats.seconds_noise)
+    def sampled(xt: XTokAssisted) -> System:
+        return lambda prompt, seed, length: by_xtok(xt, prompt, max_new_tokens=length, seed=seed, **asked)
 
-        return run
-
-    def by_transformers(prompt: str, seed: int, length: int) -> _Sample:
-        ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=model.device)
+    def assisted(prompt: str, seed: int, length: int) -> Timed:
         torch.manual_seed(seed)
-        with counting(model) as forwards:
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, **asked, **assistant)
-        return _Sample(output[0, ids.shape[1] :].tolist(), len(forwards))
+        return by_transformers(target, prompt, max_new_tokens=length, **asked, **assistant)
 
     pair = (target, draft)
     return {
-        SHARED: by_xtok(XTokAssisted(*pair, guess_length=guess_length)),
-        MODE: by_xtok(_ModeAssisted(*pair, guess_length=guess_length)),
-        REJECTION: by_xtok(XTokAssisted(*pair, guess_length=guess_length, acceptance="rejection")),
-        ASSISTED: by_transformers,
+        SHARED: sampled(XTokAssisted(*pair, guess_length=guess_length)),
+        MODE: sampled(_ModeAssisted(*pair, guess_length=guess_length)),
+        REJECTION: sampled(XTokAssisted(*pair, guess_length=guess_length, acceptance="rejection")),
+        ASSISTED: assisted,
     }
 
 
@@ -124,17 +110,18 @@ def _measured(
     except Exception as error:
         if name != ASSISTED:
             raise
-        return SampledRow(temperature, name, None, None, None, None, failure=f"{type(error).__name__}: {error}")
+        return SampledRow(temperature, name, None, None, None, None, None, failure=f"{type(error).__name__}: {error}")
     laws = [_laws(target, prompt, sample.ids, temperature) for prompt, sample in zip(prompts, samples, strict=True)]
-    chosen = [law[range(len(sample.ids)), sample.ids] for law, sample in zip(laws, samples, strict=True)]
-    seconds = sum(sample.seconds for sample in samples)
+    surprise, excess = _surprise(torch.cat(laws), [token for sample in samples for token in sample.ids])
+    stats = [sample.generation.stats for sample in samples if sample.generation is not None]
     return SampledRow(
         temperature=temperature,
         system=name,
-        tokens_per_forward=sum(len(sample.ids) for sample in samples) / sum(sample.forwards for sample in samples),
-        surprise=-float(torch.cat(chosen).log().mean()),
+        tokens_per_forward=sum(len(sample.ids) for sample in samples) / sum(sample.target_forwards for sample in samples),
+        surprise=surprise,
+        excess=excess,
         law=chi_square(torch.bincount(torch.tensor(first), minlength=laws[0].shape[1]), laws[0][0] * draws),
-        noise_share=sum(sample.seconds_noise for sample in samples) / seconds if seconds else None,
+        noise_share=sum(one.seconds_noise for one in stats) / sum(one.seconds for one in stats) if stats else None,
     )
 
 
@@ -145,3 +132,16 @@ def _laws(target: Any, prompt: str, ids: list[int], temperature: float) -> Tenso
     logits = target[0](torch.tensor([[*before, *ids]], device=target[0].device)).logits[0, len(before) - 1 : -1]
     law: Tensor = (logits.double() / temperature).softmax(dim=-1).cpu()
     return law
+
+
+def _surprise(laws: Tensor, ids: list[int]) -> tuple[float, float]:
+    """The mean surprise of `ids`, one drawn by each of `laws`, and how far it is from what is expected, in standard deviations.
+
+    Given the ids before, each one's surprise has the law's entropy as its mean, so the differences are a martingale and their
+    sum over the root of the summed variances is about standard normal.
+    """
+    nats = -laws.clamp_min(torch.finfo(laws.dtype).tiny).log()
+    entropy = (laws * nats).sum(dim=1)
+    variance = (laws * nats**2).sum(dim=1) - entropy**2
+    seen = nats[range(len(ids)), ids]
+    return float(seen.mean()), float((seen - entropy).sum() / variance.sum().sqrt())

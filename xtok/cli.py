@@ -345,19 +345,20 @@ def _print_bench(report: dict[str, Any]) -> None:
 
 def _print_sampled(rows: list[SampledRow]) -> None:
     table = Table()
-    for name in ("T", "", "tokens per\nforward", "surprise", "law of the\nfirst id", "noise"):
+    for name in ("T", "", "tokens per\nforward", "surprise", "excess", "law of the\nfirst id", "noise"):
         table.add_column(name, justify="right" if name else "left", no_wrap=not name)
     for row in rows:
         figures = (row.failure or "failed",) if row.tokens_per_forward is None else _sampled_cells(row)
         table.add_row(str(row.temperature), row.system, *figures)
     Console(highlight=False, width=100).print(table)
     typer.echo("surprise: mean negative log-likelihood of the ids under the target's own law, in nats.")
+    typer.echo("excess: its distance from that law's entropy in standard deviations; beyond 4, they are draws from another law.")
     typer.echo("law: p-value of the first ids against their exact probabilities; near 0, they are draws from another law.")
 
 
 def _sampled_cells(row: SampledRow) -> tuple[str, ...]:
     share = "" if row.noise_share is None else f"{row.noise_share:.1%}"
-    return f"{row.tokens_per_forward:.2f}", f"{row.surprise:.2f}", f"{row.law:.3g}", share
+    return f"{row.tokens_per_forward:.2f}", f"{row.surprise:.2f}", f"{row.excess:+.1f}", f"{row.law:.3g}", share
 
 
 def _bench_cells(row: Row) -> tuple[str, ...]:
