@@ -76,8 +76,9 @@ class XTokAssisted:
         """`draft` may also be anything with `propose(context, budget)`. `guess_length` counts the draft's own tokens per round.
 
         `acceptance`, of sampled texts. "match": a guess is accepted where it is what the target draws; draft and target look at
-        the same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) over the vocabulary that
-        both have by bytes; the ids are draws from the target's own law, too, but depend on the draft and the guess length.
+        the same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by the draft's law,
+        projected onto the target's ids by bytes; what comes out are draws from the target's own law, too, but they depend on the draft
+        and the guess length.
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """

@@ -352,7 +352,9 @@ def _print_sampled(rows: list[SampledRow]) -> None:
         table.add_row(str(row.temperature), row.system, *figures)
     Console(highlight=False, width=100).print(table)
     typer.echo("surprise: mean negative log-likelihood of the ids under the target's own law, in nats.")
-    typer.echo("excess: its distance from that law's entropy in standard deviations; beyond 4, they are draws from another law.")
+    typer.echo(
+        "excess: its distance from that law's entropy in standard deviations; beyond 4, they are draws from another law."
+    )
     typer.echo("law: p-value of the first ids against their exact probabilities; near 0, they are draws from another law.")
 
 
