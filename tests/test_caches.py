@@ -50,6 +50,26 @@ class Caching(RuleBasedStateMachine):
             assert hasattr(self.model.config, "sliding_window")
             assert len(self.ids) >= self.model.config.sliding_window
 
+    @rule(data=st.data(), calls=st.integers(1, 3))
+    def grow_a_tree_and_keep_a_path(self, data: st.DataObject, calls: int) -> None:
+        window = getattr(self.model.config, "sliding_window", None)
+        paths: list[list[int]] = []
+        for _ in range(calls if window is None else 1):
+            tokens = data.draw(ids_lists)
+            first = -2 if len(self.ids) > 1 and window is None else -1
+            parents = [data.draw(st.integers(first if self.ids else -1, len(paths) + i - 1)) for i in range(len(tokens))]
+            logits = self.cached.branch(torch.tensor([tokens]), parents)
+            self.forwards += 1
+            for parent, token, row in zip(parents, tokens, logits, strict=True):
+                before = paths[parent] if parent >= 0 else self.ids[: len(self.ids) + parent + 1]
+                paths.append([*before, token])
+                torch.testing.assert_close(row, self.model(torch.tensor([paths[-1]])).logits[0, -1])
+        nodes = {tuple(path): node for node, path in enumerate(paths)}
+        kept = data.draw(st.sampled_from([self.ids, *(path for path in paths if path[: len(self.ids)] == self.ids)]))
+        path = [nodes[tuple(kept[:size])] for size in range(len(self.ids) + 1, len(kept) + 1)]
+        self.cached.keep(path)
+        self.ids = list(kept)
+
     @invariant()
     def the_cache_is_as_long_as_its_ids(self) -> None:
         if hasattr(self, "cached"):
@@ -67,9 +87,10 @@ TestCaching = Caching.TestCase
     target=st.sampled_from(sorted(FAMILIES)),
     pieces=st.lists(texts(), min_size=1, max_size=5),
     window=st.sampled_from([16, 512]),
+    width=st.integers(1, 3),
 )
 def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
-    draft: tuple[str, str], target: str, pieces: list[str], window: int
+    draft: tuple[str, str], target: str, pieces: list[str], window: int, width: int
 ) -> None:
     tokens, draft_tokens = tokenizer(target), tokenizer(draft[1])
     draft_lm = fitting(draft_tokens, draft[0], 0, window=window)
@@ -81,8 +102,9 @@ def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
     for piece in pieces:
         data += piece.encode()
         ids = tokens(data.decode(), add_special_tokens=False).input_ids
-        tree = drafter.propose(Context(ids, data, 0), Budget(4, 6))
-        assert len(tree) <= 6
+        tree = drafter.propose(Context(ids, data, 0), Budget(4, width, longest=6))
+        assert len(tree.within(6)) == len(tree)
+        assert reader._lm.roll_back(reader._lm.length - reader._lm.branched)
         assert reader._lm.length == len(reader._cached)
         assert reader._lm.length <= context_window(draft_lm)
         if reader._cached:

@@ -5,7 +5,7 @@ pick, the noise, the drafter) is the real thing.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from worlds import fitting, tokenizer
 
-from xtok import XTokAssisted
+from xtok import Budget, XTokAssisted
 from xtok.chi_square import chi_square
 from xtok.drafts.reader import Reader
 from xtok.drafts.sampling import Projection, SamplingDrafter, projection
@@ -54,15 +54,14 @@ class TableModel:
         self.length = 0
 
     def prefill(self, ids: torch.Tensor, config: Any) -> torch.Tensor:
-        return self.forward(ids, 1)
+        self.length = ids.shape[1]
+        return TARGET_LOGITS[ids[0, -1:]]
 
-    def forward(self, ids: torch.Tensor, rows: int) -> torch.Tensor:
-        self.length += ids.shape[1]
-        return TARGET_LOGITS[ids[0, -rows:]]
+    def branch(self, ids: torch.Tensor, parents: Sequence[int]) -> torch.Tensor:
+        return TARGET_LOGITS[ids[0]]
 
-    def roll_back(self, length: int) -> bool:
-        self.length = length
-        return True
+    def keep(self, path: Sequence[int]) -> None:
+        self.length += len(path)
 
 
 class TableReader(Reader):
@@ -77,7 +76,7 @@ class TableReader(Reader):
     def read(self, context: Any, guess: int) -> tuple[list[int], bytes]:
         return [self.view.ids_spelling(context.data[-1:])[0]], b""
 
-    length = 0
+    branched = 0
 
     def holds(self, tokens: int) -> bool:
         return True
@@ -85,8 +84,8 @@ class TableReader(Reader):
     def logits(self, ids: list[int], rows: int) -> torch.Tensor:
         return DRAFT_LOGITS[ids[-rows:]]
 
-    def next(self, tokens: list[int]) -> torch.Tensor:
-        return DRAFT_LOGITS[tokens[-1]]
+    def branch(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
+        return DRAFT_LOGITS[tokens]
 
 
 def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> SamplingDrafter | None:
@@ -98,9 +97,11 @@ def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> SamplingDrafter 
         model=SimpleNamespace(device=torch.device("cpu")),
         encoder=SimpleNamespace(view=own),
         vocabulary=len(own),
+        branches=True,
         ends=frozenset([DRAFT_END] if own is DRAFT else []),
     )
-    same = Projection(torch.arange(2, len(view)), torch.arange(2, len(view)))
+    ids = torch.arange(2, len(view))
+    same = Projection(ids, ids, torch.ones(len(ids), dtype=torch.float64))
     return SamplingDrafter(
         tables,
         TableReader(own),
@@ -128,7 +129,8 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
         criteria=StoppingCriteriaList([MaxLengthCriteria(1 + LENGTH), EosTokenCriteria(END)]),
         config=GenerationConfig(max_length=1 + LENGTH, do_sample=True),
         drafter=drafter(mode, keys, view),
-        guess_length=LENGTH,
+        budget=Budget(GUESS_LENGTH, width=3 if mode == "tree" else 1),
+        branches=True,
         deepest=None,
         meter=Meter(),
         keys=keys,
@@ -194,6 +196,11 @@ def test_a_draft_under_shared_noise_changes_no_text() -> None:
     assert LONGEST["match"] == GUESS_LENGTH
 
 
+def test_a_tree_under_shared_noise_changes_no_text() -> None:
+    assert texts_of("tree") == reference()
+    assert LONGEST["tree"] >= GUESS_LENGTH
+
+
 def test_rejection_gives_the_exact_joint_law_by_other_texts() -> None:
     texts = texts_of("rejection")
     assert p_value(texts) > PASSES
@@ -209,14 +216,14 @@ def test_rejection_is_exact_where_a_token_adds_fewer_bytes_than_its_own() -> Non
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
 def test_rejection_is_exact_with_a_draft_that_fails_behind_one_of_its_own_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found in review: a guess that is thrown away because of what it says leaves others to be accepted too often."""
-    right = TableReader.next
+    right = TableReader.branch
 
-    def fails(self: TableReader, tokens: list[int]) -> torch.Tensor:
+    def fails(self: TableReader, tokens: list[int], parents: list[int]) -> torch.Tensor:
         if tokens == [2]:
             raise MemoryError("simulated")
-        return right(self, tokens)
+        return right(self, tokens, parents)
 
-    monkeypatch.setattr(TableReader, "next", fails)
+    monkeypatch.setattr(TableReader, "branch", fails)
     assert p_value(texts_of("rejection")) > PASSES
 
 
@@ -300,7 +307,9 @@ def test_a_real_models_first_two_ids_have_the_law_that_transformers_draws_from()
     law = joint_law(model, prompt, settings)
     texts = {"transformers": theirs}
     for acceptance in ("match", "rejection"):
-        made = XTokAssisted((model, tokens), (model, tokens), acceptance=acceptance).generate("吾輩は", seed=1, **asked)
+        made = XTokAssisted((model, tokens), (model, tokens), budget=Budget(3), acceptance=acceptance).generate(
+            "吾輩は", seed=1, **asked
+        )
         assert sum(one.stats.accepted for one in made) > 0
         texts[acceptance] = [one.token_ids for one in made]
     for one in texts.values():

@@ -1,5 +1,6 @@
 """From the committed ids to a guess in the target's ids, by a draft that knows how the text goes on."""
 
+from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
@@ -27,14 +28,31 @@ class Speaker(Reader):
 
     truth: tuple[int, ...] = ()
 
+    paths: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def branched(self) -> int:
+        return len(self.paths)
+
     def _forward(self, new: list[int], rows: int) -> torch.Tensor:
-        self._meter.draft_forwards += 1
-        self._cached = [*self._cached, *new]
-        logits = torch.zeros(rows, 700)
-        for row in range(rows):
-            at = len(self._cached) - rows + row + 1
-            known = at < len(self.truth) and tuple(self._cached[:at]) == self.truth[:at]
-            logits[row, self.truth[at] if known else END] = 1
+        self._cached, self.paths = [*self._cached, *new], ()
+        return self._said([tuple(self._cached[: len(self._cached) - row]) for row in reversed(range(rows))])
+
+    def take_back(self) -> None:
+        self._cached.pop()
+
+    def branch(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
+        held = tuple(self._cached)
+        for token, parent in zip(tokens, parents, strict=True):
+            before = self.paths[parent] if parent >= 0 else held[: len(held) + parent + 1]
+            self.paths = (*self.paths, (*before, token))
+        return self._said(self.paths[-len(tokens) :])
+
+    def _said(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        logits = torch.zeros(len(paths), 700)
+        for row, path in zip(logits, paths, strict=True):
+            known = len(path) < len(self.truth) and path == self.truth[: len(path)]
+            row[self.truth[len(path)] if known else END] = 9
         return logits
 
 
@@ -46,9 +64,11 @@ def speaker(target: str, draft: str, text: str = TEXT) -> CrossTokenizerDrafter:
     return CrossTokenizerDrafter(made, reader, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
 
 
-def proposed(drafter: CrossTokenizerDrafter, target: str, before: str, draft_tokens: int = 4, target_tokens: int = 20) -> Tree:
+def proposed(
+    drafter: CrossTokenizerDrafter, target: str, before: str, draft_tokens: int = 4, target_tokens: int = 20, width: int = 1
+) -> Tree:
     ids = tokenizer(target)(before, add_special_tokens=False).input_ids
-    return drafter.propose(Context(ids, before.encode(), 0), Budget(draft_tokens, target_tokens))
+    return drafter.propose(Context(ids, before.encode(), 0), Budget(draft_tokens, width, longest=target_tokens))
 
 
 NORMAL = sorted(set(FAMILIES) - {"WordPiece", "byte-level BPE with a prefix space"})
@@ -103,8 +123,8 @@ def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(window: int) 
     reader = Reader(made, Meter())
     drafter = CrossTokenizerDrafter(made, reader, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
     for size in range(1, 12):
-        drafter.propose(Context([5], TEXT[:size].encode(), 0), Budget(50, 50))
-        assert reader._lm.length <= window
+        drafter.propose(Context([5], TEXT[:size].encode(), 0), Budget(50, 1 + size % 3))
+        assert reader._lm.length - reader._lm.branched + max(reader._lm._nodes.depths, default=-1) < window
 
 
 @pytest.mark.parametrize("window", [2, 3, 8])
@@ -115,9 +135,9 @@ def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may
     keys = spelling_keys(view, len(view))
     own = projection(view, made.encoder.view).own
     several = [token for token in range(len(view)) if not made.encoder.view.ids_spelling(view[token] or b"")]
-    longer = Projection(own, torch.tensor(several)[torch.arange(len(own)) % len(several)])
+    longer = Projection(own, torch.tensor(several)[torch.arange(len(own)) % len(several)], torch.ones(len(own)).double())
     drafter = SamplingDrafter(made, reader, longer, view, keys, END, Meter(), LogitsProcessorList(), independent=False)
     for seed in range(60):
         data = TEXT[: 1 + seed // 6].encode() + "が".encode()[: seed % 3]
-        drafter.propose(Context([5], data, 0, noise=noise(seed, 0, b"")), Budget(50, 50))
-        assert reader._lm.length <= window
+        drafter.propose(Context([5], data, 0, noise=noise(seed, 0, b"")), Budget(50, 1 + seed % 3))
+        assert reader._lm.length - reader._lm.branched + max(reader._lm._nodes.depths, default=-1) < window

@@ -25,11 +25,13 @@ def test_the_guides_own_draft_is_a_draft() -> None:
         """Guesses that the last ids come again."""
 
         def propose(self, context: Context, budget: Budget) -> Tree:
-            return chain(context.ids[-budget.draft_tokens :])
+            return chain(context.ids[-budget.depth :])
 
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "Llama", 0)
-    generation = XTokAssisted((model, tokens), Repeats()).generate("吾輩は", max_new_tokens=20, do_sample=False)
+    generation = XTokAssisted((model, tokens), Repeats(), budget=Budget(4)).generate(
+        "吾輩は", max_new_tokens=20, do_sample=False
+    )
     assert (
         generation.token_ids == XTokAssisted((model, tokens)).generate("吾輩は", max_new_tokens=20, do_sample=False).token_ids
     )

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from worlds import fitting, tokenizer
 
-from xtok import Context, Generation, XTokAssisted
+from xtok import Budget, Context, Generation, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError, XTokError
 from xtok.prompts import prompt_ids
@@ -64,7 +64,7 @@ DRAFTS: dict[str, Any] = {"no draft": None, "an unrelated draft": (OTHER, BYTES)
 
 @pytest.fixture(params=DRAFTS, scope="module")
 def xt(request: pytest.FixtureRequest) -> XTokAssisted:
-    return XTokAssisted((TARGET, TOKENS), DRAFTS[request.param])
+    return XTokAssisted((TARGET, TOKENS), DRAFTS[request.param], budget=Budget(4))
 
 
 def encoded(*prompts: str, tokens: Any = TOKENS) -> dict[str, torch.Tensor]:
@@ -243,7 +243,7 @@ def test_the_stats_are_frozen_and_agree_with_each_other_and_with_the_forwards_ma
 
 
 def test_a_draft_that_agrees_saves_target_forwards() -> None:
-    stats = XTokAssisted((TARGET, TOKENS), oracle(TARGET)).generate(PROMPT, **GREEDY).stats
+    stats = XTokAssisted((TARGET, TOKENS), oracle(TARGET), budget=Budget(4)).generate(PROMPT, **GREEDY).stats
     assert (stats.new_tokens, stats.target_forwards) == (24, 7)
     assert stats.acceptance_rate == 1
     assert stats.tokens_per_forward == 24 / 7
@@ -263,7 +263,7 @@ def test_stop_strings_of_the_models_own_generation_config_are_honoured() -> None
     model.generation_config.stop_strings = [STOP]
     expected = alone(stop_strings=model.generation_config.stop_strings, tokenizer=TOKENS)
     assert len(expected) < 24
-    xt = XTokAssisted((model, TOKENS), (TARGET, TOKENS))
+    xt = XTokAssisted((model, TOKENS), (TARGET, TOKENS), budget=Budget(4))
     assert xt.generate(PROMPT, **GREEDY).token_ids == expected
     assert xt.generate(PROMPT, generation_config=GenerationConfig(**GREEDY)).token_ids == expected
 
@@ -281,7 +281,8 @@ def test_a_chat_is_read_in_the_targets_template_and_in_the_drafts_own(draft_temp
     draft_tokens = with_template(BYTES, draft_template) if draft_template else BYTES
     ids = chat_ids(tokens)
     expected = TARGET.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist()
-    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens))
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4))
+    xt.generate(CHAT, **GREEDY)  # what is found out about models once is found out here
     with forwards(TARGET) as of_target, forwards(OTHER) as of_draft:
         generation = xt.generate(CHAT, **GREEDY)
     assert generation.token_ids == expected
@@ -320,7 +321,7 @@ def test_streamed_pieces_are_the_text_and_never_half_a_character(draft: str, len
         "itself": (OTHER, BYTES),
         "oracle": ScriptedDrafter(lambda context: script[len(context.ids) - start :][:3]),
     }
-    xt = XTokAssisted((OTHER, BYTES), drafts[draft])
+    xt = XTokAssisted((OTHER, BYTES), drafts[draft], budget=Budget(4))
     arguments = {**GREEDY, "max_new_tokens": length, "prefix_allowed_tokens_fn": forced(text, start, BYTES)}
     pieces = list(xt.stream(PROMPT, **arguments))
     whole = xt.generate(PROMPT, **arguments).text
@@ -440,7 +441,7 @@ def test_custom_generate_gives_what_generate_gives_for_padded_rows_of_any_archit
     model = fitting(TOKENS, architecture, 2)
     inputs = encoded(*PROMPTS[:3])
     expected = model.generate(**inputs, **GREEDY)
-    xt = XTokAssisted((model, TOKENS), oracle(model))
+    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4))
     assert model.generate(**inputs, **GREEDY, custom_generate=xt).tolist() == expected.tolist()
 
 
@@ -486,7 +487,7 @@ def test_transformers_own_text_streamer_ends(xt: XTokAssisted) -> None:
 @pytest.mark.parametrize("arguments", ["plain", "repetition penalty", "an early end"])
 def test_the_returned_dictionary_is_that_of_transformers(architecture: str, arguments: str) -> None:
     model = fitting(TOKENS, architecture, 0)
-    xt = XTokAssisted((model, TOKENS), oracle(model))
+    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4))
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     inputs = encoded(PROMPT)
     everything = {**GREEDY, **asked, **HF_ARGUMENTS[arguments]()}
@@ -518,7 +519,7 @@ def test_scores_are_recorded_only_where_they_were_asked_for(xt: XTokAssisted) ->
 @pytest.mark.parametrize("only_new", [False, True])
 def test_a_filled_cache_is_continued(architecture: str, rows: int, only_new: bool) -> None:
     model = fitting(TOKENS, architecture, 0)
-    xt = XTokAssisted((model, TOKENS), oracle(model))
+    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4))
     inputs = encoded(*[prompt * 2 for prompt in PROMPTS[:rows]])
     seen = inputs["input_ids"].shape[1] - 4
 
@@ -647,10 +648,11 @@ def test_a_list_is_refused_as_the_prompt_of_a_stream(xt: XTokAssisted) -> None:
         xt.stream(PROMPTS, **GREEDY)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("guess_length", [0, -3])
-def test_a_guess_length_below_one_is_refused(guess_length: int) -> None:
-    with pytest.raises(InvalidInputError, match=f"guess_length is {guess_length}; .* Use draft=None"):
-        XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), guess_length=guess_length)
+@pytest.mark.parametrize("wrong", [{"depth": 0}, {"width": -3}, {"nodes": 1.5}])
+def test_a_budget_below_one_is_refused(wrong: dict[str, Any]) -> None:
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(InvalidInputError, match=f"{name} of the budget is {value}; .* Use draft=None"):
+        Budget(**wrong)
 
 
 @pytest.mark.parametrize("source", [3, None, TARGET, (TARGET,), (TOKENS, TARGET), (TARGET, TOKENS, 1)])
@@ -774,7 +776,7 @@ def test_the_tokenizers_settings_are_left_as_they_are() -> None:
         made.backend_tokenizer.enable_padding(length=9, pad_id=0, pad_token="<unk>", direction="left")
         made.backend_tokenizer.encode_special_tokens = True
     before = settings()
-    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens))
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4))
     assert settings() == before
     for splits in (None, True, False):
         for prompt in (PROMPT, CHAT):
@@ -803,7 +805,7 @@ def in_eight_threads(ask: Callable[[int], Any]) -> list[Any]:
 
 def test_one_instance_serves_eight_threads() -> None:
     tokens, draft_tokens = with_template(TOKENS, TEMPLATE), with_template(BYTES, OTHER_TEMPLATE)
-    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens))
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4))
     asked: list[tuple[Any, dict[str, Any]]] = [
         *((prompt, {}) for prompt in PROMPTS),
         (CHAT, {}),
@@ -869,7 +871,7 @@ def test_the_models_handed_in_are_never_changed() -> None:
         after = [snapshot(target, tokens), snapshot(draft, draft_tokens)]
         return [name for old, new in zip(before, after, strict=True) for name in old if old[name] != new[name]]
 
-    xt = XTokAssisted((target, tokens), (draft, draft_tokens))
+    xt = XTokAssisted((target, tokens), (draft, draft_tokens), budget=Budget(4))
     assert not changed()
     xt.generate(PROMPTS, repetition_penalty=1.5, eos_token_id=[5, 6], **GREEDY)
     assert not changed()
@@ -890,13 +892,13 @@ def test_models_and_tokenizers_are_loaded_from_local_paths(tmp_path: Path) -> No
     for name, model, tokens in (("target", TARGET, TOKENS), ("draft", OTHER, BYTES)):
         model.save_pretrained(tmp_path / name)
         tokens.save_pretrained(tmp_path / name)
-    expected = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES)).generate(PROMPT, **GREEDY)
+    expected = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(4)).generate(PROMPT, **GREEDY)
     for sources in (
         (str(tmp_path / "target"), tmp_path / "draft"),
         (tmp_path / "target", str(tmp_path / "draft")),
         ((TARGET, TOKENS), tmp_path / "draft"),
     ):
-        generation = XTokAssisted(*sources).generate(PROMPT, **GREEDY)
+        generation = XTokAssisted(*sources, budget=Budget(4)).generate(PROMPT, **GREEDY)
         assert generation.token_ids == expected.token_ids == alone()
         assert generation.rounds == expected.rounds
 

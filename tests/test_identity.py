@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from worlds import ARCHITECTURES, FAMILIES, examples, fitting, texts, tokenizer
+from worlds import ARCHITECTURES, KINDS, budgets, examples, fitting, texts, tokenizer
 
-from xtok import Context, XTokAssisted
+from xtok import Budget, Context, Tree, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, UnsupportedArgumentError
 from xtok.prompts import prompt_ids
+from xtok.tree import Trie
 
 CLOSE_CALL = {torch.float32: 1e-5, torch.float64: 1e-6}
 SEEN: Counter[str] = Counter()
@@ -96,29 +98,32 @@ def alone(model: Any, tokenizer: Any, prompt: torch.Tensor, drawn: dict[str, Any
     return output.sequences[0, prompt.shape[1] :].tolist(), min(gaps)
 
 
-def drafts(truth: Sequence[int], start: int, noise: Sequence[tuple[int, int]]) -> ScriptedDrafter:
-    """Guesses the truth, spoilt: of round i, `noise[i]` says how many ids are right and which id stands behind them."""
-    rounds = iter(noise)
+def drafts(truth: Sequence[int], start: int, noise: Sequence[tuple[int, int]], branches: int = 1) -> ScriptedDrafter:
+    """Guesses the truth, spoilt: of branch i, `noise[i]` says how many ids are right and which id stands behind them."""
+    spoilt = iter(noise)
 
-    def script(context: Context) -> list[int]:
-        right, wrong = next(rounds, (3, 7))
-        done = len(context.ids) - start
-        return [*truth[done : done + right], wrong, *truth[done + right + 1 : done + right + 3]]
+    def script(context: Context) -> Tree:
+        rest, trie = truth[len(context.ids) - start :], Trie()
+        for right, wrong in islice(chain(spoilt, repeat((3, 7))), branches):
+            trie.add([*rest[:right], wrong, *rest[right + 1 : right + 3]], 1 / (1 + right))
+        return trie.best(len)
 
     return ScriptedDrafter(script)
 
 
 @examples(1200)
 @given(
-    target=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2)),
+    target=KINDS,
     dtype=st.sampled_from([torch.float64, torch.float32]),
     prompt=texts(),
     length=st.integers(1, 24),
     drawn=arguments(),
-    noise=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 700)), max_size=12),
+    noise=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 700)), max_size=24),
+    branches=st.integers(1, 4),
 )
-@example(("Mistral", "SentencePiece BPE", 1), torch.float64, "吾輩は" * 12, 24, {}, [(9, 7)] * 3)
-@example(("GPT2", "characters", 0), torch.float64, "", 24, {"eos_token_id": [2, 9]}, [(0, 2)] * 12)
+@example(("Mistral", "SentencePiece BPE", 1), torch.float64, "吾輩は" * 12, 24, {}, [(9, 7)] * 3, 1)
+@example(("Mistral", "SentencePiece BPE", 1), torch.float64, "吾輩は" * 12, 24, {}, [(0, 7), (9, 7)] * 6, 2)
+@example(("GPT2", "characters", 0), torch.float64, "", 24, {"eos_token_id": [2, 9]}, [(0, 2)] * 12, 1)
 def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
     target: tuple[str, str, int],
     dtype: torch.dtype,
@@ -126,6 +131,7 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
     length: int,
     drawn: dict[str, Any],
     noise: list[tuple[int, int]],
+    branches: int,
 ) -> None:
     architecture, family, seed = target
     tokens = tokenizer(family, seed)
@@ -137,7 +143,7 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
     if gap < CLOSE_CALL[dtype]:
         SEEN["close calls"] += 1
         return
-    xt = XTokAssisted((model, tokens), drafts(expected, ids.shape[1], noise))
+    xt = XTokAssisted((model, tokens), drafts(expected, ids.shape[1], noise, branches), budget=Budget(4))
     generation = xt.generate(prompt, pad_token_id=0, **fresh(drawn))
     assert generation.token_ids == expected
     assert generation.stats.new_tokens == len(expected)
@@ -146,12 +152,12 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
 
 @examples(900)
 @given(
-    target=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2)),
-    draft=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2)),
+    target=KINDS,
+    draft=KINDS,
     same=st.booleans(),
     prompt=texts(),
     window=st.sampled_from([24, 512]),
-    guess_length=st.integers(1, 8),
+    budget=budgets(),
     drawn=arguments(),
 )
 def test_any_draft_model_with_any_tokenizer_leaves_the_ids_as_transformers_has_them(
@@ -160,14 +166,14 @@ def test_any_draft_model_with_any_tokenizer_leaves_the_ids_as_transformers_has_t
     same: bool,
     prompt: str,
     window: int,
-    guess_length: int,
+    budget: Budget,
     drawn: dict[str, Any],
 ) -> None:
     tokens = tokenizer(*target[1:])
     model = fitting(tokens, target[0], target[2])
     draft_tokens = tokens if same else tokenizer(*draft[1:])
     draft_model = model if same else fitting(draft_tokens, draft[0], draft[2], window=window)
-    xt = XTokAssisted((model, tokens), (draft_model, draft_tokens), guess_length=guess_length)
+    xt = XTokAssisted((model, tokens), (draft_model, draft_tokens), budget=budget)
     ids = torch.tensor([prompt_ids(tokens, prompt, split_special_tokens=False)])
     drawn = {**honoured(tokens, drawn), "max_new_tokens": 16}
     expected, gap = alone(model, tokens, ids, drawn)
@@ -200,7 +206,7 @@ def test_a_draft_that_raises_costs_speed_only_and_is_told_of_once(when: int) -> 
     def script(context: Context) -> list[int]:
         return raises(context) if len(context.ids) >= ids.shape[1] + when else []
 
-    xt = XTokAssisted((model, tokens), ScriptedDrafter(script))
+    xt = XTokAssisted((model, tokens), ScriptedDrafter(script), budget=Budget(4))
     for _ in range(2):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -215,7 +221,7 @@ def test_a_draft_that_talks_nonsense_costs_speed_only(nonsense: list[int]) -> No
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "GPT2", 0)
     expected, _ = alone(model, tokens, torch.tensor([tokens("吾輩は").input_ids]), {"max_new_tokens": 20})
-    xt = XTokAssisted((model, tokens), ScriptedDrafter(lambda context: nonsense))
+    xt = XTokAssisted((model, tokens), ScriptedDrafter(lambda context: nonsense), budget=Budget(4))
     generation = xt.generate("吾輩は", max_new_tokens=20, do_sample=False)
     assert generation.token_ids == expected
     assert generation.stats.draft_error is None
@@ -226,7 +232,7 @@ def test_a_target_generates_up_to_its_last_learned_position() -> None:
     model = fitting(tokens, "GPT2", 0, window=32)
     ids = torch.tensor([tokens("吾輩は猫").input_ids])
     expected, _ = alone(model, tokens, ids, {"max_length": 32})
-    xt = XTokAssisted((model, tokens), ScriptedDrafter(lambda context: [5] * 40))
+    xt = XTokAssisted((model, tokens), ScriptedDrafter(lambda context: [5] * 40), budget=Budget(4))
     assert xt.generate("吾輩は猫", max_length=32, do_sample=False).token_ids == expected
 
 
@@ -238,7 +244,9 @@ def test_a_perfect_draft_is_accepted_whole() -> None:
     expected, _ = alone(model, tokens, ids, {"max_new_tokens": 21, "eos_token_id": None})
     perfect = ScriptedDrafter(lambda context: expected[len(context.ids) - ids.shape[1] :][:4])
     stats = (
-        XTokAssisted((model, tokens), perfect).generate("吾輩は", max_new_tokens=21, do_sample=False, eos_token_id=None).stats
+        XTokAssisted((model, tokens), perfect, budget=Budget(4))
+        .generate("吾輩は", max_new_tokens=21, do_sample=False, eos_token_id=None)
+        .stats
     )
     assert (stats.target_forwards, stats.proposed, stats.accepted) == (5, 16, 16)
 
@@ -254,7 +262,7 @@ def test_a_text_that_crosses_the_boundary_of_a_longrope_target_is_refused_and_on
     model = AutoModelForCausalLM.from_config(config).double().eval()
     ids = torch.tensor([tokens("あ").input_ids])
     expected, _ = alone(model, tokens, ids, {"max_length": 24, "eos_token_id": None})
-    xt = XTokAssisted((model, tokens), drafts(expected, ids.shape[1], [(9, 7)] * 9))
+    xt = XTokAssisted((model, tokens), drafts(expected, ids.shape[1], [(9, 7)] * 9), budget=Budget(4))
     assert xt.generate("あ", max_length=24, do_sample=False, eos_token_id=None).token_ids == expected
     with pytest.raises(UnsupportedArgumentError, match="crosses position 24"):
         xt.generate("あ", max_length=25, do_sample=False)
@@ -265,7 +273,9 @@ def test_scores_and_logits_are_handed_out_where_they_are_asked_for() -> None:
     model = fitting(tokens, "Llama", 0)
     asked = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True, "repetition_penalty": 1.2}
     theirs = model.generate(torch.tensor([tokens("吾輩").input_ids]), output_scores=True, output_logits=True, **asked)
-    mine = XTokAssisted((model, tokens), (model, tokens)).generate("吾輩", output_scores=True, output_logits=True, **asked)
+    mine = XTokAssisted((model, tokens), (model, tokens), budget=Budget(4)).generate(
+        "吾輩", output_scores=True, output_logits=True, **asked
+    )
     torch.testing.assert_close(mine.scores, theirs.scores)
     torch.testing.assert_close(mine.logits, theirs.logits)
     assert XTokAssisted((model, tokens)).generate("吾輩", max_new_tokens=2).scores is None

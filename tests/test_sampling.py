@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_identity import arguments, drafts, fresh, honoured
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
-from worlds import ARCHITECTURES, FAMILIES, examples, fitting, texts, tokenizer
+from worlds import KINDS, budgets, examples, fitting, texts, tokenizer
 
-from xtok import Context, XTokAssisted, pair
+from xtok import Budget, Context, XTokAssisted, pair
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.prompts import prompt_ids
@@ -22,8 +22,6 @@ BYTES = tokenizer("byte-level BPE")
 DRAFT = (fitting(BYTES, "GPTNeoX", 1), BYTES)
 PROMPTS = ["吾輩は", "The quick brown", "", "どこで", "吾輩は"]
 SETTINGS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 16, "temperature": 2.0, "seed": 7}
-
-worlds = st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
 
 
 def samplings() -> st.SearchStrategy[dict[str, Any]]:
@@ -57,14 +55,15 @@ def without_batch_limits(drawn: dict[str, Any]) -> dict[str, Any]:
 
 @examples(700)
 @given(
-    target=worlds,
+    target=KINDS,
     prompt=texts(),
     length=st.integers(1, 24),
     drawn=arguments(),
     sampling=samplings(),
-    spoilt=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 700)), max_size=12),
+    spoilt=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 700)), max_size=24),
+    branches=st.integers(1, 4),
 )
-@example(("GPT2", "characters", 0), "", 24, {"eos_token_id": [2, 9]}, {"do_sample": True, "seed": 0}, [(0, 2)] * 12)
+@example(("GPT2", "characters", 0), "", 24, {"eos_token_id": [2, 9]}, {"do_sample": True, "seed": 0}, [(0, 2)] * 12, 1)
 def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     target: tuple[str, str, int],
     prompt: str,
@@ -72,6 +71,7 @@ def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     drawn: dict[str, Any],
     sampling: dict[str, Any],
     spoilt: list[tuple[int, int]],
+    branches: int,
 ) -> None:
     tokens = tokenizer(target[1], target[2])
     model = fitting(tokens, target[0], target[2])
@@ -80,19 +80,21 @@ def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     reference = XTokAssisted((model, tokens))
     expected = reference.generate(prompt, **fresh(drawn))
     start = len(prompt_ids(tokens, prompt, split_special_tokens=False))
-    mine = XTokAssisted((model, tokens), drafts(expected.token_ids, start, spoilt)).generate(prompt, **fresh(drawn))
+    mine = XTokAssisted((model, tokens), drafts(expected.token_ids, start, spoilt, branches), budget=Budget(4)).generate(
+        prompt, **fresh(drawn)
+    )
     assert mine.token_ids == expected.token_ids
     assert mine.seed == expected.seed == sampling["seed"]
 
 
 @examples(700)
 @given(
-    target=worlds,
-    draft=worlds,
+    target=KINDS,
+    draft=KINDS,
     same=st.booleans(),
     prompt=texts(),
     window=st.sampled_from([24, 512]),
-    guess_length=st.integers(1, 8),
+    budget=budgets(),
     drawn=arguments(),
     sampling=samplings(),
 )
@@ -102,7 +104,7 @@ def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
     same: bool,
     prompt: str,
     window: int,
-    guess_length: int,
+    budget: Budget,
     drawn: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
@@ -112,7 +114,7 @@ def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
     draft_model = model if same else fitting(draft_tokens, draft[0], draft[2], window=window)
     drawn = without_batch_limits({**honoured(tokens, drawn), "max_new_tokens": 12, "pad_token_id": 0, **sampling})
     expected = XTokAssisted((model, tokens)).generate(prompt, **fresh(drawn))
-    xt = XTokAssisted((model, tokens), (draft_model, draft_tokens), guess_length=guess_length)
+    xt = XTokAssisted((model, tokens), (draft_model, draft_tokens), budget=budget)
     mine = xt.generate(prompt, **fresh(drawn))
     assert ids_of(mine) == ids_of(expected)
     assert all(one.stats.draft_error is None for one in (mine if isinstance(mine, list) else [mine]))
@@ -120,7 +122,7 @@ def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_the_shipped_pair_in_float32_draws_the_same_with_and_without_its_draft_in_fewer_forwards(temperature: float) -> None:
-    alone, mine = XTokAssisted(pair.TARGET), XTokAssisted(pair.TARGET, pair.DRAFT)
+    alone, mine = XTokAssisted(pair.TARGET), XTokAssisted(pair.TARGET, pair.DRAFT, budget=Budget(4))
     tokens = forwards = 0
     for seed, prompt in enumerate(pair.prompts()[:30]):
         asked = {"max_new_tokens": 40, "do_sample": True, "temperature": temperature, "seed": seed}
@@ -128,13 +130,13 @@ def test_the_shipped_pair_in_float32_draws_the_same_with_and_without_its_draft_i
         assert generation.token_ids == alone.generate(prompt, **asked).token_ids
         tokens += generation.stats.new_tokens
         forwards += generation.stats.target_forwards
-    assert tokens / forwards > 1.4
+    assert tokens / forwards > 1.8
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
 def test_a_draft_that_is_the_target_itself_guesses_nearly_every_draw(acceptance: Any) -> None:
     """The figures can fail: with noise of its own where it should share, a guess would be right as often as two draws agree."""
-    same = XTokAssisted(pair.TARGET, pair.TARGET, acceptance=acceptance)
+    same = XTokAssisted(pair.TARGET, pair.TARGET, budget=Budget(5, width=1), acceptance=acceptance)
     asked = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
     stats = [same.generate(prompt, seed=seed, **asked).stats for seed, prompt in enumerate(pair.prompts()[:8])]
     assert sum(one.accepted for one in stats) > 0.8 * sum(one.proposed for one in stats)
@@ -145,7 +147,7 @@ def test_a_draft_that_is_the_target_itself_guesses_nearly_every_draw(acceptance:
 
 @pytest.fixture(params=["no draft", "a draft"], scope="module")
 def xt(request: pytest.FixtureRequest) -> XTokAssisted:
-    return XTokAssisted((TARGET, TOKENS), DRAFT if request.param == "a draft" else None)
+    return XTokAssisted((TARGET, TOKENS), DRAFT if request.param == "a draft" else None, budget=Budget(4, width=3))
 
 
 def test_a_prompt_has_the_same_text_alone_and_in_a_list_and_again_another(xt: XTokAssisted) -> None:
@@ -247,7 +249,7 @@ def test_an_end_drawn_inside_an_accepted_block_ends_the_text() -> None:
         expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **{**asked, "seed": seed})
         truth = [*expected.token_ids, 50, 51, 52]
         oracle = ScriptedDrafter(lambda context, truth=truth: truth[len(context.ids) - start :][:6])
-        mine = XTokAssisted((TARGET, TOKENS), oracle).generate("吾輩は", **{**asked, "seed": seed})
+        mine = XTokAssisted((TARGET, TOKENS), oracle, budget=Budget(4)).generate("吾輩は", **{**asked, "seed": seed})
         assert (mine.token_ids, mine.finish_reason) == (expected.token_ids, expected.finish_reason)
 
 
@@ -266,7 +268,7 @@ def test_ties_at_the_edge_of_top_k_are_drawn_the_same_with_and_without_a_draft()
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return (scores * 2).round() / 2
 
-    alone, mine = XTokAssisted((TARGET, TOKENS)), XTokAssisted((TARGET, TOKENS), DRAFT)
+    alone, mine = XTokAssisted((TARGET, TOKENS)), XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4))
     flat = LogitsProcessorList([Flat()])
     for seed in range(10):
         asked = {**SETTINGS, "logits_processor": flat, "top_k": 5, "max_new_tokens": 24, "seed": seed}
@@ -275,7 +277,7 @@ def test_ties_at_the_edge_of_top_k_are_drawn_the_same_with_and_without_a_draft()
 
 def test_a_temperature_near_0_is_greedy() -> None:
     greedy = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", do_sample=False, max_new_tokens=16)
-    cold = XTokAssisted((TARGET, TOKENS), DRAFT).generate("吾輩は", **{**SETTINGS, "temperature": 1e-4})
+    cold = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4)).generate("吾輩は", **{**SETTINGS, "temperature": 1e-4})
     assert cold.token_ids == greedy.token_ids
 
 
@@ -290,7 +292,7 @@ def test_a_warper_with_a_state_is_the_targets_alone() -> None:
             return scores / (0.3 + 0.3 * self.calls)
 
     alone, mine = (
-        XTokAssisted((TARGET, TOKENS), draft).generate(
+        XTokAssisted((TARGET, TOKENS), draft, budget=Budget(4)).generate(
             "吾輩は", logits_processor=LogitsProcessorList([Annealed(1.0)]), **SETTINGS
         )
         for draft in (None, DRAFT)
@@ -299,7 +301,7 @@ def test_a_warper_with_a_state_is_the_targets_alone() -> None:
 
 
 def test_a_negative_end_means_none() -> None:
-    generation = XTokAssisted((TARGET, TOKENS), DRAFT).generate("吾輩は", eos_token_id=-1, **SETTINGS)
+    generation = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4)).generate("吾輩は", eos_token_id=-1, **SETTINGS)
     assert generation.stats.draft_error is None
     assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", eos_token_id=-1, **SETTINGS).token_ids
 
@@ -339,4 +341,4 @@ def test_laws_from_a_draft_of_ones_own_are_not_believed() -> None:
             return chain([5, 5], b"", [law, law])
 
     expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **SETTINGS).token_ids
-    assert XTokAssisted((TARGET, TOKENS), Liar()).generate("吾輩は", **SETTINGS).token_ids == expected
+    assert XTokAssisted((TARGET, TOKENS), Liar(), budget=Budget(4)).generate("吾輩は", **SETTINGS).token_ids == expected

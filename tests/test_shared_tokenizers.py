@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, BertJapaneseTokenizer, PreTrainedTokeniz
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 from worlds import SHARED, model
 
-from xtok import Context, XTokAssisted
+from xtok import Budget, Context, XTokAssisted
 from xtok.continuation import Continuation
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.encoding import encoder
@@ -125,7 +125,7 @@ def test_every_pair_of_families_generates_what_the_target_alone_generates(target
             start = len(context.ids) % 40
             return continuation.ids(context.ids, view(draft).to_bytes(truth[start : start + 5], before=b"x"))
 
-        xt = XTokAssisted((lm, tokens), ScriptedDrafter(script))
+        xt = XTokAssisted((lm, tokens), ScriptedDrafter(script), budget=Budget(4))
         ids = torch.tensor([prompt_ids(tokens, text, split_special_tokens=False)])
         alone = lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         assert xt.generate(text, max_new_tokens=12, do_sample=False).token_ids == alone[0, ids.shape[1] :].tolist()

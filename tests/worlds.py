@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from xtok.budget import Budget, Line, Pace
+
 SHARED = Path(os.environ.get("XTOK_SHARED", Path(__file__).parents[2] / "shared"))
 
 CORPUS = """吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。何でも薄暗いじめじめした所で
@@ -37,6 +39,19 @@ def unidic_words() -> tuple[str, ...]:
         rows = file.read(header[8]).split(b"\0")
     written = {row.decode().split(",")[8] for row in rows[:: max(1, len(rows) // 4000)] if row.count(b",") > 8}
     return tuple(sorted(word for word in written if word and word != "*"))
+
+
+KINDS = st.deferred(
+    lambda: st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
+)
+"""A model's architecture, its tokenizer's family, and a seed for both."""
+
+
+def budgets() -> st.SearchStrategy[Budget]:
+    """Fixed ones, and some that decide by costs: made-up ones of a dear target at first, then what is measured."""
+    dear = Line({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
+    paces = st.sampled_from([None, None, Pace(target=dear, draft=Line({1: (99, 1.0, 0.01)})), Pace()])
+    return st.builds(Budget, st.integers(1, 6), st.integers(1, 6), st.integers(1, 40), st.just(64), paces)
 
 
 def examples(count: int, **more: Any) -> settings:

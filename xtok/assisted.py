@@ -1,7 +1,8 @@
 """`XTokAssisted`: the front door."""
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args, overload
 
@@ -17,6 +18,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from xtok import bridge
+from xtok.budget import Budget, Pace
 from xtok.continuation import Continuation
 from xtok.drafts import Drafter
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
@@ -24,7 +26,7 @@ from xtok.drafts.reader import Reader
 from xtok.drafts.sampling import Projection, SamplingDrafter, projection
 from xtok.encoding import encoder
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
-from xtok.lm import CachedModel, check_rolls_back, context_window, vocabulary_size
+from xtok.lm import CachedModel, check_rolls_back, context_window, takes_trees, vocabulary_size
 from xtok.loop import Run, decode
 from xtok.noise import spelling_keys
 from xtok.prompts import Chat, chat_ids, is_chat, prompt_ids, reading
@@ -70,22 +72,21 @@ class XTokAssisted:
         target: Source,
         draft: Source | Drafter | None = None,
         *,
-        guess_length: int = 5,
+        budget: Budget | None = None,
         acceptance: Acceptance = "match",
     ) -> None:
-        """`draft` may also be anything with `propose(context, budget)`. `guess_length` counts the draft's own tokens per round.
+        """`draft` may also be anything with `propose(context, budget)`.
+
+        `budget`: how much is guessed in each round. Without one, as much as pays, by what forwards cost and guesses gain
+        lately; `Budget(depth=5, width=1)` guesses chains of five of the draft's tokens, say.
 
         `acceptance`, of sampled texts. "match": a guess is accepted where it is what the target draws; draft and target look at
         the same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by the draft's law,
-        projected onto the target's ids by bytes; what comes out are draws from the target's own law, too, but they depend on the draft
-        and the guess length.
+        projected onto the target's ids by bytes, in chains of the budget's depth; what comes out are draws from the target's
+        own law, too, but they depend on the draft and that depth.
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
-        if not isinstance(guess_length, int) or guess_length < 1:
-            raise InvalidInputError(
-                f"guess_length is {guess_length!r}; it must be a whole number of at least 1. Use draft=None to guess nothing."
-            )
         if acceptance not in get_args(Acceptance):
             raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Acceptance)))}.")
         if acceptance == "rejection" and isinstance(draft, Drafter):
@@ -96,7 +97,8 @@ class XTokAssisted:
         self.model, self.tokenizer = load(target, "target")
         check_rolls_back(self.model, "target")
         self._view = token_bytes(self.tokenizer)
-        self._guess_length = guess_length
+        self._budget = budget or Budget(depth=8, width=8)
+        self._pace = Pace() if budget is None else budget.pace
         self._drafter = draft if isinstance(draft, Drafter) else None
         self._draft, self._draft_tokenizer = None, None
         if draft is not None and not isinstance(draft, Drafter):
@@ -225,7 +227,7 @@ class XTokAssisted:
         records = bool(config.return_dict_in_generate)
         runs = []
         for row in range(len(input_ids)):
-            meter = Meter()
+            meter = Meter(chains_only=not self._branches)
             own_inputs = bridge.row_of_inputs(inputs, row)
             own_cache = cache if len(input_ids) == 1 else bridge.cache_of_row(cache, row)
             runs.append(
@@ -237,7 +239,8 @@ class XTokAssisted:
                     criteria=bridge.copied(criteria) if len(input_ids) > 1 else criteria,
                     config=config,
                     drafter=self._new_drafter(config, meter, bridge.warpers(processors), draft_prompt),
-                    guess_length=self._guess_length,
+                    budget=self._own_budget(config),
+                    branches=not meter.chains_only,
                     deepest=context_window(self.model),
                     meter=meter,
                     rejects=self._rejects,
@@ -261,6 +264,17 @@ class XTokAssisted:
                 self._draft, reader, self._projection, self._view, self._keys, end, meter, warpers, independent=self._rejects
             )
         return CrossTokenizerDrafter(self._draft, reader, Continuation(self._encoder), end, meter)
+
+    def _own_budget(self, config: GenerationConfig) -> Budget:
+        """The budget of one generation, which begins with what the ones before it learnt. A law's guesses are fixed chains."""
+        if config.do_sample and self._rejects:
+            return replace(self._budget, depth=5 if self._pace else self._budget.depth, width=1)
+        return replace(self._budget, pace=deepcopy(self._pace))
+
+    @cached_property
+    def _branches(self) -> bool:
+        """Whether the target can check a tree, found out where there is something that guesses one."""
+        return (self._draft or self._drafter) is not None and takes_trees(self.model)
 
     @cached_property
     def _projection(self) -> Projection:
@@ -299,6 +313,7 @@ class XTokAssisted:
         return StoppingCriteriaList([*criteria, stops])
 
     def _result(self, run: Run) -> Generation:
+        self._pace = run.budget.pace or self._pace
         return Generation(
             text=run.new_data.decode(errors="replace"),
             token_ids=run.new_ids,

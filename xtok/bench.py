@@ -14,12 +14,13 @@ import torch
 from rich.progress import track
 
 from xtok.assisted import Generation, XTokAssisted
+from xtok.budget import Budget
 from xtok.errors import InvalidInputError
 from xtok.prompts import prompt_ids
 from xtok.tokenbytes import token_bytes
 
 ALONE = "target alone"
-XTOK = "xtok"
+XTOK, CHAIN, TREE = "xtok", "xtok, fixed chain", "xtok, fixed tree"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _warms_up(name: str, system: "System", prompt: str) -> bool:
     try:
         system(prompt)
     except ValueError:
-        if name in (ALONE, XTOK):
+        if name in (ALONE, XTOK, CHAIN, TREE):
             raise
         return False
     return True
@@ -104,7 +105,9 @@ def _systems(target: Any, draft: Any, max_new_tokens: int, guess_length: int) ->
     fixed, default = (uag(target[1], draft, length) for length in (guess_length, None))
     return {
         ALONE: partial(by_transformers, target, **greedy),
-        XTOK: partial(by_xtok, XTokAssisted(target, draft, guess_length=guess_length), **greedy),
+        XTOK: partial(by_xtok, XTokAssisted(target, draft), **greedy),
+        CHAIN: partial(by_xtok, XTokAssisted(target, draft, budget=Budget(guess_length, width=1)), **greedy),
+        TREE: partial(by_xtok, XTokAssisted(target, draft, budget=Budget(guess_length, width=4, nodes=32)), **greedy),
         f"UAG, guess length {guess_length}": partial(by_transformers, target, **greedy, **fixed),
         "UAG, its defaults": partial(by_transformers, target, **greedy, **default),
     }

@@ -12,12 +12,14 @@ from transformers import GenerationConfig
 
 from xtok.assisted import XTokAssisted
 from xtok.bench import Timed, by_transformers, by_xtok, uag
+from xtok.budget import Budget
 from xtok.chi_square import chi_square
 from xtok.drafts import Drafter
 from xtok.prompts import prompt_ids
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
-SHARED, MODE, REJECTION, ASSISTED = "shared noise", "the draft's mode", "rejection", "transformers' assisted sampling"
+SHARED, TREE, MODE, REJECTION = "shared noise", "shared noise, tree", "the draft's mode", "rejection"
+ASSISTED = "transformers' assisted sampling"
 _FEW = 6
 """How many ids are sampled to see the law of the first: transformers guesses nothing where one id is asked for."""
 _PLAIN = {"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
@@ -92,11 +94,12 @@ def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) 
         torch.manual_seed(seed)
         return by_transformers(target, prompt, max_new_tokens=length, **asked, **assistant)
 
-    pair = (target, draft)
+    pair, chain = (target, draft), Budget(guess_length, width=1)
     return {
-        SHARED: sampled(XTokAssisted(*pair, guess_length=guess_length)),
-        MODE: sampled(_ModeAssisted(*pair, guess_length=guess_length)),
-        REJECTION: sampled(XTokAssisted(*pair, guess_length=guess_length, acceptance="rejection")),
+        SHARED: sampled(XTokAssisted(*pair, budget=chain)),
+        TREE: sampled(XTokAssisted(*pair, budget=Budget(guess_length, width=4, nodes=32))),
+        MODE: sampled(_ModeAssisted(*pair, budget=chain)),
+        REJECTION: sampled(XTokAssisted(*pair, budget=chain, acceptance="rejection")),
         ASSISTED: assisted,
     }
 

@@ -97,7 +97,6 @@ def generate(
         str, typer.Option(help='Hub id or path of the model that guesses, or "none".', show_default=SHIPPED)
     ] = str(DRAFT),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the target to write at most.")] = 128,
-    guess_length: Annotated[int, typer.Option(min=1, help="How many of its own tokens the draft guesses.")] = GUESS_LENGTH,
     temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this total.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
@@ -105,7 +104,7 @@ def generate(
     """Continue a text as the target alone would. The text goes to stdout, a summary to stderr."""
     helper = None if draft == "none" else draft
     with _loading(*(source for source in (target, helper) if source)):
-        xt = XTokAssisted(target, helper, guess_length=guess_length)
+        xt = XTokAssisted(target, helper)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "seed": seed} if temperature else {}
     generation = _printed(xt.stream(prompt, max_new_tokens=max_new_tokens, **{"do_sample": False, **sampling}))
     typer.echo(_summary(generation.stats), err=True)
@@ -224,7 +223,7 @@ def _cells(side: Side, found: Fit) -> tuple[str, ...]:
 def demo() -> None:
     """Run the pair that ships on a few held-out prompts, beside the target alone, and compare every token."""
     with _loading(str(TARGET), str(DRAFT)):
-        xt = XTokAssisted(TARGET, DRAFT, guess_length=GUESS_LENGTH)
+        xt = XTokAssisted(TARGET, DRAFT)
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
     texts = prompts()[:DEMO_PROMPTS]
     _compared(xt, texts[0])
@@ -295,7 +294,7 @@ def bench(
         Path | None, typer.Option("--prompts", help="A file with one prompt per line.", show_default="20 held-out prompts")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write per prompt.")] = 64,
-    guess_length: Annotated[int, typer.Option(min=1, help="How many of its own tokens the draft guesses.")] = GUESS_LENGTH,
+    guess_length: Annotated[int, typer.Option(min=1, help="How many draft tokens a fixed guess has.")] = GUESS_LENGTH,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
     tune: Annotated[bool, typer.Option(help="Also with the draft fine-tuned on the target's text, in about a minute.")] = False,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample, at four temperatures, instead of greedily.")] = False,

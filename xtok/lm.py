@@ -1,8 +1,11 @@
 """One model with its cache. Target and draft are both held by it."""
 
+from collections.abc import Sequence
 from math import ceil
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -16,6 +19,49 @@ def new_cache(model: PreTrainedModel) -> Cache:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     cache.activate_past_recording()
     return cache
+
+
+def takes_trees(model: PreTrainedModel) -> bool:
+    """Whether `model` can forward the branches of a tree at once. It is tried out, once for a model and its kind of attention.
+
+    Layers that see a part of the context by the order of their keys and not by positions are known by name: no short context
+    would betray them.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    if not kinds <= {"full_attention", "sliding_attention", "global"}:
+        return False
+    known = _TAKES_TREES.setdefault(model, {})
+    attention = str(config._attn_implementation)
+    if attention not in known:
+        known[attention] = _branches_as_it_should(model)
+    return known[attention]
+
+
+_TAKES_TREES: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _branches_as_it_should(model: PreTrainedModel) -> bool:
+    """Whether a node behind a branch has the logits that it has in a chain of its own.
+
+    They may differ by rounding, which is little beside what it would change if the node saw the other branch, too.
+    """
+    cached = CachedModel(model, new_cache(model))
+    if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cached.cache.layers):
+        return False
+    first, other, *rest = (torch.tensor([[token % cached.vocabulary]], device=model.device) for token in (3, 5, 7, 11, 13))
+    try:
+        cached.forward(torch.cat([first, other], dim=1), rows=1)
+        branched = cached.branch(torch.cat(rest, dim=1), parents=(-1, -1, 1))[2]
+        cached.roll_back(2)
+        alone = cached.forward(torch.cat(rest[1:], dim=1), rows=1)
+        cached.roll_back(2)
+        mixed = cached.forward(torch.cat(rest, dim=1), rows=1)
+    except Exception:  # a model says in many ways that it takes no such mask
+        return False
+    error, effect = (branched - alone).abs().max(), (mixed - alone).abs().max()
+    return bool(error <= effect * (1e-3 if branched.dtype in (torch.float32, torch.float64) else 0.1))
 
 
 def context_window(model: PreTrainedModel) -> int | None:
@@ -61,7 +107,8 @@ def check_rolls_back(model: PreTrainedModel, role: str) -> None:
 class CachedModel:
     """A causal LM and its KV cache.
 
-    Law: after each call the cache holds exactly the positions of `ids[:length]`, where `ids` is what was forwarded and kept.
+    Law: after each call but `branch` the cache holds exactly the positions of `ids[:length]`, where `ids` is what was forwarded
+    and kept. The nodes of a tree stand behind those until `keep` or `roll_back` ends it.
     `inputs` are further inputs of the model for the prompt (attention mask, positions); they are continued for new positions as
     transformers' own generation continues them.
     """
@@ -72,6 +119,7 @@ class CachedModel:
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
         self._prefilled = 0
+        self._nodes = _Nodes()
         self.cache = cache
         self.forwards = 0
         self.vocabulary = vocabulary_size(model)
@@ -80,6 +128,11 @@ class CachedModel:
     def length(self) -> int:
         """How many positions the cache holds."""
         return int(self.cache.get_seq_length())
+
+    @property
+    def branched(self) -> int:
+        """How many nodes of a tree stand behind what is kept."""
+        return len(self._nodes)
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, config: Any) -> Tensor:
@@ -92,36 +145,99 @@ class CachedModel:
         self.forwards += ceil((self.length - held) / (config.prefill_chunk_size or self.length))
         return self._last(outputs.logits, 1)
 
-    @torch.no_grad()
     def forward(self, ids: Tensor, rows: int) -> Tensor:
         """Forward new `ids`, (1, new), behind the cache. Returns the logits of the last `rows` of them, (rows, vocabulary)."""
+        return self._forward(self._prepared(ids), rows)
+
+    def branch(self, ids: Tensor, parents: Sequence[int]) -> Tensor:
+        """Forward nodes of a tree, `ids` of shape (1, new), behind the cache. Returns their logits, (new, vocabulary).
+
+        A parent is the index of an earlier node, those of earlier calls counted, or -1 for all that the cache held before the
+        tree, or -2 for that less its last position (where a window has slid, one less at its other end, too). A node sees its
+        ancestors alone, and its position is its depth.
+        """
+        inputs = self._prepared(ids)
+        held = self.length - len(self._nodes)
+        new = slice(len(self._nodes), len(self._nodes) + len(parents))
+        self._nodes.add(parents)
+        if self._nodes.is_chain:
+            return self._forward(inputs, len(parents))  # it needs no mask
+        first = inputs["position_ids"][0, 0] - new.start if inputs.get("position_ids") is not None else held
+        inputs["position_ids"] = (first + torch.from_numpy(self._nodes.depths[new]).to(ids.device))[None]
+        inputs["attention_mask"] = self._tree_masks(held, new, inputs.get("attention_mask"))
+        return self._forward(inputs, len(parents))
+
+    def keep(self, path: Sequence[int]) -> None:
+        """End a tree: keep the nodes of `path`, each the parent of the next and the first a child of -1. Drop the others."""
+        size = len(self._nodes)
+        self._nodes = _Nodes()
+        if list(path) != list(range(len(path))):
+            kept = torch.tensor(path, device=self.cache.layers[0].keys.device)
+            for layer in self.cache.layers:
+                if layer.is_initialized:
+                    _move_to_front(layer.keys[..., -size:, :], kept)
+                    _move_to_front(layer.values[..., -size:, :], kept)
+        self._crop(size - len(path))
+
+    def _prepared(self, ids: Tensor) -> dict[str, Any]:
+        """The model's inputs for new ids behind the cache, as transformers' own generation has them."""
         new = ids.shape[1]
         if self.length > self._recorded and not hasattr(self.cache, "is_croppable") and self._has_slid():
-            self.roll_back(self.length)  # transformers 5.16's sliding layers take one forward per crop
+            self._crop(0)  # transformers 5.16's sliding layers take one forward per crop
         beyond = self.length + new - self._prefilled
         inputs = self._model._update_model_kwargs_for_generation({}, dict(self._inputs), num_new_tokens=beyond)
-        inputs = self._model.prepare_inputs_for_generation(
+        prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(
             ids, next_sequence_length=new, past_key_values=self.cache, is_first_iteration=False, **inputs
         )
+        return prepared
+
+    @torch.no_grad()
+    def _forward(self, inputs: dict[str, Any], rows: int) -> Tensor:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = rows
         outputs = self._model(**inputs, return_dict=True)
         self.forwards += 1
         return self._last(outputs.logits, rows)
 
+    def _tree_masks(self, held: int, new: slice, padding: Tensor | None) -> Any:
+        """What each new node sees, (1, 1, new, keys), additive: one mask, or one for each kind of layer that a model names."""
+        kinds = getattr(self._model.config.get_text_config(decoder=True), "layer_types", None) or [""]
+        layers = dict(zip(kinds, self.cache.layers, strict=False))
+        padded = None if padding is None or bool(padding.all()) else padding[0].cpu().numpy() == 0
+        masks = {kind: self._tree_mask(layer, held, new, padded) for kind, layer in layers.items()}
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+    def _tree_mask(self, layer: Any, held: int, new: slice, padded: Any) -> Tensor:
+        size, first = layer.get_mask_sizes(new.stop - new.start)
+        trunk, nodes = slice(0, max(0, held - first)), self._nodes
+        visible = np.ones((new.stop - new.start, size), dtype=bool)
+        visible[:, trunk.stop :] = nodes.ancestors[new, max(0, first - held) : new.stop]
+        visible[nodes.shortened[new], trunk.stop - 1 : trunk.stop] = False
+        if padded is not None:
+            visible[:, trunk] &= ~padded[first : first + trunk.stop]
+        if layer.is_sliding:
+            positions = np.concatenate([np.arange(-trunk.stop, 0), nodes.depths[max(0, first - held) :]])
+            visible &= positions > nodes.depths[new, None] - layer.sliding_window
+        mask = torch.zeros(visible.shape, dtype=self._model.dtype)
+        return mask.masked_fill_(torch.from_numpy(~visible), torch.finfo(mask.dtype).min)[None, None].to(self._model.device)
+
     def roll_back(self, length: int) -> bool:
         """Take the newest positions back until `length` are left. False, and nothing done, where the cache forgot too much."""
-        excess = self.length - length
         if length < self._recorded and self._has_slid():
             return False
+        self._nodes = _Nodes()
+        self._crop(self.length - length)
+        return True
+
+    def _crop(self, excess: int) -> None:
         if self.length:
             self.cache.crop(-excess)
-        self._recorded = length
-        return True
+        self._recorded = self.length
 
     def start_anew(self) -> None:
         """Forget everything."""
         self.cache = new_cache(self._model)
+        self._nodes = _Nodes()
         self._recorded = 0
 
     def _has_slid(self) -> bool:
@@ -132,3 +248,38 @@ class CachedModel:
     @staticmethod
     def _last(logits: Tensor, rows: int) -> Tensor:
         return logits[0, -rows:]
+
+
+class _Nodes:
+    """The nodes of a tree behind a cache.
+
+    `depths`: 0 for children of the whole context. `shortened`: whether a node doesn't see the context's last position.
+    `ancestors`: (nodes, nodes), whether the column's node is on the row's path, itself included.
+    """
+
+    def __init__(self) -> None:
+        self.depths = np.zeros(0, dtype=np.int64)
+        self.shortened = np.zeros(0, dtype=bool)
+        self.ancestors = np.zeros((0, 0), dtype=bool)
+        self.is_chain = True
+
+    def __len__(self) -> int:
+        return len(self.depths)
+
+    def add(self, parents: Sequence[int]) -> None:
+        """Add a node per parent, each an earlier node or -1 or -2."""
+        before, more = len(self), len(parents)
+        self.is_chain = self.is_chain and list(parents) == list(range(before - 1, before + more - 1))
+        self.depths, self.shortened = np.pad(self.depths, (0, more)), np.pad(self.shortened, (0, more))
+        self.ancestors = np.pad(self.ancestors, ((0, more), (0, more)))
+        for node, parent in enumerate(parents, start=before):
+            if parent >= 0:
+                self.ancestors[node] = self.ancestors[parent]
+            self.ancestors[node, node] = True
+            self.depths[node] = self.depths[parent] + 1 if parent >= 0 else parent + 1
+            self.shortened[node] = self.shortened[parent] if parent >= 0 else parent == -2
+
+
+def _move_to_front(states: Tensor, kept: Tensor) -> None:
+    """Move some positions of a layer's keys or values, (1, heads, positions, size), to the front, in place."""
+    states[..., : len(kept), :] = states[..., kept, :]

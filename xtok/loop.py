@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,8 @@ class Run:
     criteria: StoppingCriteriaList
     config: GenerationConfig
     drafter: Drafter | None
-    guess_length: int
+    budget: Budget
+    branches: bool
     deepest: int | None
     meter: Meter
     prompt_key: bytes = b""
@@ -80,14 +81,15 @@ def decode(run: Run) -> Iterator[list[int]]:
     Every committed id is the target's own pick from its own logits on the committed prefix. A round's guess decides only how
     many picks its forward yields.
     """
-    tree = Tree()
     with run.meter.timing("all"):
-        block = _commit(run, tree, _prefill(run))
+        block, _ = _walk(run, Tree(), *_prefill(run))
     yield block
     while run.finish_reason is None:
         with run.meter.timing("all"):
             tree = _propose(run, _budget(run))
-            block = _commit(run, tree, _forward(run, tree))
+            block, path = _walk(run, tree, *_forward(run, tree))
+            run.target.keep([node + 1 for node in path])
+            _observe(run, tree, path)
         yield block
 
 
@@ -96,17 +98,20 @@ def _budget(run: Run) -> Budget:
     room = run.config.max_length - run.ids.shape[1] - 1
     if run.deepest is not None:
         room = min(room, run.deepest - run.target.length - 1)
-    return Budget(run.guess_length, max(0, room))
+    width = run.budget.width if run.branches else 1
+    return replace(run.budget, longest=max(0, min(run.budget.longest, room)), width=width)
 
 
 def _propose(run: Run, budget: Budget) -> Tree:
     """The drafter's guess. A drafter that raises is told of once and not asked again."""
-    if run.drafter is None or budget.target_tokens == 0:
+    run.meter.begin()
+    if run.drafter is None or budget.longest == 0 or (budget.pace is not None and not budget.pace.guesses()):
         return Tree()
     try:
         with run.meter.timing("draft"):
             context = Context([*run.prompt, *run.new_ids], run.data, run.prompt_size, run.controls, run.noise)
-            tree = run.drafter.propose(context, budget).first_path(budget.target_tokens)
+            tree = run.drafter.propose(context, budget).within(budget.longest)
+            tree = tree if run.branches else tree.first_path(budget.longest)
             return tree if all(0 <= token < run.target.vocabulary for token in tree.tokens) else Tree()
     except Exception as error:
         run.drafter = None
@@ -116,44 +121,66 @@ def _propose(run: Run, budget: Budget) -> Tree:
         return Tree()
 
 
-def _prefill(run: Run) -> Tensor:
+def _observe(run: Run, tree: Tree, path: list[int]) -> None:
+    """Tell the budget what the round cost and what came of it."""
+    if run.budget.pace is not None:
+        latest = run.meter.latest
+        rest = latest.get("draft", 0.0) - sum(seconds for _, seconds in run.meter.drafted)
+        run.budget.pace.observe(tree, path, latest["target"], run.meter.drafted, rest)
+
+
+def _prefill(run: Run) -> tuple[Tensor, list[int]]:
     with run.meter.timing("target"):
-        return run.target.prefill(run.ids, run.config)
+        logits = run.target.prefill(run.ids, run.config)
+        return logits, _best(run, logits)
 
 
-def _forward(run: Run, tree: Tree) -> Tensor:
-    """The target's logits behind the last committed id and behind each guessed one, (1 + len(tree), vocabulary)."""
+def _forward(run: Run, tree: Tree) -> tuple[Tensor, list[int]]:
+    """The target's logits behind the last committed id and behind each guessed one, (1 + len(tree), vocabulary); their best."""
     new = torch.tensor([[run.new_ids[-1], *tree.tokens]], device=run.ids.device)
     with run.meter.timing("target"):
-        return run.target.forward(new, rows=1 + len(tree))
+        logits = run.target.branch(new, [-1, *(parent + 1 for parent in tree.parents)])
+        return logits, _best(run, logits)
+
+
+def _best(run: Run, logits: Tensor) -> list[int]:
+    """The greedy picks behind all guesses, in one transfer; none where a pick takes more than the logits."""
+    plain = run.noise is None and not run.processors and run.scores is None and run.logits is None
+    return logits.argmax(dim=-1).tolist() if plain else []
 
 
 @torch.no_grad()
-def _commit(run: Run, tree: Tree, logits: Tensor) -> list[int]:
-    """Walk the picks along the guess, stop where it or the text ends, and take the refuted guesses back from the cache."""
-    held = run.target.length - len(tree)
+def _walk(run: Run, tree: Tree, logits: Tensor, best: list[int]) -> tuple[list[int], list[int]]:
+    """Walk the picks along the guesses, until those or the text ends.
+
+    Returns the ids picked, and the nodes behind which they were picked: -1, for the context, and its descendants.
+    """
     offset = run.offset
-    block: list[int] = []
+    block, path = list[int](), list[int]()
     node: int | None = -1
     while node is not None and run.finish_reason is None:
-        token = _step(run, tree, node, logits[node + 1 : node + 2])
-        block.append(token)
-        node = tree.child(node, token)
-    run.target.roll_back(held + len(block) - 1)
+        path.append(node)
+        block.append(best[node + 1] if best else _step(run, tree, node, logits[node + 1 : node + 2]))
+        _append(run, block[-1])
+        node = tree.child(node, block[-1])
     accepted = len(block) - (node is None)
     run.meter.rounds.append(Round(offset, tree.guess, len(tree), accepted, len(block)))
-    return block
+    return block, path
 
 
 def _step(run: Run, tree: Tree, node: int, logits: Tensor) -> int:
-    """One pick and one question whether to stop, in the order and with the tensors of transformers' own loop."""
+    """One pick, in the order and with the tensors of transformers' own loop."""
     logits = logits.to(copy=True, dtype=torch.float32, device=run.ids.device)
     scores = process(run.ids, logits, run.processors)
-    token = _pick(run, tree, node, scores)
     if run.scores is not None:
         run.scores += (scores,)
     if run.logits is not None:
         run.logits += (logits,)
+    return _pick(run, tree, node, scores)
+
+
+def _append(run: Run, token: int) -> None:
+    """Commit an id, and ask whether to stop."""
     run.ids = torch.cat([run.ids, torch.tensor([[token]], device=run.ids.device)], dim=-1)
     run.new_ids.append(token)
     piece = run.view.to_bytes([token], before=run.data)
@@ -162,7 +189,6 @@ def _step(run: Run, tree: Tree, node: int, logits: Tensor) -> int:
     fired = [criterion for criterion in run.criteria if bool(criterion(run.ids, run.scores).any())]
     if fired:
         run.finish_reason = "length" if all(isinstance(criterion, _LIMITS) for criterion in fired) else "stop"
-    return token
 
 
 def _pick(run: Run, tree: Tree, node: int, scores: Tensor) -> int:

@@ -6,6 +6,7 @@ function of its seed, and a draft that looks at the same noise guesses what the 
 Suresh 2024, arXiv 2408.07978).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -76,13 +77,16 @@ def gumbel(keys: Tensor, state: int) -> Tensor:
     return uniform(keys, state).log_().neg_().log_().neg_()
 
 
-def uniform(keys: Tensor, state: int) -> Tensor:
-    """Numbers strictly between 0 and 1 in float64, one per key, the same bits on every device.
+def uniform(keys: Tensor, state: int | Sequence[int]) -> Tensor:
+    """Numbers strictly between 0 and 1 in float64, one per key, the same bits on every device; of several states, a row each.
 
     Two multiplications with an xor-shift between them, in the manner of splitmix64, give 64 bits (a bijection of the key); read
     as a signed number, they are scaled to 2**-51 … 1 - 2**-51.
     """
-    bits = keys ^ _signed(state)
+    if isinstance(state, int):
+        bits = keys ^ _signed(state)
+    else:
+        bits = keys ^ torch.tensor([[_signed(one)] for one in state], device=keys.device)
     bits *= _MULTIPLIERS[0]
     bits ^= (bits >> 32) & 0xFFFFFFFF
     bits *= _MULTIPLIERS[1]

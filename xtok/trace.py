@@ -24,6 +24,7 @@ class Stats:
     """Figures of one generation. Counts are tokens of the target, times are seconds.
 
     `seconds_noise`, of sampling: drawing under the noise, of which the draft's part lies within `seconds_draft`.
+    `chains_only`: whether the target can check no tree, so that all guesses were chains.
     """
 
     new_tokens: int
@@ -37,6 +38,7 @@ class Stats:
     seconds_align: float
     seconds_noise: float
     draft_error: str | None
+    chains_only: bool
 
     @property
     def tokens_per_forward(self) -> float:
@@ -55,8 +57,29 @@ class Meter:
 
     draft_forwards: int = 0
     draft_error: str | None = None
+    chains_only: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
+    drafted: list[tuple[int, float]] = field(default_factory=list)
+    latest: dict[str, float] = field(default_factory=dict)
+    _rows: int = 0
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self.drafted.clear()
+        self.latest.clear()
+
+    def drafts(self, rows: int) -> None:
+        """Count a forward of the draft."""
+        self.draft_forwards += 1
+        self._rows += rows
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Add what the block forwards and how long it takes, with all that it does with it, to `drafted`: rows and seconds."""
+        self._rows, start = 0, perf_counter()
+        yield
+        self.drafted.append((self._rows, perf_counter() - start))
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
@@ -65,7 +88,8 @@ class Meter:
         try:
             yield
         finally:
-            self.seconds[part] += perf_counter() - start
+            self.latest[part] = perf_counter() - start
+            self.seconds[part] += self.latest[part]
 
     def stats(self, target_forwards: int) -> Stats:
         """The figures so far."""
@@ -81,4 +105,5 @@ class Meter:
             seconds_align=self.seconds["align"],
             seconds_noise=self.seconds["noise"],
             draft_error=self.draft_error,
+            chains_only=self.chains_only,
         )

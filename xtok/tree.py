@@ -1,6 +1,6 @@
 """The candidate tree: guesses in the target's ids."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 class Tree:
     """Guessed continuations of a context. A node is one id; its parent is an earlier node, or -1 for the context itself.
 
-    `guess` holds the bytes that the drafter guessed, from which the nodes came; it is for measuring alone.
+    `guess` holds the bytes that the drafter holds for likeliest; it is for measuring alone.
+    `masses`: how probable a drafter thinks it that the target's picks pass through each node; empty where it doesn't say.
     `laws`, of a chain whose ids were drawn at random: for each node the probabilities, (target's vocabulary,) in float64, from
     which it was drawn.
     """
@@ -19,6 +20,7 @@ class Tree:
     parents: tuple[int, ...] = ()
     guess: bytes = b""
     laws: tuple[Tensor, ...] = ()
+    masses: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -29,19 +31,78 @@ class Tree:
         return next((i for i, pair in enumerate(pairs) if pair == (node, token)), None)
 
     def first_path(self, longest: int) -> "Tree":
-        """The chain from the context through each node's first child, at most `longest` long."""
+        """The chain from the context through each node's likeliest child, at most `longest` long."""
         path: list[int] = []
-        node = -1
-        while len(path) < longest and (first := self._first_child(node)) is not None:
-            path.append(self.tokens[first])
-            node = first
-        return chain(path, self.guess, self.laws[: len(path)])
+        while len(path) < longest and (best := self._best_child(path[-1] if path else -1)) is not None:
+            path.append(best)
+        return chain([self.tokens[node] for node in path], self.guess, self.laws[: len(path)], self._masses_of(path))
 
-    def _first_child(self, node: int) -> int | None:
-        return next((i for i, parent in enumerate(self.parents) if parent == node), None)
+    def within(self, longest: int) -> "Tree":
+        """The nodes that are at most `longest` deep."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return (
+            self if max(depths, default=0) <= longest else self._of([i for i, depth in enumerate(depths) if depth <= longest])
+        )
+
+    def _of(self, nodes: list[int]) -> "Tree":
+        """The tree of some nodes, in order, whose parents are all among them."""
+        index = {-1: -1} | {node: i for i, node in enumerate(nodes)}
+        tokens = tuple(self.tokens[node] for node in nodes)
+        parents = tuple(index[self.parents[node]] for node in nodes)
+        return Tree(tokens, parents, self.guess, self.laws[: len(nodes)], self._masses_of(nodes))
+
+    def _masses_of(self, nodes: list[int]) -> tuple[float, ...]:
+        return tuple(self.masses[node] for node in nodes) if self.masses else ()
+
+    def _best_child(self, node: int) -> int | None:
+        children = [i for i, parent in enumerate(self.parents) if parent == node]
+        return max(children, key=lambda i: self.masses[i] if self.masses else 0.0, default=None)
 
 
-def chain(tokens: Iterable[int], guess: bytes = b"", laws: Sequence[Tensor] = ()) -> Tree:
+def chain(tokens: Iterable[int], guess: bytes = b"", laws: Sequence[Tensor] = (), masses: Sequence[float] = ()) -> Tree:
     """A tree without branches."""
     tokens = tuple(tokens)
-    return Tree(tokens, tuple(range(-1, len(tokens) - 1)), guess, tuple(laws))
+    return Tree(tokens, tuple(range(-1, len(tokens) - 1)), guess, tuple(laws), tuple(masses))
+
+
+class Trie:
+    """Guesses that share their beginnings: every node has one place and the mass of all guesses through it.
+
+    Law: a node's mass is at most its parent's, so the likeliest nodes are a tree.
+    """
+
+    def __init__(self) -> None:
+        self._children: dict[tuple[int, int], int] = {}
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self.masses: list[float] = []
+
+    def add(self, tokens: Iterable[int], mass: float) -> None:
+        """Add the mass of a guess. Guesses that are added exclude each other: their masses are summed up."""
+        node = -1
+        for token in tokens:
+            node = self._child(node, token)
+            self.masses[node] += mass
+
+    def mix(self, tokens: Iterable[int], masses: Iterable[float]) -> None:
+        """Add a guess from another source, with a mass for each of its ids. Either source may be right."""
+        node = -1
+        for token, mass in zip(tokens, masses, strict=True):
+            node = self._child(node, token)
+            self.masses[node] += (1 - min(1.0, self.masses[node])) * mass
+
+    def best(self, count: Callable[[Sequence[float]], int], guess: bytes = b"") -> Tree:
+        """The tree of the likeliest nodes, as many as `count` says when it sees their masses fall."""
+        ranked = sorted(range(len(self.masses)), key=lambda node: -self.masses[node])
+        whole = Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.masses))
+        return whole._of(sorted(ranked[: count([self.masses[node] for node in ranked])]))
+
+    def _child(self, node: int, token: int) -> int:
+        child = self._children.setdefault((node, token), len(self._tokens))
+        if child == len(self._tokens):
+            self._tokens.append(token)
+            self._parents.append(node)
+            self.masses.append(0.0)
+        return child

@@ -1,6 +1,7 @@
-"""A draft model with a tokenizer of its own."""
+"""A draft model with a tokenizer of its own, which guesses what the target writes greedily."""
 
-from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,17 +9,44 @@ from torch import Tensor
 from xtok.budget import Budget
 from xtok.continuation import Continuation
 from xtok.drafts import Context
+from xtok.drafts.growth import CHILDREN, Path, grown
+from xtok.drafts.lookup import Lookup
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.trace import Meter
-from xtok.tree import Tree, chain
+from xtok.tree import Tree, Trie
+
+_SHARPNESS = 1 / 0.6
+"""A law's best token is the target's best more often than it would be drawn: measured best among 0.5 to 1.25 for the 0.6."""
+
+
+@dataclass
+class _Text(Path):
+    """A guessed text. `written` begins with `given`, bytes that the context has already, as soon as it is long enough.
+
+    `token` is the draft's last one. `ended`: the draft ends its text here.
+    """
+
+    given: bytes = b""
+    token: int = 0
+    ended: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the draft goes on behind it."""
+        return not self.ended
+
+    @property
+    def added(self) -> bytes:
+        """What the guess adds to the context."""
+        return self.written[len(self.given) :]
 
 
 class CrossTokenizerDrafter:
-    """Reads the context in the draft's own ids, guesses text, and gives it in the target's ids. One per generation.
+    """Reads the context in the draft's own ids, guesses texts, and gives them in the target's ids. One per generation.
 
-    The last draft token of the context may be the beginning of a longer one ("healing", as in guidance's token healing): it is
-    chosen anew among the tokens that begin with its bytes, from the same forward that reads the context.
-    The draft's end of text becomes `target_end`.
+    The last draft token of the context may be the beginning of a longer one ("healing", as in guidance's token healing): the
+    guesses start from both, each with the probability that the draft gives it, from the forward that reads the context.
+    The draft's end of text becomes `target_end`. What followed the same ids before is guessed, too.
     """
 
     def __init__(
@@ -35,54 +63,95 @@ class CrossTokenizerDrafter:
         self._continuation = continuation
         self._target_end = target_end
         self._meter = meter
+        self._lookup = Lookup()
 
     @torch.inference_mode()
     def propose(self, context: Context, budget: Budget) -> Tree:
-        """A chain: the target's ids for what the draft writes in at most `budget.draft_tokens` of its own."""
-        count = self._reader.longest(budget.draft_tokens)
-        ids, pending = self._reader.read(context, count)
-        if not ids or not count:
+        """A tree of the target's ids for what the draft writes within the budget; a chain where its width is 1."""
+        chained = budget.width == 1 or not self._draft.branches
+        depth = self._reader.longest(budget.depth)
+        ids, pending = self._reader.read(context, depth)
+        if not ids or not depth:
             return Tree()
-        guess, ended = self._guess(ids, pending, count)
+        budget = replace(budget, depth=depth, width=1 if chained else budget.width)
+        with self._meter.drafting():
+            first = self._first(ids, pending, chained)
+        texts = grown(first, budget, self._expanded if not chained else lambda front: self._expanded(front, 1))
         with self._meter.timing("align"):
-            tokens = self._continuation.ids(context.ids, guess)
-            if ended and self._target_end is not None:
-                tokens.append(self._target_end)
-            return chain(tokens[: budget.target_tokens], guess)
+            return self._mapped(context, texts[-1:] if chained else texts, budget)
 
-    def _guess(self, ids: list[int], pending: bytes, count: int) -> tuple[bytes, bool]:
-        """The bytes that the draft adds to the text, and whether it ends the text behind them."""
-        token, given = self._first(ids, pending)
-        written = b""
-        for position in range(count):
-            piece = None if token is None else self._view[token]
-            if token is None or piece is None:
-                return written[len(given) :], token in self._draft.ends and len(written) >= len(given)
-            written += piece
-            if position + 1 < count:
-                token = self._best(self._reader.next([token]), given[len(written) :])
-        return written[len(given) :], False
+    def _first(self, ids: list[int], pending: bytes, chained: bool) -> list[_Text]:
+        """The beginnings of guesses: behind the last token, and in place of it. A chain begins with the likeliest."""
+        rows = self._reader.logits(ids, rows=min(2, len(ids))).float() * _SHARPNESS
+        last = self._view[ids[-1]] or b""
+        behind = _Text(1.0, -1, b"", given=pending)
+        if len(rows) < 2 or not last:
+            return self._children(rows[-1:], [behind], 1 if chained else CHILDREN)[0]
+        longer = _Text(0.0, -2, b"", given=last + pending)
+        again = self._only(rows[0], [ids[-1], *self._view.ids_starting_with(longer.given)]).softmax(dim=-1)
+        behind.mass, again[ids[-1]] = float(again[ids[-1]]), 0.0
+        longer.mass = 1 - behind.mass
+        if not chained:
+            found = self._children(torch.stack([rows[1], again.log()]), [behind, longer], CHILDREN)
+            return [*found[0], *found[1]]
+        if behind.mass >= float(again.max()):
+            return self._children(rows[1:], [behind], 1)[0]
+        self._reader.take_back()
+        longer.parent = -1
+        return self._children(again.log()[None], [longer], 1)[0]
 
-    def _first(self, ids: list[int], pending: bytes) -> tuple[int | None, bytes]:
-        """The first token of the guess, and the bytes at its beginning that the context has already."""
-        rows = self._reader.logits(ids, rows=min(2, len(ids)))
-        given = (self._view[ids[-1]] or b"") + pending
-        if len(given) > len(pending) and len(rows) == 2:
-            healed = self._likeliest(rows[0], self._view.ids_starting_with(given))
-            if healed is not None and healed != ids[-1]:
-                self._reader.take_back()
-                return healed, given
-        return self._best(rows[-1], pending), pending
+    def _expanded(self, front: list[_Text], count: int = CHILDREN) -> list[list[_Text]]:
+        """The continuations of some texts, all by one forward."""
+        with self._meter.drafting():
+            first = self._reader.branched
+            logits = self._reader.branch([text.token for text in front], [text.parent for text in front])
+            for node, text in enumerate(front, start=first):
+                text.parent = node
+            return self._children(logits.float() * _SHARPNESS, front, count)
 
-    def _best(self, logits: Tensor, must: bytes) -> int | None:
-        """The likeliest token, among those compatible with the bytes that the text must begin with."""
-        return self._likeliest(logits, self._view.compatible(must)) if must else int(logits.argmax())
+    def _children(self, logits: Tensor, texts: list[_Text], count: int) -> list[list[_Text]]:
+        """The `count` likeliest continuations of each text by its row of logits. Where a text ends, it has none."""
+        allowed = [
+            self._only(row, self._view.compatible(missing)) if (missing := text.given[len(text.written) :]) else row
+            for row, text in zip(logits, texts, strict=True)
+        ]
+        laws = torch.stack(allowed).softmax(dim=-1)
+        top = laws.topk(min(count, laws.shape[1]))
+        values = zip(texts, top.values.tolist(), top.indices.tolist(), strict=True)
+        return [
+            [child for p, token in zip(ps, tokens, strict=True) if (child := self._child(text, p, token))]
+            for text, ps, tokens in values
+        ]
+
+    def _child(self, text: _Text, probability: float, token: int) -> _Text | None:
+        piece, ended = self._view[token], token in self._draft.ends
+        if not probability > 0 or (piece is None and not ended):
+            return None
+        return _Text(
+            text.mass * probability, text.parent, text.written + (piece or b""), given=text.given, token=token, ended=ended
+        )
 
     @staticmethod
-    def _likeliest(logits: Tensor, allowed: "array[int]") -> int | None:
-        """The likeliest of some tokens, less those that the model has no row for."""
-        if not allowed:
-            return None
-        tokens = torch.frombuffer(allowed, dtype=torch.int32).to(logits.device)
-        tokens = tokens[tokens < len(logits)]
-        return int(tokens[logits[tokens].argmax()]) if len(tokens) else None
+    def _only(logits: Tensor, allowed: Sequence[int]) -> Tensor:
+        """The logits of some ids, those that the model has, and no others."""
+        ids = torch.tensor([token for token in allowed if token < len(logits)], dtype=torch.int64, device=logits.device)
+        only = torch.full_like(logits, -torch.inf)
+        only[ids] = logits[ids]
+        return only
+
+    def _mapped(self, context: Context, texts: list[_Text], budget: Budget) -> Tree:
+        """The likeliest of the target's ids for what the texts add, and for what followed the same ids before."""
+        masses: dict[tuple[bytes, bool], float] = {}
+        for text in texts:
+            if len(text.written) >= len(text.given):
+                masses[text.added, text.ended] = masses.get((text.added, text.ended), 0.0) + text.kept
+        likeliest = sorted(masses.items(), key=lambda item: -item[1])
+        trie = Trie()
+        for (added, ended), mass in likeliest[: budget.verified([mass for _, mass in likeliest])]:
+            ids = self._continuation.ids(context.ids, added) if added else []
+            if ended and self._target_end is not None:
+                ids.append(self._target_end)
+            trie.add(ids[: budget.longest], mass)
+        if budget.width > 1:
+            trie.mix(*self._lookup.continuation(context.ids, budget.longest))
+        return trie.best(budget.verified, guess=likeliest[0][0][0] if likeliest else b"")

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from xtok.drafts import Context
 from xtok.encoding import Encoder
-from xtok.lm import CachedModel, context_window, new_cache, vocabulary_size
+from xtok.lm import CachedModel, context_window, new_cache, takes_trees, vocabulary_size
 from xtok.reencode import Reencoder
 from xtok.trace import Meter
 
@@ -31,6 +31,11 @@ class DraftModel:
     def vocabulary(self) -> int:
         """How many ids the model knows, those without a token included."""
         return vocabulary_size(self.model)
+
+    @cached_property
+    def branches(self) -> bool:
+        """Whether one forward can continue several guesses."""
+        return takes_trees(self.model)
 
 
 class Reader:
@@ -83,18 +88,19 @@ class Reader:
         self._cached = ids[:common]
         return self._forward(ids[common:], rows)
 
-    @property
-    def length(self) -> int:
-        """How many tokens were read last."""
-        return self._lm.length
-
     def holds(self, tokens: int) -> bool:
         """Whether the window has room for so many tokens."""
         return self._window is None or tokens <= self._window
 
-    def next(self, tokens: list[int]) -> Tensor:
-        """The logits behind further tokens."""
-        return self._forward(tokens, rows=1)[-1]
+    @property
+    def branched(self) -> int:
+        """How many nodes stand behind what was read."""
+        return self._lm.branched
+
+    def branch(self, tokens: list[int], parents: list[int]) -> Tensor:
+        """The logits behind further tokens, nodes of a tree, (tokens, vocabulary); parents as for `CachedModel.branch`."""
+        self._meter.drafts(len(tokens))
+        return self._lm.branch(torch.tensor([tokens], device=self._draft.model.device), parents)
 
     def take_back(self) -> None:
         """Forget the last token."""
@@ -102,7 +108,7 @@ class Reader:
         self._cached.pop()
 
     def _forward(self, new: list[int], rows: int) -> Tensor:
-        self._meter.draft_forwards += 1
+        self._meter.drafts(len(new))
         self._cached = [*self._cached, *new]
         return self._lm.forward(torch.tensor([new], device=self._draft.model.device), rows)
 

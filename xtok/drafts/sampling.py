@@ -1,7 +1,6 @@
 """A draft model that guesses draws: the target's ids, step by step, from a law over them."""
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,49 +8,84 @@ from transformers import LogitsProcessorList
 
 from xtok.budget import Budget
 from xtok.drafts import Context
+from xtok.drafts.growth import CHILDREN, Path, grown
+from xtok.drafts.lookup import Lookup
 from xtok.drafts.reader import DraftModel, Reader
-from xtok.noise import GUESS, PICK, Noise, gumbel
-from xtok.pick import drawn
+from xtok.noise import GUESS, PICK, uniform
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
-from xtok.tree import Tree, chain
+from xtok.tree import Tree, Trie, chain
 
 _PENDING = 3
 """The bytes of an unfinished character, at most."""
+
+
+_SPANNING = 0.05
+"""The share of a draft token's probability that an id is given which goes on behind it, for want of a look at what follows."""
 
 
 @dataclass(frozen=True)
 class Projection:
     """The draft's ids seen from the target's vocabulary, by bytes: what each begins with, as far as the target can tell.
 
-    `own` and `theirs`, int64 of equal length: id `own[i]` of the draft stands for id `theirs[i]` of the target, which is the
-    first id of the longest spelling that the draft's token begins with.
+    Of equal length: id `own[i]` of the draft, int64, gives `weights[i]` of its probability, float64, to id `theirs[i]` of the
+    target, int64. That is the first id of the longest spelling that the draft's token begins with; and an id that no token of
+    the draft begins with has a share of the longest token that it begins with.
     """
 
     own: Tensor
     theirs: Tensor
+    weights: Tensor
 
 
 def projection(target: TokenBytes, draft: TokenBytes) -> Projection:
     """What each of the draft's tokens begins with in the target's vocabulary; tokens that spell nothing are left out."""
-    spelling = {piece: token for token, piece in reversed(list(enumerate(target.table))) if piece}
-    longest = {
-        token: next((spelling[piece[:size]] for size in range(len(piece), 0, -1) if piece[:size] in spelling), None)
-        for token, piece in enumerate(draft.table)
-        if piece
-    }
-    pairs = [(token, other) for token, other in longest.items() if other is not None]
-    own, theirs = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-    return Projection(own, theirs)
+    theirs, own = _first_ids(target), _first_ids(draft)
+    begun = [(token, _longest_beginning(piece, theirs)) for token, piece in enumerate(draft.table) if piece]
+    pairs = [(token, other, 1.0) for token, other in begun if other is not None]
+    known = {other for _, other, _ in pairs}
+    spanning = [(_longest_beginning(piece, own), other) for piece, other in theirs.items() if other not in known]
+    pairs += [(token, other, _SPANNING) for token, other in spanning if token is not None]
+    ids = torch.tensor([pair[:2] for pair in pairs], dtype=torch.int64).reshape(-1, 2).T.contiguous()
+    return Projection(ids[0], ids[1], torch.tensor([weight for _, _, weight in pairs], dtype=torch.float64))
+
+
+def _first_ids(view: TokenBytes) -> dict[bytes, int]:
+    """The first id of each spelling."""
+    return {piece: token for token, piece in reversed(list(enumerate(view.table))) if piece}
+
+
+def _longest_beginning(piece: bytes, ids: dict[bytes, int]) -> int | None:
+    return next((ids[piece[:size]] for size in range(len(piece), 0, -1) if piece[:size] in ids), None)
+
+
+@dataclass
+class _Draw(Path):
+    """A guess in the target's ids.
+
+    `own`: the draft's ids for the last of them. `size`: how many of its own the draft has read when it has read those.
+    `laws`: what each id was drawn from, (target's vocabulary,) in float64, where draws are judged by that.
+    """
+
+    ids: tuple[int, ...] = ()
+    own: tuple[int, ...] = ()
+    size: int = 0
+    laws: tuple[Tensor, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the draft can read it."""
+        return bool(self.own)
 
 
 class SamplingDrafter:
-    """Guesses what the target is about to draw, one of the target's ids after the other. One per generation.
+    """Guesses what the target is about to draw, in the target's ids. One per generation.
 
     The law of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary; what several of the
-    draft's tokens begin with is summed up on one id. Under the noise of the target's own picks, the guess is what the target
-    would draw if that law were its own (Daliri, Musco, Suresh 2024). With `independent` noise the guesses carry their laws, for
-    speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
+    draft's tokens begin with is summed up on one id. Under the noise of the target's own picks, the likeliest guess is what the
+    target would draw if that law were its own (Daliri, Musco, Suresh 2024), and the next ones what it would draw if the law
+    differed a little. With `independent` noise the guesses are draws of a chain and carry their laws, for speculative sampling
+    (Leviathan et al. 2023, Chen et al. 2023).
     """
 
     def __init__(
@@ -75,53 +109,115 @@ class SamplingDrafter:
         self._meter = meter
         self._warpers = warpers
         self._independent = independent
+        self._lookup = Lookup()
         self._failure: Exception | None = None
         ends = torch.tensor([] if target_end is None else sorted(draft.ends), dtype=torch.int64)
         own, theirs = torch.cat([projected.own, ends]), torch.cat([projected.theirs, torch.full_like(ends, target_end or 0)])
+        weights = torch.cat([projected.weights, torch.ones(len(ends), dtype=torch.float64)])
         held = (own < draft.vocabulary) & (theirs < len(keys))
-        self._own, self._theirs = own[held].to(draft.model.device), theirs[held].to(draft.model.device)
+        device = draft.model.device
+        self._own, self._theirs, self._weights = own[held].to(device), theirs[held].to(device), weights[held].to(device)
 
     @torch.inference_mode()
     def propose(self, context: Context, budget: Budget) -> Tree:
-        """A chain of draws, with its laws where they are independent. What fails in mid-guess is raised in the next round."""
+        """A tree; a chain where the budget's width is 1, and always of independent draws.
+
+        What fails behind a first draw is raised in the next round: what was drawn must be judged, for what is thrown away
+        selects what is kept.
+        """
         if self._failure is not None:
             raise self._failure
-        count = self._reader.longest(min(budget.draft_tokens, budget.target_tokens))
-        ids, pending = self._reader.read(context, count + _PENDING)
+        depth = self._reader.longest(min(budget.depth, budget.longest))
+        ids, pending = self._reader.read(context, depth + _PENDING)
         rest = self._spelled(pending) if pending else []
-        if context.noise is None or rest is None or not ids or not count or not self._reader.holds(len(ids) + len(rest)):
+        if context.noise is None or rest is None or not ids or not depth or not self._reader.holds(len(ids) + len(rest)):
             return Tree()
-        logits = self._reader.logits([*ids, *rest], rows=1)[-1]
-        written, tokens, laws = b"", list[int](), list[Tensor]()
+        chained = budget.width == 1 or self._independent or not self._draft.branches
+        with self._meter.drafting():
+            logits = self._reader.logits([*ids, *rest], rows=1)
+            first = self._children(context, logits, [_Draw(1.0, -1, b"", size=len(ids) + len(rest))], chained)[0]
+        budget = replace(budget, depth=depth, width=1 if chained else budget.width)
+        draws = grown(first, budget, lambda front: self._expanded(context, front, chained))
+        return self._chain(draws) if chained else self._tree(context, draws, budget)
+
+    def _expanded(self, context: Context, front: list[_Draw], chained: bool) -> list[list[_Draw]]:
+        """The continuations of some guesses, all by one forward."""
         try:
-            while (law := self._law(logits)) is not None:
-                tokens.append(drawn(law.log()[None], partial(self._gumbel, context, context.noise, written)))
-                laws.append(law)
-                piece = self._target.to_bytes([tokens[-1]], before=context.data + written)
-                own = self._spelled(piece) if piece else None
-                if len(tokens) == count or not own or not self._reader.holds(self._reader.length + len(own)):
-                    break
-                written += piece
-                logits = self._reader.next(own)
+            with self._meter.drafting():
+                logits = self._read(front)
+                return self._children(context, logits, front, chained)
         except Exception as error:
-            # What was drawn must be judged, whatever happens behind it: what is thrown away selects what is kept.
             self._failure = error
-        return chain(tokens, written, laws if self._independent else ())
+            return [[] for _ in front]
 
-    def _law(self, logits: Tensor) -> Tensor | None:
-        """The probabilities of the next id over the target's vocabulary; None where the two share nothing likely."""
-        probabilities = self._warpers(self._own[None], logits[None].float())[0].double().softmax(dim=-1)
-        law = torch.zeros(len(self._keys), dtype=torch.float64, device=logits.device)
-        law.index_add_(0, self._theirs, probabilities[self._own])
-        total = law.sum()
-        return law / total if total > 0 else None
+    def _read(self, front: list[_Draw]) -> Tensor:
+        """The draft's logits behind each guess. An id of the target may be several of the draft's own."""
+        tokens, parents, last = list[int](), list[int](), list[int]()
+        first = self._reader.branched
+        for draw in front:
+            for token in draw.own:
+                tokens.append(token)
+                parents.append(draw.parent)
+                draw.parent = first + len(tokens) - 1
+            last.append(len(tokens) - 1)
+        return self._reader.branch(tokens, parents)[last]
 
-    def _gumbel(self, context: Context, noise: Noise, written: bytes, ids: Tensor) -> Tensor:
-        """The noise of the target's ids behind what is written."""
+    def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> list[list[_Draw]]:
+        """The likeliest ids behind each guess, by the law and the noise there. Nothing behind laws of nothing."""
+        laws = self._laws(logits)
+        races = laws / self._exponential(context, draws)
+        top = (races / races.sum(dim=-1, keepdim=True)).topk(1 if chained else CHILDREN)
+        values = zip(draws, laws, top.values.tolist(), top.indices.tolist(), strict=True)
+        return [
+            [self._child(context, draw, law, mass, token) for mass, token in zip(masses, tokens, strict=True) if mass > 0]
+            for draw, law, masses, tokens in values
+        ]
+
+    def _child(self, context: Context, draw: _Draw, law: Tensor, mass: float, token: int) -> _Draw:
+        piece = self._target.to_bytes([token], before=draw.written or context.data)
+        own = self._spelled(piece) or () if piece else ()
+        held = own if self._reader.holds(draw.size + len(own)) else ()
+        return _Draw(
+            draw.mass * mass,
+            draw.parent,
+            draw.written + piece,
+            ids=(*draw.ids, token),
+            own=tuple(held),
+            size=draw.size + len(own),
+            laws=(*draw.laws, law) if self._independent else (),
+        )
+
+    def _chain(self, draws: list[_Draw]) -> Tree:
+        """The longest guess."""
+        if not draws:
+            return Tree()
+        return chain(draws[-1].ids, draws[-1].written, draws[-1].laws)
+
+    def _tree(self, context: Context, draws: list[_Draw], budget: Budget) -> Tree:
+        trie = Trie()
+        for draw in draws:
+            trie.add(draw.ids[: budget.longest], draw.kept)
+        trie.mix(*self._lookup.continuation(context.ids, budget.longest))
+        return trie.best(budget.verified, max(draws, key=lambda draw: draw.mass).written if draws else b"")
+
+    def _laws(self, logits: Tensor) -> Tensor:
+        """The probabilities of the next id over the target's vocabulary, row by row; nan where they share nothing likely."""
+        probabilities = self._warpers(self._own[None], logits.float()).double().softmax(dim=-1)
+        laws = torch.zeros(len(logits), len(self._keys), dtype=torch.float64, device=logits.device)
+        laws.index_add_(1, self._theirs, probabilities[:, self._own] * self._weights)
+        return laws / laws.sum(dim=-1, keepdim=True)
+
+    def _exponential(self, context: Context, draws: list[_Draw]) -> Tensor:
+        """Exponential noise of the target's ids behind each guess: -log(u), of which the Gumbel noise is -log.
+
+        An id's law over it is exp(log(law) + Gumbel noise), so the greatest is the draw, and a sum over all ids normalises.
+        """
+        assert context.noise is not None
+        purpose = GUESS if self._independent else PICK
+        offset = len(context.data) - context.prompt_size
         with self._meter.timing("noise"):
-            offset = len(context.data) - context.prompt_size + len(written)
-            purpose = GUESS if self._independent else PICK
-            return gumbel(self._keys[ids], noise.at(offset, context.controls, purpose))
+            states = [context.noise.at(offset + len(draw.written), context.controls, purpose) for draw in draws]
+            return uniform(self._keys, states).log_().neg_()
 
     def _spelled(self, piece: bytes) -> list[int] | None:
         """The draft's ids for some bytes: one that spells them, else those of its tokenizer, else one for each byte."""

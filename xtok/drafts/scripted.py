@@ -10,9 +10,10 @@ from xtok.tree import Tree, chain
 class ScriptedDrafter:
     """Guesses what a function of the context says: a perfect oracle, nonsense, or an exception."""
 
-    def __init__(self, script: Callable[[Context], Sequence[int]]) -> None:
+    def __init__(self, script: Callable[[Context], Sequence[int] | Tree]) -> None:
         self._script = script
 
     def propose(self, context: Context, budget: Budget) -> Tree:
-        """The script's ids, uncut: the loop has to keep within the budget by itself."""
-        return chain(self._script(context))
+        """The script's tree, or its ids as a chain, uncut: the loop has to keep within the budget by itself."""
+        guess = self._script(context)
+        return guess if isinstance(guess, Tree) else chain(guess)

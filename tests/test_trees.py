@@ -1,0 +1,239 @@
+"""Trees of guesses: which models take them, what is merged into them, and how deep and wide they pay to be."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+from worlds import ARCHITECTURES, examples, fitting, model, tokenizer
+
+from xtok import Budget, Tree, XTokAssisted
+from xtok.budget import Line, Pace
+from xtok.drafts.growth import Path, grown
+from xtok.drafts.lookup import Lookup
+from xtok.drafts.scripted import ScriptedDrafter
+from xtok.lm import takes_trees
+from xtok.tree import Trie, chain
+
+SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
+guesses = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.floats(0.01, 0.2)), min_size=1, max_size=5)
+
+
+def built(name: str, **more: object) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**SMALL, **more)).eval()
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.3)
+    return made
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_models_with_positions_and_masks_take_trees(architecture: str, dtype: torch.dtype, attention: str) -> None:
+    made = AutoModelForCausalLM.from_config(model(architecture, 40, 0, dtype).config, attn_implementation=attention).to(dtype)
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.3)
+    assert takes_trees(made.eval())
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Falcon", "GPTNeo"])
+def test_models_whose_keys_count_by_their_order_take_none(name: str) -> None:
+    more = {"Falcon": {"alibi": True}, "GPTNeo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}}
+    assert not takes_trees(built(name, **more.get(name, {})))
+
+
+@pytest.mark.parametrize("budget", [None, Budget(4)])
+def test_a_target_that_takes_no_tree_checks_the_likeliest_chain(budget: Budget | None) -> None:
+    tokens = tokenizer("byte-level BPE")
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(**{**SMALL, "vocab_size": len(tokens)}, bos_token_id=1, eos_token_id=2)
+    target = AutoModelForCausalLM.from_config(config).double().eval()
+    asked = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = XTokAssisted((target, tokens)).generate("吾輩は", **asked).token_ids
+    for draft in ((fitting(tokens, "Llama", 0), tokens), (target, tokens)):
+        generation = XTokAssisted((target, tokens), draft, budget=budget).generate("吾輩は", **asked)
+        assert generation.token_ids == expected
+        assert generation.stats.draft_error is None
+        assert generation.stats.chains_only
+
+
+@given(guesses=guesses, count=st.integers(0, 20))
+def test_the_likeliest_nodes_of_merged_guesses_are_a_tree(guesses: list[tuple[list[int], float]], count: int) -> None:
+    trie, mass_of = Trie(), dict[tuple[int, ...], float]()
+    for tokens, mass in guesses:
+        trie.add(tokens, mass)
+        for size in range(1, len(tokens) + 1):
+            mass_of[tuple(tokens[:size])] = mass_of.get(tuple(tokens[:size]), 0) + mass
+    tree = trie.best(lambda masses: min(count, len(masses)))
+    paths = paths_of(tree)
+    assert len(set(paths)) == len(paths) == min(count, len(mass_of))
+    assert all(mass == pytest.approx(mass_of[path]) for mass, path in zip(tree.masses, paths, strict=True))
+    left = [mass for path, mass in mass_of.items() if path not in paths]
+    assert min(tree.masses, default=1) >= max(left, default=0) - 1e-9
+
+
+@given(guesses=guesses, mixed=guesses)
+def test_a_mass_stays_a_probability_and_falls_along_a_path_when_sources_are_mixed(
+    guesses: list[tuple[list[int], float]], mixed: list[tuple[list[int], float]]
+) -> None:
+    trie = Trie()
+    for tokens, mass in guesses:
+        trie.add(tokens, mass)
+    for tokens, mass in mixed:
+        trie.mix(tokens, [mass**i for i in range(1, len(tokens) + 1)])
+    tree = trie.best(len)
+    for mass, parent in zip(tree.masses, tree.parents, strict=True):
+        assert 0 <= mass <= (tree.masses[parent] if parent >= 0 else 1) + 1e-9
+
+
+@given(guesses=guesses, longest=st.integers(0, 6))
+def test_a_tree_within_a_depth_has_the_nodes_up_to_it(guesses: list[tuple[list[int], float]], longest: int) -> None:
+    trie = Trie()
+    for tokens, mass in guesses:
+        trie.add(tokens, mass)
+    tree = trie.best(len)
+    assert paths_of(tree.within(longest)) == [path for path in paths_of(tree) if len(path) <= longest]
+    first = tree.first_path(longest)
+    assert first.parents == tuple(range(-1, len(first) - 1))
+    assert not len(first) or tuple(first.tokens) in paths_of(tree)
+
+
+def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+@examples(300)
+@given(ids=st.lists(st.integers(0, 3), max_size=40), cuts=st.lists(st.integers(0, 40), max_size=4), longest=st.integers(1, 6))
+def test_a_lookup_continues_the_latest_place_of_the_longest_end_seen_before(
+    ids: list[int], cuts: list[int], longest: int
+) -> None:
+    lookup = Lookup()
+    for cut in sorted({*cuts, len(ids)}):
+        found, masses = lookup.continuation(ids[:cut], longest)
+        assert found == slow_lookup(ids[:cut], longest)
+        assert all(0 < later <= mass <= 1 for mass, later in pairwise(masses))
+
+
+def slow_lookup(ids: Sequence[int], longest: int) -> list[int]:
+    for order in (4, 3, 2, 1):
+        ends = [end for end in range(order, len(ids)) if list(ids[end - order : end]) == list(ids[-order:])]
+        if ends:
+            return list(ids[ends[-1] : ends[-1] + longest])
+    return []
+
+
+def test_a_lookup_learns_how_far_it_is_to_be_believed() -> None:
+    def first_mass(ids: list[int]) -> float:
+        lookup, mass = Lookup(), 0.0
+        for size in range(2, len(ids)):
+            _, masses = lookup.continuation(ids[:size], 3)
+            mass = masses[0] if masses else mass
+        return mass
+
+    random = Random(0)
+    assert first_mass([1, 2, 3, 4] * 30) > 0.9
+    assert first_mass([random.randrange(3) for _ in range(400)]) < 0.5
+
+
+def test_the_likeliest_guesses_grow_wherever_they_branch_off() -> None:
+    budget = Budget(depth=3, width=2)
+    calls = []
+
+    def expand(front: list[Path]) -> list[list[Path]]:
+        calls.append([path.written for path in front])
+        return [
+            [Path(path.mass * share, 0, path.written + name) for share, name in ((0.6, b"a"), (0.3, b"b"))] for path in front
+        ]
+
+    found = grown([Path(0.7, -1, b"x"), Path(0.2, -1, b"y")], budget, expand)
+    assert calls == [[b"x", b"y"], [b"xa", b"xb"]]
+    assert sum(path.kept for path in found) == pytest.approx(0.9)
+
+
+# the budget, by made-up costs
+
+
+def simulated(pace: Pace, *, target: float, draft: float, right: float, rounds: int, seed: int = 0) -> tuple[float, float]:
+    """The speed over that of the target alone, and the forwards of the draft per round, where a guess is right so often."""
+    random, budget, picks, seconds, drafted = Random(seed), Budget(8, 1, pace=pace), 0, 0.0, 0
+    for _ in range(rounds):
+        calls, masses = 0, list[float]()
+        if pace.guesses():
+            calls, masses = 1, [0.6]
+            while budget.expanded(calls, masses[-1:]):
+                calls, masses = calls + 1, [*masses, masses[-1] * 0.6]
+        tree = chain(range(budget.verified(masses)), masses=masses[: budget.verified(masses)])
+        path = [-1]
+        while len(path) <= len(tree) and random.random() < right:
+            path.append(len(path) - 1)
+        took = target * (1 + 0.01 * len(tree))
+        pace.observe(tree, path, took, [(1, draft)] * calls, 0.0)
+        picks, seconds, drafted = picks + len(path), seconds + took + calls * draft, drafted + calls
+    return picks * target / seconds, drafted / rounds
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("draft", [0.01, 0.05, 0.2, 1.0])
+def test_a_useless_draft_costs_next_to_nothing(draft: float, seed: int) -> None:
+    speed, _ = simulated(Pace(), target=1.0, draft=draft, right=0.0, rounds=512, seed=seed)
+    assert speed > 0.98
+
+
+def test_a_cheap_and_good_draft_is_used_the_more_the_dearer_the_target_is() -> None:
+    runs = {ratio: simulated(Pace(), target=1.0, draft=1 / ratio, right=0.7, rounds=600) for ratio in (3, 10, 60)}
+    depths = [depth for _, depth in runs.values()]
+    assert depths == sorted(depths)
+    assert runs[3][0] > 1.2
+    assert runs[60][0] > 2.2
+
+
+def test_a_draft_that_becomes_good_is_found_out() -> None:
+    pace = Pace()
+    simulated(pace, target=1.0, draft=0.05, right=0.0, rounds=300)
+    assert simulated(pace, target=1.0, draft=0.05, right=0.8, rounds=1500)[0] > 1.5
+
+
+def test_what_a_drafter_says_is_corrected_by_what_comes_of_it() -> None:
+    pace = Pace()
+    simulated(pace, target=1.0, draft=0.001, right=0.9, rounds=400)
+    assert pace._believed(0.6) > 0.8
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.floats(1e-4, 10.0)), max_size=30), st.integers(1, 60))
+def test_a_forward_never_costs_less_than_nothing_nor_less_for_more_rows(measured: list[tuple[int, float]], rows: int) -> None:
+    line = Line()
+    for some, seconds in measured:
+        line.add(some, seconds)
+    assert 0 <= line.at(rows) <= line.at(rows + 1) + 1e-12
+
+
+def test_a_line_finds_what_a_forward_and_a_row_cost() -> None:
+    line = Line()
+    for rows in (1, 5, 9, 17, 33) * 10:
+        line.add(rows, 0.04 + 0.001 * rows)
+    assert line.at(1) == pytest.approx(0.041, rel=0.05)
+    assert line.at(33) == pytest.approx(0.073, rel=0.05)
+
+
+def test_a_budget_that_decides_by_costs_leaves_the_ids_as_they_are() -> None:
+    tokens = tokenizer("byte-level BPE")
+    target = fitting(tokens, "Llama", 0)
+    expected = XTokAssisted((target, tokens)).generate("吾輩は", max_new_tokens=60, do_sample=False, eos_token_id=None)
+    start = len(tokens("吾輩は").input_ids)
+    oracle = ScriptedDrafter(lambda context: expected.token_ids[len(context.ids) - start :][:4])
+    xt = XTokAssisted((target, tokens), oracle)
+    for _ in range(3):
+        generation = xt.generate("吾輩は", max_new_tokens=60, do_sample=False, eos_token_id=None)
+        assert generation.token_ids == expected.token_ids
+    assert generation.stats.tokens_per_forward > 3
