@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
-from worlds import fitting, tokenizer
+from worlds import ARCHITECTURES, examples, fitting, model, tokenizer
 
 from xtok import pair
-from xtok.bench import ALONE, XTOK, compare, tuned
+from xtok.bench import ALONE, CHAIN, TREE, UAG, XTOK, compare, tuned
 from xtok.bench_sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
+from xtok.bench_sampled import TREE as TREE_SAMPLED
 from xtok.cli import app
+from xtok.errors import UnsupportedModelError
 from xtok.sources import load
+from xtok.stretch import blocks_of, stretch, stretched_to
 
 
 def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
@@ -22,8 +27,12 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "--prompts", str(file), "--max-new-tokens", "8", "--json"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["drafts"]["as it is"]
-    assert [row["system"] for row in rows] == [ALONE, XTOK, "UAG, guess length 5", "UAG, its defaults"]
-    alone, mine = rows[:2]
+    systems = [row["system"] for row in rows]
+    assert systems[:5] == [ALONE, XTOK, CHAIN.format(5), TREE.format(5), UAG]
+    assert "UAG, length 5" in systems[5:]
+    assert len(systems) <= 7
+    assert all(sum(row["split"].values()) == pytest.approx(1) for row in rows[1:4])
+    alone, mine = rows[0], rows[2]
     assert (alone["target_forwards"], alone["tokens_per_forward"], alone["speed"]) == (16, 1.0, 1.0)
     assert all(row["identical"] == row["prompts"] == 2 and row["new_tokens"] == 16 for row in rows)
     assert mine["target_forwards"] <= 16 < mine["draft_forwards"]
@@ -33,8 +42,8 @@ def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "Llama", 0)
     rows = compare((model, tokens), (model, tokens), ["吾輩は"], max_new_tokens=6, guess_length=3)
-    assert [row.system for row in rows] == [ALONE, XTOK]
-    assert rows[1].identical == 1
+    assert [row.system for row in rows] == [ALONE, XTOK, CHAIN.format(3), TREE.format(3)]
+    assert all(row.identical == 1 for row in rows)
 
 
 def test_tuning_changes_a_copy_and_makes_the_draft_agree_more() -> None:
@@ -43,16 +52,18 @@ def test_tuning_changes_a_copy_and_makes_the_draft_agree_more() -> None:
     prompts = pair.prompts()[:3]
     better = tuned(target, draft, prompts, steps=40)
     assert all(torch.equal(weight, before[name]) for name, weight in draft[0].state_dict().items())
-    rows = [compare(target, one, prompts, max_new_tokens=24, guess_length=5)[1] for one in (draft, better)]
+    rows = [compare(target, one, prompts, max_new_tokens=24, guess_length=5)[2] for one in (draft, better)]
     assert rows[0].target_forwards > rows[1].target_forwards
 
 
 def test_the_sampled_benchmark_has_a_row_per_system_and_temperature() -> None:
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
     rows = compare_sampled(target, draft, pair.prompts()[:2], max_new_tokens=8, guess_length=3, draws=3)
-    assert [(row.temperature, row.system) for row in rows] == list(product(TEMPERATURES, (SHARED, MODE, REJECTION, ASSISTED)))
-    for shared, mode in zip(rows[::4], rows[1::4], strict=True):
-        assert shared.surprise == mode.surprise  # the same texts: the draft decides nothing
+    assert [(row.temperature, row.system) for row in rows] == list(
+        product(TEMPERATURES, (SHARED, TREE_SAMPLED, MODE, REJECTION, ASSISTED))
+    )
+    for shared, tree, mode in zip(rows[::5], rows[1::5], rows[2::5], strict=True):
+        assert shared.surprise == tree.surprise == mode.surprise  # the same texts: the draft decides nothing
         assert 0 < (shared.noise_share or 0) < 1
     assert all(row.failure or (row.tokens_per_forward or 0) >= 1 for row in rows)
 
@@ -70,3 +81,51 @@ def test_what_transformers_breaks_on_is_told_and_not_raised(monkeypatch: pytest.
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
     rows = compare_sampled(target, draft, pair.prompts()[:1], max_new_tokens=4, guess_length=3, draws=1)
     assert all("Error" in (row.failure or "") for row in rows if row.system == ASSISTED)
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@examples(10)
+@given(ids=st.lists(st.integers(0, 39), min_size=1, max_size=12), blocks=st.integers(0, 3), seed=st.integers(0, 2))
+def test_a_stretched_model_has_the_logits_of_the_small_one(architecture: str, ids: list[int], blocks: int, seed: int) -> None:
+    small = model(architecture, 40, seed, torch.float32)
+    big = stretch(small, blocks, width=96)
+    tokens = torch.tensor([ids])
+    assert torch.equal(big(tokens).logits, small(tokens).logits)
+    added = [weight for block in blocks_of(big)[len(blocks_of(small)) :] for weight in block.parameters() if weight.dim() > 1]
+    assert len(added) >= 3 * blocks
+    assert sum(bool(weight.any()) for weight in added) >= blocks * 2
+    assert (
+        sum(weight.numel() for weight in big.parameters()) > sum(weight.numel() for weight in small.parameters()) or not blocks
+    )
+
+
+def test_a_model_is_stretched_to_the_seconds_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.stretch.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
+    small = model("Llama", 40, 0, torch.float32)
+    assert [len(blocks_of(stretched_to(small, seconds, width=64))) for seconds in (0.001, 0.05, 0.2)] == [2, 5, 20]
+
+
+def test_a_model_of_unknown_blocks_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.stretch._OUTPUTS", ("unknown",))
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+        stretch(model("Llama", 40, 0, torch.float32), 1)
+
+
+def test_the_bench_draws_a_picture_of_an_enlarged_target_and_of_useless_drafts(tmp_path: Path) -> None:
+    prompts, picture = tmp_path / "prompts.txt", tmp_path / "bench.svg"
+    prompts.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
+    asked = ["--prompts", str(prompts), "--max-new-tokens", "4", "--ratio", "1", "--dtype", "bfloat16", "--useless"]
+    result = CliRunner().invoke(app, ["bench", *asked, "--plot", str(picture)])
+    assert result.exit_code == 0, result.output
+    assert "with random weights" in result.stdout
+    assert "as dear as the target" in result.stdout
+    assert "where xtok" in picture.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("option", "told"), [(["--plot", "x.gif"], "ends in .png or .svg"), (["--dtype", "int3"], "use float32")]
+)
+def test_a_bench_that_makes_no_sense_is_refused_before_it_runs(option: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *option])
+    assert result.exit_code == 1
+    assert told in result.output

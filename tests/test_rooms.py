@@ -23,7 +23,9 @@ ROOMS = (
     ("prompts",),
     ("sources", "bridge"),
     ("assisted",),
-    ("", "pair", "fit", "bench", "bench_sampled"),
+    ("", "pair", "fit", "stretch"),
+    ("bench",),
+    ("bench_sampled", "bench_plot"),
     ("cli",),
     ("__main__",),
 )

@@ -12,15 +12,22 @@ from typing import Any
 
 import torch
 from rich.progress import track
+from transformers import AutoModelForCausalLM
 
 from xtok.assisted import Generation, XTokAssisted
 from xtok.budget import Budget
 from xtok.errors import InvalidInputError
 from xtok.prompts import prompt_ids
+from xtok.stretch import forward_seconds, stretch, stretched_to
 from xtok.tokenbytes import token_bytes
+from xtok.trace import Stats
+
+__all__ = ["compare", "stretch", "tuned", "useless_drafts"]
 
 ALONE = "target alone"
-XTOK, CHAIN, TREE = "xtok", "xtok, fixed chain", "xtok, fixed tree"
+XTOK, CHAIN, TREE = "xtok", "xtok, chain of {}", "xtok, tree of depth {}"
+UAG = "UAG, its defaults"
+LENGTHS = (1, 2, 3, 8, 20)
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class Row:
     """One system over all prompts. `speed` is the median over prompts of the seconds of the target alone ÷ its own.
 
     `lost_per_round`: tokens of the target's own text that lie wholly inside the bytes that the draft guessed right and yet were
-    not accepted, per round. `align_share`: the part of the time that alignment takes. Both are known for xtok alone.
+    not accepted, per round. `split`: the shares of the time that its parts take; the shares of the two models' forwards are the
+    ceiling, at which all else would be free. Both are known for xtok alone.
     """
 
     system: str
@@ -51,7 +59,12 @@ class Row:
     draft_forwards: int
     speed: float
     lost_per_round: float | None
-    align_share: float | None
+    split: dict[str, float] | None
+
+    @property
+    def ceiling(self) -> float | None:
+        """The share of both models' forwards."""
+        return None if self.split is None else self.split["target"] + self.split["draft"]
 
 
 def compare(
@@ -65,13 +78,15 @@ def compare(
 ) -> list[Row]:
     """Generate every prompt by every system in turn, greedily, and give a row per system.
 
-    transformers' universal assisted generation runs with its defaults and with xtok's guess length. It changes its draft, so it
-    gets a copy of it; where it refuses the pair (vocabularies of one size), it has no row.
+    xtok runs as it comes, and with chains and trees of `guess_length` draft tokens. transformers' universal assisted generation
+    runs with its defaults, with constant guesses of that length, and with those of the length that is fastest on three of the
+    prompts. It changes its draft, so it gets a copy of it; where it refuses the pair (vocabularies of one size), it has no row.
     """
     if not prompts:
         raise InvalidInputError("There are no prompts. Give a file with one prompt per line.")
     systems = _systems(target, draft, max_new_tokens, guess_length)
     systems = {name: system for name, system in systems.items() if _warms_up(name, system, prompts[0])}
+    systems = _fastest(systems, guess_length, prompts[:3])
     runs: dict[str, list[Timed]] = {name: [] for name in systems}
     for prompt in track(list(prompts) * repeats, description="bench", transient=True):
         for name, system in systems.items():
@@ -84,7 +99,7 @@ def _warms_up(name: str, system: "System", prompt: str) -> bool:
     try:
         system(prompt)
     except ValueError:
-        if name in (ALONE, XTOK, CHAIN, TREE):
+        if not name.startswith("UAG"):
             raise
         return False
     return True
@@ -102,15 +117,29 @@ System = Callable[[str], Timed]
 
 def _systems(target: Any, draft: Any, max_new_tokens: int, guess_length: int) -> dict[str, System]:
     greedy: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    fixed, default = (uag(target[1], draft, length) for length in (guess_length, None))
-    return {
+
+    def xtok(budget: Budget | None) -> System:
+        return partial(by_xtok, XTokAssisted(target, draft, budget=budget), **greedy)
+
+    def universal(length: int | None) -> System:
+        return partial(by_transformers, target, **greedy, **uag(target[1], draft, length))
+
+    own: dict[str, System] = {
         ALONE: partial(by_transformers, target, **greedy),
-        XTOK: partial(by_xtok, XTokAssisted(target, draft), **greedy),
-        CHAIN: partial(by_xtok, XTokAssisted(target, draft, budget=Budget(guess_length, width=1)), **greedy),
-        TREE: partial(by_xtok, XTokAssisted(target, draft, budget=Budget(guess_length, width=4, nodes=32)), **greedy),
-        f"UAG, guess length {guess_length}": partial(by_transformers, target, **greedy, **fixed),
-        "UAG, its defaults": partial(by_transformers, target, **greedy, **default),
+        XTOK: xtok(None),
+        CHAIN.format(guess_length): xtok(Budget(guess_length, width=1)),
+        TREE.format(guess_length): xtok(Budget(guess_length, width=4, nodes=32)),
+        UAG: universal(None),
     }
+    return own | {f"UAG, length {length}": universal(length) for length in sorted({guess_length, *LENGTHS})}
+
+
+def _fastest(systems: dict[str, System], guess_length: int, prompts: Sequence[str]) -> dict[str, System]:
+    """The systems without those constant lengths of UAG that are neither `guess_length` nor the fastest on some prompts."""
+    lengths = [name for name in systems if name.startswith("UAG, length")]
+    seconds = {name: sum(systems[name](prompt).seconds for prompt in prompts) for name in lengths}
+    kept = {f"UAG, length {guess_length}", min(seconds, key=lambda name: seconds[name], default="")}
+    return {name: system for name, system in systems.items() if name not in lengths or name in kept}
 
 
 def by_transformers(target: tuple[Any, Any], prompt: str, **arguments: Any) -> Timed:
@@ -174,8 +203,20 @@ def _row(name: str, runs: list[Timed], alone: list[Timed], view: Any) -> Row:
         draft_forwards=sum(run.draft_forwards for run in runs),
         speed=median(other.seconds / run.seconds for run, other in zip(runs, alone, strict=True)),
         lost_per_round=sum(lost_to_boundaries(one, view) for one in generations) / rounds if rounds else None,
-        align_share=sum(one.seconds_align for one in stats) / sum(one.seconds for one in stats) if stats else None,
+        split=_split(stats) if stats else None,
     )
+
+
+def _split(stats: list[Stats]) -> dict[str, float]:
+    """The shares of the time: both models' forwards, the rest of guessing, alignment, and picking and keeping the books."""
+    whole = sum(one.seconds for one in stats)
+    parts = {
+        "target": sum(one.seconds_target for one in stats),
+        "draft": sum(one.seconds_draft_forwards for one in stats),
+        "guess": sum(one.seconds_draft - one.seconds_draft_forwards for one in stats),
+        "align": sum(one.seconds_align for one in stats),
+    }
+    return {name: seconds / whole for name, seconds in parts.items()} | {"pick": 1 - sum(parts.values()) / whole}
 
 
 def lost_to_boundaries(generation: Generation, view: Any) -> int:
@@ -192,6 +233,13 @@ def lost_to_boundaries(generation: Generation, view: Any) -> int:
         done += one.committed
         lost += max(0, right - (one.committed if done == len(pieces) else one.accepted))
     return lost
+
+
+def useless_drafts(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, tuple[Any, Any]]:
+    """The draft with random weights, and the draft enlarged until its forward costs as much as the target's."""
+    random = AutoModelForCausalLM.from_config(draft[0].config, dtype=draft[0].dtype).to(draft[0].device).eval()
+    dear = stretched_to(draft[0], forward_seconds(target[0]))
+    return {"with random weights": (random, draft[1]), "as dear as the target": (dear, draft[1])}
 
 
 def tuned(target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str], *, steps: int = 450) -> tuple[Any, Any]:

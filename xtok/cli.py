@@ -17,13 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from xtok.assisted import Generation, XTokAssisted
-from xtok.bench import Row, build_seconds, compare, tuned
+from xtok.bench import Row, build_seconds, compare, tuned, useless_drafts
+from xtok.bench_plot import check_drawable, draw
 from xtok.bench_sampled import SampledRow, compare_sampled
 from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
 from xtok.lm import check_rolls_back, context_window
 from xtok.pair import DRAFT, TARGET, prompts
 from xtok.sources import load
+from xtok.stretch import forward_seconds, stretched_to
 from xtok.trace import Stats
 from xtok.version import __version__
 
@@ -298,11 +300,19 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
     tune: Annotated[bool, typer.Option(help="Also with the draft fine-tuned on the target's text, in about a minute.")] = False,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample, at four temperatures, instead of greedily.")] = False,
+    ratio: Annotated[
+        float | None, typer.Option(min=1, help="Enlarge the target until its forward costs so many of the draft's.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="The precision of both models: float32, bfloat16 or float64.")] = "float32",
+    useless: Annotated[bool, typer.Option("--useless", help="Also with useless drafts: a random one, and a dear one.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw bars and a breakdown of the time, as PNG or SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Run the target alone, transformers' universal assisted generation and xtok side by side, greedily or sampled."""
+    if plot is not None:
+        check_drawable(plot)
     with _loading(target, draft):
-        pair = load(target, "target"), load(draft, "draft")
+        pair = _sized(load(target, "target"), load(draft, "draft"), ratio, dtype)
     texts, others = _bench_prompts(file)
     if sampled:
         rows = compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
@@ -312,10 +322,25 @@ def bench(
     report: dict[str, Any] = {"build_seconds": build_seconds(*pair), "drafts": {"as it is": compare(*pair, texts, **settings)}}
     if tune:
         report["drafts"]["fine-tuned"] = compare(pair[0], tuned(*pair, others), texts, **settings)
+    if useless:
+        for name, other in useless_drafts(*pair).items():
+            report["drafts"][name] = compare(pair[0], other, texts, **settings)
+    if plot is not None:
+        draw(report["drafts"], plot)
     if as_json:
         typer.echo(json.dumps(report, ensure_ascii=False, indent=2, default=asdict))
     else:
         _print_bench(report)
+
+
+def _sized(target: Any, draft: Any, ratio: float | None, dtype: str) -> tuple[Any, Any]:
+    """The pair in a precision, the target enlarged until its forward costs `ratio` forwards of the draft."""
+    if dtype not in ("float32", "bfloat16", "float64"):
+        raise InvalidInputError(f"dtype is {dtype!r}; use float32, bfloat16 or float64.")
+    big, small = (model.to(getattr(torch, dtype)) for model, _ in (target, draft))
+    if ratio is not None:
+        big = stretched_to(big, ratio * forward_seconds(small))
+    return (big, target[1]), (small, draft[1])
 
 
 def _bench_prompts(file: Path | None) -> tuple[list[str], list[str]]:
@@ -335,11 +360,21 @@ def _print_bench(report: dict[str, Any]) -> None:
         for row in rows:
             table.add_row(*_bench_cells(row))
         Console(highlight=False, width=100).print(table)
+        _print_split([row for row in rows if row.split is not None])
     typer.echo("UAG: transformers' universal assisted generation.")
     typer.echo("speed: median over prompts of the seconds of the target alone ÷ those of the system.")
     typer.echo("lost: the target's tokens inside what the draft guessed right, yet not accepted.")
-    shares = [row.align_share for rows in report["drafts"].values() for row in rows if row.align_share is not None]
-    typer.echo(f"Alignment takes {' and '.join(f'{share:.1%}' for share in shares)} of xtok's time.")
+    typer.echo("ceiling: the share of both models' forwards; at 100% all else would be free.")
+
+
+def _print_split(rows: list[Row]) -> None:
+    table = Table(title="where the time goes")
+    parts = list(rows[0].split or {}) if rows else []
+    for name in ("", *parts, "ceiling"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+    for row in rows:
+        table.add_row(row.system, *(f"{share:.1%}" for share in (row.split or {}).values()), f"{row.ceiling or 0:.1%}")
+    Console(highlight=False, width=100).print(table)
 
 
 def _print_sampled(rows: list[SampledRow]) -> None:

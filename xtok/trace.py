@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
-_PARTS = ("target", "draft", "align", "noise", "all")
+_PARTS = ("target", "draft", "reading", "align", "noise", "all")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Round:
 class Stats:
     """Figures of one generation. Counts are tokens of the target, times are seconds.
 
+    `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it.
     `seconds_noise`, of sampling: drawing under the noise, of which the draft's part lies within `seconds_draft`.
     `chains_only`: whether the target can check no tree, so that all guesses were chains.
     """
@@ -35,6 +36,7 @@ class Stats:
     seconds: float
     seconds_target: float
     seconds_draft: float
+    seconds_draft_forwards: float
     seconds_align: float
     seconds_noise: float
     draft_error: str | None
@@ -102,6 +104,7 @@ class Meter:
             seconds=self.seconds["all"],
             seconds_target=self.seconds["target"],
             seconds_draft=self.seconds["draft"] - self.seconds["align"],
+            seconds_draft_forwards=self.seconds["reading"],
             seconds_align=self.seconds["align"],
             seconds_noise=self.seconds["noise"],
             draft_error=self.draft_error,

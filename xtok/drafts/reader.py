@@ -100,7 +100,8 @@ class Reader:
     def branch(self, tokens: list[int], parents: list[int]) -> Tensor:
         """The logits behind further tokens, nodes of a tree, (tokens, vocabulary); parents as for `CachedModel.branch`."""
         self._meter.drafts(len(tokens))
-        return self._lm.branch(torch.tensor([tokens], device=self._draft.model.device), parents)
+        with self._meter.timing("reading"):
+            return self._lm.branch(torch.tensor([tokens], device=self._draft.model.device), parents)
 
     def take_back(self) -> None:
         """Forget the last token."""
@@ -110,7 +111,8 @@ class Reader:
     def _forward(self, new: list[int], rows: int) -> Tensor:
         self._meter.drafts(len(new))
         self._cached = [*self._cached, *new]
-        return self._lm.forward(torch.tensor([new], device=self._draft.model.device), rows)
+        with self._meter.timing("reading"):
+            return self._lm.forward(torch.tensor([new], device=self._draft.model.device), rows)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,0 +1,52 @@
+"""The benchmark as a picture: how fast each system is, and where xtok's time goes."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from xtok.bench import Row
+from xtok.errors import InvalidInputError
+
+_COLOURS = {"target": "#4c78a8", "draft": "#f58518", "guess": "#eeca3b", "align": "#54a24b", "pick": "#9d9da1"}
+
+
+def draw(drafts: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """Draw a benchmark into `path`, PNG or SVG by its suffix: a row of two charts for each draft."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.4 * len(drafts)), layout="constrained")
+    charts = figure.subplots(len(drafts), 2, squeeze=False)
+    for (kind, rows), (speeds, splits) in zip(drafts.items(), charts, strict=True):
+        _draw_speeds(speeds, kind, rows)
+        _draw_splits(splits, [row for row in rows if row.split is not None])
+    figure.savefig(path)
+
+
+def check_drawable(path: Path) -> None:
+    """Raises `InvalidInputError` where nothing can be drawn into `path`, before anything is measured."""
+    if path.suffix not in (".png", ".svg"):
+        raise InvalidInputError(f"A picture can't be {path.name!r}. Use a name that ends in .png or .svg.")
+    if find_spec("matplotlib") is None:
+        raise InvalidInputError("Drawing needs matplotlib. Install it with: pip install 'xtok[plot]'")
+
+
+def _draw_speeds(chart: Any, kind: str, rows: Sequence[Row]) -> None:
+    names = [row.system for row in rows]
+    bars = chart.barh(names, [row.speed for row in rows], color=["#4c78a8" if "xtok" in name else "#bab0ac" for name in names])
+    chart.bar_label(bars, [f" {row.speed:.2f} ({row.tokens_per_forward:.2f} tokens per forward)" for row in rows], fontsize=8)
+    chart.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    chart.set_xlim(0, 1.6 * max(row.speed for row in rows))
+    chart.set_title(f"speed, the draft {kind} (the target alone: 1)", fontsize=10)
+    chart.invert_yaxis()
+
+
+def _draw_splits(chart: Any, rows: Sequence[Row]) -> None:
+    left = [0.0] * len(rows)
+    for part, colour in _COLOURS.items():
+        shares = [100 * (row.split or {})[part] for row in rows]
+        chart.barh([row.system for row in rows], shares, left=left, label=part, color=colour)
+        left = [start + share for start, share in zip(left, shares, strict=True)]
+    chart.set_title("where xtok's time goes, in %", fontsize=10)
+    chart.set_ylim(len(rows) + 0.6, -0.6)
+    chart.legend(ncols=len(_COLOURS), fontsize=8, loc="lower center", frameon=False)
