@@ -105,13 +105,14 @@ def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
         tree = drafter.propose(Context(ids, data, 0), Budget(4, width, longest=6))
         assert len(tree.within(6)) == len(tree)
         assert reader._lm.roll_back(reader._lm.length - reader._lm.branched)
-        assert reader._lm.length == len(reader._cached)
+        cached = reader._ids[reader._start : reader._start + reader._held]
+        assert reader._lm.length == len(cached)
         assert reader._lm.length <= context_window(draft_lm)
-        if reader._cached:
+        if cached:
             probe = reader._lm.forward(torch.tensor([[3]]), 1)
-            anew = draft_lm(torch.tensor([[*reader._cached, 3]])).logits[0, -1:] if len(reader._cached) < window else probe
+            anew = draft_lm(torch.tensor([[*cached, 3]])).logits[0, -1:] if len(cached) < window else probe
             torch.testing.assert_close(probe, anew)
-            assert reader._lm.roll_back(len(reader._cached))
+            assert reader._lm.roll_back(len(cached))
 
 
 def test_a_prefill_behind_a_filled_cache_forwards_the_rest_only() -> None:

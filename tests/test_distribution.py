@@ -73,16 +73,19 @@ class TableReader(Reader):
     def longest(self, guess: int) -> int:
         return guess
 
-    def read(self, context: Any, guess: int) -> tuple[list[int], bytes]:
-        return [self.view.ids_spelling(context.data[-1:])[0]], b""
+    size = 1
+
+    def read(self, context: Any, guess: int) -> bytes:
+        self.seen = self.view.ids_spelling(context.data[-1:])[0]
+        return b""
 
     branched = 0
 
     def holds(self, tokens: int) -> bool:
         return True
 
-    def logits(self, ids: list[int], rows: int) -> torch.Tensor:
-        return DRAFT_LOGITS[ids[-rows:]]
+    def logits(self, rows: int, rest: Sequence[int] = ()) -> torch.Tensor:
+        return DRAFT_LOGITS[[self.seen]]
 
     def branch(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
         return DRAFT_LOGITS[tokens]

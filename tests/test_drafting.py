@@ -35,16 +35,15 @@ class Speaker(Reader):
         return len(self.paths)
 
     def _forward(self, new: list[int], rows: int) -> torch.Tensor:
-        self._cached, self.paths = [*self._cached, *new], ()
-        return self._said([tuple(self._cached[: len(self._cached) - row]) for row in reversed(range(rows))])
+        self.trunk, self.paths = tuple(self._ids), ()
+        return self._said([self.trunk[: len(self.trunk) - row] for row in reversed(range(rows))])
 
     def take_back(self) -> None:
-        self._cached.pop()
+        self.trunk = self.trunk[:-1]
 
     def branch(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
-        held = tuple(self._cached)
         for token, parent in zip(tokens, parents, strict=True):
-            before = self.paths[parent] if parent >= 0 else held[: len(held) + parent + 1]
+            before = self.paths[parent] if parent >= 0 else self.trunk[: len(self.trunk) + parent + 1]
             self.paths = (*self.paths, (*before, token))
         return self._said(self.paths[-len(tokens) :])
 

@@ -270,8 +270,11 @@ class _Nodes:
         """Add a node per parent, each an earlier node or -1 or -2."""
         before, more = len(self), len(parents)
         self.is_chain = self.is_chain and list(parents) == list(range(before - 1, before + more - 1))
-        self.depths, self.shortened = np.pad(self.depths, (0, more)), np.pad(self.shortened, (0, more))
-        self.ancestors = np.pad(self.ancestors, ((0, more), (0, more)))
+        self.depths = np.concatenate([self.depths, np.zeros(more, dtype=np.int64)])
+        self.shortened = np.concatenate([self.shortened, np.zeros(more, dtype=bool)])
+        grown = np.zeros((before + more, before + more), dtype=bool)
+        grown[:before, :before] = self.ancestors
+        self.ancestors = grown
         for node, parent in enumerate(parents, start=before):
             if parent >= 0:
                 self.ancestors[node] = self.ancestors[parent]

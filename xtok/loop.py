@@ -55,13 +55,13 @@ class Run:
     new_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     controls: int = 0
-    prompt: list[int] = field(init=False)
+    all_ids: list[int] = field(init=False)
     data: bytes = field(init=False)
     prompt_size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompt = self.ids[0].tolist()
-        self.data = self.view.to_bytes(self.prompt)
+        self.all_ids = self.ids[0].tolist()
+        self.data = self.view.to_bytes(self.all_ids)
         self.prompt_size = len(self.data)
 
     @property
@@ -109,7 +109,7 @@ def _propose(run: Run, budget: Budget) -> Tree:
         return Tree()
     try:
         with run.meter.timing("draft"):
-            context = Context([*run.prompt, *run.new_ids], run.data, run.prompt_size, run.controls, run.noise)
+            context = Context(run.all_ids, run.data, run.prompt_size, run.controls, run.noise)
             tree = run.drafter.propose(context, budget).within(budget.longest)
             tree = tree if run.branches else tree.first_path(budget.longest)
             return tree if all(0 <= token < run.target.vocabulary for token in tree.tokens) else Tree()
@@ -183,6 +183,7 @@ def _append(run: Run, token: int) -> None:
     """Commit an id, and ask whether to stop."""
     run.ids = torch.cat([run.ids, torch.tensor([[token]], device=run.ids.device)], dim=-1)
     run.new_ids.append(token)
+    run.all_ids.append(token)
     piece = run.view.to_bytes([token], before=run.data)
     run.data += piece
     run.controls += not piece

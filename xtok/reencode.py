@@ -29,12 +29,11 @@ class Reencoder:
         """The bytes of an unfinished character at the end of the text."""
         return self._decoder.getstate()[0]
 
-    def append(self, data: bytes) -> None:
-        """Add bytes at the end of the text."""
+    def append(self, data: bytes) -> int:
+        """Add bytes at the end of the text. Returns how many of the first ids surely stay what they were."""
         self._data += data
-        text = self._text + self._decoder.decode(data)
-        if text != self._text:
-            self._move_to(text)
+        more = self._decoder.decode(data)
+        return self._move_to(self._text + more) if more else len(self.ids)
 
     def truncate(self, size: int) -> None:
         """Keep the first `size` bytes of the text."""
@@ -42,7 +41,7 @@ class Reencoder:
         self._decoder = _decoder()
         self._move_to(self._decoder.decode(self._data))
 
-    def _move_to(self, text: str) -> None:
+    def _move_to(self, text: str) -> int:
         kept, cut = self._last_parting(text)
         tail = self._encoder.encode_behind(text[cut:]) if kept else None
         if tail is None:
@@ -51,6 +50,7 @@ class Reencoder:
         self._starts[kept:] = [start + cut for start in tail.starts]
         self._heads[kept:] = tail.heads
         self._text = text
+        return kept
 
     def _last_parting(self, text: str) -> tuple[int, int]:
         """How many of the known ids surely stay, and where in the text they end."""

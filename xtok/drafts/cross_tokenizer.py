@@ -70,26 +70,27 @@ class CrossTokenizerDrafter:
         """A tree of the target's ids for what the draft writes within the budget; a chain where its width is 1."""
         chained = budget.width == 1 or not self._draft.branches
         depth = self._reader.longest(budget.depth)
-        ids, pending = self._reader.read(context, depth)
-        if not ids or not depth:
+        pending = self._reader.read(context, depth)
+        if not self._reader.size or not depth:
             return Tree()
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         with self._meter.drafting():
-            first = self._first(ids, pending, chained)
+            first = self._first(pending, chained)
         texts = grown(first, budget, self._expanded if not chained else lambda front: self._expanded(front, 1))
         with self._meter.timing("align"):
             return self._mapped(context, texts[-1:] if chained else texts, budget)
 
-    def _first(self, ids: list[int], pending: bytes, chained: bool) -> list[_Text]:
+    def _first(self, pending: bytes, chained: bool) -> list[_Text]:
         """The beginnings of guesses: behind the last token, and in place of it. A chain begins with the likeliest."""
-        rows = self._reader.logits(ids, rows=min(2, len(ids))).float() * _SHARPNESS
-        last = self._view[ids[-1]] or b""
+        rows = self._reader.logits(rows=min(2, self._reader.size)).float() * _SHARPNESS
+        token = self._reader.last
+        last = self._view[token] or b""
         behind = _Text(1.0, -1, b"", given=pending)
         if len(rows) < 2 or not last:
             return self._children(rows[-1:], [behind], 1 if chained else CHILDREN)[0]
         longer = _Text(0.0, -2, b"", given=last + pending)
-        again = self._only(rows[0], [ids[-1], *self._view.ids_starting_with(longer.given)]).softmax(dim=-1)
-        behind.mass, again[ids[-1]] = float(again[ids[-1]]), 0.0
+        again = self._only(rows[0], [token, *self._view.ids_starting_with(longer.given)]).softmax(dim=-1)
+        behind.mass, again[token] = float(again[token]), 0.0
         longer.mass = 1 - behind.mass
         if not chained:
             found = self._children(torch.stack([rows[1], again.log()]), [behind, longer], CHILDREN)

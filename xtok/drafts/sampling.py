@@ -128,14 +128,15 @@ class SamplingDrafter:
         if self._failure is not None:
             raise self._failure
         depth = self._reader.longest(min(budget.depth, budget.longest))
-        ids, pending = self._reader.read(context, depth + _PENDING)
+        pending = self._reader.read(context, depth + _PENDING)
         rest = self._spelled(pending) if pending else []
-        if context.noise is None or rest is None or not ids or not depth or not self._reader.holds(len(ids) + len(rest)):
+        size = self._reader.size + len(rest or ())
+        if context.noise is None or rest is None or not self._reader.size or not depth or not self._reader.holds(size):
             return Tree()
         chained = budget.width == 1 or self._independent or not self._draft.branches
         with self._meter.drafting():
-            logits = self._reader.logits([*ids, *rest], rows=1)
-            first = self._children(context, logits, [_Draw(1.0, -1, b"", size=len(ids) + len(rest))], chained)[0]
+            logits = self._reader.logits(rows=1, rest=rest)
+            first = self._children(context, logits, [_Draw(1.0, -1, b"", size=size)], chained)[0]
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         draws = grown(first, budget, lambda front: self._expanded(context, front, chained))
         return self._chain(draws) if chained else self._tree(context, draws, budget)
