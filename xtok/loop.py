@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.budget import Budget
 from xtok.drafts import Context, Drafter
@@ -22,6 +22,8 @@ from xtok.trace import Meter, Round
 from xtok.tree import Tree
 
 _LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
+_KNOWN = (MaxLengthCriteria, EosTokenCriteria)
+"""Answered here by the ids alone: asking them would take a transfer from the device for each id."""
 
 
 @dataclass(repr=False)
@@ -58,8 +60,14 @@ class Run:
     all_ids: list[int] = field(init=False)
     data: bytes = field(init=False)
     prompt_size: int = field(init=False)
+    limit: int | None = field(init=False)
+    ends: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        limits = [one.max_length for one in self.criteria if type(one) is MaxLengthCriteria]
+        ends = [one.eos_token_id.tolist() for one in self.criteria if type(one) is EosTokenCriteria]
+        self.limit, self.ends = min(limits, default=None), frozenset(token for some in ends for token in some)
+        self.criteria = StoppingCriteriaList(one for one in self.criteria if type(one) not in _KNOWN)
         self.all_ids = self.ids[0].tolist()
         self.data = self.view.to_bytes(self.all_ids)
         self.prompt_size = len(self.data)
@@ -163,6 +171,7 @@ def _walk(run: Run, tree: Tree, logits: Tensor, best: list[int]) -> tuple[list[i
         block.append(best[node + 1] if best else _step(run, tree, node, logits[node + 1 : node + 2]))
         _append(run, block[-1])
         node = tree.child(node, block[-1])
+    _catch_up(run)
     accepted = len(block) - (node is None)
     run.meter.rounds.append(Round(offset, tree.guess, len(tree), accepted, len(block)))
     return block, path
@@ -181,15 +190,24 @@ def _step(run: Run, tree: Tree, node: int, logits: Tensor) -> int:
 
 def _append(run: Run, token: int) -> None:
     """Commit an id, and ask whether to stop."""
-    run.ids = torch.cat([run.ids, torch.tensor([[token]], device=run.ids.device)], dim=-1)
     run.new_ids.append(token)
     run.all_ids.append(token)
     piece = run.view.to_bytes([token], before=run.data)
     run.data += piece
     run.controls += not piece
+    if run.processors or run.criteria:
+        _catch_up(run)
     fired = [criterion for criterion in run.criteria if bool(criterion(run.ids, run.scores).any())]
-    if fired:
-        run.finish_reason = "length" if all(isinstance(criterion, _LIMITS) for criterion in fired) else "stop"
+    ends = token in run.ends or not all(isinstance(criterion, _LIMITS) for criterion in fired)
+    if ends or fired or (run.limit is not None and len(run.all_ids) >= run.limit):
+        run.finish_reason = "stop" if ends else "length"
+
+
+def _catch_up(run: Run) -> None:
+    """Bring the committed ids to where processors and criteria read them."""
+    new = run.all_ids[run.ids.shape[1] :]
+    if new:
+        run.ids = torch.cat([run.ids, torch.tensor([new], device=run.ids.device)], dim=-1)
 
 
 def _pick(run: Run, tree: Tree, node: int, scores: Tensor) -> int:
