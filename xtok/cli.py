@@ -20,6 +20,7 @@ from xtok.assisted import Generation, XTokAssisted
 from xtok.bench import Row, build_seconds, compare, tuned, useless_drafts
 from xtok.bench_plot import check_drawable, draw
 from xtok.bench_sampled import SampledRow, compare_sampled
+from xtok.budget import Budget
 from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
 from xtok.lm import check_rolls_back, context_window
@@ -225,7 +226,7 @@ def _cells(side: Side, found: Fit) -> tuple[str, ...]:
 def demo() -> None:
     """Run the pair that ships on a few held-out prompts, beside the target alone, and compare every token."""
     with _loading(str(TARGET), str(DRAFT)):
-        xt = XTokAssisted(TARGET, DRAFT)
+        xt = XTokAssisted(TARGET, DRAFT, budget=Budget(5))
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
     texts = prompts()[:DEMO_PROMPTS]
     _compared(xt, texts[0])
