@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from worlds import ARCHITECTURES, examples, fitting, model, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
@@ -17,6 +18,7 @@ from xtok.budget import Line, Pace
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.lookup import Lookup
 from xtok.drafts.scripted import ScriptedDrafter
+from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.lm import takes_trees
 from xtok.tree import Trie, chain
 
@@ -159,6 +161,46 @@ def test_the_likeliest_guesses_grow_wherever_they_branch_off() -> None:
     found = grown([Path(0.7, -1, b"x"), Path(0.2, -1, b"y")], budget, expand)
     assert calls == [[b"x", b"y"], [b"xa", b"xb"]]
     assert sum(path.kept for path in found) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [((5,), ()), ((5,), (0,)), ((5, 6), (-1, 1)), ((5,), (-2,)), ((5, 6), (-1, 0), b"", (), (0.5,))],
+    ids=["no parent", "its own parent", "a later parent", "a parent before the context", "half the masses"],
+)
+def test_what_is_no_tree_is_refused_and_costs_speed_only(wrong: tuple[Any, ...]) -> None:
+    with pytest.raises(InvalidInputError, match="This is no tree"):
+        Tree(*wrong)
+    tokens = tokenizer("byte-level BPE")
+    target = fitting(tokens, "Llama", 0)
+    asked = {"max_new_tokens": 12, "do_sample": False}
+    broken = ScriptedDrafter(lambda context: Tree(*wrong))
+    with pytest.warns(DraftFailedWarning, match="This is no tree"):
+        generation = XTokAssisted((target, tokens), broken, budget=Budget(4)).generate("吾輩は", **asked)
+    assert generation.token_ids == XTokAssisted((target, tokens)).generate("吾輩は", **asked).token_ids
+
+
+def test_what_a_text_repeats_is_guessed_though_the_draft_is_too_dear_to_be_asked() -> None:
+    tokens = tokenizer("byte-level BPE")
+    target = fitting(tokens, "Llama", 0)
+    asked = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None}
+    again = LogitsProcessorList([Cycles()])
+    expected = XTokAssisted((target, tokens)).generate("吾輩は", logits_processor=again, **asked).token_ids
+    dear = Pace(target=Line({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.1)}), draft=Line({1: (99, 1.0, 50.0)}), waiting=10**6)
+    xt = XTokAssisted((target, tokens), (target, tokens), budget=Budget(5, pace=dear))
+    generation = xt.generate("吾輩は", logits_processor=again, **asked)
+    assert generation.token_ids == expected
+    assert generation.stats.draft_forwards == 0
+    assert generation.stats.tokens_per_forward > 2
+
+
+class Cycles(LogitsProcessor):
+    """Makes every text go round in seven ids."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        only = torch.full_like(scores, -torch.inf)
+        only[:, 40 + input_ids.shape[1] % 7] = 0
+        return only
 
 
 # the budget, by made-up costs

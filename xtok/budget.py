@@ -116,6 +116,7 @@ class Pace:
     hits: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
     expected: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
     onward: float = 0.6
+    unasked: float = 0.0
     picks: float = 0.0
     seconds: float = 0.0
     gained: float = 0.0
@@ -164,7 +165,9 @@ class Pace:
         self.picks = _MEMORY * self.picks + len(path)
         self.seconds = _MEMORY * self.seconds + self.target.at(1) + extra
         if drafted or rest:
-            self._judge(len(path) - 1, extra)
+            self._judge(len(path) - 1 - self.unasked, extra)
+        else:
+            self.unasked += _SHARE * (len(path) - 1 - self.unasked)
         self._calibrate(tree, path)
 
     def _rate(self) -> float:
@@ -178,7 +181,7 @@ class Pace:
         index = _bin(mass)
         return min(1.0, mass * self.hits[index] / self.expected[index])
 
-    def _judge(self, gained: int, extra: float) -> None:
+    def _judge(self, gained: float, extra: float) -> None:
         """Stop guessing where what it gained lately isn't worth what it cost."""
         alone = self.target.at(1)
         self.gained, self.spent = _MEMORY * self.gained + gained, _MEMORY * self.spent + extra

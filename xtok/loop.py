@@ -13,13 +13,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from xtok.budget import Budget
 from xtok.drafts import Context, Drafter
+from xtok.drafts.lookup import Lookup
 from xtok.errors import DraftFailedWarning
 from xtok.lm import CachedModel
 from xtok.noise import ACCEPT, Noise, gumbel
 from xtok.pick import accepts, best, drawn, process, residual
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter, Round
-from xtok.tree import Tree
+from xtok.tree import Tree, Trie
 
 _LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
 _KNOWN = (MaxLengthCriteria, EosTokenCriteria)
@@ -60,6 +61,7 @@ class Run:
     all_ids: list[int] = field(init=False)
     data: bytes = field(init=False)
     prompt_size: int = field(init=False)
+    lookup: Lookup = field(init=False, default_factory=Lookup)
     limit: int | None = field(init=False)
     ends: frozenset[int] = field(init=False)
 
@@ -111,16 +113,33 @@ def _budget(run: Run) -> Budget:
 
 
 def _propose(run: Run, budget: Budget) -> Tree:
-    """The drafter's guess. A drafter that raises is told of once and not asked again."""
+    """The drafter's guess, and what the text repeats."""
     run.meter.begin()
-    if run.drafter is None or budget.longest == 0 or (budget.pace is not None and not budget.pace.guesses()):
+    if run.drafter is None or budget.longest == 0:
         return Tree()
+    asked = budget.pace is None or budget.pace.guesses()
+    with run.meter.timing("draft"):
+        tree = _drafted(run, run.drafter, budget) if asked else Tree()
+        tree = _with_repeats(run, tree, budget).within(budget.longest)
+        tree = tree if run.branches else tree.first_path(budget.longest)
+        return tree if all(0 <= token < run.target.vocabulary for token in tree.tokens) else Tree()
+
+
+def _with_repeats(run: Run, tree: Tree, budget: Budget) -> Tree:
+    """A tree of guesses with what followed the same ids before, where the guesses say how probable they are."""
+    if budget.width == 1 or (len(tree) and not tree.masses):
+        return tree
+    trie = Trie()
+    trie.graft(tree)
+    trie.mix(*run.lookup.continuation(run.all_ids, budget.longest))
+    return trie.best(budget.verified, tree.guess)
+
+
+def _drafted(run: Run, drafter: Drafter, budget: Budget) -> Tree:
+    """The drafter's guess. A drafter that raises is told of once and not asked again."""
+    run.meter.asked = True
     try:
-        with run.meter.timing("draft"):
-            context = Context(run.all_ids, run.data, run.prompt_size, run.controls, run.noise)
-            tree = run.drafter.propose(context, budget).within(budget.longest)
-            tree = tree if run.branches else tree.first_path(budget.longest)
-            return tree if all(0 <= token < run.target.vocabulary for token in tree.tokens) else Tree()
+        return drafter.propose(Context(run.all_ids, run.data, run.prompt_size, run.controls, run.noise), budget)
     except Exception as error:
         run.drafter = None
         run.meter.draft_error = f"{type(error).__name__}: {error}"
@@ -133,7 +152,7 @@ def _observe(run: Run, tree: Tree, path: list[int]) -> None:
     """Tell the budget what the round cost and what came of it."""
     if run.budget.pace is not None:
         latest = run.meter.latest
-        rest = latest.get("draft", 0.0) - sum(seconds for _, seconds in run.meter.drafted)
+        rest = latest["draft"] - sum(seconds for _, seconds in run.meter.drafted) if run.meter.asked else 0.0
         run.budget.pace.observe(tree, path, latest["target"], run.meter.drafted, rest)
 
 

@@ -60,6 +60,7 @@ class Meter:
     draft_forwards: int = 0
     draft_error: str | None = None
     chains_only: bool = False
+    asked: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
     drafted: list[tuple[int, float]] = field(default_factory=list)
@@ -68,6 +69,7 @@ class Meter:
 
     def begin(self) -> None:
         """Begin a round."""
+        self.asked = False
         self.drafted.clear()
         self.latest.clear()
 

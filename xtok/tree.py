@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from xtok.errors import InvalidInputError
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -21,6 +23,11 @@ class Tree:
     guess: bytes = b""
     laws: tuple[Tensor, ...] = ()
     masses: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.tokens), len(self.parents)} | ({len(self.masses)} if self.masses else set())
+        if len(sizes) > 1 or not all(-1 <= parent < node for node, parent in enumerate(self.parents)):
+            raise InvalidInputError(f"This is no tree: {self}. Give each token a parent before it, and all or none a mass.")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -78,6 +85,13 @@ class Trie:
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self.masses: list[float] = []
+
+    def graft(self, tree: Tree) -> None:
+        """Add a whole tree with its masses."""
+        nodes = {-1: -1}
+        for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            nodes[i] = self._child(nodes[parent], token)
+            self.masses[nodes[i]] += tree.masses[i]
 
     def add(self, tokens: Iterable[int], mass: float) -> None:
         """Add the mass of a guess. Guesses that are added exclude each other: their masses are summed up."""

@@ -10,7 +10,6 @@ from xtok.budget import Budget
 from xtok.continuation import Continuation
 from xtok.drafts import Context
 from xtok.drafts.growth import CHILDREN, Path, grown
-from xtok.drafts.lookup import Lookup
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.trace import Meter
 from xtok.tree import Tree, Trie
@@ -46,7 +45,7 @@ class CrossTokenizerDrafter:
 
     The last draft token of the context may be the beginning of a longer one ("healing", as in guidance's token healing): the
     guesses start from both, each with the probability that the draft gives it, from the forward that reads the context.
-    The draft's end of text becomes `target_end`. What followed the same ids before is guessed, too.
+    The draft's end of text becomes `target_end`.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class CrossTokenizerDrafter:
         self._continuation = continuation
         self._target_end = target_end
         self._meter = meter
-        self._lookup = Lookup()
 
     @torch.inference_mode()
     def propose(self, context: Context, budget: Budget) -> Tree:
@@ -141,7 +139,7 @@ class CrossTokenizerDrafter:
         return only
 
     def _mapped(self, context: Context, texts: list[_Text], budget: Budget) -> Tree:
-        """The likeliest of the target's ids for what the texts add, and for what followed the same ids before."""
+        """The likeliest of the target's ids for what the texts add."""
         masses: dict[tuple[bytes, bool], float] = {}
         for text in texts:
             if len(text.written) >= len(text.given):
@@ -153,6 +151,4 @@ class CrossTokenizerDrafter:
             if ended and self._target_end is not None:
                 ids.append(self._target_end)
             trie.add(ids[: budget.longest], mass)
-        if budget.width > 1:
-            trie.mix(*self._lookup.continuation(context.ids, budget.longest))
         return trie.best(budget.verified, guess=likeliest[0][0][0] if likeliest else b"")

@@ -9,7 +9,6 @@ from transformers import LogitsProcessorList
 from xtok.budget import Budget
 from xtok.drafts import Context
 from xtok.drafts.growth import CHILDREN, Path, grown
-from xtok.drafts.lookup import Lookup
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.noise import GUESS, PICK, uniform
 from xtok.tokenbytes import TokenBytes
@@ -109,7 +108,6 @@ class SamplingDrafter:
         self._meter = meter
         self._warpers = warpers
         self._independent = independent
-        self._lookup = Lookup()
         self._failure: Exception | None = None
         ends = torch.tensor([] if target_end is None else sorted(draft.ends), dtype=torch.int64)
         own, theirs = torch.cat([projected.own, ends]), torch.cat([projected.theirs, torch.full_like(ends, target_end or 0)])
@@ -139,7 +137,7 @@ class SamplingDrafter:
             first = self._children(context, logits, [_Draw(1.0, -1, b"", size=size)], chained)[0]
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         draws = grown(first, budget, lambda front: self._expanded(context, front, chained))
-        return self._chain(draws) if chained else self._tree(context, draws, budget)
+        return self._chain(draws) if chained else self._tree(draws, budget)
 
     def _expanded(self, context: Context, front: list[_Draw], chained: bool) -> list[list[_Draw]]:
         """The continuations of some guesses, all by one forward."""
@@ -194,11 +192,10 @@ class SamplingDrafter:
             return Tree()
         return chain(draws[-1].ids, draws[-1].written, draws[-1].laws)
 
-    def _tree(self, context: Context, draws: list[_Draw], budget: Budget) -> Tree:
+    def _tree(self, draws: list[_Draw], budget: Budget) -> Tree:
         trie = Trie()
         for draw in draws:
             trie.add(draw.ids[: budget.longest], draw.kept)
-        trie.mix(*self._lookup.continuation(context.ids, budget.longest))
         return trie.best(budget.verified, max(draws, key=lambda draw: draw.mass).written if draws else b"")
 
     def _laws(self, logits: Tensor) -> Tensor:
