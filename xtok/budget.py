@@ -18,10 +18,10 @@ _ENOUGH = 8
 _TRUST, _FORGETS = 4.0, 64.0
 """How many hits are expected before a drafter's word for them is doubted, and when half of them are forgotten."""
 _BINS = 12
-_TRIAL = 3
-"""How many rounds of guessing show whether it pays."""
+_TRIAL = 20
+"""How many rounds of guessing show whether it pays, where it loses little."""
 _DEBT = 1.5
-"""How many picks guessing may have lost before it has to stop, even if it was hardly tried."""
+"""How many picks guessing may lose before it has to stop, however little it was tried."""
 _NEAREST, _FURTHEST = 4, 512
 """Rounds without guesses before it is tried again."""
 _PROBES = 0.005
