@@ -1,6 +1,7 @@
 """The command line, on the pair that ships, and the figures that tell how well a pair fits."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -33,11 +34,10 @@ def test_generate_prints_the_text_and_then_one_line_of_figures() -> None:
     expected = XTokAssisted(TARGET, DRAFT).generate(prompt, max_new_tokens=24, do_sample=False)
     text, summary = run("generate", prompt, "--max-new-tokens", "24")
     assert text == expected.text + "\n"
-    stats = expected.stats
-    assert summary.startswith(f"{stats.new_tokens} tokens, {stats.target_forwards} forwards of the target")
-    assert f"{stats.tokens_per_forward:.2f} tokens per forward" in summary
-    assert f"{stats.acceptance_rate:.0%} of the guesses accepted" in summary
-    assert summary.count("\n") == 1
+    # How much is guessed follows from measured costs, so the figures differ from run to run.
+    told = re.fullmatch(r"24 tokens, (\d+) forwards of the target, (.*) tokens per forward, .*% of the guesses .*\n", summary)
+    assert told is not None, summary
+    assert told[2] == f"{24 / int(told[1]):.2f}"
 
 
 def test_generate_without_a_draft_gives_the_same_text_at_a_token_per_forward() -> None:

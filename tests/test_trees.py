@@ -278,4 +278,3 @@ def test_a_budget_that_decides_by_costs_leaves_the_ids_as_they_are() -> None:
     for _ in range(3):
         generation = xt.generate("吾輩は", max_new_tokens=60, do_sample=False, eos_token_id=None)
         assert generation.token_ids == expected.token_ids
-    assert generation.stats.tokens_per_forward > 3
