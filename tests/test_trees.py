@@ -191,7 +191,7 @@ def test_what_a_text_repeats_is_guessed_though_the_draft_is_too_dear_to_be_asked
     generation = xt.generate("吾輩は", logits_processor=again, **asked)
     assert generation.token_ids == expected
     assert generation.stats.draft_forwards == 0
-    assert generation.stats.tokens_per_forward > 2
+    assert generation.stats.accepted > 0
 
 
 class Cycles(LogitsProcessor):
