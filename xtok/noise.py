@@ -73,8 +73,13 @@ def control_key(token: int) -> int:
 
 
 def gumbel(keys: Tensor, state: int) -> Tensor:
-    """Standard Gumbel noise in float64, one per key: -log(-log(u))."""
-    return uniform(keys, state).log_().neg_().log_().neg_()
+    """Standard Gumbel noise in float64, one per key: -log of the exponential noise."""
+    return exponential(keys, state).log_().neg_()
+
+
+def exponential(keys: Tensor, state: int | Sequence[int]) -> Tensor:
+    """Exponential noise of rate 1 in float64, one per key: -log(u); of several states, a row each."""
+    return uniform(keys, state).log_().neg_()
 
 
 def uniform(keys: Tensor, state: int | Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ from xtok.budget import Budget
 from xtok.drafts import Context
 from xtok.drafts.growth import CHILDREN, Path, grown
 from xtok.drafts.reader import DraftModel, Reader
-from xtok.noise import GUESS, PICK, uniform
+from xtok.noise import GUESS, PICK, exponential
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
 from xtok.tree import Tree, Trie, chain
@@ -206,7 +206,7 @@ class SamplingDrafter:
         return laws / laws.sum(dim=-1, keepdim=True)
 
     def _exponential(self, context: Context, draws: list[_Draw]) -> Tensor:
-        """Exponential noise of the target's ids behind each guess: -log(u), of which the Gumbel noise is -log.
+        """Exponential noise of the target's ids behind each guess, of which the Gumbel noise is -log.
 
         An id's law over it is exp(log(law) + Gumbel noise), so the greatest is the draw, and a sum over all ids normalises.
         """
@@ -215,7 +215,7 @@ class SamplingDrafter:
         offset = len(context.data) - context.prompt_size
         with self._meter.timing("noise"):
             states = [context.noise.at(offset + len(draw.written), context.controls, purpose) for draw in draws]
-            return uniform(self._keys, states).log_().neg_()
+            return exponential(self._keys, states)
 
     def _spelled(self, piece: bytes) -> list[int] | None:
         """The draft's ids for some bytes: one that spells them, else those of its tokenizer, else one for each byte."""
