@@ -227,6 +227,36 @@ def test_a_draft_that_talks_nonsense_costs_speed_only(nonsense: list[int]) -> No
     assert generation.stats.draft_error is None
 
 
+class Vandal:
+    """Answers with what is no tree, or takes away what it is shown."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def propose(self, context: Context, budget: Budget) -> Any:
+        if self.answer == "vandalise":
+            context.ids[:] = ["a"] * 300  # type: ignore[index]
+            return Tree()
+        return self.answer
+
+
+@pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
+@pytest.mark.parametrize("processor", [False, True])
+@pytest.mark.parametrize("answer", [None, [5, 6], Tree(("a",), (-1,)), "vandalise"])  # type: ignore[arg-type]
+def test_a_draft_that_answers_with_anything_or_changes_what_it_is_shown_costs_speed_only(answer: Any, processor: bool) -> None:
+    """Found in review: what a draft returned was read where its failures aren't caught, and what it was shown was committed."""
+    tokens = tokenizer("byte-level BPE")
+    model = fitting(tokens, "Llama", 0)
+    drawn: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None}
+    drawn |= {"logits_processor": AddsByPosition, "repetition_penalty": 1.3} if processor else {}
+    ids = torch.tensor([tokens("吾輩は").input_ids])
+    expected, _ = alone(model, tokens, ids, drawn)
+    xt = XTokAssisted((model, tokens), Vandal(answer), budget=Budget(4))
+    assert xt.generate("吾輩は", pad_token_id=0, **fresh(drawn)).token_ids == expected
+    rows = model.generate(ids, custom_generate=xt, pad_token_id=0, **fresh(drawn))
+    assert rows[0, ids.shape[1] :].tolist() == expected
+
+
 def test_a_target_generates_up_to_its_last_learned_position() -> None:
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "GPT2", 0, window=32)

@@ -65,6 +65,7 @@ def test_a_target_that_takes_no_tree_checks_the_likeliest_chain(budget: Budget |
         assert generation.token_ids == expected
         assert generation.stats.draft_error is None
         assert generation.stats.chains_only
+    assert not XTokAssisted((target, tokens)).generate("吾輩は", **asked).stats.chains_only
 
 
 @given(guesses=guesses, count=st.integers(0, 20))
@@ -116,13 +117,18 @@ def paths_of(tree: Tree) -> list[tuple[int, ...]]:
 
 
 @examples(300)
-@given(ids=st.lists(st.integers(0, 3), max_size=40), cuts=st.lists(st.integers(0, 40), max_size=4), longest=st.integers(1, 6))
+@given(
+    prompt=st.integers(0, 9),
+    ids=st.lists(st.integers(0, 3), max_size=40),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+    longest=st.integers(1, 6),
+)
 def test_a_lookup_continues_the_latest_place_of_the_longest_end_seen_before(
-    ids: list[int], cuts: list[int], longest: int
+    prompt: int, ids: list[int], cuts: list[int], longest: int
 ) -> None:
-    lookup = Lookup()
-    for cut in sorted({*cuts, len(ids)}):
-        found, masses = lookup.continuation(ids[:cut], longest)
+    lookup = Lookup(ids[:prompt])
+    for cut in sorted({*(cut for cut in cuts if cut >= prompt), max(prompt, len(ids))}):
+        found, masses = lookup.continuation(ids[prompt:cut], longest)
         assert found == slow_lookup(ids[:cut], longest)
         assert all(0 < later <= mass <= 1 for mass, later in pairwise(masses))
 

@@ -97,8 +97,9 @@ class XTokAssisted:
         self.model, self.tokenizer = load(target, "target")
         check_rolls_back(self.model, "target")
         self._view = token_bytes(self.tokenizer)
-        self._budget = budget or Budget(depth=8, width=8)
-        self._pace = Pace() if budget is None else budget.pace
+        self._budget = budget or Budget(depth=8, width=8, pace=Pace())
+        self._chains = replace(budget or Budget(), width=1, pace=None)
+        self._pace = self._budget.pace
         self._drafter = draft if isinstance(draft, Drafter) else None
         self._draft, self._draft_tokenizer = None, None
         if draft is not None and not isinstance(draft, Drafter):
@@ -268,13 +269,13 @@ class XTokAssisted:
     def _own_budget(self, config: GenerationConfig) -> Budget:
         """The budget of one generation, which begins with what the ones before it learnt. A law's guesses are fixed chains."""
         if config.do_sample and self._rejects:
-            return replace(self._budget, depth=5 if self._pace else self._budget.depth, width=1)
+            return self._chains
         return replace(self._budget, pace=deepcopy(self._pace))
 
     @cached_property
     def _branches(self) -> bool:
         """Whether the target can check a tree, found out where there is something that guesses one."""
-        return (self._draft or self._drafter) is not None and takes_trees(self.model)
+        return (self._draft or self._drafter) is None or takes_trees(self.model)
 
     @cached_property
     def _projection(self) -> Projection:

@@ -31,6 +31,7 @@ _KNOWN = (MaxLengthCriteria, EosTokenCriteria)
 class Run:
     """The state of one generation: one sequence, one target cache, one drafter.
 
+    `all_ids`, the prompt's and the new ones, are what drafters are shown: nothing that is committed is read from them.
     A sampled one has `noise`, the `seed` that it comes from, and the `keys` of the target's ids; `prompt_key` tells its prompt
     from others. `controls` counts the new ids that spell nothing: they move no offset, and yet must not share their noise.
     `rejects`: guesses that come with the law that they were drawn from are accepted or rejected by it, instead of by whether
@@ -59,9 +60,10 @@ class Run:
     finish_reason: str | None = None
     controls: int = 0
     all_ids: list[int] = field(init=False)
+    prompt_length: int = field(init=False)
     data: bytes = field(init=False)
     prompt_size: int = field(init=False)
-    lookup: Lookup = field(init=False, default_factory=Lookup)
+    lookup: Lookup = field(init=False)
     limit: int | None = field(init=False)
     ends: frozenset[int] = field(init=False)
 
@@ -71,6 +73,8 @@ class Run:
         self.limit, self.ends = min(limits, default=None), frozenset(token for some in ends for token in some)
         self.criteria = StoppingCriteriaList(one for one in self.criteria if type(one) not in _KNOWN)
         self.all_ids = self.ids[0].tolist()
+        self.prompt_length = len(self.all_ids)
+        self.lookup = Lookup(self.all_ids)
         self.data = self.view.to_bytes(self.all_ids)
         self.prompt_size = len(self.data)
 
@@ -119,27 +123,30 @@ def _propose(run: Run, budget: Budget) -> Tree:
         return Tree()
     asked = budget.pace is None or budget.pace.guesses()
     with run.meter.timing("draft"):
-        tree = _drafted(run, run.drafter, budget) if asked else Tree()
-        tree = _with_repeats(run, tree, budget).within(budget.longest)
-        tree = tree if run.branches else tree.first_path(budget.longest)
-        return tree if all(0 <= token < run.target.vocabulary for token in tree.tokens) else Tree()
+        return _with_repeats(run, _drafted(run, run.drafter, budget) if asked else Tree(), budget)
 
 
 def _with_repeats(run: Run, tree: Tree, budget: Budget) -> Tree:
     """A tree of guesses with what followed the same ids before, where the guesses say how probable they are."""
     if budget.width == 1 or (len(tree) and not tree.masses):
         return tree
+    repeated, masses = run.lookup.continuation(run.new_ids, budget.longest)
+    if not repeated:
+        return tree
     trie = Trie()
     trie.graft(tree)
-    trie.mix(*run.lookup.continuation(run.all_ids, budget.longest))
+    trie.mix(repeated, masses)
     return trie.best(budget.verified, tree.guess)
 
 
 def _drafted(run: Run, drafter: Drafter, budget: Budget) -> Tree:
-    """The drafter's guess. A drafter that raises is told of once and not asked again."""
-    run.meter.asked = True
+    """The drafter's guess, as far as it can be checked. A drafter that raises is told of once and not asked again."""
     try:
-        return drafter.propose(Context(run.all_ids, run.data, run.prompt_size, run.controls, run.noise), budget)
+        with run.meter.timing("propose"):
+            context = Context(run.all_ids, run.data, run.prompt_size, run.controls, run.noise)
+            tree = drafter.propose(context, budget).within(budget.longest)
+        tree = tree if run.branches else tree.first_path(budget.longest)
+        return tree if all(0 <= token < run.target.vocabulary for token in tree.tokens) else Tree()
     except Exception as error:
         run.drafter = None
         run.meter.draft_error = f"{type(error).__name__}: {error}"
@@ -152,14 +159,14 @@ def _observe(run: Run, tree: Tree, path: list[int]) -> None:
     """Tell the budget what the round cost and what came of it."""
     if run.budget.pace is not None:
         latest = run.meter.latest
-        rest = latest["draft"] - sum(seconds for _, seconds in run.meter.drafted) if run.meter.asked else 0.0
+        rest = latest.get("propose", 0.0) - sum(seconds for _, seconds in run.meter.drafted)
         run.budget.pace.observe(tree, path, latest["target"], run.meter.drafted, rest)
 
 
 def _prefill(run: Run) -> tuple[Tensor, list[int]]:
     with run.meter.timing("target"):
         logits = run.target.prefill(run.ids, run.config)
-        return logits, _best(run, logits)
+        return logits, _greedy_picks(run, logits)
 
 
 def _forward(run: Run, tree: Tree) -> tuple[Tensor, list[int]]:
@@ -167,17 +174,17 @@ def _forward(run: Run, tree: Tree) -> tuple[Tensor, list[int]]:
     new = torch.tensor([[run.new_ids[-1], *tree.tokens]], device=run.ids.device)
     with run.meter.timing("target"):
         logits = run.target.branch(new, [-1, *(parent + 1 for parent in tree.parents)])
-        return logits, _best(run, logits)
+        return logits, _greedy_picks(run, logits)
 
 
-def _best(run: Run, logits: Tensor) -> list[int]:
+def _greedy_picks(run: Run, logits: Tensor) -> list[int]:
     """The greedy picks behind all guesses, in one transfer; none where a pick takes more than the logits."""
     plain = run.noise is None and not run.processors and run.scores is None and run.logits is None
     return logits.argmax(dim=-1).tolist() if plain else []
 
 
 @torch.no_grad()
-def _walk(run: Run, tree: Tree, logits: Tensor, best: list[int]) -> tuple[list[int], list[int]]:
+def _walk(run: Run, tree: Tree, logits: Tensor, greedy: list[int]) -> tuple[list[int], list[int]]:
     """Walk the picks along the guesses, until those or the text ends.
 
     Returns the ids picked, and the nodes behind which they were picked: -1, for the context, and its descendants.
@@ -187,7 +194,7 @@ def _walk(run: Run, tree: Tree, logits: Tensor, best: list[int]) -> tuple[list[i
     node: int | None = -1
     while node is not None and run.finish_reason is None:
         path.append(node)
-        block.append(best[node + 1] if best else _step(run, tree, node, logits[node + 1 : node + 2]))
+        block.append(greedy[node + 1] if greedy else _step(run, tree, node, logits[node + 1 : node + 2]))
         _append(run, block[-1])
         node = tree.child(node, block[-1])
     _catch_up(run)
@@ -218,13 +225,13 @@ def _append(run: Run, token: int) -> None:
         _catch_up(run)
     fired = [criterion for criterion in run.criteria if bool(criterion(run.ids, run.scores).any())]
     ends = token in run.ends or not all(isinstance(criterion, _LIMITS) for criterion in fired)
-    if ends or fired or (run.limit is not None and len(run.all_ids) >= run.limit):
+    if ends or fired or (run.limit is not None and run.prompt_length + len(run.new_ids) >= run.limit):
         run.finish_reason = "stop" if ends else "length"
 
 
 def _catch_up(run: Run) -> None:
     """Bring the committed ids to where processors and criteria read them."""
-    new = run.all_ids[run.ids.shape[1] :]
+    new = run.new_ids[run.ids.shape[1] - run.prompt_length :]
     if new:
         run.ids = torch.cat([run.ids, torch.tensor([new], device=run.ids.device)], dim=-1)
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
-_PARTS = ("target", "draft", "reading", "align", "noise", "all")
+_PARTS = ("target", "draft", "propose", "reading", "align", "noise", "all")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class Meter:
     draft_forwards: int = 0
     draft_error: str | None = None
     chains_only: bool = False
-    asked: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
     drafted: list[tuple[int, float]] = field(default_factory=list)
@@ -69,7 +68,6 @@ class Meter:
 
     def begin(self) -> None:
         """Begin a round."""
-        self.asked = False
         self.drafted.clear()
         self.latest.clear()
 

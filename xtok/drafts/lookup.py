@@ -16,16 +16,18 @@ class Lookup:
     learnt from those that it gave before, by how many ids agree.
     """
 
-    def __init__(self) -> None:
-        self._ids: list[int] = []
+    def __init__(self, prompt: Sequence[int] = ()) -> None:
+        self._ids = list(prompt)
+        self._prompt = len(prompt)
+        self._read = 0
         self._behind: dict[tuple[int, ...], int] = {}
         self._hits = [rate * _WEIGHT for rate in _PRIOR]
         self._tries = [_WEIGHT] * len(_PRIOR)
         self._given: tuple[list[int], int] = ([], 0)
 
-    def continuation(self, ids: Sequence[int], longest: int) -> tuple[list[int], list[float]]:
-        """At most `longest` ids that may follow `ids`, and for each the probability that it and all before it do."""
-        self._learn(ids)
+    def continuation(self, new: Sequence[int], longest: int) -> tuple[list[int], list[float]]:
+        """At most `longest` ids that may follow the prompt and `new`, each with the probability of all up to it."""
+        self._learn(new)
         start, agreeing = self._match()
         found = self._ids[start : start + longest] if agreeing else []
         self._given = (found, agreeing)
@@ -36,10 +38,10 @@ class Lookup:
             masses.append(mass)
         return found, masses
 
-    def _learn(self, ids: Sequence[int]) -> None:
+    def _learn(self, new: Sequence[int]) -> None:
         """Read what was committed since, and see what became of the last continuation."""
         before = len(self._ids)
-        self._ids.extend(ids[before:])
+        self._ids.extend(new[before - self._prompt :])
         given, agreeing = self._given
         for i, (guess, truth) in enumerate(zip(given, self._ids[before:], strict=False)):
             known = min(agreeing + i, _LONGEST)
@@ -47,10 +49,11 @@ class Lookup:
             self._hits[known] += guess == truth
             if guess != truth:
                 break
-        for end in range(max(1, before), len(self._ids)):
+        for end in range(max(1, self._read), len(self._ids)):
             for order in _ORDERS:
                 if order <= end:
                     self._behind[tuple(self._ids[end - order : end])] = end
+        self._read = len(self._ids)
 
     def _match(self) -> tuple[int, int]:
         """Where the latest continuation of the longest known end begins, and how many ids before it agree with that end."""
