@@ -252,6 +252,18 @@ def test_a_draft_that_becomes_good_is_found_out() -> None:
     assert simulated(pace, target=1.0, draft=0.05, right=0.8, rounds=1500)[0] > 1.5
 
 
+def test_a_draft_that_turns_bad_is_found_out() -> None:
+    pace = Pace()
+    simulated(pace, target=1.0, draft=0.05, right=0.8, rounds=300)
+    assert simulated(pace, target=1.0, draft=0.05, right=0.0, rounds=512)[0] > 0.96
+
+
+def test_bad_luck_stops_no_draft_that_pays() -> None:
+    """Found by benchmark: a few unlucky rounds in a row paused a good draft, so that it was lost for much of a text."""
+    speeds = [simulated(Pace(), target=1.0, draft=0.2, right=0.4, rounds=300, seed=seed)[0] for seed in range(40)]
+    assert min(speeds) > 1.1
+
+
 def test_what_a_drafter_says_is_corrected_by_what_comes_of_it() -> None:
     pace = Pace()
     simulated(pace, target=1.0, draft=0.001, right=0.9, rounds=400)

@@ -18,10 +18,10 @@ _ENOUGH = 8
 _TRUST, _FORGETS = 4.0, 64.0
 """How many hits are expected before a drafter's word for them is doubted, and when half of them are forgotten."""
 _BINS = 12
-_TRIAL = 20
-"""How many rounds of guessing show whether it pays, where it loses little."""
-_DEBT = 1.5
-"""How many picks guessing may lose before it has to stop, however little it was tried."""
+_DEBT, _DOUBTED = 3.0, 0.5
+"""How many picks guessing may lose before it stops, and how many where it had to stop before."""
+_CREDIT = 8.0
+"""How many of the picks that it gained it may lose on top."""
 _NEAREST, _FURTHEST = 4, 512
 """Rounds without guesses before it is tried again."""
 _PROBES = 0.005
@@ -119,9 +119,7 @@ class Pace:
     unasked: float = 0.0
     picks: float = 0.0
     seconds: float = 0.0
-    gained: float = 0.0
-    spent: float = 0.0
-    trial: int = 0
+    debt: float = 0.0
     distance: int = 0
     waiting: int = 0
 
@@ -182,18 +180,19 @@ class Pace:
         return min(1.0, mass * self.hits[index] / self.expected[index])
 
     def _judge(self, gained: float, extra: float) -> None:
-        """Stop guessing where what it gained lately isn't worth what it cost."""
+        """Stop guessing where it lost more picks than it may, and trust it again where it gained as many.
+
+        The account has a floor, so that a draft that turns bad is found out (a CUSUM test, Page 1954).
+        """
         alone = self.target.at(1)
-        self.gained, self.spent = _MEMORY * self.gained + gained, _MEMORY * self.spent + extra
-        self.trial += 1
-        debt = self.spent / alone - self.gained if alone else 0.0
-        if debt <= 0:
+        self.debt = max(-_CREDIT, self.debt + (extra / alone - gained if alone else 0.0))
+        allowed = _DOUBTED if self.distance else _DEBT
+        if self.debt < -allowed:
             self.distance = 0
-        elif self.trial >= _TRIAL or debt > _DEBT:
+        elif self.debt > allowed:
             self.distance = min(max(_NEAREST, 4 * self.distance), _FURTHEST)
             self.waiting = max(self.distance, int(extra / (_PROBES * alone)))
-            self.gained = self.spent = 0.0
-            self.trial = _TRIAL - 1
+            self.debt = 0.0
 
     def _calibrate(self, tree: Tree, path: Sequence[int]) -> None:
         right = set(path)
