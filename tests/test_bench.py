@@ -1,6 +1,7 @@
 """The benchmark counts what it says it counts."""
 
 import json
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from worlds import ARCHITECTURES, examples, fitting, model, tokenizer
 
 from xtok import pair
 from xtok.bench import ALONE, CHAIN, TREE, UAG, XTOK, compare, tuned
+from xtok.bench_context import compare_contexts
 from xtok.bench_sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
 from xtok.bench_sampled import TREE as TREE_SAMPLED
 from xtok.cli import app
 from xtok.errors import UnsupportedModelError
 from xtok.sources import load
-from xtok.stretch import blocks_of, stretch, stretched_to
+from xtok.stretch import blocks_of, sized, stretch, stretched_to
 
 
 def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
@@ -103,6 +105,27 @@ def test_a_model_is_stretched_to_the_seconds_asked_for(monkeypatch: pytest.Monke
     monkeypatch.setattr("xtok.stretch.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
     small = model("Llama", 40, 0, torch.float32)
     assert [len(blocks_of(stretched_to(small, seconds, width=64))) for seconds in (0.001, 0.05, 0.2)] == [2, 5, 20]
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "GPTNeoX"])
+def test_a_model_is_enlarged_to_a_number_of_parameters(architecture: str) -> None:
+    big = sized(model(architecture, 40, 0, torch.float32), 2e6, 5)
+    assert sum(weight.numel() for weight in big.parameters()) == pytest.approx(2e6, rel=0.01)
+    assert len(blocks_of(big)) == 5
+
+
+def test_what_contexts_cost_has_a_row_per_length_and_kind_of_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.cli.compare_contexts", partial(compare_contexts, sizes=(16, 64)))
+    result = CliRunner().invoke(app, ["bench", "--contexts", "--json"])
+    rows = json.loads(result.stdout)
+    assert [(row["context"], row["budget"]) for row in rows] == list(product((16, 64), ("chain of 5", "tree of 32")))
+    assert set(rows[0]) == {"context", "budget", "align", "guess", "pick"}
+
+
+def test_a_device_that_is_not_there_is_told() -> None:
+    result = CliRunner().invoke(app, ["bench", "--device", "nowhere"])
+    assert result.exit_code == 1
+    assert "'nowhere'" in result.stderr
 
 
 def test_a_model_of_unknown_blocks_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ ROOMS = (
     ("assisted",),
     ("", "pair", "fit", "stretch"),
     ("bench",),
-    ("bench_sampled", "bench_plot"),
+    ("bench_sampled", "bench_context", "bench_plot"),
     ("cli",),
     ("__main__",),
 )

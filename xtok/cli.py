@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from xtok.assisted import Generation, XTokAssisted
 from xtok.bench import Row, build_seconds, compare, tuned, useless_drafts
+from xtok.bench_context import ContextRow, compare_contexts
 from xtok.bench_plot import check_drawable, draw
 from xtok.bench_sampled import SampledRow, compare_sampled
 from xtok.budget import Budget
@@ -26,11 +27,13 @@ from xtok.fit import Fit, Side, fit
 from xtok.lm import check_rolls_back, context_window
 from xtok.pair import DRAFT, TARGET, prompts
 from xtok.sources import load
-from xtok.stretch import forward_seconds, stretched_to
+from xtok.stretch import forward_seconds, sized, stretched_to
 from xtok.trace import Stats
 from xtok.version import __version__
 
 GUESS_LENGTH = 5
+LARGE, SMALL = (13e9, 40), (160e6, 12)
+"""Parameters and blocks of llm-jp-13B and of open-calm-small."""
 DEMO_PROMPTS = 4
 DEMO_TOKENS = 64
 
@@ -304,17 +307,30 @@ def bench(
     ratio: Annotated[
         float | None, typer.Option(min=1, help="Enlarge the target until its forward costs so many of the draft's.")
     ] = None,
+    large: Annotated[
+        bool,
+        typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB."),
+    ] = False,
     dtype: Annotated[str, typer.Option(help="The precision of both models: float32, bfloat16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where both models are: cpu, cuda, …")] = "cpu",
     useless: Annotated[bool, typer.Option("--useless", help="Also with useless drafts: a random one, and a dear one.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw bars and a breakdown of the time, as PNG or SVG.")] = None,
+    contexts: Annotated[
+        bool, typer.Option("--contexts", help="Only what a round costs beside the models, by the length of the context.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Run the target alone, transformers' universal assisted generation and xtok side by side, greedily or sampled."""
     if plot is not None:
         check_drawable(plot)
     with _loading(target, draft):
-        pair = _sized(load(target, "target"), load(draft, "draft"), ratio, dtype)
+        pair = _placed(load(target, "target"), load(draft, "draft"), dtype, device)
     texts, others = _bench_prompts(file)
+    if contexts:
+        found = compare_contexts(pair[0][1], pair[1][1], texts)
+        typer.echo(json.dumps(found, indent=2, default=asdict)) if as_json else _print_contexts(found)
+        return
+    pair = _enlarged(*pair, ratio, large)
     if sampled:
         rows = compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
         typer.echo(json.dumps(rows, ensure_ascii=False, indent=2, default=asdict)) if as_json else _print_sampled(rows)
@@ -334,11 +350,22 @@ def bench(
         _print_bench(report)
 
 
-def _sized(target: Any, draft: Any, ratio: float | None, dtype: str) -> tuple[Any, Any]:
-    """The pair in a precision, the target enlarged until its forward costs `ratio` forwards of the draft."""
+def _placed(target: Any, draft: Any, dtype: str, device: str) -> tuple[Any, Any]:
+    """The pair in a precision and on a device."""
     if dtype not in ("float32", "bfloat16", "float64"):
         raise InvalidInputError(f"dtype is {dtype!r}; use float32, bfloat16 or float64.")
-    big, small = (model.to(getattr(torch, dtype)) for model, _ in (target, draft))
+    try:
+        big, small = (model.to(device, getattr(torch, dtype)) for model, _ in (target, draft))
+    except (RuntimeError, AssertionError) as error:  # torch's own ways to say so
+        raise InvalidInputError(f"device is {device!r}, which can't be used: {error}") from error
+    return (big, target[1]), (small, draft[1])
+
+
+def _enlarged(target: Any, draft: Any, ratio: float | None, large: bool) -> tuple[Any, Any]:
+    """The pair as dear as a large one, or the target until its forward costs `ratio` forwards of the draft."""
+    big, small = target[0], draft[0]
+    if large:
+        big, small = sized(big, *LARGE), sized(small, *SMALL)
     if ratio is not None:
         big = stretched_to(big, ratio * forward_seconds(small))
     return (big, target[1]), (small, draft[1])
@@ -375,6 +402,15 @@ def _print_split(rows: list[Row]) -> None:
         table.add_column(name, justify="right" if name else "left", no_wrap=not name)
     for row in rows:
         table.add_row(row.system, *(f"{share:.1%}" for share in (row.split or {}).values()), f"{row.ceiling or 0:.1%}")
+    Console(highlight=False, width=100).print(table)
+
+
+def _print_contexts(rows: list[ContextRow]) -> None:
+    table = Table(title="milliseconds per round beside the models' forwards")
+    for name in ("context", "", "align", "guess", "pick"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        table.add_row(f"{row.context:,}", row.budget, *(f"{part:.2f}" for part in (row.align, row.guess, row.pick)))
     Console(highlight=False, width=100).print(table)
 
 

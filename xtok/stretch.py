@@ -32,7 +32,8 @@ def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrai
             setattr(config, name, width)
     if getattr(config, "layer_types", None):
         config.layer_types = [*config.layer_types, *config.layer_types[-1:] * blocks]
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype).to(model.device).eval()
+    with model.device:
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
     own = blocks_of(made)
     shapes = {name: value.shape for name, value in made.state_dict().items()}
     kept = {name: value for name, value in model.state_dict().items() if value.shape == shapes[name]}
@@ -43,6 +44,13 @@ def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrai
         _silence(block)
     made.generation_config = deepcopy(model.generation_config)
     return made
+
+
+def sized(model: PreTrainedModel, parameters: float, depth: int) -> PreTrainedModel:
+    """`model` enlarged to `depth` blocks and about so many parameters, by the width of its MLPs."""
+    blocks, few, more = depth - len(blocks_of(model)), 64, 128
+    small, large = (sum(weight.numel() for weight in stretch(model, blocks, width).parameters()) for width in (few, more))
+    return stretch(model, blocks, max(few, few + round((parameters - small) * (more - few) / (large - small))))
 
 
 def stretched_to(model: PreTrainedModel, seconds: float, width: int = _WIDTH) -> PreTrainedModel:
