@@ -36,7 +36,7 @@ def _draw_speeds(chart: Any, kind: str, rows: Sequence[Row]) -> None:
     bars = chart.barh(names, [row.speed for row in rows], color=["#4c78a8" if "xtok" in name else "#bab0ac" for name in names])
     chart.bar_label(bars, [f" {row.speed:.2f} ({row.tokens_per_forward:.2f} tokens per forward)" for row in rows], fontsize=8)
     chart.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    chart.set_xlim(0, 1.6 * max(row.speed for row in rows))
+    chart.set_xlim(0, 1.9 * max(row.speed for row in rows))
     chart.set_title(f"speed, the draft {kind} (the target alone: 1)", fontsize=10)
     chart.invert_yaxis()
 
@@ -49,4 +49,4 @@ def _draw_splits(chart: Any, rows: Sequence[Row]) -> None:
         left = [start + share for start, share in zip(left, shares, strict=True)]
     chart.set_title("where xtok's time goes, in %", fontsize=10)
     chart.set_ylim(len(rows) + 0.6, -0.6)
-    chart.legend(ncols=len(_COLOURS), fontsize=8, loc="lower center", frameon=False)
+    chart.legend(ncols=len(_COLOURS), fontsize=8, loc="lower center", frameon=False, columnspacing=1)
