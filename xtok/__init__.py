@@ -6,6 +6,7 @@ from xtok.budget import Budget
 from xtok.drafts import Context, Drafter
 from xtok.trace import Round, Stats
 from xtok.tree import Tree, chain
+from xtok.tune import Tuned, tune_draft
 from xtok.version import __version__
 
 __all__ = [
@@ -16,8 +17,10 @@ __all__ = [
     "Round",
     "Stats",
     "Tree",
+    "Tuned",
     "XTokAssisted",
     "__version__",
     "chain",
     "errors",
+    "tune_draft",
 ]

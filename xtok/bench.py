@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -18,9 +20,11 @@ from xtok.assisted import Generation, XTokAssisted
 from xtok.budget import Budget
 from xtok.errors import InvalidInputError
 from xtok.prompts import prompt_ids
+from xtok.sources import load
 from xtok.stretch import forward_seconds, stretch, stretched_to
 from xtok.tokenbytes import token_bytes
 from xtok.trace import Stats
+from xtok.tune import tune_draft
 
 __all__ = ["compare", "stretch", "tuned", "useless_drafts"]
 
@@ -242,35 +246,7 @@ def useless_drafts(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str,
     return {"with random weights": (random, draft[1]), "as dear as the target": (dear, draft[1])}
 
 
-def tuned(target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str], *, steps: int = 450) -> tuple[Any, Any]:
-    """A copy of the draft, fine-tuned for some steps of 16 texts on what the target writes behind `prompts`."""
-    texts = _continuations(target, prompts)
-    model, tokenizer = deepcopy(draft[0]).train(), draft[1]
-    rows = [_labelled(tokenizer, prompt, text) for prompt, text in texts]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(0)
-    for _ in track(range(steps), description="fine-tune", transient=True):
-        picked = torch.randint(len(rows), (16,), generator=generator).tolist()
-        ids = torch.nn.utils.rnn.pad_sequence([rows[i][0] for i in picked], batch_first=True)
-        labels = torch.nn.utils.rnn.pad_sequence([rows[i][1] for i in picked], batch_first=True, padding_value=-100)
-        model(ids.to(model.device), labels=labels.to(model.device)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval(), tokenizer
-
-
-def _continuations(target: tuple[Any, Any], prompts: Sequence[str]) -> list[tuple[str, str]]:
-    """What the target writes behind each prompt and behind its beginnings."""
-    xt = XTokAssisted(target)
-    starts = [prompt[:cut] for prompt in prompts for cut in (8, 12, 16, len(prompt))]
-    return [
-        (start, xt.generate(start, max_new_tokens=64, do_sample=False).text)
-        for start in track(starts, description="the target writes", transient=True)
-    ]
-
-
-def _labelled(tokenizer: Any, prompt: str, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.tensor(tokenizer(prompt + text).input_ids)
-    labels = ids.clone()
-    labels[: len(tokenizer(prompt).input_ids) - 1] = -100
-    return ids, labels
+def tuned(target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str], **settings: Any) -> tuple[Any, Any]:
+    """The draft, fine-tuned on what the target writes behind `prompts`. `settings` are those of `xtok.tune_draft`."""
+    with TemporaryDirectory() as folder:
+        return load(tune_draft(target, draft, prompts, Path(folder) / "draft", **settings).path, "draft")

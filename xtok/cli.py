@@ -29,6 +29,7 @@ from xtok.pair import DRAFT, TARGET, prompts
 from xtok.sources import load
 from xtok.stretch import forward_seconds, sized, stretched_to
 from xtok.trace import Stats
+from xtok.tune import check_tunable, tune_draft
 from xtok.version import __version__
 
 GUESS_LENGTH = 5
@@ -289,6 +290,41 @@ def _print_totals(results: list[_Compared]) -> None:
         "What xtok saves is forwards of the target, so they are the figure to look at: with a large target they are nearly all "
         "of the time, whereas this tiny one costs little more than its draft and may well be faster alone."
     )
+
+
+@app.command("tune-draft")
+@_errors_in_one_line()
+def tune(
+    prompts_from: Annotated[Path, typer.Option("--prompts", help="A file with a prompt per line, or a folder of such files.")],
+    out: Annotated[Path, typer.Option(help="The folder for the tuned draft.")],
+    target: TargetOption = str(TARGET),
+    draft: DraftOption = str(DRAFT),
+    starts: Annotated[int, typer.Option(min=1, help="Behind how many beginnings of each prompt the target writes.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes at a time.")] = 64,
+    sampled: Annotated[float, typer.Option(min=0, max=1, help="The share of texts to sample; 0: all are greedy.")] = 0.0,
+    temperature: Annotated[float | None, typer.Option(help="Of the sampled ones.", show_default="the target's")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="At most; it stops where nothing is gained.")] = 20,
+    learning_rate: Annotated[float | None, typer.Option(help="Of the training.", show_default="by the draft's size")] = None,
+    lora: Annotated[
+        bool | None, typer.Option("--lora/--full", help="Train small matrices, or all.", show_default="LoRA above 500 M")
+    ] = None,
+) -> None:
+    """Fine-tune a draft on what the target writes behind your prompts. Stopped, it goes on where it was when run again."""
+    check_tunable()
+    texts = [line.rstrip("\n") for file in _files(prompts_from) for line in _sample(file)]
+    with _loading(target, draft):
+        pair = load(target, "target"), load(draft, "draft")
+    shape: dict[str, Any] = {"starts": starts, "max_new_tokens": max_new_tokens, "sampled": sampled, "temperature": temperature}
+    done = tune_draft(*pair, texts, out, epochs=epochs, learning_rate=learning_rate, lora=lora, **shape)
+    typer.echo(
+        f"{out}: tokens per forward of the target, on prompts kept apart: {done.after:.2f} with it, {done.before:.2f} with the "
+        f"draft as it was ({done.texts} texts learnt)."
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or the text files of a folder, in order."""
+    return sorted(path.rglob("*.txt")) if path.is_dir() else [path]
 
 
 @app.command()

@@ -1,0 +1,262 @@
+"""Tuning: what is learnt, that it can be stopped anywhere, and that it changes no text."""
+
+import json
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+from worlds import examples, fitting, texts, tokenizer
+
+from xtok import XTokAssisted, pair, tune, tune_draft
+from xtok.cli import app
+from xtok.errors import InvalidInputError
+from xtok.sources import draft_model, load
+from xtok.tune import split
+from xtok.tune.lessons import NOT_LEARNT, batch, lessons
+from xtok.tune.training import train
+from xtok.tune.writing import Written, beginnings, drawn
+
+PROMPTS = pair.prompts()[:9]
+SETTINGS: dict[str, Any] = {"starts": 2, "max_new_tokens": 12, "sampled": 0.5, "epochs": 3, "learning_rate": 1e-3}
+
+
+def tuned(out: Path, **changed: Any) -> tune.Tuned:
+    return tune_draft(pair.TARGET, pair.DRAFT, PROMPTS, out, **{**SETTINGS, **changed})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft tuned without a stop."""
+    out = tmp_path_factory.mktemp("tuned") / "draft"
+    done = tuned(out)
+    assert len(done.epochs) > 2
+    return out
+
+
+class Killed(BaseException):
+    """As a killed process: nothing that comes after is run."""
+
+
+def killed_at(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """`function`, killed in that call."""
+    calls = count(1)
+
+    def wrapped(*arguments: Any, **more: Any) -> Any:
+        if next(calls) == call:
+            raise Killed
+        return function(*arguments, **more)
+
+    return wrapped
+
+
+def kill(monkeypatch: pytest.MonkeyPatch, what: str, call: int, out: Path, **changed: Any) -> None:
+    """Begin to tune, and be killed in a call of the function of that name."""
+    with monkeypatch.context() as patch:
+        patch.setattr(what, killed_at(resolve_name(what), call))
+        with pytest.raises(Killed):
+            tuned(out, **changed)
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("xtok.tune.writing._continued", 1),
+        ("xtok.tune.writing._continued", 2),
+        ("xtok.tune.writing.os.replace", 3),
+        ("xtok.tune.tokens_per_forward", 2),
+        ("xtok.tune.tokens_per_forward", 3),
+        ("transformers.trainer_callback.TrainerState.save_to_json", 2),
+        ("transformers.Trainer._save_optimizer_and_scheduler", 2),
+        ("xtok.tune.train", 1),
+        ("xtok.tune._card", 1),
+        ("xtok.tune.os.replace", 6),
+    ],
+)
+def test_a_draft_whose_tuning_was_killed_becomes_the_one_of_a_tuning_that_was_not(
+    what: str, call: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "draft"
+    kill(monkeypatch, what, call, out)
+    assert not (out / "config.json").exists()
+    tuned(out)
+    same = load_file(whole / "model.safetensors")
+    assert all(torch.equal(weight, same[name]) for name, weight in load_file(out / "model.safetensors").items())
+    assert not (out / "work").exists()
+
+
+def test_a_training_that_had_ended_by_itself_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = {"learning_rate": 1e-9, "epochs": 9}
+    kill(monkeypatch, "xtok.tune._card", 1, tmp_path, **changed)
+    trained = len(list((tmp_path / "work" / "training").glob("checkpoint-*")))
+    done = tuned(tmp_path, **changed)
+    assert trained and len(done.epochs) == 1 + 4
+    assert set(done.epochs) == {done.epochs[0]}
+
+
+def test_a_tuned_draft_loads_as_any_other_and_has_a_card(whole: Path) -> None:
+    card = (whole / "README.md").read_text(encoding="utf-8")
+    assert f"base_model: {pair.DRAFT}" in card
+    assert "| before | " in card
+    expected = XTokAssisted(pair.TARGET).generate(PROMPTS[0], max_new_tokens=40, do_sample=False)
+    generation = XTokAssisted(pair.TARGET, whole).generate(PROMPTS[0], max_new_tokens=40, do_sample=False)
+    assert generation.token_ids == expected.token_ids
+    assert generation.stats.draft_error is None
+    assert load_file(whole / "model.safetensors").keys() == load_file(pair.DRAFT / "model.safetensors").keys()
+
+
+@examples(30)
+@given(start=texts(), seed=st.integers(0, 99), sampled=st.booleans())
+def test_what_is_generated_does_not_depend_on_the_tuning(whole: Path, start: str, seed: int, sampled: bool) -> None:
+    target = load_once("target")
+    asked: dict[str, Any] = {"max_new_tokens": 16, "do_sample": sampled, "seed": seed}
+    expected = XTokAssisted(target).generate(start, **asked)
+    assert XTokAssisted(target, load_once(str(whole))).generate(start, **asked).token_ids == expected.token_ids
+
+
+LOADED: dict[str, Any] = {}
+
+
+def load_once(source: str) -> Any:
+    if source not in LOADED:
+        LOADED[source] = load(pair.TARGET if source == "target" else source, "model")
+    return LOADED[source]
+
+
+def test_a_draft_learns_what_the_target_writes(tmp_path: Path) -> None:
+    target, (learner, tokens) = load(pair.TARGET, "target"), draft_model(pair.DRAFT)
+    before = {name: weight.clone() for name, weight in learner.model.state_dict().items()}
+    written = [
+        Written(prompt, XTokAssisted(target).generate(prompt, max_new_tokens=24, do_sample=False).text)
+        for prompt in PROMPTS[:3]
+    ]
+
+    def measure(model: Any) -> float:
+        return tune.tokens_per_forward(target, (model, tokens), PROMPTS[:3], max_new_tokens=24)
+
+    first = measure(learner.model)
+    done = tune_draft(target, (learner.model, tokens), PROMPTS[:3] * 2 + PROMPTS[3:], tmp_path / "draft", **SETTINGS)
+    assert done.texts > 0
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.model.state_dict().items())
+    rows = lessons(learner, written)
+    model, found = train(learner.model.float(), rows, measure, tmp_path / "own", epochs=12, learning_rate=2e-3, lora=None)
+    assert max(found) > first
+    assert measure(model) == max(found)
+
+
+def test_small_matrices_are_merged_into_a_draft_like_the_one_they_were_trained_on(tmp_path: Path) -> None:
+    done = tuned(tmp_path / "draft", lora=True, epochs=2, learning_rate=1e-2)
+    assert load_file(done.path / "model.safetensors").keys() == load_file(pair.DRAFT / "model.safetensors").keys()
+    assert XTokAssisted(pair.TARGET, done.path).generate(PROMPTS[0], max_new_tokens=8).stats.draft_error is None
+
+
+@given(prompts=st.lists(texts(), min_size=3, max_size=60).filter(lambda some: len({one for one in some if one.strip()}) > 2))
+def test_prompts_to_learn_from_to_stop_by_and_to_report_are_disjoint(prompts: list[str]) -> None:
+    stopping, kept, learnt = split(prompts)
+    assert stopping and kept and learnt
+    assert len({*stopping, *kept, *learnt}) == len(stopping) + len(kept) + len(learnt)
+    assert {*stopping, *kept, *learnt} <= set(prompts)
+
+
+@given(prompts=st.lists(st.text(min_size=1), max_size=6), starts=st.integers(1, 6))
+def test_beginnings_are_each_once_and_the_whole_prompts_among_them(prompts: list[str], starts: int) -> None:
+    found = beginnings(prompts, starts)
+    assert len(set(found)) == len(found) <= starts * len(prompts)
+    assert set(prompts) <= set(found)
+    assert all(one and any(prompt.startswith(one) for prompt in prompts) for one in found)
+
+
+@given(share=st.floats(0, 1), size=st.integers(0, 300))
+def test_a_share_of_the_texts_is_sampled(share: float, size: int) -> None:
+    assert abs(sum(drawn(i, share) for i in range(size)) - share * size) <= 1
+
+
+@given(start=texts(), text=texts().filter(bool), lead=st.sampled_from(["Unigram with byte fallback", "byte-level BPE"]))
+def test_the_continuation_alone_is_learnt_and_all_of_it(start: str, text: str, lead: str) -> None:
+    tokens = tokenizer(lead)
+    draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
+    try:
+        rows = lessons(draft, [Written(start, text)])
+    except InvalidInputError:
+        view, whole = draft.encoder.view, (start + text).encode()
+        assert not view.to_bytes(draft.encoder.ids(start + text)).endswith(text.encode()) or not whole
+        return
+    (row,) = rows
+    learnt = [token for token in row.labels if token != NOT_LEARNT]
+    assert row.input_ids[len(row.input_ids) - len(learnt) :] == learnt
+    spelled = draft.encoder.view.to_bytes([3, *learnt])
+    assert spelled.endswith(text.encode())
+    assert not draft.encoder.view.to_bytes([3, *learnt[1:]]).endswith(text.encode()) or len(learnt) == 1
+
+
+def test_rows_are_padded_with_what_is_not_learnt() -> None:
+    tokens = tokenizer("byte-level BPE")
+    draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
+    found = batch(lessons(draft, [Written("吾輩は", "猫である"), Written("", "名前はまだ無い。どこで")]))
+    assert found["input_ids"].shape == found["labels"].shape == found["attention_mask"].shape
+    assert torch.equal(found["labels"] == NOT_LEARNT, (found["attention_mask"] == 0) | (found["labels"] != found["input_ids"]))
+
+
+def test_a_draft_that_can_not_spell_the_texts_is_told_so() -> None:
+    tokens = tokenizer("WordPiece")
+    draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
+    with pytest.raises(InvalidInputError, match="can spell 0 of 2 texts"):
+        lessons(draft, [Written("a", "안녕하세요"), Written("b", "😀👍")])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"starts": 0}, "starts is 0"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ({"sampled": 1.5}, "sampled is 1.5"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_is_written(
+    settings: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInputError, match=told):
+        tuned(tmp_path / "draft", **settings)
+    assert not (tmp_path / "draft").exists()
+
+
+def test_too_few_prompts_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="2 different prompts"):
+        split(["a", "b", "a", " "])
+
+
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidInputError, match="is not empty"):
+        tuned(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_going_on_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill(monkeypatch, "xtok.tune.writing._continued", 1, tmp_path)
+    with pytest.raises(InvalidInputError, match="begun with another sampled, epochs"):
+        tuned(tmp_path, sampled=1.0, epochs=4)
+
+
+def test_the_command_tunes_and_tells_what_was_gained(tmp_path: Path) -> None:
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    for name, some in (("a.txt", PROMPTS[:5]), ("b.txt", PROMPTS[5:])):
+        (folder / name).write_text("\n".join(some), encoding="utf-8")
+    out = tmp_path / "draft"
+    asked = ["--max-new-tokens", "12", "--starts", "1", "--epochs", "1"]
+    result = CliRunner().invoke(app, ["tune-draft", "--prompts", str(folder), "--out", str(out), *asked])
+    assert result.exit_code == 0, result.output
+    assert "epoch 1: " in result.output
+    assert "tokens per forward of the target" in result.output
+    assert json.loads((out / "config.json").read_text())["model_type"] == "gpt_neox"

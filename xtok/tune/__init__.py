@@ -1,0 +1,211 @@
+"""A foreign draft becomes a native one: it learns the target's own texts."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from xtok.assisted import XTokAssisted
+from xtok.budget import Budget
+from xtok.errors import InvalidInputError
+from xtok.sources import Source, draft_model, load
+from xtok.tune.lessons import lessons
+from xtok.tune.training import train
+from xtok.tune.writing import beginnings, drawn, save, write
+
+__all__ = ["Tuned", "check_tunable", "split", "tokens_per_forward", "tune_draft"]
+
+_MEASURED = 20
+"""On how many prompts at most tokens per forward are measured."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A tuned draft. `before`, `after`: tokens per forward of the target, on prompts that nothing was learnt or chosen by.
+
+    `texts`: how many were learnt. `epochs`: tokens per forward on the prompts that told when to stop, at first and after each
+    epoch; the best of them is what was kept.
+    """
+
+    path: Path
+    texts: int
+    before: float
+    after: float
+    epochs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """All that the result depends on."""
+
+    target: str
+    draft: str
+    prompts: str
+    starts: int
+    max_new_tokens: int
+    sampled: float
+    temperature: float | None
+    epochs: int
+    learning_rate: float | None
+    lora: bool | None
+
+
+def tune_draft(
+    target: Source,
+    draft: Source,
+    prompts: Sequence[str],
+    out: str | os.PathLike[str],
+    *,
+    starts: int = 4,
+    max_new_tokens: int = 64,
+    sampled: float = 0.0,
+    temperature: float | None = None,
+    epochs: int = 20,
+    learning_rate: float | None = None,
+    lora: bool | None = None,
+) -> Tuned:
+    """Let the target write behind `prompts`, and fine-tune a copy of the draft on what it writes; `out` is the new draft.
+
+    Law: `XTokAssisted(target, out)` gives what `XTokAssisted(target, draft)` gives, the sooner the more the two agree.
+
+    A tenth of the prompts tells when to stop, and another one what was gained; neither is learnt from. The target writes behind
+    `starts` beginnings of each of the others, `max_new_tokens` at a time: greedily but for a share of `sampled`, drawn at
+    `temperature`, which is best the share that it will be used with. `lora`: small matrices learn beside the draft's own
+    (Hu et al. 2021, arXiv 2106.09685) and are merged; the default for drafts of more than 500 M parameters.
+
+    Called again after it was stopped, it goes on where it was, to the same weights (in float32 on a CPU).
+    Raises `InvalidInputError` for settings that make no sense, for an `out` that holds something else, and for a draft whose
+    tokenizer can't spell the target's texts.
+    """
+    settings = _Settings(
+        name(target), name(draft), _digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, lora
+    )
+    check_tunable()
+    _check(settings)
+    stopping, kept, learnt = split(prompts)
+    pair, (learner, tokenizer) = load(target, "target"), draft_model(draft)
+    work = _begun(Path(out), settings)
+    shape = {"max_new_tokens": max_new_tokens} | ({} if temperature is None else {"temperature": temperature})
+    texts = write(pair, beginnings(learnt, starts), work / "texts", sampled=sampled, **shape)
+    rows = lessons(learner, texts)
+
+    def measured(model: PreTrainedModel, on: Sequence[str] = stopping) -> float:
+        return tokens_per_forward(pair, (model, tokenizer), on, sampled=sampled, **shape)
+
+    first = measured(learner.model)
+    copy = deepcopy(learner.model).float()
+    model, found = train(copy, rows, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora)
+    model = model.to(learner.model.dtype) if max(found) > first else learner.model
+    result = Tuned(Path(out), len(rows), measured(learner.model, kept), measured(model, kept), (first, *found))
+    _finish(model, tokenizer, settings, result, work)
+    return result
+
+
+def check_tunable() -> None:
+    """Raises `InvalidInputError` where what tuning needs is not installed."""
+    if find_spec("accelerate") is None or find_spec("peft") is None:
+        raise InvalidInputError("Tuning needs accelerate and peft. Install them with: pip install 'xtok[tune]'")
+
+
+def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The prompts that tell when to stop, those that tell what was gained, and those to learn from: three disjoint sets.
+
+    Raises `InvalidInputError` for less than three different ones.
+    """
+    different = [prompt for prompt in dict.fromkeys(prompts) if prompt.strip()]
+    if len(different) < 3:
+        raise InvalidInputError(f"There are {len(different)} different prompts. Give 3 or more, better hundreds.")
+    step = min(10, max(3, len(different) // 2))
+    kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for i, prompt in enumerate(different):
+        kinds[min(i % step, 2)].append(prompt)
+    return kinds[0][:_MEASURED], kinds[1][:_MEASURED], kinds[2]
+
+
+def tokens_per_forward(target: Any, draft: Any, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any) -> float:
+    """New tokens per forward of the target, by a tree of depth 5; every so many prompts as `sampled` says are sampled."""
+    xt = XTokAssisted(target, draft, budget=Budget(5))
+    stats = [xt.generate(prompt, do_sample=drawn(i, sampled), seed=i, **arguments).stats for i, prompt in enumerate(prompts)]
+    return sum(one.new_tokens for one in stats) / sum(one.target_forwards for one in stats)
+
+
+def name(source: Source) -> str:
+    """What to call a model by: the hub id or the path that it came from."""
+    return str(source[0].name_or_path or type(source[0]).__name__) if isinstance(source, tuple) else str(source)
+
+
+def _digest(prompts: Sequence[str]) -> str:
+    return sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
+
+
+def _check(settings: _Settings) -> None:
+    for field in ("starts", "max_new_tokens", "epochs"):
+        value = getattr(settings, field)
+        if not isinstance(value, int) or value < 1:
+            raise InvalidInputError(f"{field} is {value!r}; it must be a whole number, 1 or more.")
+    if not 0 <= settings.sampled <= 1:
+        raise InvalidInputError(f"sampled is {settings.sampled!r}; it is a share of the texts, from 0 to 1.")
+    for field in ("temperature", "learning_rate"):
+        value = getattr(settings, field)
+        if value is not None and not value > 0:
+            raise InvalidInputError(f"{field} is {value!r}; it must be above 0, or left out.")
+
+
+def _begun(out: Path, settings: _Settings) -> Path:
+    """The folder of the work on `out`, begun or gone on with."""
+    work = out / "work"
+    file = work / "settings.json"
+    if not file.exists() and out.exists() and any(path for path in out.iterdir() if path != work):
+        raise InvalidInputError(f"{out} is not empty. Choose another folder for the tuned draft.")
+    if file.exists() and (before := _Settings(**json.loads(file.read_text(encoding="utf-8")))) != settings:
+        changed = [key for key, value in asdict(before).items() if value != getattr(settings, key)]
+        raise InvalidInputError(f"{out} was begun with another {', '.join(changed)}. Use the same again, or another folder.")
+    work.mkdir(parents=True, exist_ok=True)
+    save(file, json.dumps(asdict(settings), indent=2))
+    return work
+
+
+def _finish(model: PreTrainedModel, tokenizer: Any, settings: _Settings, result: Tuned, work: Path) -> None:
+    """Put what is ready into its place, file by file, each whole, the configuration last: without it there is no model."""
+    done = work / "done"
+    shutil.rmtree(done, ignore_errors=True)
+    model.save_pretrained(done)
+    tokenizer.save_pretrained(done)
+    (done / "README.md").write_text(_card(settings, result), encoding="utf-8")
+    for file in sorted(done.iterdir(), key=lambda file: file.name == "config.json"):
+        os.replace(file, result.path / file.name)
+    shutil.rmtree(work)
+
+
+def _card(settings: _Settings, result: Tuned) -> str:
+    rows = "\n".join(f"| {key} | {value} |" for key, value in asdict(settings).items() if value is not None)
+    epochs = ", ".join(f"{value:.2f}" for value in result.epochs)
+    return f"""---
+base_model: {settings.draft}
+library_name: transformers
+---
+
+# A draft for {settings.target}
+
+`{settings.draft}`, fine-tuned by xtok on {result.texts} texts that `{settings.target}` wrote, to guess what that writes
+next. What the target generates doesn't depend on its draft.
+
+| tokens per forward of the target, on prompts kept apart | |
+|---|---|
+| before | {result.before:.2f} |
+| after | {result.after:.2f} |
+
+On the prompts that told when to stop, at first and after each epoch: {epochs}. The best of them was kept.
+
+| setting | |
+|---|---|
+{rows}
+"""

@@ -1,0 +1,143 @@
+"""Fine-tuning of a draft, by transformers' own trainer."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from xtok.tune.lessons import Lesson, batch
+
+_MEASURED = "tokens_per_forward"
+_PATIENCE = 3
+"""Epochs without a gain until training stops."""
+_LARGE = 500e6
+"""Drafts of more parameters than that learn by LoRA."""
+
+
+def train(
+    draft: PreTrainedModel,
+    rows: Sequence[Lesson],
+    measure: Callable[[PreTrainedModel], float],
+    into: Path,
+    *,
+    epochs: int,
+    learning_rate: float | None,
+    lora: bool | None,
+) -> tuple[PreTrainedModel, list[float]]:
+    """Train `draft` itself, in float32, until what it is measured by no longer rises.
+
+    Returns the model of the best epoch, and what was measured after each.
+
+    Law: in float32 on a CPU, the same weights however often it was stopped in between. Each epoch is kept whole in `into`.
+    `measure`: tokens per forward of the target on texts held out, higher is better.
+    """
+    size = sum(weight.numel() for weight in draft.parameters())
+    adapts = size > _LARGE if lora is None else lora
+    model = _with_lora(draft) if adapts else draft
+    device = draft.device.type
+    latest, found = _latest(into)
+    arguments = TrainingArguments(
+        output_dir=str(into),
+        num_train_epochs=len(found) if _stalls(found) else epochs,
+        per_device_train_batch_size=16,
+        learning_rate=learning_rate or (2e-4 if adapts else full_rate(size)),
+        warmup_steps=10,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model=_MEASURED,
+        greater_is_better=True,
+        remove_unused_columns=False,
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        bf16=device == "cuda" and torch.cuda.is_bf16_supported(),
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=device == "cuda",
+    )
+    trainer = _Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=list(rows),
+        eval_dataset=list(rows[:1]),
+        data_collator=batch,
+        callbacks=[_Watch()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.measure = lambda: measure(draft.eval())
+    with torch.random.fork_rng():
+        trainer.train(resume_from_checkpoint=latest)
+    return (model.merge_and_unload() if adapts else model).eval(), _measured(trainer.state.log_history)
+
+
+class _Trainer(Trainer):  # type: ignore[misc]
+    """Evaluates by what the draft is for, instead of by its loss."""
+
+    measure: Callable[[], float]
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        with torch.random.fork_rng():
+            found = {f"eval_{_MEASURED}": self.measure()}
+        self.log(found)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        return found
+
+
+class _Watch(TrainerCallback):  # type: ignore[misc]
+    """Ends the training where nothing is gained any more; shows a bar of the steps, and what each epoch was measured by."""
+
+    def on_train_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        self.bar = Progress(transient=True)
+        self.task = self.bar.add_task("the draft learns", total=state.max_steps, completed=state.global_step)
+        self.bar.start()
+
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        self.bar.update(self.task, completed=state.global_step)
+
+    def on_evaluate(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        found = _measured(state.log_history)
+        self.bar.print(f"epoch {len(found)}: {found[-1]:.2f} tokens per forward")
+        control.should_training_stop |= _stalls(found)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.bar.stop()
+
+
+def _measured(log: Sequence[dict[str, float]]) -> list[float]:
+    """What each epoch was measured by."""
+    return [entry[f"eval_{_MEASURED}"] for entry in log if f"eval_{_MEASURED}" in entry]
+
+
+def _stalls(found: Sequence[float]) -> bool:
+    return len(found) > _PATIENCE and max(found[-_PATIENCE:]) <= max(found[:-_PATIENCE])
+
+
+def full_rate(parameters: int) -> float:
+    """The learning rate of full fine-tuning: large models forget what they know at the rates that small ones need."""
+    return min(1e-3, 1e-3 * math.sqrt(5e6 / parameters))
+
+
+def _with_lora(draft: PreTrainedModel) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(draft, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def _latest(into: Path) -> tuple[str | None, list[float]]:
+    """The latest checkpoint that is whole, and what was measured up to it.
+
+    The trainer writes its state last, so that a checkpoint whose state can be read has all the rest.
+    """
+    for path in sorted(into.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True):
+        try:
+            state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return str(path), _measured(state["log_history"])
+    return None, []
