@@ -25,6 +25,7 @@ ROOMS = (
     ("assisted",),
     ("tune.writing",),
     ("tune.lessons",),
+    ("tune.loss",),
     ("tune.training",),
     ("tune",),
     ("", "pair", "fit", "stretch"),

@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Callable
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -17,12 +17,16 @@ from worlds import examples, fitting, texts, tokenizer
 
 from xtok import XTokAssisted, pair, tune, tune_draft
 from xtok.cli import app
+from xtok.drafts.sampling import Projection, projection
+from xtok.encoding import encoder
 from xtok.errors import InvalidInputError
 from xtok.sources import draft_model, load
+from xtok.tokenbytes import TokenBytes, token_bytes
 from xtok.tune import split
 from xtok.tune.lessons import NOT_LEARNT, batch, lessons
+from xtok.tune.loss import guessing_loss
 from xtok.tune.training import train
-from xtok.tune.writing import Written, beginnings, drawn
+from xtok.tune.writing import Written, beginnings, drawn, write
 
 PROMPTS = pair.prompts()[:9]
 SETTINGS: dict[str, Any] = {"starts": 2, "max_new_tokens": 12, "sampled": 0.5, "epochs": 3, "learning_rate": 1e-3}
@@ -133,10 +137,9 @@ def load_once(source: str) -> Any:
 def test_a_draft_learns_what_the_target_writes(tmp_path: Path) -> None:
     target, (learner, tokens) = load(pair.TARGET, "target"), draft_model(pair.DRAFT)
     before = {name: weight.clone() for name, weight in learner.model.state_dict().items()}
-    written = [
-        Written(prompt, XTokAssisted(target).generate(prompt, max_new_tokens=24, do_sample=False).text)
-        for prompt in PROMPTS[:3]
-    ]
+    written = write(target, PROMPTS[:3], tmp_path / "texts", sampled=0.0, max_new_tokens=24)
+    alone = XTokAssisted(target).generate(PROMPTS[0], max_new_tokens=24, do_sample=False)
+    assert (written[0].text, written[0].ids) == (alone.text, alone.token_ids)
 
     def measure(model: Any) -> float:
         return tune.tokens_per_forward(target, (model, tokens), PROMPTS[:3], max_new_tokens=24)
@@ -145,8 +148,9 @@ def test_a_draft_learns_what_the_target_writes(tmp_path: Path) -> None:
     done = tune_draft(target, (learner.model, tokens), PROMPTS[:3] * 2 + PROMPTS[3:], tmp_path / "draft", **SETTINGS)
     assert done.texts > 0
     assert all(torch.equal(weight, before[name]) for name, weight in learner.model.state_dict().items())
-    rows = lessons(learner, written)
-    model, found = train(learner.model.float(), rows, measure, tmp_path / "own", epochs=12, learning_rate=2e-3, lora=None)
+    view = token_bytes(target[1])
+    rows, seen = lessons(learner, view, written), projection(view, learner.encoder.view)
+    model, found = train(learner.model.float(), rows, seen, measure, tmp_path / "own", epochs=12, learning_rate=2e-3, lora=None)
     assert max(found) > first
     assert measure(model) == max(found)
 
@@ -178,29 +182,73 @@ def test_a_share_of_the_texts_is_sampled(share: float, size: int) -> None:
     assert abs(sum(drawn(i, share) for i in range(size)) - share * size) <= 1
 
 
-@given(start=texts(), text=texts().filter(bool), lead=st.sampled_from(["Unigram with byte fallback", "byte-level BPE"]))
-def test_the_continuation_alone_is_learnt_and_all_of_it(start: str, text: str, lead: str) -> None:
-    tokens = tokenizer(lead)
+def said(start: str, text: str, family: str = "characters") -> tuple[TokenBytes, Written]:
+    """A text in the ids of some target, each with a law that names it."""
+    tokens = tokenizer(family)
+    view = token_bytes(tokens)
+    ids = encoder(tokens, view).ids_behind(text) or []
+    ids = ids if view.to_bytes(ids, before=b"a") == text.encode() else []
+    likeliest = torch.tensor([[token, 0] for token in ids], dtype=torch.int64).reshape(-1, 2)
+    return view, Written(start, text, ids, likeliest, torch.tensor([[0.75, 0.0]]).expand(len(ids), 2))
+
+
+FAMILY = st.sampled_from(["Unigram with byte fallback", "byte-level BPE", "SentencePiece BPE"])
+
+
+@given(start=texts(), text=texts().filter(bool), own=FAMILY, other=FAMILY)
+def test_the_continuation_alone_is_learnt_and_all_of_it(start: str, text: str, own: str, other: str) -> None:
+    tokens = tokenizer(own)
     draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
-    try:
-        rows = lessons(draft, [Written(start, text)])
-    except InvalidInputError:
-        view, whole = draft.encoder.view, (start + text).encode()
-        assert not view.to_bytes(draft.encoder.ids(start + text)).endswith(text.encode()) or not whole
-        return
-    (row,) = rows
-    learnt = [token for token in row.labels if token != NOT_LEARNT]
-    assert row.input_ids[len(row.input_ids) - len(learnt) :] == learnt
-    spelled = draft.encoder.view.to_bytes([3, *learnt])
-    assert spelled.endswith(text.encode())
-    assert not draft.encoder.view.to_bytes([3, *learnt[1:]]).endswith(text.encode()) or len(learnt) == 1
+    target, one = said(start, text, other)
+    view, whole = draft.encoder.view, draft.encoder.ids(start + text)
+    assume(view.to_bytes(whole).endswith(text.encode()))
+    (row,) = lessons(draft, target, [one])
+    learnt = row.labels[row.labels != NOT_LEARNT].tolist()
+    assert row.input_ids[len(row.input_ids) - len(learnt) :].tolist() == learnt
+    assert view.to_bytes([3, *learnt]).endswith(text.encode())
+    assert len(learnt) == 1 or not view.to_bytes([3, *learnt[1:]]).endswith(text.encode())
+    for place in row.probabilities.sum(dim=-1).nonzero().flatten().tolist():
+        rest = view.to_bytes([3, *row.input_ids[place:].tolist()])[len(view[3] or b"") :]
+        told = int(row.likeliest[place, 0])
+        assert rest.startswith(target[told] or b"")
+        assert text.encode().endswith(rest)
+
+
+def test_the_laws_of_the_target_stand_where_its_ids_begin() -> None:
+    tokens = tokenizer("byte-level BPE")
+    draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
+    target, one = said("吾輩は", "猫である。名前")
+    (row,) = lessons(draft, target, [one])
+    known = row.likeliest[row.probabilities.sum(dim=-1) > 0][:, 0].tolist()
+    assert known and set(known) <= set(one.ids)
+    assert known[0] == one.ids[0]
+
+
+@given(seed=st.integers(0, 999), soft=st.booleans())
+def test_the_loss_is_the_cross_entropy_with_what_is_known(seed: int, soft: bool) -> None:
+    torch.manual_seed(seed)
+    logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    labels[0, :3] = NOT_LEARNT
+    law = torch.rand(2, 5, 7).softmax(dim=-1) * (torch.tensor([1.0, float(soft)])[:, None, None])
+    law[0] = 0
+    same = Projection(torch.arange(7), torch.arange(7), torch.ones(7, dtype=torch.float64))
+    found = guessing_loss(logits, labels, torch.arange(7).expand(2, 5, 7), law, same)
+    total, count = 0.0, 0
+    for row, place in product(range(2), range(1, 5)):
+        if labels[row, place] != NOT_LEARNT:
+            spoken = logits[row, place - 1].log_softmax(dim=-1)
+            hard, count = -spoken[labels[row, place]], count + 1
+            known = law[row, place].sum()
+            total += float(hard if not known else hard / 2 - (law[row, place] * spoken).sum() / known)
+    assert float(found) == pytest.approx(total / count, rel=1e-4)
 
 
 def test_rows_are_padded_with_what_is_not_learnt() -> None:
     tokens = tokenizer("byte-level BPE")
     draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
-    found = batch(lessons(draft, [Written("吾輩は", "猫である"), Written("", "名前はまだ無い。どこで")]))
-    assert found["input_ids"].shape == found["labels"].shape == found["attention_mask"].shape
+    target, one = said("吾輩は", "猫である")
+    found = batch(lessons(draft, target, [one, said("", "名前はまだ無い。どこで")[1]]))
+    assert len({part.shape[:2] for part in found.values()}) == 1
     assert torch.equal(found["labels"] == NOT_LEARNT, (found["attention_mask"] == 0) | (found["labels"] != found["input_ids"]))
 
 
@@ -208,7 +256,7 @@ def test_a_draft_that_can_not_spell_the_texts_is_told_so() -> None:
     tokens = tokenizer("WordPiece")
     draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
     with pytest.raises(InvalidInputError, match="can spell 0 of 2 texts"):
-        lessons(draft, [Written("a", "안녕하세요"), Written("b", "😀👍")])
+        lessons(draft, said("", "")[0], [said("a", "안녕하세요")[1], said("b", "😀👍")[1]])
 
 
 @pytest.mark.parametrize(

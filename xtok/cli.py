@@ -1,4 +1,4 @@
-"""The command line: `xtok generate`, `xtok inspect`, `xtok demo` and `xtok bench`."""
+"""The command line: `xtok generate`, `xtok inspect`, `xtok demo`, `xtok tune-draft` and `xtok bench`."""
 
 import json
 import os
@@ -299,18 +299,17 @@ def tune(
     out: Annotated[Path, typer.Option(help="The folder for the tuned draft.")],
     target: TargetOption = str(TARGET),
     draft: DraftOption = str(DRAFT),
-    starts: Annotated[int, typer.Option(min=1, help="Behind how many beginnings of each prompt the target writes.")] = 4,
+    starts: Annotated[int, typer.Option(min=1, help="Behind how many beginnings of each prompt the target writes.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes at a time.")] = 64,
     sampled: Annotated[float, typer.Option(min=0, max=1, help="The share of texts to sample; 0: all are greedy.")] = 0.0,
     temperature: Annotated[float | None, typer.Option(help="Of the sampled ones.", show_default="the target's")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="At most; it stops where nothing is gained.")] = 20,
+    epochs: Annotated[int, typer.Option(min=1, help="At most; it stops where nothing is gained.")] = 8,
     learning_rate: Annotated[float | None, typer.Option(help="Of the training.", show_default="by the draft's size")] = None,
     lora: Annotated[
         bool | None, typer.Option("--lora/--full", help="Train small matrices, or all.", show_default="LoRA above 500 M")
     ] = None,
 ) -> None:
     """Fine-tune a draft on what the target writes behind your prompts. Stopped, it goes on where it was when run again."""
-    check_tunable()
     texts = [line.rstrip("\n") for file in _files(prompts_from) for line in _sample(file)]
     with _loading(target, draft):
         pair = load(target, "target"), load(draft, "draft")
@@ -338,7 +337,7 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write per prompt.")] = 64,
     guess_length: Annotated[int, typer.Option(min=1, help="How many draft tokens a fixed guess has.")] = GUESS_LENGTH,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
-    tune: Annotated[bool, typer.Option(help="Also with the draft fine-tuned on the target's text, in about a minute.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Also with the draft tuned on the target's text, in minutes.")] = False,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample, at four temperatures, instead of greedily.")] = False,
     ratio: Annotated[
         float | None, typer.Option(min=1, help="Enlarge the target until its forward costs so many of the draft's.")
@@ -359,6 +358,8 @@ def bench(
     """Run the target alone, transformers' universal assisted generation and xtok side by side, greedily or sampled."""
     if plot is not None:
         check_drawable(plot)
+    if tune:
+        check_tunable()
     with _loading(target, draft):
         pair = _placed(load(target, "target"), load(draft, "draft"), dtype, device)
     texts, others = _bench_prompts(file)

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
+from xtok.drafts.sampling import projection
 from xtok.errors import InvalidInputError
 from xtok.sources import Source, draft_model, load
+from xtok.tokenbytes import token_bytes
 from xtok.tune.lessons import lessons
 from xtok.tune.training import train
 from xtok.tune.writing import beginnings, drawn, save, write
@@ -64,11 +66,11 @@ def tune_draft(
     prompts: Sequence[str],
     out: str | os.PathLike[str],
     *,
-    starts: int = 4,
+    starts: int = 8,
     max_new_tokens: int = 64,
     sampled: float = 0.0,
     temperature: float | None = None,
-    epochs: int = 20,
+    epochs: int = 8,
     learning_rate: float | None = None,
     lora: bool | None = None,
 ) -> Tuned:
@@ -95,14 +97,15 @@ def tune_draft(
     work = _begun(Path(out), settings)
     shape = {"max_new_tokens": max_new_tokens} | ({} if temperature is None else {"temperature": temperature})
     texts = write(pair, beginnings(learnt, starts), work / "texts", sampled=sampled, **shape)
-    rows = lessons(learner, texts)
+    view = token_bytes(pair[1])
+    rows, seen = lessons(learner, view, texts), projection(view, learner.encoder.view)
 
     def measured(model: PreTrainedModel, on: Sequence[str] = stopping) -> float:
         return tokens_per_forward(pair, (model, tokenizer), on, sampled=sampled, **shape)
 
     first = measured(learner.model)
     copy = deepcopy(learner.model).float()
-    model, found = train(copy, rows, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora)
+    model, found = train(copy, rows, seen, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora)
     model = model.to(learner.model.dtype) if max(found) > first else learner.model
     result = Tuned(Path(out), len(rows), measured(learner.model, kept), measured(model, kept), (first, *found))
     _finish(model, tokenizer, settings, result, work)
@@ -169,7 +172,7 @@ def _begun(out: Path, settings: _Settings) -> Path:
         changed = [key for key, value in asdict(before).items() if value != getattr(settings, key)]
         raise InvalidInputError(f"{out} was begun with another {', '.join(changed)}. Use the same again, or another folder.")
     work.mkdir(parents=True, exist_ok=True)
-    save(file, json.dumps(asdict(settings), indent=2))
+    save(file, lambda half: half.write_text(json.dumps(asdict(settings), indent=2), encoding="utf-8"))
     return work
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError
 from xtok.lm import context_window
+from xtok.tokenbytes import TokenBytes
 from xtok.tune.writing import Written
 
 NOT_LEARNT = -100
@@ -19,14 +21,20 @@ _MOST_LOST = 0.5
 
 @dataclass(frozen=True)
 class Lesson:
-    """A text in the draft's ids. `labels` are those of the continuation, each at its own place; elsewhere `NOT_LEARNT`."""
+    """A text in the draft's ids.
 
-    input_ids: list[int]
-    labels: list[int]
+    `labels`: the id itself where it belongs to the continuation, else `NOT_LEARNT`. `likeliest`, `probabilities`, (ids, few):
+    where one of the target's ids begins with the draft's, the law by which the target picked it; elsewhere all are 0.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    likeliest: Tensor
+    probabilities: Tensor
 
 
-def lessons(draft: DraftModel, texts: Sequence[Written]) -> list[Lesson]:
-    """What the draft is to learn: the continuations alone, read as it reads them while it guesses.
+def lessons(draft: DraftModel, target: TokenBytes, texts: Sequence[Written]) -> list[Lesson]:
+    """What the draft is to learn: the continuations alone, read as it reads them while it guesses. `target`: its tokenizer.
 
     A text that its tokenizer can't spell, or rewrites, is left out. Raises `InvalidInputError` where that is most of them.
     """
@@ -37,34 +45,43 @@ def lessons(draft: DraftModel, texts: Sequence[Written]) -> list[Lesson]:
             f"The draft's tokenizer can spell {len(spelled)} of {len(texts)} texts of the target. Use another draft: one made "
             "for this language and script. `xtok inspect` tells which characters are lost."
         )
-    return [_lesson(draft, one) for one in spelled]
+    return [_lesson(draft, target, one) for one in spelled]
 
 
 def _spells(draft: DraftModel, one: Written) -> bool:
     return draft.encoder.view.to_bytes(draft.encoder.ids(one.start + one.text)).endswith(one.text.encode())
 
 
-def _lesson(draft: DraftModel, one: Written) -> Lesson:
+def _lesson(draft: DraftModel, target: TokenBytes, one: Written) -> Lesson:
     """The end of a text, if its window has no room for more. An id that reaches into the continuation belongs to it."""
-    view, ids = draft.encoder.view, draft.encoder.ids(one.start + one.text)
-    behind, count = len(one.text.encode()), 0
-    while count < len(ids) and behind > 0:
-        count += 1
-        behind -= len(view[ids[-count]] or b"")
+    ids = draft.encoder.ids(one.start + one.text)
     room = (context_window(draft.model) or len(ids) + len(draft.lead)) - len(draft.lead)
-    whole = [*draft.lead, *ids[-room:]]
-    return Lesson(whole, [NOT_LEARNT] * (len(whole) - count) + whole[-count:] if count < len(whole) else list(whole))
+    ids = [*draft.lead, *ids[-room:]]
+    rest = _bytes_left(draft.encoder.view, ids, 0)
+    size = len(one.text.encode())
+    labels = [token if left < size else NOT_LEARNT for token, left in zip(ids, rest[1:], strict=True)]
+    few = one.likeliest.shape[1:]
+    likeliest, probabilities = torch.zeros((len(ids), *few), dtype=torch.int64), torch.zeros((len(ids), *few))
+    spoken = b"".join(target[token] or b"" for token in one.ids)
+    places = {left: place for place, left in enumerate(_bytes_left(target, one.ids, size - len(spoken))[:-1]) if left <= size}
+    for place, left in enumerate(rest[:-1]):
+        if labels[place] != NOT_LEARNT and left in places and spoken.startswith(one.text.encode()):
+            likeliest[place], probabilities[place] = one.likeliest[places[left]], one.probabilities[places[left]]
+    return Lesson(torch.tensor(ids), torch.tensor(labels), likeliest, probabilities)
+
+
+def _bytes_left(view: TokenBytes, ids: Sequence[int], behind: int) -> list[int]:
+    """How many bytes of a text are left at each id and behind the last one, where it ends `behind` bytes later."""
+    sizes = [len(view[token] or b"") for token in reversed(ids)]
+    return list(accumulate(sizes, initial=behind))[::-1]
 
 
 def batch(rows: Sequence[Lesson]) -> dict[str, Tensor]:
-    """Lessons as tensors (rows, longest), padded behind their ends."""
+    """Lessons as tensors (rows, longest, …), padded behind their ends."""
     return {
-        "input_ids": _padded([row.input_ids for row in rows], 0),
-        "attention_mask": _padded([[1] * len(row.input_ids) for row in rows], 0),
-        "labels": _padded([row.labels for row in rows], NOT_LEARNT),
+        "input_ids": pad_sequence([row.input_ids for row in rows], batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row.input_ids) for row in rows], batch_first=True),
+        "labels": pad_sequence([row.labels for row in rows], batch_first=True, padding_value=NOT_LEARNT),
+        "likeliest": pad_sequence([row.likeliest for row in rows], batch_first=True),
+        "probabilities": pad_sequence([row.probabilities for row in rows], batch_first=True),
     }
-
-
-def _padded(rows: Sequence[list[int]], filler: int) -> Tensor:
-    tensors = [torch.tensor(row) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=filler)

@@ -10,7 +10,9 @@ import torch
 from rich.progress import Progress
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from xtok.drafts.sampling import Projection
 from xtok.tune.lessons import Lesson, batch
+from xtok.tune.loss import guessing_loss
 
 _MEASURED = "tokens_per_forward"
 _PATIENCE = 3
@@ -22,6 +24,7 @@ _LARGE = 500e6
 def train(
     draft: PreTrainedModel,
     rows: Sequence[Lesson],
+    seen: Projection,
     measure: Callable[[PreTrainedModel], float],
     into: Path,
     *,
@@ -34,7 +37,7 @@ def train(
     Returns the model of the best epoch, and what was measured after each.
 
     Law: in float32 on a CPU, the same weights however often it was stopped in between. Each epoch is kept whole in `into`.
-    `measure`: tokens per forward of the target on texts held out, higher is better.
+    `seen`: the draft's ids as the target sees them. `measure`: tokens per forward of the target on texts held out.
     """
     size = sum(weight.numel() for weight in draft.parameters())
     adapts = size > _LARGE if lora is None else lora
@@ -70,6 +73,7 @@ def train(
         callbacks=[_Watch()],
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.seen = Projection(*(part.to(draft.device) for part in (seen.own, seen.theirs, seen.weights)))
     trainer.measure = lambda: measure(draft.eval())
     with torch.random.fork_rng():
         trainer.train(resume_from_checkpoint=latest)
@@ -77,9 +81,15 @@ def train(
 
 
 class _Trainer(Trainer):  # type: ignore[misc]
-    """Evaluates by what the draft is for, instead of by its loss."""
+    """Learns by `guessing_loss`, and evaluates by what the draft is for."""
 
     measure: Callable[[], float]
+    seen: Projection
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
+        output = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = guessing_loss(output.logits, inputs["labels"], inputs["likeliest"], inputs["probabilities"], self.seen)
+        return (loss, output) if return_outputs else loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         with torch.random.fork_rng():

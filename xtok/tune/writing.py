@@ -1,30 +1,40 @@
 """The target writes the texts that its draft is to learn."""
 
-import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import track
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from xtok.prompts import prompt_ids
-from xtok.tokenbytes import token_bytes
+from xtok.tokenbytes import TokenBytes, token_bytes
 
 _BATCH = 16
+_FEW = 16
+"""Of how many ids the target's law is kept."""
+_KEPT = ("ids", "likeliest", "probabilities")
 
 
 @dataclass(frozen=True)
 class Written:
-    """What the target wrote behind a beginning of a prompt."""
+    """What the target wrote behind a beginning of a prompt.
+
+    `ids`: the target's, which spell `text`. `likeliest`, `probabilities`, (ids, few): the few likeliest ids in the
+    place of each of them, and the target's own law of those, at temperature 1.
+    """
 
     start: str
     text: str
+    ids: list[int]
+    likeliest: Tensor
+    probabilities: Tensor
 
 
 def beginnings(prompts: Sequence[str], count: int) -> list[str]:
@@ -45,47 +55,58 @@ def write(target: tuple[Any, Any], starts: Sequence[str], into: Path, *, sampled
     `arguments` are those of transformers' `generate`.
     """
     into.mkdir(parents=True, exist_ok=True)
-    draws = [drawn(i, sampled) for i in range(len(starts))]
-    batches = [
-        (kind, chosen[at : at + _BATCH])
-        for kind in (False, True)
-        if (chosen := [start for start, one in zip(starts, draws, strict=True) if one == kind])
-        for at in range(0, len(chosen), _BATCH)
-    ]
+    view, ends = token_bytes(target[1]), _ends(target)
     texts: list[Written] = []
-    for index, (kind, batch) in enumerate(track(batches, description="the target writes", transient=True)):
-        file = into / f"{index:05}.jsonl"
+    for index, (kind, batch) in enumerate(track(_batches(starts, sampled), description="the target writes", transient=True)):
+        file = into / f"{index:05}.safetensors"
         if not file.exists():
-            found = _continued(target, batch, index, do_sample=kind, **arguments)
-            save(file, "\n".join(json.dumps(asdict(one), ensure_ascii=False) for one in found))
-        texts += [Written(**json.loads(line)) for line in file.read_text(encoding="utf-8").split("\n")]
+            tensors = _continued(target, batch, index, do_sample=kind, **arguments)
+            save(file, lambda half, tensors=tensors: save_file(tensors, half))  # type: ignore[misc]
+        rows = load_file(file)
+        texts += [_written(start, view, ends, *row) for start, *row in zip(batch, *(rows[name] for name in _KEPT), strict=True)]
     return texts
 
 
-def save(file: Path, text: str) -> None:
+def _batches(starts: Sequence[str], sampled: float) -> list[tuple[bool, list[str]]]:
+    """The starts in batches, and whether each is to be sampled."""
+    kinds = {kind: [start for i, start in enumerate(starts) if drawn(i, sampled) == kind] for kind in (False, True)}
+    return [(kind, some[at : at + _BATCH]) for kind, some in kinds.items() for at in range(0, len(some), _BATCH)]
+
+
+def save(file: Path, write: Callable[[Path], object]) -> None:
     """Write a file whole or not at all."""
     half = file.with_suffix(".half")
-    half.write_text(text, encoding="utf-8")
+    write(half)
     os.replace(half, file)
 
 
-def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **arguments: Any) -> list[Written]:
-    """One batch, padded on the left, by transformers' own `generate`."""
+def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **arguments: Any) -> dict[str, Tensor]:
+    """One batch, padded on the left, by transformers' own `generate`: new ids and the laws that they were picked from."""
     model, tokenizer = target
     ids = [torch.tensor(prompt_ids(tokenizer, start)) for start in starts]
     padded = pad_sequence(ids, batch_first=True, padding_side="left").to(model.device)
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(model.device)
+    kept: dict[str, Any] = {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        rows = model.generate(padded, attention_mask=mask, pad_token_id=0, **arguments)[:, padded.shape[1] :]
-    return [Written(start, _text(target, row)) for start, row in zip(starts, rows, strict=True)]
+        output = model.generate(padded, attention_mask=mask, **kept, **arguments)
+    laws = [logits.float().softmax(dim=-1).topk(min(_FEW, logits.shape[-1])) for logits in output.logits]
+    return {
+        "ids": output.sequences[:, padded.shape[1] :].cpu().contiguous(),
+        "likeliest": torch.stack([law.indices for law in laws], dim=1).to(torch.int32).cpu(),
+        "probabilities": torch.stack([law.values for law in laws], dim=1).to(torch.float16).cpu(),
+    }
 
 
-def _text(target: tuple[Any, Any], row: Tensor) -> str:
-    """The text of new ids up to the end of the text, without a character left unfinished."""
-    model, tokenizer = target
-    ends = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    ids = row.tolist()
-    stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-    return token_bytes(tokenizer).to_bytes(ids[:stop]).decode(errors="ignore")
+def _ends(target: tuple[Any, Any]) -> set[int]:
+    """The ids that end a text of the target."""
+    ends = target[0].generation_config.eos_token_id
+    return {target[1].eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+
+
+def _written(start: str, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor) -> Written:
+    """New ids up to the end of the text, and their text without a character left unfinished."""
+    ids: list[int] = row.tolist()
+    count = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+    text = view.to_bytes(ids[:count], before=b"a").decode(errors="ignore")
+    return Written(start, text, ids[:count], likeliest[:count].long(), probabilities[:count].float())

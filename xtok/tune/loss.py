@@ -1,0 +1,34 @@
+"""What a draft is to lose as little of as it can: the target's texts, and the laws by which they were picked."""
+
+import torch
+from torch import Tensor
+
+from xtok.drafts.sampling import Projection
+from xtok.tune.lessons import NOT_LEARNT
+
+_HARD = 0.5
+"""How much the id that the text has counts where the target's law is known."""
+_LEAST = 1e-6
+
+
+def guessing_loss(logits: Tensor, labels: Tensor, likeliest: Tensor, probabilities: Tensor, seen: Projection) -> Tensor:
+    """The mean loss of a draft's ids: cross-entropy with the text's own, and with the target's law where that is known.
+
+    `logits`: (rows, places, draft's vocabulary). `labels`: (rows, places). `likeliest`, `probabilities`: (rows, places, few),
+    the target's law in that place. The draft's is seen from the target's vocabulary as it is when it guesses (`Projection`).
+    """
+    logits, labels = logits[:, :-1].float(), labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=NOT_LEARNT, reduction="none")
+    known = probabilities[:, 1:].sum(dim=-1) > 0
+    laws = _seen(logits[known].softmax(dim=-1), likeliest[:, 1:][known], seen)
+    law = probabilities[:, 1:][known]
+    soft = -(law * laws.clamp_min(_LEAST).log()).sum(dim=-1) / law.sum(dim=-1)
+    losses = losses.masked_scatter(known, _HARD * losses[known] + soft)
+    return losses.sum() / (labels != NOT_LEARNT).sum()
+
+
+def _seen(law: Tensor, chosen: Tensor, seen: Projection) -> Tensor:
+    """The probabilities of `chosen` ids of the target, (places, few), by the draft's law, (places, draft's vocabulary)."""
+    size = 1 + max(int(seen.theirs.max()) if len(seen.theirs) else 0, int(chosen.max()) if len(chosen) else 0)
+    shares = law[:, seen.own] * seen.weights.to(law.dtype)
+    return law.new_zeros(len(law), size).index_add(1, seen.theirs, shares).gather(1, chosen)
