@@ -25,7 +25,7 @@ from xtok.budget import Budget
 from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
 from xtok.lm import check_rolls_back, context_window
-from xtok.pair import DRAFT, TARGET, prompts
+from xtok.pair import DRAFT, TARGET, TUNED, prompts
 from xtok.sources import load
 from xtok.stretch import forward_seconds, sized, stretched_to
 from xtok.trace import Stats
@@ -37,6 +37,9 @@ LARGE, SMALL = (13e9, 40), (160e6, 12)
 """Parameters and blocks of llm-jp-13B and of open-calm-small."""
 DEMO_PROMPTS = 4
 DEMO_TOKENS = 64
+DEMO_DRAFTS = {"With an unrelated draft": DRAFT, "With that draft, tuned on what the target writes": TUNED}
+EVERY = 6
+"""Of the shipped prompts, every sixth is for measuring; the others are to tune on."""
 
 app = typer.Typer(
     help="Any large language model generates with the help of any small one, and gives exactly what it alone would.",
@@ -228,17 +231,28 @@ def _cells(side: Side, found: Fit) -> tuple[str, ...]:
 @app.command()
 @_errors_in_one_line()
 def demo() -> None:
-    """Run the pair that ships on a few held-out prompts, beside the target alone, and compare every token."""
-    with _loading(str(TARGET), str(DRAFT)):
-        xt = XTokAssisted(TARGET, DRAFT, budget=Budget(5))
+    """Run the pair that ships on a few held-out prompts, beside the target alone, and compare every token.
+
+    First with a draft that is unrelated to the target, then with the same draft tuned on the target's texts.
+    """
+    with _loading(str(TARGET), str(DRAFT), str(TUNED)):
+        target = load(TARGET, "target")
+        halves = {kind: XTokAssisted(target, draft, budget=Budget(5)) for kind, draft in DEMO_DRAFTS.items()}
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
-    texts = prompts()[:DEMO_PROMPTS]
-    _compared(xt, texts[0])
+    texts = prompts()[::EVERY][:DEMO_PROMPTS]
     results = []
-    for text in texts:
-        results.append(_compared(xt, text))
-        _print_compared(text, results[-1])
-    _print_totals(results)
+    for kind, xt in halves.items():
+        typer.echo(typer.style(f"{kind}\n", bold=True, underline=True))
+        _compared(xt, texts[0])  # the first run of a model pays for its start
+        half = [_compared(xt, text) for text in texts]
+        for text, result in zip(texts, half, strict=True):
+            _print_compared(text, result)
+        _print_totals(half)
+        results += half
+    typer.echo(
+        "What xtok saves is forwards of the target, so they are the figure to look at: with a large target they are nearly all "
+        "of the time, whereas this tiny one costs little more than its draft and may well be faster alone."
+    )
     if not all(result.identical for result in results):
         raise typer.Exit(1)
 
@@ -284,11 +298,7 @@ def _print_totals(results: list[_Compared]) -> None:
     seconds, alone = sum(result.seconds for result in results), sum(result.seconds_alone for result in results)
     typer.echo(
         f"{same} of {len(results)} identical; {tokens} tokens in {forwards} forwards of the target "
-        f"({tokens / forwards:.2f} per forward); {seconds:.2f} s with the draft, {alone:.2f} s alone."
-    )
-    typer.echo(
-        "What xtok saves is forwards of the target, so they are the figure to look at: with a large target they are nearly all "
-        "of the time, whereas this tiny one costs little more than its draft and may well be faster alone."
+        f"({tokens / forwards:.2f} per forward); {seconds:.2f} s with the draft, {alone:.2f} s alone.\n"
     )
 
 
@@ -411,7 +421,7 @@ def _enlarged(target: Any, draft: Any, ratio: float | None, large: bool) -> tupl
 def _bench_prompts(file: Path | None) -> tuple[list[str], list[str]]:
     """The prompts to measure on, and others to tune on: of the shipped ones every sixth, of a file every other one."""
     if file is None:
-        return prompts()[::6], [text for i, text in enumerate(prompts()) if i % 6]
+        return prompts()[::EVERY], [text for i, text in enumerate(prompts()) if i % EVERY]
     texts = [line for line in _sample(file) if line.strip()]
     return [text.rstrip("\n") for text in texts[::2]], [text.rstrip("\n") for text in texts[1::2]]
 

@@ -141,8 +141,9 @@ def tokens_per_forward(target: Any, draft: Any, prompts: Sequence[str], *, sampl
 
 
 def name(source: Source) -> str:
-    """What to call a model by: the hub id or the path that it came from."""
-    return str(source[0].name_or_path or type(source[0]).__name__) if isinstance(source, tuple) else str(source)
+    """What to call a model by: its hub id, or the folder that it came from."""
+    called = str(source[0].name_or_path or type(source[0]).__name__) if isinstance(source, tuple) else str(source)
+    return Path(called).name if Path(called).exists() else called
 
 
 def _digest(prompts: Sequence[str]) -> str:
