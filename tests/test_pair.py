@@ -79,3 +79,12 @@ def test_a_round_that_loses_a_right_guess_is_counted() -> None:
     view = token_bytes(assisted().tokenizer)
     assert lost_to_boundaries(spoilt, view) > lost_to_boundaries(generation, view)
     assert pytest.approx(generation.stats.accepted) == sum(one.accepted for one in generation.rounds)
+
+
+def test_the_tuned_draft_guesses_more_of_what_the_same_target_writes() -> None:
+    stats = {}
+    for draft in (pair.DRAFT, pair.TUNED):
+        generations = XTokAssisted(pair.TARGET, draft, budget=CHAIN).generate(PROMPTS[::6], max_new_tokens=48, do_sample=False)
+        stats[draft] = sum(one.stats.target_forwards for one in generations), [one.token_ids for one in generations]
+    assert stats[pair.DRAFT][1] == stats[pair.TUNED][1]
+    assert stats[pair.DRAFT][0] > 1.4 * stats[pair.TUNED][0]

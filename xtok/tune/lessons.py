@@ -57,23 +57,30 @@ def _lesson(draft: DraftModel, target: TokenBytes, one: Written) -> Lesson:
     ids = draft.encoder.ids(one.start + one.text)
     room = (context_window(draft.model) or len(ids) + len(draft.lead)) - len(draft.lead)
     ids = [*draft.lead, *ids[-room:]]
-    rest = _bytes_left(draft.encoder.view, ids, 0)
+    left = _bytes_left(draft.encoder.view, ids)
     size = len(one.text.encode())
-    labels = [token if left < size else NOT_LEARNT for token, left in zip(ids, rest[1:], strict=True)]
-    few = one.likeliest.shape[1:]
-    likeliest, probabilities = torch.zeros((len(ids), *few), dtype=torch.int64), torch.zeros((len(ids), *few))
-    spoken = b"".join(target[token] or b"" for token in one.ids)
-    places = {left: place for place, left in enumerate(_bytes_left(target, one.ids, size - len(spoken))[:-1]) if left <= size}
-    for place, left in enumerate(rest[:-1]):
-        if labels[place] != NOT_LEARNT and left in places and spoken.startswith(one.text.encode()):
-            likeliest[place], probabilities[place] = one.likeliest[places[left]], one.probabilities[places[left]]
-    return Lesson(torch.tensor(ids), torch.tensor(labels), likeliest, probabilities)
+    labels = [token if after < size else NOT_LEARNT for token, after in zip(ids, left[1:], strict=True)]
+    places = _places(target, one)
+    known = [(i, places[rest]) for i, rest in enumerate(left[:-1]) if rest in places and labels[i] != NOT_LEARNT]
+    mine, theirs = [i for i, _ in known], [place for _, place in known]
+    laws = [law.new_zeros((len(ids), *law.shape[1:])) for law in (one.likeliest, one.probabilities)]
+    for law, given in zip(laws, (one.likeliest, one.probabilities), strict=True):
+        law[mine] = given[theirs]
+    return Lesson(torch.tensor(ids), torch.tensor(labels), *laws)
 
 
-def _bytes_left(view: TokenBytes, ids: Sequence[int], behind: int) -> list[int]:
-    """How many bytes of a text are left at each id and behind the last one, where it ends `behind` bytes later."""
-    sizes = [len(view[token] or b"") for token in reversed(ids)]
-    return list(accumulate(sizes, initial=behind))[::-1]
+def _places(target: TokenBytes, one: Written) -> dict[int, int]:
+    """Where the target's ids begin, by how many bytes of the text are left there; none where they spell something else."""
+    text, spelled = one.text.encode(), b"".join(target[token] or b"" for token in one.ids)
+    if not spelled.startswith(text):
+        return {}
+    unfinished = len(spelled) - len(text)
+    return {left - unfinished: place for place, left in enumerate(_bytes_left(target, one.ids)[:-1]) if left > unfinished}
+
+
+def _bytes_left(view: TokenBytes, ids: Sequence[int]) -> list[int]:
+    """How many bytes are left at each id, and behind the last."""
+    return list(accumulate((len(view[token] or b"") for token in reversed(ids)), initial=0))[::-1]
 
 
 def batch(rows: Sequence[Lesson]) -> dict[str, Tensor]:
