@@ -313,7 +313,7 @@ def tune(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes at a time.")] = 64,
     sampled: Annotated[float, typer.Option(min=0, max=1, help="The share of texts to sample; 0: all are greedy.")] = 0.0,
     temperature: Annotated[float | None, typer.Option(help="Of the sampled ones.", show_default="the target's")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="At most; it stops where nothing is gained.")] = 8,
+    epochs: Annotated[int, typer.Option(min=1, help="At most; it stops where nothing is gained.")] = 6,
     learning_rate: Annotated[float | None, typer.Option(help="Of the training.", show_default="by the draft's size")] = None,
     lora: Annotated[
         bool | None, typer.Option("--lora/--full", help="Train small matrices, or all.", show_default="LoRA above 500 M")
