@@ -20,13 +20,13 @@ from xtok.cli import app
 from xtok.drafts.sampling import Projection, projection
 from xtok.encoding import encoder
 from xtok.errors import InvalidInputError
+from xtok.lessons import NOT_LEARNT, Written, batch, lessons
 from xtok.sources import draft_model, load
 from xtok.tokenbytes import TokenBytes, token_bytes
 from xtok.tune import split
-from xtok.tune.lessons import NOT_LEARNT, batch, lessons
 from xtok.tune.loss import guessing_loss
 from xtok.tune.training import train
-from xtok.tune.writing import Written, beginnings, drawn, write
+from xtok.tune.writing import beginnings, drawn, write
 
 PROMPTS = pair.prompts()[:9]
 SETTINGS: dict[str, Any] = {"starts": 2, "max_new_tokens": 12, "sampled": 0.5, "epochs": 3, "learning_rate": 1e-3}

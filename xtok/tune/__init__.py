@@ -17,9 +17,9 @@ from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
 from xtok.drafts.sampling import projection
 from xtok.errors import InvalidInputError
+from xtok.lessons import lessons
 from xtok.sources import Source, draft_model, load
 from xtok.tokenbytes import token_bytes
-from xtok.tune.lessons import lessons
 from xtok.tune.training import train
 from xtok.tune.writing import beginnings, drawn, save, write
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from xtok.drafts.sampling import Projection
-from xtok.tune.lessons import NOT_LEARNT
+from xtok.lessons import NOT_LEARNT
 
 _HARD = 0.5
 """How much the id that the text has counts where the target's law is known."""

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from xtok.drafts.sampling import Projection
-from xtok.tune.lessons import Lesson, batch
+from xtok.lessons import Lesson, batch
 from xtok.tune.loss import guessing_loss
 
 _MEASURED = "tokens_per_forward"

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from xtok.lessons import Written
 from xtok.prompts import prompt_ids
 from xtok.tokenbytes import TokenBytes, token_bytes
 
@@ -20,21 +20,6 @@ _BATCH = 16
 _FEW = 16
 """Of how many ids the target's law is kept."""
 _KEPT = ("ids", "likeliest", "probabilities")
-
-
-@dataclass(frozen=True)
-class Written:
-    """What the target wrote behind a beginning of a prompt.
-
-    `ids`: the target's, which spell `text`. `likeliest`, `probabilities`, (ids, few): the few likeliest ids in the
-    place of each of them, and the target's own law of those, at temperature 1.
-    """
-
-    start: str
-    text: str
-    ids: list[int]
-    likeliest: Tensor
-    probabilities: Tensor
 
 
 def beginnings(prompts: Sequence[str], count: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The target's texts in the draft's own ids."""
+"""The target's texts in the draft's own ids, for it to learn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,25 @@ from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError
 from xtok.lm import context_window
 from xtok.tokenbytes import TokenBytes
-from xtok.tune.writing import Written
 
 NOT_LEARNT = -100
 """What transformers takes for a label to be left out."""
 _MOST_LOST = 0.5
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target wrote behind a beginning of a prompt.
+
+    `ids`: the target's, which spell `text`. `likeliest`, `probabilities`, (ids, few): the few likeliest ids in the
+    place of each of them, and the target's own law of those, at temperature 1.
+    """
+
+    start: str
+    text: str
+    ids: list[int]
+    likeliest: Tensor
+    probabilities: Tensor
 
 
 @dataclass(frozen=True)

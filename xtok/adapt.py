@@ -1,0 +1,138 @@
+"""A draft that learns what its target writes, while it serves."""
+
+import warnings
+from collections import deque
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from random import Random
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from xtok.drafts.reader import DraftModel
+from xtok.errors import DraftFailedWarning, InvalidInputError
+from xtok.lessons import Lesson, Written, batch, lessons
+from xtok.tokenbytes import TokenBytes
+
+SHARE = 0.03
+"""How much of the time of all generations learning may take."""
+_REMEMBERED = 64
+_BATCH = 4
+"""How many texts a step learns from: the latest, and some of those remembered."""
+_STEPS = 4
+"""At most so many per text, however long it took: more would be learnt by heart."""
+_READ = 500
+"""How many characters of a prompt it learns behind."""
+_RANK, _RATE = 8, 3e-3
+
+
+class Adapter:
+    """Small matrices beside those of a draft, which learn the target's texts (LoRA, Hu et al. 2021, arXiv 2106.09685).
+
+    Laws: what is generated doesn't depend on it. The draft handed in is never changed. Learning takes no more than `SHARE` of
+    the time of the generations that it learns from, and its memory doesn't grow.
+    """
+
+    def __init__(self, draft: DraftModel, target: TokenBytes) -> None:
+        """Raises `InvalidInputError` where peft is not installed."""
+        if find_spec("peft") is None:
+            raise InvalidInputError("adapt=True needs peft. Install it with: pip install 'xtok[tune]'")
+        self.draft = replace(draft, model=deepcopy(draft.model))
+        self._target = target
+        self._learner = _with_matrices(draft.model)
+        self._optimizer = torch.optim.AdamW([weight for weight in self._learner.parameters() if weight.requires_grad], lr=_RATE)
+        self._texts: deque[Lesson] = deque(maxlen=_REMEMBERED)
+        self._random = Random(0)
+        self._lock = Lock()
+        self._due = self._cost = 0.0
+        self._failed = False
+
+    def learn(self, start: str, text: str, seconds: float) -> None:
+        """Take in a text that took `seconds` to generate, and learn for as long as is due. A failure ends no more than that."""
+        if self._failed or not text or not self._lock.acquire(blocking=False):
+            return
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._take_in(start, text, seconds)
+        except Exception as error:
+            self._failed = True
+            warnings.warn(f"The draft learns no more ({type(error).__name__}: {error}).", DraftFailedWarning, stacklevel=2)
+        finally:
+            self._lock.release()
+
+    def save(self, file: str | PathLike[str]) -> None:
+        """Keep what was learnt, in safetensors."""
+        with self._lock:
+            save_file({name: weight.detach().cpu().contiguous() for name, weight in self._matrices().items()}, file)
+
+    def load(self, file: str | PathLike[str]) -> None:
+        """Go on with what was kept. Raises `InvalidInputError` for a file that is no adapter of this draft."""
+        try:
+            kept = load_file(Path(file))
+        except (OSError, SafetensorError) as error:
+            raise InvalidInputError(f"{file} can't be read as an adapter: {error}") from error
+        own = self._matrices()
+        if {name: weight.shape for name, weight in kept.items()} != {name: weight.shape for name, weight in own.items()}:
+            raise InvalidInputError(f"{file} is an adapter of another draft. Load one that was saved with this draft.")
+        with self._lock, torch.no_grad():
+            for name, weight in kept.items():
+                own[name].copy_(weight)
+            self._serve()
+
+    def _matrices(self) -> dict[str, torch.Tensor]:
+        return {name: weight for name, weight in self._learner.named_parameters() if weight.requires_grad}
+
+    def _take_in(self, start: str, text: str, seconds: float) -> None:
+        empty = torch.zeros((0, 1))
+        with suppress(InvalidInputError):  # a text that can't be spelled teaches nothing
+            self._texts.extend(lessons(self.draft, self._target, [Written(start[-_READ:], text, [], empty.long(), empty)]))
+        self._due = min(self._due + SHARE * seconds, SHARE * seconds + _STEPS * self._cost)
+        steps = 0
+        while self._texts and self._due > self._cost and steps < _STEPS:
+            begin = perf_counter()
+            self._step()
+            took = perf_counter() - begin
+            self._cost += (took - self._cost) / (2 if self._cost else 1)
+            self._due, steps = self._due - took, steps + 1
+        if steps:
+            self._serve()
+
+    def _step(self) -> None:
+        few = self._random.sample(list(self._texts), min(_BATCH - 1, len(self._texts)))
+        rows = batch([self._texts[-1], *few])
+        asked = {name: rows[name].to(self._learner.device) for name in ("input_ids", "attention_mask", "labels")}
+        self._learner(**asked).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._matrices().values(), 1.0, error_if_nonfinite=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    @torch.no_grad()
+    def _serve(self) -> None:
+        """Put what was learnt into the weights that guess: there it costs nothing."""
+        from peft.tuners.lora import LoraLayer
+
+        module: Any
+        for name, module in self._learner.get_base_model().named_modules():
+            if isinstance(module, LoraLayer):
+                weight = module.get_base_layer().weight
+                self.draft.model.get_submodule(name).weight.copy_(weight + module.get_delta_weight("default").to(weight.dtype))
+
+
+def _with_matrices(model: PreTrainedModel) -> Any:
+    """A model that shares the weights of `model`, with small matrices beside them."""
+    from peft import LoraConfig, get_peft_model
+
+    shared = {id(weight): torch.nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
+    config = LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it tells of what it does by itself
+        return get_peft_model(deepcopy(model, shared), config).eval()
