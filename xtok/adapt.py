@@ -120,11 +120,11 @@ class Adapter:
         """Put what was learnt into the weights that guess: there it costs nothing."""
         from peft.tuners.lora import LoraLayer
 
-        module: Any
         for name, module in self._learner.get_base_model().named_modules():
             if isinstance(module, LoraLayer):
-                weight = module.get_base_layer().weight
-                self.draft.model.get_submodule(name).weight.copy_(weight + module.get_delta_weight("default").to(weight.dtype))
+                layer: Any = module
+                weight = layer.get_base_layer().weight
+                self.draft.model.get_submodule(name).weight.copy_(weight + layer.get_delta_weight("default").to(weight.dtype))
 
 
 def _with_matrices(model: PreTrainedModel) -> Any:
