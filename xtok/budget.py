@@ -129,12 +129,16 @@ class Pace:
         return bool(self.target.cells) and not self.waiting
 
     def expanded(self, masses: Sequence[float]) -> int:
-        """How many paths to continue, all in one forward of the draft; 0 where that doesn't pay or its cost isn't known."""
+        """How many paths to continue, all in one forward of the draft; 0 where that doesn't pay or its cost isn't known.
+
+        A path is worth what its next id brings beyond the row of the target that checks it.
+        """
         if not self.draft.cells:
             return 0
         start, slope = self.draft.fit()
         rate = self._rate()
-        worth = [self._believed(mass) * self.onward for mass in masses]
+        row = rate * self.target.fit()[1]
+        worth = [self._believed(mass) * self.onward - row for mass in masses]
         count = sum(gain > rate * slope for gain in worth)
         return count if sum(worth[:count]) > rate * start + rate * slope * count else 0
 

@@ -22,9 +22,14 @@ def guessing_loss(logits: Tensor, labels: Tensor, likeliest: Tensor, probabiliti
     known = probabilities[:, 1:].sum(dim=-1) > 0
     laws = _seen(logits[known].softmax(dim=-1), likeliest[:, 1:][known], seen)
     law = probabilities[:, 1:][known]
-    soft = -(law * laws.clamp_min(_LEAST).log()).sum(dim=-1) / law.sum(dim=-1)
+    soft = -(_with_rest(law) * _with_rest(laws).clamp_min(_LEAST).log()).sum(dim=-1)
     losses = losses.masked_scatter(known, _HARD * losses[known] + soft)
     return losses.sum() / (labels != NOT_LEARNT).sum()
+
+
+def _with_rest(law: Tensor) -> Tensor:
+    """A law of a few ids, and all that it leaves to the others."""
+    return torch.cat([law, (1 - law.sum(dim=-1, keepdim=True)).clamp_min(0)], dim=-1)
 
 
 def _seen(law: Tensor, chosen: Tensor, seen: Projection) -> Tensor:

@@ -17,7 +17,7 @@ from xtok.prompts import prompt_ids
 from xtok.tokenbytes import TokenBytes, token_bytes
 
 _BATCH = 16
-_FEW = 16
+_FEW = 32
 """Of how many ids the target's law is kept."""
 _KEPT = ("ids", "likeliest", "probabilities")
 
