@@ -116,7 +116,6 @@ class Pace:
     hits: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
     expected: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
     onward: float = 0.6
-    unasked: float = 0.0
     picks: float = 0.0
     seconds: float = 0.0
     debt: float = 0.0
@@ -148,11 +147,18 @@ class Pace:
         return sum(self._believed(mass) > row for mass in masses)
 
     def observe(
-        self, tree: Tree, path: Sequence[int], seconds: float, drafted: Sequence[tuple[int, float]], rest: float
+        self,
+        tree: Tree,
+        path: Sequence[int],
+        seconds: float,
+        drafted: Sequence[tuple[int, float]],
+        rest: float,
+        repeated: int = 0,
     ) -> None:
         """A round is over, in which the target took `seconds`, and the picks ran along `path`, from -1 for the context on.
 
         `drafted`: rows and seconds of each forward of the draft. `rest`: the seconds of all else that belongs to guessing.
+        `repeated`: how many of the picks were foreseen without the draft.
         """
         self.target.add(1 + len(tree), seconds)
         for rows, took in drafted:
@@ -167,9 +173,7 @@ class Pace:
         self.picks = _MEMORY * self.picks + len(path)
         self.seconds = _MEMORY * self.seconds + self.target.at(1) + extra
         if drafted or rest:
-            self._judge(len(path) - 1 - self.unasked, extra)
-        else:
-            self.unasked += _SHARE * (len(path) - 1 - self.unasked)
+            self._judge(max(0, len(path) - 1 - repeated), extra)
         self._calibrate(tree, path)
 
     def _rate(self) -> float:

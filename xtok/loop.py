@@ -103,7 +103,7 @@ def decode(run: Run) -> Iterator[list[int]]:
             tree = _propose(run, _budget(run))
             block, path = _walk(run, tree, *_forward(run, tree))
             run.target.keep([node + 1 for node in path])
-            _observe(run, tree, path)
+            _observe(run, tree, path, block)
         yield block
 
 
@@ -155,12 +155,13 @@ def _drafted(run: Run, drafter: Drafter, budget: Budget) -> Tree:
         return Tree()
 
 
-def _observe(run: Run, tree: Tree, path: list[int]) -> None:
+def _observe(run: Run, tree: Tree, path: list[int], block: list[int]) -> None:
     """Tell the budget what the round cost and what came of it."""
     if run.budget.pace is not None:
         latest = run.meter.latest
         rest = latest.get("propose", 0.0) - sum(seconds for _, seconds in run.meter.drafted)
-        run.budget.pace.observe(tree, path, latest["target"], run.meter.drafted, rest)
+        repeated = run.lookup.foreseen(block)
+        run.budget.pace.observe(tree, path, latest["target"], run.meter.drafted, rest, repeated)
 
 
 def _prefill(run: Run) -> tuple[Tensor, list[int]]:
