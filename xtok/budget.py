@@ -101,6 +101,23 @@ class Line:
 
 
 @dataclass
+class Speed:
+    """Picks and seconds of the latest rounds, the latest of which count most."""
+
+    picks: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, picks: int, seconds: float) -> None:
+        """Take in a round."""
+        self.picks, self.seconds = _MEMORY * self.picks + picks, _MEMORY * self.seconds + seconds
+
+    @property
+    def rate(self) -> float:
+        """Picks per second."""
+        return self.picks / self.seconds if self.seconds else 0.0
+
+
+@dataclass
 class Pace:
     """What forwards cost and what guesses are worth on this machine, with this pair, lately.
 
@@ -116,8 +133,9 @@ class Pace:
     hits: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
     expected: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
     onward: float = 0.6
-    picks: float = 0.0
-    seconds: float = 0.0
+    lately: Speed = field(default_factory=Speed)
+    undrafted: Speed = field(default_factory=Speed)
+    asked: bool = False
     debt: float = 0.0
     distance: int = 0
     waiting: int = 0
@@ -153,34 +171,32 @@ class Pace:
         seconds: float,
         drafted: Sequence[tuple[int, float]],
         rest: float,
-        repeated: int = 0,
+        repeated: tuple[int, int] = (0, 0),
     ) -> None:
         """A round is over, in which the target took `seconds`, and the picks ran along `path`, from -1 for the context on.
 
         `drafted`: rows and seconds of each forward of the draft. `rest`: the seconds of all else that belongs to guessing.
-        `repeated`: how many of the picks were foreseen without the draft.
+        `repeated`: how many nodes were guessed without the draft, and how many of those were right.
         """
         self.target.add(1 + len(tree), seconds)
         for rows, took in drafted:
             if rows <= _FEW:
                 self.draft.add(rows, took)
-        extra = (
-            sum(self.draft.at(min(rows, _FEW)) for rows, _ in drafted)
-            + rest
-            + self.target.at(1 + len(tree))
-            - self.target.at(1)
-        )
-        self.picks = _MEMORY * self.picks + len(path)
-        self.seconds = _MEMORY * self.seconds + self.target.at(1) + extra
+        guessed, right = repeated
+        without, guessing = self.target.at(1 + guessed), sum(self.draft.at(min(rows, _FEW)) for rows, _ in drafted) + rest
+        whole = self.target.at(1 + len(tree)) + guessing
+        self.lately.add(len(path), whole)
+        self.undrafted.add(1 + right, without)
         if drafted or rest:
-            self._judge(max(0, len(path) - 1 - repeated), extra)
+            if self.asked:  # the first time pays for making ready
+                self._judge(len(path) - 1 - right, whole - without)
+            self.asked = True
         self._calibrate(tree, path)
 
     def _rate(self) -> float:
         """Picks per second: what the run has lately, and at least what the target alone has."""
         alone = self.target.at(1)
-        lately = self.picks / self.seconds if self.seconds else 0.0
-        return max(lately, 1 / alone if alone else 0.0)
+        return max(self.lately.rate, 1 / alone if alone else 0.0)
 
     def _believed(self, mass: float) -> float:
         """The probability of a guess of that mass, by what became of others."""
@@ -192,14 +208,14 @@ class Pace:
 
         The account has a floor, so that a draft that turns bad is found out (a CUSUM test, Page 1954).
         """
-        alone = self.target.at(1)
-        self.debt = max(-_CREDIT, self.debt + (extra / alone - gained if alone else 0.0))
+        rate = self.undrafted.rate
+        self.debt = max(-_CREDIT, self.debt + extra * rate - gained)
         allowed = _DOUBTED if self.distance else _DEBT
         if self.debt < -allowed:
             self.distance = 0
         elif self.debt > allowed:
             self.distance = min(max(_NEAREST, 4 * self.distance), _FURTHEST)
-            self.waiting = max(self.distance, int(extra / (_PROBES * alone)))
+            self.waiting = max(self.distance, int(extra / (_PROBES * (self.target.at(1) or 1.0))))
             self.debt = 0.0
 
     def _calibrate(self, tree: Tree, path: Sequence[int]) -> None:

@@ -64,6 +64,7 @@ class Run:
     data: bytes = field(init=False)
     prompt_size: int = field(init=False)
     lookup: Lookup = field(init=False)
+    repeated: list[int] = field(init=False, default_factory=list)
     limit: int | None = field(init=False)
     ends: frozenset[int] = field(init=False)
 
@@ -103,7 +104,7 @@ def decode(run: Run) -> Iterator[list[int]]:
             tree = _propose(run, _budget(run))
             block, path = _walk(run, tree, *_forward(run, tree))
             run.target.keep([node + 1 for node in path])
-            _observe(run, tree, path, block)
+            _observe(run, tree, path)
         yield block
 
 
@@ -128,14 +129,15 @@ def _propose(run: Run, budget: Budget) -> Tree:
 
 def _with_repeats(run: Run, tree: Tree, budget: Budget) -> Tree:
     """A tree of guesses with what followed the same ids before, where the guesses say how probable they are."""
+    run.repeated = []
     if budget.width == 1 or (len(tree) and not tree.masses):
         return tree
-    repeated, masses = run.lookup.continuation(run.new_ids, budget.longest)
-    if not repeated:
+    run.repeated, masses = run.lookup.continuation(run.new_ids, budget.longest)
+    if not run.repeated:
         return tree
     trie = Trie()
     trie.graft(tree)
-    trie.mix(repeated, masses)
+    trie.mix(run.repeated, masses)
     return trie.best(budget.verified, tree.guess)
 
 
@@ -155,12 +157,13 @@ def _drafted(run: Run, drafter: Drafter, budget: Budget) -> Tree:
         return Tree()
 
 
-def _observe(run: Run, tree: Tree, path: list[int], block: list[int]) -> None:
+def _observe(run: Run, tree: Tree, path: list[int]) -> None:
     """Tell the budget what the round cost and what came of it."""
     if run.budget.pace is not None:
         latest = run.meter.latest
         rest = latest.get("propose", 0.0) - sum(seconds for _, seconds in run.meter.drafted)
-        repeated = run.lookup.foreseen(block)
+        nodes = tree.along(run.repeated)
+        repeated = len(nodes), sum(node in path for node in nodes)
         run.budget.pace.observe(tree, path, latest["target"], run.meter.drafted, rest, repeated)
 
 

@@ -37,6 +37,16 @@ class Tree:
         pairs = zip(self.parents, self.tokens, strict=True)
         return next((i for i, pair in enumerate(pairs) if pair == (node, token)), None)
 
+    def along(self, tokens: Iterable[int]) -> list[int]:
+        """The nodes that `tokens` run through, as far as the tree has them."""
+        path: list[int] = []
+        for token in tokens:
+            node = self.child(path[-1] if path else -1, token)
+            if node is None:
+                break
+            path.append(node)
+        return path
+
     def first_path(self, longest: int) -> "Tree":
         """The chain from the context through each node's likeliest child, at most `longest` long."""
         path: list[int] = []

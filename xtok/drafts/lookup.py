@@ -1,7 +1,6 @@
 """What followed the same ids before: a text's own repetitions as guesses."""
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 _ORDERS = (4, 3, 2, 1)
 _LONGEST = 8
@@ -38,10 +37,6 @@ class Lookup:
             mass *= self._hits[known] / self._tries[known]
             masses.append(mass)
         return found, masses
-
-    def foreseen(self, picks: Sequence[int]) -> int:
-        """How many of the first ids of `picks` the last continuation said."""
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._given[0], picks, strict=False)))
 
     def _learn(self, new: Sequence[int]) -> None:
         """Read what was committed since, and see what became of the last continuation."""
