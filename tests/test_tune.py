@@ -113,6 +113,8 @@ def test_a_tuned_draft_loads_as_any_other_and_has_a_card(whole: Path) -> None:
     generation = XTokAssisted(pair.TARGET, whole).generate(PROMPTS[0], max_new_tokens=40, do_sample=False)
     assert generation.token_ids == expected.token_ids
     assert generation.stats.draft_error is None
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (whole, pair.DRAFT)]
+    assert configs[0] == configs[1]
     assert load_file(whole / "model.safetensors").keys() == load_file(pair.DRAFT / "model.safetensors").keys()
 
 

@@ -42,7 +42,7 @@ def train(
     size = sum(weight.numel() for weight in draft.parameters())
     adapts = size > _LARGE if lora is None else lora
     model = _with_lora(draft) if adapts else draft
-    device = draft.device.type
+    device, caches = draft.device.type, draft.config.use_cache
     latest, found = _latest(into)
     arguments = TrainingArguments(
         output_dir=str(into),
@@ -77,6 +77,7 @@ def train(
     trainer.measure = lambda: measure(draft.eval())
     with torch.random.fork_rng():
         trainer.train(resume_from_checkpoint=latest)
+    draft.config.use_cache = caches  # the trainer switches it off
     return (model.merge_and_unload() if adapts else model).eval(), _measured(trainer.state.log_history)
 
 
