@@ -48,7 +48,7 @@ class Adapter:
             raise InvalidInputError("adapt=True needs peft. Install it with: pip install 'xtok[tune]'")
         self.draft = replace(draft, model=deepcopy(draft.model))
         self._target = target
-        self._learner = _with_matrices(draft.model)
+        self._learner = with_lora(_sharing(draft.model), _RANK).eval()
         self._optimizer = torch.optim.AdamW([weight for weight in self._learner.parameters() if weight.requires_grad], lr=_RATE)
         self._texts: deque[Lesson] = deque(maxlen=_REMEMBERED)
         self._random = Random(0)
@@ -127,12 +127,17 @@ class Adapter:
                 self.draft.model.get_submodule(name).weight.copy_(weight + layer.get_delta_weight("default").to(weight.dtype))
 
 
-def _with_matrices(model: PreTrainedModel) -> Any:
-    """A model that shares the weights of `model`, with small matrices beside them."""
+def with_lora(model: PreTrainedModel, rank: int) -> Any:
+    """`model` with small matrices of a rank beside all its linear layers, which alone learn. Its own weights are held still."""
     from peft import LoraConfig, get_peft_model
 
-    shared = {id(weight): torch.nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
-    config = LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it tells of what it does by itself
-        return get_peft_model(deepcopy(model, shared), config).eval()
+        return get_peft_model(model, config)
+
+
+def _sharing(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of its own that shares the weights of `model`."""
+    shared = {id(weight): torch.nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
+    return deepcopy(model, shared)

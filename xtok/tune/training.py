@@ -10,6 +10,7 @@ import torch
 from rich.progress import Progress
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from xtok.adapt import with_lora
 from xtok.drafts.sampling import Projection
 from xtok.lessons import Lesson, batch
 from xtok.tune.loss import guessing_loss
@@ -19,6 +20,7 @@ _PATIENCE = 3
 """Epochs without a gain until training stops."""
 _LARGE = 500e6
 """Drafts of more parameters than that learn by LoRA."""
+_RANK = 16
 
 
 def train(
@@ -41,7 +43,7 @@ def train(
     """
     size = sum(weight.numel() for weight in draft.parameters())
     adapts = size > _LARGE if lora is None else lora
-    model = _with_lora(draft) if adapts else draft
+    model = with_lora(draft, _RANK) if adapts else draft
     device, caches = draft.device.type, draft.config.use_cache
     latest, found = _latest(into)
     arguments = TrainingArguments(
@@ -132,12 +134,6 @@ def _stalls(found: Sequence[float]) -> bool:
 def full_rate(parameters: int) -> float:
     """The learning rate of full fine-tuning: large models forget what they know at the rates that small ones need."""
     return min(1e-3, 1e-3 * math.sqrt(5e6 / parameters))
-
-
-def _with_lora(draft: PreTrainedModel) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(draft, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 def _latest(into: Path) -> tuple[str | None, list[float]]:
