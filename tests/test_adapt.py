@@ -153,5 +153,5 @@ def test_threads_learn_into_one_draft(generous: None) -> None:
 
 def test_what_can_not_learn_is_refused() -> None:
     for draft in (None, ScriptedDrafter(lambda context: [])):
-        with pytest.raises(InvalidInputError, match="adapt=True needs a draft model"):
+        with pytest.raises(InvalidInputError, match="adapt=True needs one draft model"):
             XTokAssisted(pair.TARGET, draft, adapt=True)

@@ -18,9 +18,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from worlds import fitting, tokenizer
 
 from xtok import Budget, XTokAssisted
+from xtok.budget import Account, Ledger
 from xtok.chi_square import chi_square
+from xtok.drafts.merged import Drafts
+from xtok.drafts.projected import ProjectedDrafter, Projection, projection
 from xtok.drafts.reader import Reader
-from xtok.drafts.sampling import Projection, SamplingDrafter, projection
 from xtok.loop import Run, decode
 from xtok.noise import Noise, gumbel, noise, spelling_key, spelling_keys
 from xtok.tokenbytes import TokenBytes
@@ -69,6 +71,7 @@ class TableReader(Reader):
 
     def __init__(self, view: TokenBytes) -> None:
         self.view = view
+        self._draft: Any = SimpleNamespace(encoder=SimpleNamespace(view=view), vocabulary=len(view))
 
     def longest(self, guess: int) -> int:
         return guess
@@ -91,7 +94,7 @@ class TableReader(Reader):
         return DRAFT_LOGITS[tokens]
 
 
-def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> SamplingDrafter | None:
+def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> ProjectedDrafter | None:
     """What a drafter asks of a draft's tables is little."""
     if mode == "no draft":
         return None
@@ -105,7 +108,7 @@ def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> SamplingDrafter 
     )
     ids = torch.arange(2, len(view))
     same = Projection(ids, ids, torch.ones(len(ids), dtype=torch.float64))
-    return SamplingDrafter(
+    return ProjectedDrafter(
         tables,
         TableReader(own),
         projection(view, DRAFT) if own is DRAFT else same,
@@ -128,10 +131,11 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
         target=model,
         view=view,
         ids=prompt,
+        prompt=[5],
         processors=LogitsProcessorList(),
         criteria=StoppingCriteriaList([MaxLengthCriteria(1 + LENGTH), EosTokenCriteria(END)]),
         config=GenerationConfig(max_length=1 + LENGTH, do_sample=True),
-        drafter=drafter(mode, keys, view),
+        drafts=Drafts([made], Ledger([Account()]), Meter(), len(view)) if (made := drafter(mode, keys, view)) else None,
         budget=Budget(GUESS_LENGTH, width=3 if mode == "tree" else 1),
         branches=True,
         deepest=None,
@@ -254,7 +258,7 @@ def test_a_residual_of_the_wrong_law_is_found_out(monkeypatch: pytest.MonkeyPatc
 
 def test_a_guess_drawn_under_the_noise_that_judges_it_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejection needs noise of its own for guesses: with the target's, what is redrawn depends on what was rejected."""
-    monkeypatch.setattr("xtok.drafts.sampling.GUESS", 0)
+    monkeypatch.setattr("xtok.drafts.projected.GUESS", 0)
     assert p_value(texts_of("rejection", seeds=FEWER)) < FAILS
 
 

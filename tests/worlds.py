@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from xtok.budget import Budget, Line, Pace
+from xtok import Budget, XTokAssisted
+from xtok.budget import Schedule
 
 SHARED = Path(os.environ.get("XTOK_SHARED", Path(__file__).parents[2] / "shared"))
 
@@ -47,11 +48,18 @@ KINDS = st.deferred(
 """A model's architecture, its tokenizer's family, and a seed for both."""
 
 
+def make_dear(xt: XTokAssisted) -> None:
+    """Let an instance think that its target costs a second, and its drafts a hundredth: then all guessing pays."""
+    xt._ledger.target.cells.update({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
+    for account in xt._ledger.accounts:
+        account.forward.cells[1] = (99, 1.0, 0.01)
+
+
 def budgets() -> st.SearchStrategy[Budget]:
-    """Fixed ones, and some that decide by costs: made-up ones of a dear target at first, then what is measured."""
-    dear = Line({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
-    paces = st.sampled_from([None, None, Pace(target=dear, draft=Line({1: (99, 1.0, 0.01)})), Pace()])
-    return st.builds(Budget, st.integers(1, 6), st.integers(1, 6), st.integers(1, 40), st.just(64), paces)
+    """Of all schedules."""
+    schedules = st.sampled_from(get_args(Schedule))
+    sizes = st.integers(1, 6), st.integers(1, 6), st.integers(1, 40), st.just(64)
+    return st.builds(Budget, *sizes, schedules, st.sampled_from([0.0, 0.0, 0.4]))
 
 
 def examples(count: int, **more: Any) -> settings:

@@ -4,6 +4,7 @@ from xtok import errors
 from xtok.assisted import Generation, XTokAssisted
 from xtok.budget import Budget
 from xtok.drafts import Context, Drafter
+from xtok.drafts.lookup import PromptLookup
 from xtok.trace import Round, Stats
 from xtok.tree import Tree, chain
 from xtok.tune import Tuned, tune_draft
@@ -14,6 +15,7 @@ __all__ = [
     "Context",
     "Drafter",
     "Generation",
+    "PromptLookup",
     "Round",
     "Stats",
     "Tree",

@@ -19,21 +19,18 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from xtok import bridge
 from xtok.adapt import Adapter
-from xtok.budget import Budget, Pace
-from xtok.continuation import Continuation
+from xtok.budget import Account, Budget, Ledger
 from xtok.drafts import Drafter
-from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
-from xtok.drafts.reader import Reader
-from xtok.drafts.sampling import Projection, SamplingDrafter, projection
-from xtok.encoding import encoder
+from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.merged import Drafts
+from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
-from xtok.lm import CachedModel, check_rolls_back, context_window, takes_trees, vocabulary_size
+from xtok.lm import CachedModel, context_window, takes_trees
 from xtok.loop import Run, decode
-from xtok.noise import spelling_keys
-from xtok.prompts import Chat, chat_ids, is_chat, prompt_ids, reading
-from xtok.sources import Source, draft_model, load
+from xtok.makers import Draft, Maker, Task, as_list, of_lookup, of_model
+from xtok.prompts import Chat, is_chat, prompt_ids, reading
+from xtok.sources import Source, draft_model, target_model
 from xtok.text import TextPieces
-from xtok.tokenbytes import token_bytes
 from xtok.trace import Meter, Round, Stats
 
 Acceptance = Literal["match", "rejection"]
@@ -71,13 +68,15 @@ class XTokAssisted:
     def __init__(
         self,
         target: Source,
-        draft: Source | Drafter | None = None,
+        draft: Draft | Sequence[Draft] | None = None,
         *,
         budget: Budget | None = None,
         acceptance: Acceptance = "match",
         adapt: bool = False,
     ) -> None:
-        """`draft` may also be anything with `propose(context, budget)`.
+        """`draft`: a model, which guesses together with what the text repeats; `PromptLookup(...)`; anything with
+        `propose(context, budget)`; or a list of such, whose guesses are merged. A list is taken as it is. Drafts with the
+        target's own token ids skip the text.
 
         `budget`: how much is guessed in each round. Without one, as much as pays, by what forwards cost and guesses gain
         lately; `Budget(depth=5, width=1)` guesses chains of five of the draft's tokens, say.
@@ -94,26 +93,28 @@ class XTokAssisted:
         """
         if acceptance not in get_args(Acceptance):
             raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Acceptance)))}.")
-        if acceptance == "rejection" and isinstance(draft, Drafter):
-            raise UnsupportedArgumentError(
-                f"acceptance='rejection' needs the law that guesses are drawn from, and that of {type(draft).__name__} isn't "
-                "known. Use a draft model, or acceptance='match'."
-            )
-        self.model, self.tokenizer = load(target, "target")
-        check_rolls_back(self.model, "target")
-        self._view = token_bytes(self.tokenizer)
-        self._budget = budget or Budget(depth=8, width=8, pace=Pace())
-        self._chains = replace(budget or Budget(), width=1, pace=None)
-        self._pace = self._budget.pace
-        self._drafter = draft if isinstance(draft, Drafter) else None
-        self._draft, self._draft_tokenizer = None, None
-        if draft is not None and not isinstance(draft, Drafter):
-            self._draft, self._draft_tokenizer = draft_model(draft)
-            self._encoder = encoder(self.tokenizer, self._view)
+        self._target = target_model(target)
+        self.model, self.tokenizer = self._target.model, self._target.tokenizer
         self._rejects = acceptance == "rejection"
-        if adapt and self._draft is None:
-            raise InvalidInputError("adapt=True needs a draft model that can learn. Pass one, or leave adapt out.")
-        self.adapter = Adapter(self._draft, self._view) if adapt and self._draft else None
+        self._budget = budget or Budget(depth=8, width=8, schedule="cost")
+        self._chains = replace(budget or Budget(), width=1, schedule="constant")
+        drafts = as_list(draft, alone=self._rejects or self._budget.width == 1)
+        models = {i: draft_model(one) for i, one in enumerate(drafts) if not isinstance(one, (Drafter, PromptLookup))}
+        if self._rejects and draft is not None and (len(drafts), len(models)) != (1, 1):
+            raise UnsupportedArgumentError(
+                "acceptance='rejection' needs the law that guesses are drawn from, so it takes one draft model alone. "
+                "Give one, or use acceptance='match'."
+            )
+        if adapt and len(models) != 1:
+            raise InvalidInputError(f"adapt=True needs one draft model that can learn, and there are {len(models)}.")
+        self.adapter = Adapter(next(iter(models.values()))[0], self._target.view) if adapt else None
+        self._makers = [self._maker(one, models.get(i)) for i, one in enumerate(drafts)]
+        self._ledger = Ledger([Account() for _ in drafts])
+
+    def _maker(self, draft: Any, model: tuple[DraftModel, Any] | None) -> Maker:
+        if model is not None:
+            return of_model(*model, self._target, rejects=self._rejects, adapter=self.adapter)
+        return of_lookup(draft, self._target) if isinstance(draft, PromptLookup) else lambda task: draft
 
     @overload
     def generate(self, prompt: str, **arguments: Any) -> Generation: ...
@@ -139,7 +140,7 @@ class XTokAssisted:
             if many or len(runs) > 1:
                 raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
             streamer.put(runs[0].ids.cpu())
-        bridge.sow(runs, seed, lambda: self._keys)
+        bridge.sow(runs, seed, lambda: self._target.keys)
         bridge.complete(runs, streamer)
         results = [self._result(run) for run in runs]
         return results if many or len(runs) > 1 else results[0]
@@ -154,11 +155,11 @@ class XTokAssisted:
         runs = self._runs(prompt, arguments)
         if len(runs) > 1:
             raise UnsupportedArgumentError(f"num_return_sequences={len(runs)} gives several texts. Call generate for them.")
-        bridge.sow(runs, seed, lambda: self._keys)
+        bridge.sow(runs, seed, lambda: self._target.keys)
         return self._pieces(runs[0])
 
     def _pieces(self, run: Run) -> Generator[str, None, Generation]:
-        pieces = TextPieces(self._view, run.data)
+        pieces = TextPieces(self._target.view, run.data)
         for block in decode(run):
             if piece := pieces.add(block):
                 yield piece
@@ -191,7 +192,7 @@ class XTokAssisted:
             bridge.check_arguments({"assistant_model": True})
         criteria = self._with_stop_strings(stopping_criteria, stop_strings)
         runs = self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs)
-        bridge.sow(runs, seed, lambda: self._keys)
+        bridge.sow(runs, seed, lambda: self._target.keys)
         bridge.complete(runs, bridge.callers("streamer"))
         for run in runs:
             self._learn(run)
@@ -214,8 +215,7 @@ class XTokAssisted:
             **model_kwargs: Any,
         ) -> Tensor:
             criteria = self._with_stop_strings(stopping_criteria, stop_strings)
-            own = self._draft_prompt(prompt)
-            captured.extend(self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs, own))
+            captured.extend(self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs, prompt))
             return torch.empty(0)
 
         self.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
@@ -228,7 +228,7 @@ class XTokAssisted:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         inputs: dict[str, Any],
-        draft_prompt: list[int] | None = None,
+        prompt: Any = None,
     ) -> list[Run]:
         """One run per row of a batch that transformers prepared."""
         bridge.check_config(config, inputs, criteria, rows=len(input_ids))
@@ -236,6 +236,8 @@ class XTokAssisted:
         cache = inputs.pop("past_key_values")
         inputs.pop("use_cache", None)
         records = bool(config.return_dict_in_generate)
+        ends = config._eos_token_tensor
+        end = None if ends is None or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
         runs = []
         for row in range(len(input_ids)):
             meter = Meter(chains_only=not self._branches)
@@ -244,69 +246,34 @@ class XTokAssisted:
             runs.append(
                 Run(
                     target=CachedModel(self.model, own_cache, own_inputs),
-                    view=self._view,
+                    view=self._target.view,
                     ids=input_ids[row : row + 1],
+                    prompt=bridge.unpadded(input_ids[row], own_inputs),
                     processors=bridge.processors_of_row(processors, row) if len(input_ids) > 1 else processors,
                     criteria=bridge.copied(criteria) if len(input_ids) > 1 else criteria,
                     config=config,
-                    drafter=self._new_drafter(config, meter, bridge.warpers(processors), draft_prompt),
-                    budget=self._own_budget(config),
+                    drafts=self._drafts(Task(bool(config.do_sample), end, bridge.warpers(processors), meter, prompt)),
+                    budget=self._chains if self._rejects and config.do_sample else self._budget,
                     branches=not meter.chains_only,
                     deepest=context_window(self.model),
                     meter=meter,
                     rejects=self._rejects,
-                    prompt_key=bridge.prompt_key(input_ids[row : row + 1], own_inputs),
                     scores=() if records and config.output_scores else None,
                     logits=() if records and config.output_logits else None,
                 )
             )
         return runs
 
-    def _new_drafter(
-        self, config: GenerationConfig, meter: Meter, warpers: LogitsProcessorList, prompt: list[int] | None
-    ) -> Drafter | None:
-        if self._draft is None:
-            return self._drafter
-        ends = config._eos_token_tensor
-        end = None if ends is None or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
-        draft = self._draft if self.adapter is None or config.do_sample else self.adapter.draft
-        reader = Reader(draft, meter, prompt)
-        if config.do_sample:
-            return SamplingDrafter(
-                draft, reader, self._projection, self._view, self._keys, end, meter, warpers, independent=self._rejects
-            )
-        return CrossTokenizerDrafter(draft, reader, Continuation(self._encoder), end, meter)
-
-    def _own_budget(self, config: GenerationConfig) -> Budget:
-        """The budget of one generation, which begins with what the ones before it learnt. A law's guesses are fixed chains."""
-        if config.do_sample and self._rejects:
-            return self._chains
-        return replace(self._budget, pace=deepcopy(self._pace))
+    def _drafts(self, task: Task) -> Drafts | None:
+        """The drafters of one generation, which begin with what the ones before it learnt."""
+        if not self._makers:
+            return None
+        return Drafts([make(task) for make in self._makers], deepcopy(self._ledger), task.meter, self._target.vocabulary)
 
     @cached_property
     def _branches(self) -> bool:
         """Whether the target can check a tree, found out where there is something that guesses one."""
-        return (self._draft or self._drafter) is None or takes_trees(self.model)
-
-    @cached_property
-    def _projection(self) -> Projection:
-        """The draft's ids in the target's vocabulary, where they are first asked for."""
-        assert self._draft is not None
-        return projection(self._view, self._draft.encoder.view)
-
-    @cached_property
-    def _keys(self) -> Tensor:
-        """The keys of the target's ids for noise, where they are first asked for."""
-        return spelling_keys(self._view, vocabulary_size(self.model))
-
-    def _draft_prompt(self, prompt: Any) -> list[int] | None:
-        """A chat in the draft's own template; None where it reads the target's text instead."""
-        if self._draft is None or not is_chat(prompt):
-            return None
-        try:
-            return chat_ids(self._draft_tokenizer, prompt)
-        except Exception:  # templates refuse roles that they don't know, and a draft never spoils a generation
-            return None
+        return not self._makers or takes_trees(self.model)
 
     def _take_stop_strings(self, arguments: dict[str, Any]) -> str | list[str] | None:
         """Stop strings, wherever they were set. Transformers must not see them: it would ask for a tokenizer, and drop it."""
@@ -325,14 +292,14 @@ class XTokAssisted:
         return StoppingCriteriaList([*criteria, stops])
 
     def _learn(self, run: Run) -> None:
-        """Let the draft learn from a text that is done."""
+        """Learn from a text that is done: the ledger what guesses cost and gain, an adapting draft the text."""
+        self._ledger = run.drafts.ledger if run.drafts else self._ledger
         if self.adapter is not None and run.noise is None:
             start, text = (part.decode(errors="ignore") for part in (run.data[: run.prompt_size], run.new_data))
             self.adapter.learn(start, text, run.meter.seconds["all"])
 
     def _result(self, run: Run) -> Generation:
         self._learn(run)
-        self._pace = run.budget.pace or self._pace
         return Generation(
             text=run.new_data.decode(errors="replace"),
             token_ids=run.new_ids,

@@ -1,20 +1,20 @@
 """The benchmark of sampled generation: shared noise, the draft's mode, rejection, and transformers' assisted sampling."""
 
 from collections.abc import Callable, Sequence
-from copy import copy, deepcopy
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rich.progress import track
 from torch import Tensor
-from transformers import GenerationConfig
 
 from xtok.assisted import XTokAssisted
 from xtok.bench import Timed, by_transformers, by_xtok, uag
 from xtok.budget import Budget
 from xtok.chi_square import chi_square
-from xtok.drafts import Drafter
+from xtok.drafts.merged import Drafts
+from xtok.makers import Task
 from xtok.prompts import prompt_ids
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
@@ -77,10 +77,8 @@ def compare_sampled(
 class _ModeAssisted(XTokAssisted):
     """Guesses the draft's likeliest text, whatever the noise."""
 
-    def _new_drafter(self, config: GenerationConfig, *rest: Any) -> Drafter | None:
-        greedy = copy(config)
-        greedy.do_sample = False
-        return super()._new_drafter(greedy, *rest)
+    def _drafts(self, task: Task) -> Drafts | None:
+        return super()._drafts(replace(task, samples=False))
 
 
 def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, System]:

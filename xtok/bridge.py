@@ -146,15 +146,16 @@ def sow(runs: list[Run], seed: int | None, keys: Callable[[], Tensor]) -> None:
     samples: Counter[bytes] = Counter()
     for run in runs:
         run.seed, run.keys = seed, keys().to(run.ids.device)
-        run.noise = noise(seed, samples[run.prompt_key], run.prompt_key)
-        samples[run.prompt_key] += 1
+        prompt = ",".join(map(str, run.prompt)).encode()
+        run.noise = noise(seed, samples[prompt], prompt)
+        samples[prompt] += 1
 
 
-def prompt_key(ids: Tensor, inputs: Mapping[str, Any]) -> bytes:
-    """What tells a prompt, (1, length), from others: its ids without padding."""
+def unpadded(ids: Tensor, inputs: Mapping[str, Any]) -> list[int]:
+    """A prompt's ids, (length,), without padding."""
     mask = inputs.get("attention_mask")
-    held = ids[0] if mask is None or mask.shape != ids.shape else ids[0][mask[0] != 0]
-    return ",".join(map(str, held.tolist())).encode()
+    held: list[int] = (ids if mask is None or mask.shape != (1, *ids.shape) else ids[mask[0] != 0]).tolist()
+    return held
 
 
 def warpers(processors: LogitsProcessorList) -> LogitsProcessorList:

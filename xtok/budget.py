@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2
+from typing import Literal, get_args
 
 from xtok.errors import InvalidInputError
 from xtok.tree import Tree
+
+Schedule = Literal["cost", "constant", "heuristic"]
 
 _MEMORY = 0.9
 """What a round keeps of its weight when the next one comes."""
@@ -34,13 +37,19 @@ class Budget:
 
     `depth`: how many of the draft's own tokens a guess may have, so many forwards of the draft at most. `width`: how many paths
     one forward continues; 1 makes chains. `nodes`: how many ids of the target may be guessed, all branches together.
-    `longest`: how many of them one path may have. With a `pace`, less is spent where more doesn't pay.
+    `longest`: how many of them one path may have.
+    `schedule`: "constant" always spends as much; "cost" less where more doesn't pay; "heuristic" changes the depth as
+    transformers' assisted generation does: 2 more after a guess that was right to its end, else 1 less.
+    `confidence`: a draft goes on only behind tokens that it gives at least that probability (transformers'
+    `assistant_confidence_threshold`). `pace` is what "cost" goes by, as far as it is known for the draft that is asked.
     """
 
     depth: int = 5
     width: int = 4
     nodes: int = 32
     longest: int = 64
+    schedule: Schedule = "constant"
+    confidence: float = 0.0
     pace: "Pace | None" = None
 
     def __post_init__(self) -> None:
@@ -50,6 +59,10 @@ class Budget:
                 raise InvalidInputError(
                     f"{name} of the budget is {value!r}; it must be a whole number, 1 or more. Use draft=None to guess nothing."
                 )
+        if self.schedule not in get_args(Schedule):
+            raise InvalidInputError(f"schedule is {self.schedule!r}; use one of {', '.join(map(repr, get_args(Schedule)))}.")
+        if not 0 <= self.confidence <= 1:
+            raise InvalidInputError(f"confidence is {self.confidence!r}; it must be a probability, from 0 to 1.")
 
     def expanded(self, level: int, masses: Sequence[float]) -> int:
         """How many of the likeliest paths, whose masses fall, the draft is to continue behind `level` forwards of it."""
@@ -106,120 +119,47 @@ class Speed:
 
     picks: float = 0.0
     seconds: float = 0.0
+    rounds: float = 0.0
 
     def add(self, picks: int, seconds: float) -> None:
         """Take in a round."""
         self.picks, self.seconds = _MEMORY * self.picks + picks, _MEMORY * self.seconds + seconds
+        self.rounds = _MEMORY * self.rounds + 1
 
     @property
     def rate(self) -> float:
         """Picks per second."""
         return self.picks / self.seconds if self.seconds else 0.0
 
+    @property
+    def cost(self) -> float:
+        """Seconds per round."""
+        return self.seconds / self.rounds if self.rounds else 0.0
+
 
 @dataclass
-class Pace:
-    """What forwards cost and what guesses are worth on this machine, with this pair, lately.
+class Record:
+    """How often the guesses of a draft came true, by how probable it said they were."""
 
-    Law: it decides how much is guessed, and so how fast a text comes, never what it says.
-
-    A round is worth what it adds to the picks per second: more is guessed as long as the picks expected from it, per second of
-    what it costs, are more than the run has on the whole. Where guessing as such doesn't pay, it stops and is tried again at
-    growing distances.
-    """
-
-    target: Line = field(default_factory=Line)
-    draft: Line = field(default_factory=Line)
     hits: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
     expected: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
     onward: float = 0.6
-    lately: Speed = field(default_factory=Speed)
-    undrafted: Speed = field(default_factory=Speed)
-    asked: bool = False
-    debt: float = 0.0
-    distance: int = 0
-    waiting: int = 0
 
-    def guesses(self) -> bool:
-        """Whether this round is to guess. The target's forward of one row is measured before the first guess."""
-        self.waiting = max(0, self.waiting - 1)
-        return bool(self.target.cells) and not self.waiting
-
-    def expanded(self, masses: Sequence[float]) -> int:
-        """How many paths to continue, all in one forward of the draft; 0 where that doesn't pay or its cost isn't known.
-
-        A path is worth what its next id brings beyond the row of the target that checks it.
-        """
-        if not self.draft.cells:
-            return 0
-        start, slope = self.draft.fit()
-        rate = self._rate()
-        row = rate * self.target.fit()[1]
-        worth = [self._believed(mass) * self.onward - row for mass in masses]
-        count = sum(gain > rate * slope for gain in worth)
-        return count if sum(worth[:count]) > rate * start + rate * slope * count else 0
-
-    def verified(self, masses: Sequence[float]) -> int:
-        """How many guessed ids are worth a row of the target's forward."""
-        row = self._rate() * self.target.fit()[1]
-        return sum(self._believed(mass) > row for mass in masses)
-
-    def observe(
-        self,
-        tree: Tree,
-        path: Sequence[int],
-        seconds: float,
-        drafted: Sequence[tuple[int, float]],
-        rest: float,
-        repeated: tuple[int, int] = (0, 0),
-    ) -> None:
-        """A round is over, in which the target took `seconds`, and the picks ran along `path`, from -1 for the context on.
-
-        `drafted`: rows and seconds of each forward of the draft. `rest`: the seconds of all else that belongs to guessing.
-        `repeated`: how many nodes were guessed without the draft, and how many of those were right.
-        """
-        self.target.add(1 + len(tree), seconds)
-        for rows, took in drafted:
-            if rows <= _FEW:
-                self.draft.add(rows, took)
-        guessed, right = repeated
-        without, guessing = self.target.at(1 + guessed), sum(self.draft.at(min(rows, _FEW)) for rows, _ in drafted) + rest
-        whole = self.target.at(1 + len(tree)) + guessing
-        self.lately.add(len(path), whole)
-        self.undrafted.add(1 + right, without)
-        if drafted or rest:
-            if self.asked:  # the first time pays for making ready
-                self._judge(len(path) - 1 - right, whole - without)
-            self.asked = True
-        self._calibrate(tree, path)
-
-    def _rate(self) -> float:
-        """Picks per second: what the run has lately, and at least what the target alone has."""
-        alone = self.target.at(1)
-        return max(self.lately.rate, 1 / alone if alone else 0.0)
-
-    def _believed(self, mass: float) -> float:
+    def believed(self, mass: float) -> float:
         """The probability of a guess of that mass, by what became of others."""
         index = _bin(mass)
         return min(1.0, mass * self.hits[index] / self.expected[index])
 
-    def _judge(self, gained: float, extra: float) -> None:
-        """Stop guessing where it lost more picks than it may, and trust it again where it gained as many.
+    def masses(self, tree: Tree) -> list[float]:
+        """What is believed of each node, never more than of its parent; where it says none, by what became of others."""
+        found: list[float] = []
+        for node, parent in enumerate(tree.parents):
+            before = found[parent] if parent >= 0 else 1.0
+            found.append(min(before, self.believed(tree.masses[node])) if tree.masses else before * self.onward)
+        return found
 
-        The account has a floor, so that a draft that turns bad is found out (a CUSUM test, Page 1954).
-        """
-        rate = self.undrafted.rate
-        self.debt = max(-_CREDIT, self.debt + extra * rate - gained)
-        allowed = _DOUBTED if self.distance else _DEBT
-        if self.debt < -allowed:
-            self.distance = 0
-        elif self.debt > allowed:
-            self.distance = min(max(_NEAREST, 4 * self.distance), _FURTHEST)
-            self.waiting = max(self.distance, int(extra / (_PROBES * (self.target.at(1) or 1.0))))
-            self.debt = 0.0
-
-    def _calibrate(self, tree: Tree, path: Sequence[int]) -> None:
-        right = set(path)
+    def learn(self, tree: Tree, right: Sequence[int]) -> None:
+        """Take in which nodes the picks ran through, in order."""
         for node, mass in enumerate(tree.masses):
             index = _bin(mass)
             self.expected[index] += mass
@@ -227,10 +167,152 @@ class Pace:
             if self.expected[index] > _FORGETS:
                 self.expected[index] /= 2
                 self.hits[index] /= 2
-        forks = right.intersection(tree.parents)
+        forks = {-1, *right}.intersection(tree.parents)
         for fork in forks:
-            goes_on = any(tree.parents[node] == fork for node in right if node >= 0)
+            goes_on = any(tree.parents[node] == fork for node in right)
             self.onward += _SHARE * (goes_on - self.onward) / 2
+
+
+@dataclass
+class Account:
+    """What a draft costs and gains, and whether it is worth asking.
+
+    `forward`: seconds of a forward of it. `lately`: its picks and seconds in the rounds that it was asked in. `without`: picks
+    and seconds as they would have been by cheaper drafts alone.
+    """
+
+    forward: Line = field(default_factory=Line)
+    record: Record = field(default_factory=Record)
+    lately: Speed = field(default_factory=Speed)
+    without: Speed = field(default_factory=Speed)
+    debt: float = 0.0
+    distance: int = 0
+    waiting: int = 0
+
+    def asks(self) -> bool:
+        """Whether this round is to ask it."""
+        self.waiting = max(0, self.waiting - 1)
+        return not self.waiting
+
+    def judge(self, gained: float, extra: float, alone: float) -> None:
+        """Stop asking where it lost more picks than it may, and trust it again where it gained as many.
+
+        It gained so many picks for `extra` seconds, where the target alone takes `alone` for one. The account has a floor, so
+        that a draft that turns bad is found out (a CUSUM test, Page 1954).
+        """
+        self.debt = max(-_CREDIT, self.debt + extra * self.without.rate - gained)
+        allowed = _DOUBTED if self.distance else _DEBT
+        if self.debt < -allowed:
+            self.distance = 0
+        elif self.debt > allowed:
+            self.distance = min(max(_NEAREST, 4 * self.distance), _FURTHEST)
+            self.waiting = max(self.distance, int(extra / (_PROBES * (alone or 1.0))))
+            self.debt = 0.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What became of asking a draft in a round.
+
+    `tree`: its guess. `drafted`: rows and seconds of each of its forwards. `rest`: the seconds of all else that it took.
+    `own`: the nodes of the round's tree that no cheaper draft guessed. `failed` or not asked at all: no `tree`.
+    """
+
+    tree: Tree | None = None
+    drafted: Sequence[tuple[int, float]] = ()
+    rest: float = 0.0
+    own: frozenset[int] = frozenset()
+
+
+@dataclass
+class Ledger:
+    """What forwards cost and what guesses are worth on this machine, with these drafts, lately. One account per draft.
+
+    Law: it decides how much is guessed, and so how fast a text comes, never what it says.
+
+    A round is worth what it adds to the picks per second: more is guessed as long as the picks expected from it, per second of
+    what it costs, are more than the run has on the whole. A draft that doesn't pay, beside those that are cheaper, is left
+    alone and tried again at growing distances.
+    """
+
+    accounts: list[Account]
+    target: Line = field(default_factory=Line)
+    lately: Speed = field(default_factory=Speed)
+    depth: int | None = None
+
+    def ready(self) -> bool:
+        """Whether to guess at all. The target's forward of one row is measured before the first guess."""
+        return bool(self.target.cells)
+
+    @property
+    def rate(self) -> float:
+        """Picks per second: what the run has lately, and at least what the target alone has."""
+        alone = self.target.at(1)
+        return max(self.lately.rate, 1 / alone if alone else 0.0)
+
+    def cheapest_first(self) -> list[int]:
+        """The drafts by what asking them takes."""
+        return sorted(range(len(self.accounts)), key=lambda draft: self.accounts[draft].lately.cost)
+
+    def verified(self, masses: Sequence[float]) -> int:
+        """How many guessed ids, whose probabilities fall, are worth a row of the target's forward."""
+        row = self.rate * self.target.fit()[1]
+        return sum(mass > row for mass in masses)
+
+    def observe(self, tree: Tree, block: Sequence[int], path: Sequence[int], seconds: float, asked: Sequence[Asked]) -> None:
+        """A round is over, in which the target took `seconds`, and `block` was picked along the nodes `path`, from -1 on."""
+        self.target.add(1 + len(tree), seconds)
+        rows = right = 0
+        spent = 0.0
+        for draft in self.cheapest_first():
+            account, one = self.accounts[draft], asked[draft]
+            account.without.add(1 + right, self.target.at(1 + rows) + spent)
+            if one.tree is None:
+                continue
+            took = self._learn(account, one, block)
+            gained = len(one.own.intersection(path))
+            extra = self.target.at(1 + rows + len(one.own)) - self.target.at(1 + rows) + took
+            if account.lately.seconds:  # the first time pays for making ready
+                account.judge(gained, extra, self.target.at(1))
+            account.lately.add(len(one.tree.along(block)), took)
+            rows, right, spent = rows + len(one.own), right + gained, spent + took
+        self.lately.add(len(path), self.target.at(1 + len(tree)) + spent)
+
+    @staticmethod
+    def _learn(account: Account, one: Asked, block: Sequence[int]) -> float:
+        """Take in what a draft did. Returns the seconds that it took, as those of a forward are known."""
+        assert one.tree is not None
+        for rows, took in one.drafted:
+            if rows <= _FEW:
+                account.forward.add(rows, took)
+        account.record.learn(one.tree, one.tree.along(block))
+        return sum(account.forward.at(min(rows, _FEW)) for rows, _ in one.drafted) + one.rest
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one draft is to guess, by a ledger and its account there."""
+
+    ledger: Ledger
+    account: Account
+
+    def expanded(self, masses: Sequence[float]) -> int:
+        """How many paths to continue, all in one forward of the draft; 0 where that doesn't pay or its cost isn't known.
+
+        A path is worth what its next id brings beyond the row of the target that checks it.
+        """
+        if not self.account.forward.cells:
+            return 0
+        start, slope = self.account.forward.fit()
+        rate, record = self.ledger.rate, self.account.record
+        row = rate * self.ledger.target.fit()[1]
+        worth = [record.believed(mass) * record.onward - row for mass in masses]
+        count = sum(gain > rate * slope for gain in worth)
+        return count if sum(worth[:count]) > rate * start + rate * slope * count else 0
+
+    def verified(self, masses: Sequence[float]) -> int:
+        """How many guessed ids are worth a row of the target's forward."""
+        return self.ledger.verified([self.account.record.believed(mass) for mass in masses])
 
 
 def _bin(mass: float) -> int:

@@ -1,6 +1,5 @@
 """The only decoding loop: budget → propose → forward → pick → stop → commit."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,15 +11,14 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.budget import Budget
-from xtok.drafts import Context, Drafter
-from xtok.drafts.lookup import Lookup
-from xtok.errors import DraftFailedWarning
+from xtok.drafts import Context
+from xtok.drafts.merged import Drafts
 from xtok.lm import CachedModel
 from xtok.noise import ACCEPT, Noise, gumbel
 from xtok.pick import accepts, best, drawn, process, residual
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter, Round
-from xtok.tree import Tree, Trie
+from xtok.tree import Tree
 
 _LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
 _KNOWN = (MaxLengthCriteria, EosTokenCriteria)
@@ -29,27 +27,26 @@ _KNOWN = (MaxLengthCriteria, EosTokenCriteria)
 
 @dataclass(repr=False)
 class Run:
-    """The state of one generation: one sequence, one target cache, one drafter.
+    """The state of one generation: one sequence, one target cache, the drafters of one text.
 
-    `all_ids`, the prompt's and the new ones, are what drafters are shown: nothing that is committed is read from them.
-    A sampled one has `noise`, the `seed` that it comes from, and the `keys` of the target's ids; `prompt_key` tells its prompt
-    from others. `controls` counts the new ids that spell nothing: they move no offset, and yet must not share their noise.
-    `rejects`: guesses that come with the law that they were drawn from are accepted or rejected by it, instead of by whether
-    the target picks the same.
+    `all_ids`, the prompt's without padding and the new ones, are what drafters are shown: nothing that is committed is read
+    from them. A sampled one has `noise`, the `seed` that it comes from, and the `keys` of the target's ids. `controls` counts
+    the new ids that spell nothing: they move no offset, and yet must not share their noise. `rejects`: guesses that come with
+    the law that they were drawn from are accepted or rejected by it, instead of by whether the target picks the same.
     """
 
     target: CachedModel
     view: TokenBytes
     ids: Tensor
+    prompt: list[int]
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
-    drafter: Drafter | None
+    drafts: Drafts | None
     budget: Budget
     branches: bool
     deepest: int | None
     meter: Meter
-    prompt_key: bytes = b""
     keys: Tensor | None = None
     seed: int | None = None
     noise: Noise | None = None
@@ -63,8 +60,6 @@ class Run:
     prompt_length: int = field(init=False)
     data: bytes = field(init=False)
     prompt_size: int = field(init=False)
-    lookup: Lookup = field(init=False)
-    repeated: list[int] = field(init=False, default_factory=list)
     limit: int | None = field(init=False)
     ends: frozenset[int] = field(init=False)
 
@@ -73,9 +68,8 @@ class Run:
         ends = [one.eos_token_id.tolist() for one in self.criteria if type(one) is EosTokenCriteria]
         self.limit, self.ends = min(limits, default=None), frozenset(token for some in ends for token in some)
         self.criteria = StoppingCriteriaList(one for one in self.criteria if type(one) not in _KNOWN)
-        self.all_ids = self.ids[0].tolist()
-        self.prompt_length = len(self.all_ids)
-        self.lookup = Lookup(self.all_ids)
+        self.all_ids = list(self.prompt)
+        self.prompt_length = self.ids.shape[1]
         self.data = self.view.to_bytes(self.all_ids)
         self.prompt_size = len(self.data)
 
@@ -101,10 +95,12 @@ def decode(run: Run) -> Iterator[list[int]]:
     yield block
     while run.finish_reason is None:
         with run.meter.timing("all"):
-            tree = _propose(run, _budget(run))
+            budget = _budget(run)
+            tree = _propose(run, budget)
             block, path = _walk(run, tree, *_forward(run, tree))
             run.target.keep([node + 1 for node in path])
-            _observe(run, tree, path)
+            if run.drafts is not None and budget.longest:
+                run.drafts.observe(budget, tree, block, path)
         yield block
 
 
@@ -118,53 +114,12 @@ def _budget(run: Run) -> Budget:
 
 
 def _propose(run: Run, budget: Budget) -> Tree:
-    """The drafter's guess, and what the text repeats."""
+    """What the drafts guess."""
     run.meter.begin()
-    if run.drafter is None or budget.longest == 0:
+    if run.drafts is None or budget.longest == 0:
         return Tree()
-    asked = budget.pace is None or budget.pace.guesses()
     with run.meter.timing("draft"):
-        return _with_repeats(run, _drafted(run, run.drafter, budget) if asked else Tree(), budget)
-
-
-def _with_repeats(run: Run, tree: Tree, budget: Budget) -> Tree:
-    """A tree of guesses with what followed the same ids before, where the guesses say how probable they are."""
-    run.repeated = []
-    if budget.width == 1 or (len(tree) and not tree.masses):
-        return tree
-    run.repeated, masses = run.lookup.continuation(run.new_ids, budget.longest)
-    if not run.repeated:
-        return tree
-    trie = Trie()
-    trie.graft(tree)
-    trie.mix(run.repeated, masses)
-    return trie.best(budget.verified, tree.guess)
-
-
-def _drafted(run: Run, drafter: Drafter, budget: Budget) -> Tree:
-    """The drafter's guess, as far as it can be checked. A drafter that raises is told of once and not asked again."""
-    try:
-        with run.meter.timing("propose"):
-            context = Context(run.all_ids, run.data, run.prompt_size, run.controls, run.noise)
-            tree = drafter.propose(context, budget).within(budget.longest)
-        tree = tree if run.branches else tree.first_path(budget.longest)
-        return tree if all(0 <= token < run.target.vocabulary for token in tree.tokens) else Tree()
-    except Exception as error:
-        run.drafter = None
-        run.meter.draft_error = f"{type(error).__name__}: {error}"
-        message = f"The draft failed ({run.meter.draft_error}). The rest of this text comes from the target alone."
-        warnings.warn(message, DraftFailedWarning, stacklevel=2)
-        return Tree()
-
-
-def _observe(run: Run, tree: Tree, path: list[int]) -> None:
-    """Tell the budget what the round cost and what came of it."""
-    if run.budget.pace is not None:
-        latest = run.meter.latest
-        rest = latest.get("propose", 0.0) - sum(seconds for _, seconds in run.meter.drafted)
-        nodes = tree.along(run.repeated)
-        repeated = len(nodes), sum(node in path for node in nodes)
-        run.budget.pace.observe(tree, path, latest["target"], run.meter.drafted, rest, repeated)
+        return run.drafts.propose(Context(run.all_ids, run.data, run.prompt_size, run.controls, run.noise), budget)
 
 
 def _prefill(run: Run) -> tuple[Tensor, list[int]]:

@@ -1,20 +1,48 @@
 """Where models come from: a hub id, a local path, or the caller's hands."""
 
+from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from xtok.drafts.reader import DraftModel
-from xtok.encoding import encoder
+from xtok.encoding import Encoder, encoder
 from xtok.errors import InvalidInputError, UnsupportedModelError
-from xtok.lm import check_rolls_back
+from xtok.lm import check_rolls_back, vocabulary_size
+from xtok.noise import spelling_keys
 from xtok.prompts import leading, reading
-from xtok.tokenbytes import token_bytes
+from xtok.tokenbytes import TokenBytes, token_bytes
 
 Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 """A hub id, a local path, or a (model, tokenizer) pair."""
+
+
+@dataclass(frozen=True)
+class TargetModel:
+    """A target and its tables, shared by all generations; each made where it is first asked for."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    view: TokenBytes
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """How its tokenizer writes plain text."""
+        return encoder(self.tokenizer, self.view)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many ids the model has logits for."""
+        return vocabulary_size(self.model)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """The keys of its ids for noise, (vocabulary,)."""
+        return spelling_keys(self.view, self.vocabulary)
 
 
 def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
@@ -34,6 +62,12 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
     raise InvalidInputError(
         f"The {role} is {kind}. Pass a hub id, a local path, or a pair of a transformers model, unwrapped, and its tokenizer."
     )
+
+
+def target_model(source: Any) -> TargetModel:
+    model, tokenizer = load(source, "target")
+    check_rolls_back(model, "target")
+    return TargetModel(model, tokenizer, token_bytes(tokenizer))
 
 
 def draft_model(source: Any) -> tuple[DraftModel, Any]:

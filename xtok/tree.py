@@ -95,38 +95,43 @@ class Trie:
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self.masses: list[float] = []
-
-    def graft(self, tree: Tree) -> None:
-        """Add a whole tree with its masses."""
-        nodes = {-1: -1}
-        for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-            nodes[i] = self._child(nodes[parent], token)
-            self.masses[nodes[i]] += tree.masses[i]
+        self.owners: list[int] = []
 
     def add(self, tokens: Iterable[int], mass: float) -> None:
         """Add the mass of a guess. Guesses that are added exclude each other: their masses are summed up."""
         node = -1
         for token in tokens:
-            node = self._child(node, token)
+            node = self._child(node, token, 0)
             self.masses[node] += mass
 
-    def mix(self, tokens: Iterable[int], masses: Iterable[float]) -> None:
-        """Add a guess from another source, with a mass for each of its ids. Either source may be right."""
-        node = -1
-        for token, mass in zip(tokens, masses, strict=True):
-            node = self._child(node, token)
-            self.masses[node] += (1 - min(1.0, self.masses[node])) * mass
+    def mix(self, tree: Tree, masses: Sequence[float], owner: int = 0) -> None:
+        """Add a tree from another source, with a mass for each of its nodes. Any source may be right.
+
+        A node belongs to the first `owner` that has it.
+        """
+        nodes = {-1: -1}
+        for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            node = nodes[i] = self._child(nodes[parent], token, owner)
+            self.masses[node] += (1 - min(1.0, self.masses[node])) * masses[i]
+
+    def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
+        """The likeliest nodes, in order, as many as `count` says when it sees their masses fall."""
+        ranked = sorted(range(len(self.masses)), key=lambda node: -self.masses[node])
+        return sorted(ranked[: count([self.masses[node] for node in ranked])])
+
+    def tree(self, nodes: list[int], guess: bytes = b"") -> Tree:
+        """The tree of some nodes, in order, whose parents are all among them."""
+        return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.masses))._of(nodes)
 
     def best(self, count: Callable[[Sequence[float]], int], guess: bytes = b"") -> Tree:
-        """The tree of the likeliest nodes, as many as `count` says when it sees their masses fall."""
-        ranked = sorted(range(len(self.masses)), key=lambda node: -self.masses[node])
-        whole = Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.masses))
-        return whole._of(sorted(ranked[: count([self.masses[node] for node in ranked])]))
+        """The tree of the likeliest nodes."""
+        return self.tree(self.likeliest(count), guess)
 
-    def _child(self, node: int, token: int) -> int:
+    def _child(self, node: int, token: int, owner: int) -> int:
         child = self._children.setdefault((node, token), len(self._tokens))
         if child == len(self._tokens):
             self._tokens.append(token)
             self._parents.append(node)
             self.masses.append(0.0)
+            self.owners.append(owner)
         return child

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
 from xtok.budget import Budget
 from xtok.noise import Noise
 from xtok.tree import Tree
@@ -16,7 +18,8 @@ class Context:
     """What is committed: the target's ids, the bytes that they spell, and how many of those bytes are the prompt's.
 
     `noise` is that under which the target picks, None where it picks greedily. `controls` counts the new ids that spell
-    nothing.
+    nothing. `hidden`: the target's last hidden state at the position behind which it picked the last id, (hidden size,); None
+    where it isn't known or nobody asks for it.
     """
 
     ids: Sequence[int]
@@ -24,6 +27,7 @@ class Context:
     prompt_size: int
     controls: int = 0
     noise: Noise | None = None
+    hidden: Tensor | None = None
 
 
 @runtime_checkable

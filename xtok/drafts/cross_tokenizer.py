@@ -9,13 +9,10 @@ from torch import Tensor
 from xtok.budget import Budget
 from xtok.continuation import Continuation
 from xtok.drafts import Context
-from xtok.drafts.growth import CHILDREN, Path, grown
+from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, grown
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.trace import Meter
 from xtok.tree import Tree, Trie
-
-_SHARPNESS = 1 / 0.6
-"""A law's best token is the target's best more often than it would be drawn: measured best among 0.5 to 1.25 for the 0.6."""
 
 
 @dataclass
@@ -80,7 +77,7 @@ class CrossTokenizerDrafter:
 
     def _first(self, pending: bytes, chained: bool) -> list[_Text]:
         """The beginnings of guesses: behind the last token, and in place of it. A chain begins with the likeliest."""
-        rows = self._reader.logits(rows=min(2, self._reader.size)).float() * _SHARPNESS
+        rows = self._reader.logits(rows=min(2, self._reader.size)).float() * SHARPNESS
         token = self._reader.last
         last = self._view[token] or b""
         behind = _Text(1.0, -1, b"", given=pending)
@@ -106,7 +103,7 @@ class CrossTokenizerDrafter:
             logits = self._reader.branch([text.token for text in front], [text.parent for text in front])
             for node, text in enumerate(front, start=first):
                 text.parent = node
-            return self._children(logits.float() * _SHARPNESS, front, count)
+            return self._children(logits.float() * SHARPNESS, front, count)
 
     def _children(self, logits: Tensor, texts: list[_Text], count: int) -> list[list[_Text]]:
         """The `count` likeliest continuations of each text by its row of logits. Where a text ends, it has none."""
@@ -126,9 +123,8 @@ class CrossTokenizerDrafter:
         piece, ended = self._view[token], token in self._draft.ends
         if not probability > 0 or (piece is None and not ended):
             return None
-        return _Text(
-            text.mass * probability, text.parent, text.written + (piece or b""), given=text.given, token=token, ended=ended
-        )
+        written = text.written + (piece or b"")
+        return _Text(text.mass * probability, text.parent, written, probability, given=text.given, token=token, ended=ended)
 
     @staticmethod
     def _only(logits: Tensor, allowed: Sequence[int]) -> Tensor:

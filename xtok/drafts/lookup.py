@@ -1,66 +1,129 @@
-"""What followed the same ids before: a text's own repetitions as guesses."""
+"""What followed the same words before: guesses without a model."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
-_ORDERS = (4, 3, 2, 1)
+from xtok.budget import Budget
+from xtok.continuation import Continuation
+from xtok.drafts import Context
+from xtok.drafts.corpus import Corpus
+from xtok.drafts.repeats import Repeats
+from xtok.encoding import Encoder
+from xtok.errors import InvalidInputError
+from xtok.tree import Tree, Trie, chain
+
 _LONGEST = 8
 _PRIOR = (0.0, 0.2, 0.5, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9)
 """How often the next id is the same where so many ids before it are, until it has been seen."""
 _WEIGHT = 4
+_BYTES = 8
+"""How many bytes an id of the target is taken to have at most."""
+
+
+class PromptLookup:
+    """Guesses what followed the longest repeated end of prompt and output, there or in a corpus. No model, next to no cost.
+
+    (Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.) `corpus`: texts that the target may
+    quote, such as retrieved documents. A look-up costs the same however large it is, and so does its tokenizer not matter: the
+    corpus is looked up by its bytes. One object may serve several instances and threads.
+    """
+
+    def __init__(self, corpus: Sequence[str] = ()) -> None:
+        """Raises `InvalidInputError` unless `corpus` is a list of texts."""
+        if isinstance(corpus, (str, bytes)) or not all(isinstance(text, str) for text in corpus):
+            raise InvalidInputError(
+                f"corpus is {type(corpus).__name__}; it must be a list of texts: PromptLookup(corpus=[text, …])."
+            )
+        self._texts = list(corpus)
+
+    @cached_property
+    def index(self) -> Corpus | None:
+        """The corpus, made ready where it is first asked for."""
+        return Corpus(self._texts) if any(self._texts) else None
 
 
 class Lookup:
-    """Continuations of the committed ids, by what followed their longest repeated end. One per generation.
+    """`PromptLookup` for one generation, whose target has `encoder`."""
 
-    (Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.) How far a continuation is believed is
-    learnt from those that it gave before, by how many ids agree.
-    """
+    def __init__(self, corpus: Corpus | None, encoder: Encoder) -> None:
+        self._corpus = corpus
+        self._continuation = Continuation(encoder)
+        self._view = encoder.view
+        self._repeats = Repeats()
+        self._beliefs = Belief(), Belief()
 
-    def __init__(self, prompt: Sequence[int] = ()) -> None:
-        self._ids = list(prompt)
-        self._prompt = len(prompt)
-        self._read = 0
-        self._behind: dict[tuple[int, ...], int] = {}
+    def propose(self, context: Context, budget: Budget) -> Tree:
+        """What followed, the longest match first, as branches."""
+        new = context.ids[len(self._repeats.ids) :]
+        for belief in self._beliefs:
+            belief.learn(new)
+        for token in new:
+            self._repeats.append(token)
+        trie = Trie()
+        self._mix(trie, self._repeated(budget), self._beliefs[0], budget)
+        if self._corpus is not None:
+            self._mix(trie, self._found(self._corpus, context, budget), self._beliefs[1], budget)
+        return trie.best(budget.verified)
+
+    @staticmethod
+    def _mix(trie: Trie, found: list[tuple[list[int], int, float]], belief: "Belief", budget: Budget) -> None:
+        """Continuations, how many ids agree before each, and their shares."""
+        left = 1.0
+        for i, (ids, agreeing, share) in enumerate(found):
+            masses = [left * share * mass for mass in belief.masses(agreeing, len(ids))]
+            trie.mix(chain(ids), masses)
+            left -= masses[0]
+            if not i:
+                belief.given = ids, agreeing
+
+    def _repeated(self, budget: Budget) -> list[tuple[list[int], int, float]]:
+        """From prompt and output."""
+        repeats = self._repeats
+        found = repeats.followers(budget.width)
+        return [(repeats.continuation(place, budget.longest), agreeing, 1.0) for place, agreeing in found if budget.longest]
+
+    def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
+        """From the corpus."""
+        agreeing, texts = corpus.continuations(context.data, _BYTES * budget.longest, budget.width)
+        known = self._ids_within(context, agreeing)
+        mapped = [(self._continuation.ids(context.ids, text)[: budget.longest], known, share) for text, share in texts if known]
+        return [one for one in mapped if one[0]]
+
+    def _ids_within(self, context: Context, size: int) -> int:
+        """How many of the last ids lie within the last `size` bytes, as far as it matters."""
+        count = 0
+        for token in reversed(context.ids[-_LONGEST:]):
+            size -= len(self._view[token] or b"")
+            if size < 0:
+                break
+            count += 1
+        return count
+
+
+class Belief:
+    """How far a continuation is believed, by how many ids before it agree: learnt from those that were given before."""
+
+    def __init__(self) -> None:
         self._hits = [rate * _WEIGHT for rate in _PRIOR]
         self._tries = [_WEIGHT] * len(_PRIOR)
-        self._given: tuple[list[int], int] = ([], 0)
+        self.given: tuple[list[int], int] = ([], 0)
 
-    def continuation(self, new: Sequence[int], longest: int) -> tuple[list[int], list[float]]:
-        """At most `longest` ids that may follow the prompt and `new`, each with the probability of all up to it."""
-        self._learn(new)
-        start, agreeing = self._match()
-        found = self._ids[start : start + longest] if agreeing else []
-        self._given = (found, agreeing)
-        masses, mass = list[float](), 1.0
-        for i in range(len(found)):
+    def masses(self, agreeing: int, size: int) -> list[float]:
+        """For each id of a continuation, the probability of all up to it."""
+        found, mass = list[float](), 1.0
+        for i in range(size):
             known = min(agreeing + i, _LONGEST)
             mass *= self._hits[known] / self._tries[known]
-            masses.append(mass)
-        return found, masses
+            found.append(mass)
+        return found
 
-    def _learn(self, new: Sequence[int]) -> None:
-        """Read what was committed since, and see what became of the last continuation."""
-        before = len(self._ids)
-        self._ids.extend(new[before - self._prompt :])
-        given, agreeing = self._given
-        for i, (guess, truth) in enumerate(zip(given, self._ids[before:], strict=False)):
+    def learn(self, new: Sequence[int]) -> None:
+        """See what became of the last continuation given."""
+        ids, agreeing = self.given
+        self.given = [], 0
+        for i, (guess, truth) in enumerate(zip(ids, new, strict=False)):
             known = min(agreeing + i, _LONGEST)
             self._tries[known] += 1
             self._hits[known] += guess == truth
             if guess != truth:
                 break
-        for end in range(max(1, self._read), len(self._ids)):
-            for order in _ORDERS:
-                if order <= end:
-                    self._behind[tuple(self._ids[end - order : end])] = end
-        self._read = len(self._ids)
-
-    def _match(self) -> tuple[int, int]:
-        """Where the latest continuation of the longest known end begins, and how many ids before it agree with that end."""
-        ids = self._ids
-        ends = (self._behind.get(tuple(ids[-order:])) for order in _ORDERS if order <= len(ids))
-        start = next((end for end in ends if end is not None), None)
-        if start is None:
-            return 0, 0
-        most = min(start, _LONGEST)
-        return start, next((i for i in range(most) if ids[start - 1 - i] != ids[-1 - i]), most)

@@ -83,14 +83,39 @@ class Reader:
     def read(self, context: Context, guess: int) -> bytes:
         """Read on to the end of the context, with room for a guess. Returns the bytes of a character left unfinished."""
         with self._meter.timing("align"):
-            if self._read is None:
-                self._read = context.prompt_size if self._own_prompt else 0
-            same = self._lead + self._text.append(context.data[self._read :])
-            self._read = len(context.data)
-            self._ids[same:] = self._text.ids[same - self._lead :]
+            same, pending = self._follow(context)
             self._held = min(self._held, max(0, same - self._start))
             self._move_start(guess)
-            return self._text.pending
+            return pending
+
+    def reads(self, token: int, piece: bytes) -> Sequence[int]:
+        """The draft's own ids for an id of the target that spells `piece`; none where it can't read that."""
+        return self.spelled(piece) or () if piece else ()
+
+    def spelled(self, piece: bytes) -> list[int] | None:
+        """The draft's ids for some bytes: one that spells them, else those of its tokenizer, else one for each byte."""
+        if (one := self._one(piece)) is not None:
+            return [one]
+        try:
+            ids = self._draft.encoder.ids_behind(piece.decode())
+        except UnicodeDecodeError:
+            single = [self._one(bytes([byte])) for byte in piece]
+            ids = [token for token in single if token is not None]
+            return ids if len(ids) == len(single) else None
+        return ids if ids and max(ids) < self._draft.vocabulary else None
+
+    def _one(self, piece: bytes) -> int | None:
+        """The draft's first id that spells some bytes and that the model knows."""
+        return next((token for token in self._draft.encoder.view.ids_spelling(piece) if token < self._draft.vocabulary), None)
+
+    def _follow(self, context: Context) -> tuple[int, bytes]:
+        """Take in what is new. Returns how many ids stay what they were, and the bytes of a character left unfinished."""
+        if self._read is None:
+            self._read = context.prompt_size if self._own_prompt else 0
+        same = self._lead + self._text.append(context.data[self._read :])
+        self._read = len(context.data)
+        self._ids[same:] = self._text.ids[same - self._lead :]
+        return same, self._text.pending
 
     def _move_start(self, guess: int) -> None:
         """Begin where the text fits the window together with a guess; that place moves in steps of half a window."""
@@ -126,3 +151,21 @@ class Reader:
         self._meter.drafts(len(new))
         with self._meter.timing("reading"):
             return self._lm.forward(torch.tensor([new], device=self._draft.model.device), rows)
+
+
+class IdReader(Reader):
+    """The same for a draft whose ids are the target's: it reads those, and no text."""
+
+    def __init__(self, draft: DraftModel, meter: Meter) -> None:
+        super().__init__(draft, meter, prompt=())
+        self._read = 0
+
+    def reads(self, token: int, piece: bytes) -> Sequence[int]:
+        """The id itself, where the model has it and goes on behind it."""
+        return (token,) if token < self._draft.vocabulary and token not in self._draft.ends else ()
+
+    def _follow(self, context: Context) -> tuple[int, bytes]:
+        same = len(self._ids)
+        self._ids += [token for token in context.ids[self._read :] if token < self._draft.vocabulary]
+        self._read = len(context.ids)
+        return same, b""

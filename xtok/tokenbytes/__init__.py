@@ -8,7 +8,7 @@ from xtok.errors import UnsupportedTokenizerError
 from xtok.tokenbytes import families
 from xtok.tokenbytes.table import TokenBytes
 
-__all__ = ["TokenBytes", "token_bytes"]
+__all__ = ["TokenBytes", "same_tokens", "token_bytes"]
 
 _CHECKED = 256
 
@@ -33,6 +33,18 @@ def token_bytes(tokenizer: Any) -> TokenBytes:
         f"{type(tokenizer).__name__} can't be read as bytes: the text of its ids depends on their neighbours. "
         "Use a tokenizer of one of the families byte-level BPE, SentencePiece, WordPiece or tiktoken."
     )
+
+
+def same_tokens(one: Any, one_view: TokenBytes, other: Any, other_view: TokenBytes) -> bool:
+    """Whether each id of either tokenizer is the same token of the other, or a control token that the other hasn't.
+
+    Tokens are the same where they have one name and spell the same bytes, so vocabularies of one size may well differ. Two
+    models with such tokenizers can read each other's ids; their own vocabularies may be padded to any size.
+    """
+    names, other_names = ({token: name for name, token in one.get_vocab().items()} for one in (one, other))
+    both = names.keys() & other_names.keys()
+    same = all(names[token] == other_names[token] and one_view[token] == other_view[token] for token in both)
+    return bool(both) and same and not any(one_view[token] or other_view[token] for token in names.keys() ^ other_names.keys())
 
 
 def _controls(tokenizer: Any) -> frozenset[int]:

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from xtok.adapt import with_lora
-from xtok.drafts.sampling import Projection
+from xtok.drafts.projected import Projection
 from xtok.lessons import Lesson, batch
 from xtok.tune.loss import guessing_loss
 

@@ -1,4 +1,4 @@
-"""A draft model that guesses draws: the target's ids, step by step, from a law over them."""
+"""A draft model that guesses the target's ids, step by step, from its own law as the target's vocabulary has it."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 
 from xtok.budget import Budget
 from xtok.drafts import Context
-from xtok.drafts.growth import CHILDREN, Path, grown
+from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, grown
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.noise import GUESS, PICK, exponential
 from xtok.tokenbytes import TokenBytes
@@ -37,6 +37,12 @@ class Projection:
     weights: Tensor
 
 
+def same_ids(target: int, draft: int) -> Projection:
+    """The projection between vocabularies of such sizes in which each id is itself."""
+    ids = torch.arange(min(target, draft))
+    return Projection(ids, ids, torch.ones(len(ids), dtype=torch.float64))
+
+
 def projection(target: TokenBytes, draft: TokenBytes) -> Projection:
     """What each of the draft's tokens begins with in the target's vocabulary; tokens that spell nothing are left out."""
     theirs, own = _first_ids(target), _first_ids(draft)
@@ -63,12 +69,14 @@ class _Draw(Path):
     """A guess in the target's ids.
 
     `own`: the draft's ids for the last of them. `size`: how many of its own the draft has read when it has read those.
-    `laws`: what each id was drawn from, (target's vocabulary,) in float64, where draws are judged by that.
+    `controls`: how many of them spell nothing. `laws`: what each was drawn from, (target's vocabulary,) in float64, where draws
+    are judged by that.
     """
 
     ids: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
     size: int = 0
+    controls: int = 0
     laws: tuple[Tensor, ...] = ()
 
     @property
@@ -77,14 +85,14 @@ class _Draw(Path):
         return bool(self.own)
 
 
-class SamplingDrafter:
+class ProjectedDrafter:
     """Guesses what the target is about to draw, in the target's ids. One per generation.
 
     The law of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary; what several of the
-    draft's tokens begin with is summed up on one id. Under the noise of the target's own picks, the likeliest guess is what the
-    target would draw if that law were its own (Daliri, Musco, Suresh 2024), and the next ones what it would draw if the law
-    differed a little. With `independent` noise the guesses are draws of a chain and carry their laws, for speculative sampling
-    (Leviathan et al. 2023, Chen et al. 2023).
+    draft's tokens begin with is summed up on one id. Where the target picks greedily, the likeliest guess is that law's best.
+    Under the noise of the target's own picks, the likeliest guess is what the target would draw if that law were its own
+    (Daliri, Musco, Suresh 2024), and the next ones what it would draw if the law differed a little. With `independent` noise
+    the guesses are draws of a chain and carry their laws, for speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
     """
 
     def __init__(
@@ -127,9 +135,9 @@ class SamplingDrafter:
             raise self._failure
         depth = self._reader.longest(min(budget.depth, budget.longest))
         pending = self._reader.read(context, depth + _PENDING)
-        rest = self._spelled(pending) if pending else []
+        rest = self._reader.spelled(pending) if pending else []
         size = self._reader.size + len(rest or ())
-        if context.noise is None or rest is None or not self._reader.size or not depth or not self._reader.holds(size):
+        if rest is None or not self._reader.size or not depth or not self._reader.holds(size):
             return Tree()
         chained = budget.width == 1 or self._independent or not self._draft.branches
         with self._meter.drafting():
@@ -137,7 +145,7 @@ class SamplingDrafter:
             first = self._children(context, logits, [_Draw(1.0, -1, b"", size=size)], chained)[0]
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         draws = grown(first, budget, lambda front: self._expanded(context, front, chained))
-        return self._chain(draws) if chained else self._tree(draws, budget)
+        return self._chain(draws) if self._independent else self._tree(draws, budget)
 
     def _expanded(self, context: Context, front: list[_Draw], chained: bool) -> list[list[_Draw]]:
         """The continuations of some guesses, all by one forward."""
@@ -164,7 +172,7 @@ class SamplingDrafter:
     def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> list[list[_Draw]]:
         """The likeliest ids behind each guess, by the law and the noise there. Nothing behind laws of nothing."""
         laws = self._laws(logits)
-        races = laws / self._exponential(context, draws)
+        races = laws**SHARPNESS if context.noise is None else laws / self._exponential(context, draws)
         top = (races / races.sum(dim=-1, keepdim=True)).topk(1 if chained else CHILDREN)
         values = zip(draws, laws, top.values.tolist(), top.indices.tolist(), strict=True)
         return [
@@ -174,23 +182,24 @@ class SamplingDrafter:
 
     def _child(self, context: Context, draw: _Draw, law: Tensor, mass: float, token: int) -> _Draw:
         piece = self._target.to_bytes([token], before=draw.written or context.data)
-        own = self._spelled(piece) or () if piece else ()
+        own = self._reader.reads(token, piece)
         held = own if self._reader.holds(draw.size + len(own)) else ()
         return _Draw(
             draw.mass * mass,
             draw.parent,
             draw.written + piece,
+            mass,
             ids=(*draw.ids, token),
             own=tuple(held),
             size=draw.size + len(own),
+            controls=draw.controls + (not piece),
             laws=(*draw.laws, law) if self._independent else (),
         )
 
-    def _chain(self, draws: list[_Draw]) -> Tree:
-        """The longest guess."""
-        if not draws:
-            return Tree()
-        return chain(draws[-1].ids, draws[-1].written, draws[-1].laws)
+    @staticmethod
+    def _chain(draws: list[_Draw]) -> Tree:
+        """The longest guess, with its laws."""
+        return chain(draws[-1].ids, draws[-1].written, draws[-1].laws) if draws else Tree()
 
     def _tree(self, draws: list[_Draw], budget: Budget) -> Tree:
         trie = Trie()
@@ -214,21 +223,6 @@ class SamplingDrafter:
         purpose = GUESS if self._independent else PICK
         offset = len(context.data) - context.prompt_size
         with self._meter.timing("noise"):
-            states = [context.noise.at(offset + len(draw.written), context.controls, purpose) for draw in draws]
+            at = context.noise.at
+            states = [at(offset + len(draw.written), context.controls + draw.controls, purpose) for draw in draws]
             return exponential(self._keys, states)
-
-    def _spelled(self, piece: bytes) -> list[int] | None:
-        """The draft's ids for some bytes: one that spells them, else those of its tokenizer, else one for each byte."""
-        if (one := self._one(piece)) is not None:
-            return [one]
-        try:
-            ids = self._draft.encoder.ids_behind(piece.decode())
-        except UnicodeDecodeError:
-            single = [self._one(bytes([byte])) for byte in piece]
-            ids = [token for token in single if token is not None]
-            return ids if len(ids) == len(single) else None
-        return ids if ids and max(ids) < self._draft.vocabulary else None
-
-    def _one(self, piece: bytes) -> int | None:
-        """The draft's first id that spells some bytes and that the model knows."""
-        return next((token for token in self._draft.encoder.view.ids_spelling(piece) if token < self._draft.vocabulary), None)

@@ -1,0 +1,167 @@
+"""Prompt lookup: what followed the same ids before, in the text or in a corpus, against brute force."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from worlds import examples, tokenizer
+
+from xtok import Budget, Context, PromptLookup
+from xtok.drafts.corpus import Corpus
+from xtok.drafts.lookup import Belief, Lookup
+from xtok.drafts.repeats import Repeats
+from xtok.encoding import encoder
+from xtok.errors import InvalidInputError
+from xtok.tokenbytes import token_bytes
+
+few_ids = st.lists(st.integers(0, 3), max_size=40)
+
+
+def brute_force(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Each id that followed an end of the text before, with the length of the longest such end, and where it stood last."""
+    longest: dict[int, tuple[int, int]] = {}
+    for place in range(1, len(ids)):
+        agreeing = next((i for i in range(place) if ids[place - 1 - i] != ids[-1 - i]), place)
+        if agreeing and longest.get(ids[place], (0, 0)) <= (agreeing, place):
+            longest[ids[place]] = agreeing, place
+    return sorted(longest.values(), reverse=True)
+
+
+def read(ids: Sequence[int]) -> Repeats:
+    repeats = Repeats()
+    for token in ids:
+        repeats.append(token)
+    return repeats
+
+
+@examples(500)
+@given(ids=few_ids, count=st.integers(0, 5))
+@example(ids=[0, 0, 0], count=1)
+@example(ids=[0, 1, 0, 0, 1], count=2)
+def test_followers_are_what_followed_the_longest_ends_before(ids: list[int], count: int) -> None:
+    found = read(ids).followers(count)
+    expected = brute_force(ids)
+    assert [agreeing for _, agreeing in found] == [agreeing for agreeing, _ in expected[:count]]
+    assert len({ids[place] for place, _ in found}) == len(found)
+    for place, agreeing in found:
+        assert agreeing and ids[place - agreeing : place] == ids[len(ids) - agreeing :]
+
+
+@examples(200)
+@given(ids=st.lists(st.integers(0, 9), max_size=60))
+def test_the_first_follower_is_the_latest_where_ends_are_short(ids: list[int]) -> None:
+    (place, agreeing), *_ = read(ids).followers(1) or [(0, 0)]
+    if 0 < agreeing < 8:
+        assert (agreeing, place) == brute_force(ids)[0]
+
+
+def test_what_repeats_is_taken_to_go_on_so() -> None:
+    repeats = read([7, 1, 2, 3, 1, 2, 3])
+    (place, agreeing), *_ = repeats.followers(1)
+    assert (place, agreeing) == (4, 3)
+    assert repeats.continuation(place, 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_what_is_kept_of_a_text_is_linear_in_it() -> None:
+    """A look-up costs the same however long the text is: an automaton has at most two states per id."""
+    for ids in ([5] * 2000, [Random(0).randrange(50) for _ in range(2000)], list(range(500)) * 4):
+        assert len(read(ids)._next) <= 2 * len(ids)
+
+
+texts = st.lists(st.text(alphabet="あいab", max_size=20), max_size=4)
+
+
+@examples(300)
+@given(texts=texts, end=st.text(alphabet="あいab", max_size=12))
+@example(texts=["あ"], end="い")
+def test_a_corpus_is_continued_where_most_bytes_agree(texts: list[str], end: str) -> None:
+    data = end.encode()
+    places = [(text.encode(), cut) for text in texts for cut in range(len(text.encode()) + 1)]
+
+    def common(text: bytes, cut: int) -> int:
+        return next((i for i in range(min(cut, len(data), 32)) if text[cut - 1 - i] != data[-1 - i]), min(cut, len(data), 32))
+
+    most = max((common(*place) for place in places), default=0)
+    agreeing, found = Corpus(texts).continuations(data, 20, 8)
+    assert agreeing == most
+    expected = {text[cut : cut + 20] for text, cut in places if common(text, cut) == most}
+    assert all(text in expected for text, _ in found)
+    assert sum(share for _, share in found) <= 1 + 1e-9
+    if most and len(expected - {b""}) == 1:
+        assert [text for text, _ in found] == list(expected - {b""})
+
+
+def test_a_corpus_looks_at_a_number_of_places_that_hardly_grows_with_it() -> None:
+    looks = {}
+    for size in (1_000, 100_000):
+        random = Random(0)
+        corpus = Corpus(["".join(chr(0x3042 + random.randrange(60)) for _ in range(size))])
+        original, calls = corpus._at, []
+
+        def counted(index: int, size: int, calls: list[int] = calls, original: object = original) -> bytes:
+            calls.append(index)
+            return original(index, size)  # type: ignore[operator, no-any-return]
+
+        corpus._at = counted  # type: ignore[method-assign]
+        corpus.continuations("あいうえお".encode(), 50, 4)
+        looks[size] = len(calls)
+    assert looks[100_000] < 2 * looks[1_000]
+
+
+def lookup(*corpus: str) -> Lookup:
+    tokens = tokenizer("byte-level BPE")
+    return Lookup(PromptLookup(corpus).index, encoder(tokens, token_bytes(tokens)))
+
+
+def context(text: str) -> Context:
+    return Context(tokenizer("byte-level BPE")(text).input_ids, text.encode(), 0)
+
+
+def spelled(ids: Sequence[int]) -> str:
+    return token_bytes(tokenizer("byte-level BPE")).to_bytes(ids).decode(errors="ignore")
+
+
+def test_a_corpus_is_quoted_in_the_targets_ids() -> None:
+    tree = lookup("吾輩は猫である。名前はまだ無い。").propose(context("昔々、吾輩は猫"), Budget(width=1, longest=20))
+    assert "である。名前はまだ無い。".startswith(spelled(tree.tokens))
+    assert len(spelled(tree.tokens)) > 3
+
+
+def test_several_continuations_are_branches() -> None:
+    tree = lookup("赤い猫が走る。赤い猫が眠る。").propose(context("むかし赤い猫が"), Budget(width=2, nodes=100))
+    first = [spelled([token]) for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]
+    assert len(first) == 2
+    assert sum(mass for mass, parent in zip(tree.masses, tree.parents, strict=True) if parent == -1) <= 1
+
+
+def test_a_lookup_learns_how_far_it_is_to_be_believed() -> None:
+    def first_mass(ids: list[int]) -> float:
+        tokens, mass = tokenizer("byte-level BPE"), 0.0
+        guesser = Lookup(None, encoder(tokens, token_bytes(tokens)))
+        for size in range(2, len(ids)):
+            tree = guesser.propose(Context(ids[:size], b"", 0), Budget(width=1, longest=3))
+            mass = tree.masses[0] if len(tree) else mass
+        return mass
+
+    random = Random(0)
+    assert first_mass([4, 5, 6, 7] * 30) > 0.9
+    assert first_mass([random.randrange(4, 7) for _ in range(400)]) < 0.5
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=5), st.integers(1, 9), st.lists(st.integers(0, 2)))))
+def test_masses_fall_along_a_continuation(history: list[tuple[list[int], int, list[int]]]) -> None:
+    belief = Belief()
+    for ids, agreeing, new in history:
+        belief.given = ids, agreeing
+        belief.learn(new)
+        masses = belief.masses(agreeing, 9)
+        assert all(1 >= mass >= later > 0 for mass, later in pairwise(masses))
+
+
+@pytest.mark.parametrize("wrong", ["a text", b"bytes", [1], [b"bytes"]])
+def test_a_corpus_that_is_no_list_of_texts_is_refused(wrong: object) -> None:
+    with pytest.raises(InvalidInputError, match="it must be a list of texts"):
+        PromptLookup(wrong)  # type: ignore[arg-type]

@@ -1,0 +1,78 @@
+"""Where the end of a growing text stood before, and what followed."""
+
+from itertools import islice
+
+_LEVELS = 16
+"""How many of the repeated ends, the longest first, know their latest place; the others, one that may be older."""
+
+
+class Repeats:
+    """A suffix automaton of ids that are appended (Blumer et al. 1985, Theoretical Computer Science 40).
+
+    Law: `followers` are the ids that followed ends of the text before, those of the longest ends first; of equally long ones,
+    the latest first. An append and a look-up cost the same however long the text is.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._end = [0]
+        self._last = 0
+
+    def append(self, token: int) -> None:
+        """Take in the next id."""
+        self.ids.append(token)
+        before, self._last = self._last, self._state(self._length[self._last] + 1, {}, -1)
+        state = before
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = self._last
+            state = self._link[state]
+        self._link[self._last] = self._suffix(state, token) if state >= 0 else 0
+        self._refresh(before, token)
+
+    def followers(self, count: int) -> list[tuple[int, int]]:
+        """At most `count` places, with distinct ids there, and how many ids before each agree with the end of the text."""
+        found: dict[int, tuple[int, int]] = {}
+        state = self._link[self._last]
+        while state > 0 and len(found) < count:
+            for token in islice(reversed(self._next[state]), count):
+                found.setdefault(token, (self._end[self._next[state][token]] - 1, self._length[state]))
+            state = self._link[state]
+        return list(found.values())[:count]
+
+    def continuation(self, place: int, longest: int) -> list[int]:
+        """The ids from a place on. Where they reach the end of the text, they go round: what repeats is taken to go on so."""
+        found = self.ids[place : place + longest]
+        period = len(found)
+        return found if period == longest else [found[i % period] for i in range(longest)]
+
+    def _state(self, length: int, following: dict[int, int], link: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._end.append(len(self.ids))
+        return len(self._next) - 1
+
+    def _suffix(self, state: int, token: int) -> int:
+        """The state of the longest end that stood before: one that there is, or a part of one."""
+        whole = self._next[state][token]
+        if self._length[whole] == self._length[state] + 1:
+            return whole
+        part = self._state(self._length[state] + 1, dict(self._next[whole]), self._link[whole])
+        while state >= 0 and self._next[state].get(token) == whole:
+            self._next[state][token] = part
+            state = self._link[state]
+        self._link[whole] = part
+        return part
+
+    def _refresh(self, state: int, token: int) -> None:
+        """The newest id is the latest follower of the ends before it."""
+        for _ in range(_LEVELS):
+            if state < 0:
+                return
+            following = self._next[state]
+            following[token] = following.pop(token)
+            self._end[following[token]] = len(self.ids)
+            state = self._link[state]

@@ -1,0 +1,90 @@
+"""From what the caller gives as drafts to the drafters of one generation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+from transformers import LogitsProcessorList
+
+from xtok.adapt import Adapter
+from xtok.continuation import Continuation
+from xtok.drafts import Drafter
+from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
+from xtok.drafts.lookup import Lookup, PromptLookup
+from xtok.drafts.projected import ProjectedDrafter, Projection, projection, same_ids
+from xtok.drafts.reader import DraftModel, IdReader, Reader
+from xtok.prompts import chat_ids, is_chat
+from xtok.sources import Source, TargetModel
+from xtok.tokenbytes import same_tokens
+from xtok.trace import Meter
+
+Draft = Source | Drafter | PromptLookup
+
+
+@dataclass(frozen=True)
+class Task:
+    """One generation, as far as its drafters have to know of it.
+
+    `samples`: whether the target draws. `end`: the target's end of text. `warpers`: what shapes laws in any vocabulary.
+    `prompt`: a text, a chat, or None where the target was given ids.
+    """
+
+    samples: bool
+    end: int | None
+    warpers: LogitsProcessorList
+    meter: Meter
+    prompt: Any = None
+
+
+Maker = Callable[[Task], Drafter]
+"""Makes the drafter of one generation."""
+
+
+def as_list(draft: Draft | Sequence[Draft] | None, *, alone: bool) -> list[Draft]:
+    """A model guesses together with what the text repeats, unless `alone`. Anything else is taken as it is."""
+    if draft is None:
+        return []
+    if isinstance(draft, list):
+        return list(draft)
+    one = cast(Draft, draft)
+    return [one] if alone or isinstance(one, (Drafter, PromptLookup)) else [one, PromptLookup()]
+
+
+def of_lookup(lookup: PromptLookup, target: TargetModel) -> Maker:
+    return lambda task: Lookup(lookup.index, target.encoder)
+
+
+def of_model(draft: DraftModel, tokenizer: Any, target: TargetModel, *, rejects: bool, adapter: Adapter | None) -> Maker:
+    """A draft model: one that has the target's own ids reads and guesses those; another one reads and guesses text.
+
+    Draws are guessed in the target's ids either way.
+    """
+    same = same_tokens(target.tokenizer, target.view, tokenizer, draft.encoder.view)
+
+    @cache
+    def projected() -> Projection:
+        return same_ids(target.vocabulary, draft.vocabulary) if same else projection(target.view, draft.encoder.view)
+
+    def make(task: Task) -> Drafter:
+        model = draft if adapter is None or task.samples else adapter.draft
+        reader = IdReader(model, task.meter) if same else Reader(model, task.meter, _own_prompt(tokenizer, task.prompt))
+        if not same and not task.samples:
+            return CrossTokenizerDrafter(model, reader, Continuation(target.encoder), task.end, task.meter)
+        end = None if same else task.end
+        warpers = task.warpers if task.samples else LogitsProcessorList()
+        return ProjectedDrafter(
+            model, reader, projected(), target.view, target.keys, end, task.meter, warpers, independent=rejects and task.samples
+        )
+
+    return make
+
+
+def _own_prompt(tokenizer: Any, prompt: Any) -> list[int] | None:
+    """A chat in the draft's own template; None where it reads the target's text instead."""
+    if not is_chat(prompt):
+        return None
+    try:
+        return chat_ids(tokenizer, prompt)
+    except Exception:  # templates refuse roles that they don't know, and a draft never spoils a generation
+        return None
