@@ -153,7 +153,8 @@ def test_what_a_text_repeats_is_guessed_though_the_draft_is_too_dear_to_be_asked
     expected = XTokAssisted((target, tokens)).generate("吾輩は", logits_processor=again, **asked).token_ids
     xt = XTokAssisted((target, tokens), (target, tokens), budget=Budget(5, schedule="cost"))
     make_dear(xt)
-    xt._ledger.accounts[0].waiting = 10**6
+    for trial in xt._ledger.accounts[0].trials:
+        trial.waiting = 10**6
     generation = xt.generate("吾輩は", logits_processor=again, **asked)
     assert generation.token_ids == expected
     assert generation.stats.draft_forwards == 0
@@ -181,7 +182,7 @@ def simulated(ledger: Ledger, *, target: float, draft: float, right: float, roun
     budget, picks, seconds, drafted = Budget(8, 1, schedule="cost", pace=Pace(ledger, account)), 0, 0.0, 0
     for _ in range(rounds):
         calls, masses = 0, list[float]()
-        asked = ledger.ready() and account.asks()
+        asked = ledger.ready() and account.trial(0.0).asks()
         if asked:
             calls, masses = 1, [0.6]
             while budget.expanded(calls, masses[-1:]):
@@ -193,8 +194,8 @@ def simulated(ledger: Ledger, *, target: float, draft: float, right: float, roun
         block = [*path[1:], -1]
         took = target * (1 + 0.01 * len(tree))
         nodes = frozenset(range(len(tree)))
-        own = Asked(tree, [(1, draft)] * calls, 0.0, frozenset() if others else nodes) if asked else Asked()
-        ledger.observe(tree, block, path, took, [own, *(Asked(tree, (), 1e-9, nodes) for _ in others)])
+        own = Asked(tree, 0.0, [(1, draft)] * calls, 0.0, frozenset() if others else nodes) if asked else Asked()
+        ledger.observe(tree, block, path, took, [own, *(Asked(tree, 0.0, (), 1e-9, nodes) for _ in others)])
         picks, seconds, drafted = picks + len(path), seconds + took + calls * draft, drafted + calls
     return picks * target / seconds, drafted / rounds
 

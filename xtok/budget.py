@@ -1,5 +1,6 @@
 """How much may be guessed in one round, and what pays. Times come in as numbers: there is no clock here."""
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2
@@ -27,6 +28,8 @@ _CREDIT = 8.0
 """How many of the picks that it gained it may lose on top."""
 _NEAREST, _FURTHEST = 4, 512
 """Rounds without guesses before it is tried again."""
+_HOPES = (0.3, 0.6, 0.85)
+"""A draft is judged apart where cheaper ones are sure of a guess, and where they have none."""
 _PROBES = 0.005
 """How much of the time such trials may take."""
 
@@ -174,17 +177,9 @@ class Record:
 
 
 @dataclass
-class Account:
-    """What a draft costs and gains, and whether it is worth asking.
+class Trial:
+    """Whether a draft is worth asking: what it lately lost, and how long it isn't asked for that."""
 
-    `forward`: seconds of a forward of it. `lately`: its picks and seconds in the rounds that it was asked in. `without`: picks
-    and seconds as they would have been by cheaper drafts alone.
-    """
-
-    forward: Line = field(default_factory=Line)
-    record: Record = field(default_factory=Record)
-    lately: Speed = field(default_factory=Speed)
-    without: Speed = field(default_factory=Speed)
     debt: float = 0.0
     distance: int = 0
     waiting: int = 0
@@ -194,20 +189,39 @@ class Account:
         self.waiting = max(0, self.waiting - 1)
         return not self.waiting
 
-    def judge(self, gained: float, extra: float, alone: float) -> None:
+    def judge(self, lost: float, forwards: float) -> None:
         """Stop asking where it lost more picks than it may, and trust it again where it gained as many.
 
-        It gained so many picks for `extra` seconds, where the target alone takes `alone` for one. The account has a floor, so
-        that a draft that turns bad is found out (a CUSUM test, Page 1954).
+        It lost so many picks, and took as long as so many `forwards` of the target. What it lost has a floor, so that a draft
+        that turns bad is found out (a CUSUM test, Page 1954).
         """
-        self.debt = max(-_CREDIT, self.debt + extra * self.without.rate - gained)
+        self.debt = max(-_CREDIT, self.debt + lost)
         allowed = _DOUBTED if self.distance else _DEBT
         if self.debt < -allowed:
             self.distance = 0
         elif self.debt > allowed:
             self.distance = min(max(_NEAREST, 4 * self.distance), _FURTHEST)
-            self.waiting = max(self.distance, int(extra / (_PROBES * (alone or 1.0))))
+            self.waiting = max(self.distance, int(forwards / _PROBES))
             self.debt = 0.0
+
+
+@dataclass
+class Account:
+    """What a draft costs and gains, and whether it is worth asking.
+
+    `forward`: seconds of a forward of it. `lately`: its picks and seconds in the rounds that it was asked in. `without`: picks
+    and seconds as they would have been by cheaper drafts alone. `trials`: one for each degree of what those hope for.
+    """
+
+    forward: Line = field(default_factory=Line)
+    record: Record = field(default_factory=Record)
+    lately: Speed = field(default_factory=Speed)
+    without: Speed = field(default_factory=Speed)
+    trials: list[Trial] = field(default_factory=lambda: [Trial() for _ in range(len(_HOPES) + 1)])
+
+    def trial(self, hope: float) -> Trial:
+        """That of rounds in which cheaper drafts give their likeliest guess the probability `hope`."""
+        return self.trials[bisect(_HOPES, hope)]
 
 
 @dataclass(frozen=True)
@@ -215,10 +229,12 @@ class Asked:
     """What became of asking a draft in a round.
 
     `tree`: its guess. `drafted`: rows and seconds of each of its forwards. `rest`: the seconds of all else that it took.
-    `own`: the nodes of the round's tree that no cheaper draft guessed. `failed` or not asked at all: no `tree`.
+    `own`: the nodes of the round's tree that no cheaper draft guessed. `hope`: the probability of the likeliest guess of those.
+    Without a `tree` it wasn't asked, or failed.
     """
 
     tree: Tree | None = None
+    hope: float = 0.0
     drafted: Sequence[tuple[int, float]] = ()
     rest: float = 0.0
     own: frozenset[int] = frozenset()
@@ -273,7 +289,7 @@ class Ledger:
             gained = len(one.own.intersection(path))
             extra = self.target.at(1 + rows + len(one.own)) - self.target.at(1 + rows) + took
             if account.lately.seconds:  # the first time pays for making ready
-                account.judge(gained, extra, self.target.at(1))
+                account.trial(one.hope).judge(extra * account.without.rate - gained, extra / (self.target.at(1) or 1.0))
             account.lately.add(len(one.tree.along(block)), took)
             rows, right, spent = rows + len(one.own), right + gained, spent + took
         self.lately.add(len(path), self.target.at(1 + len(tree)) + spent)

@@ -28,10 +28,11 @@ class Drafts:
         """A tree of all that those guess which are worth asking; a chain where the budget's width is 1."""
         if budget.schedule == "heuristic":
             budget = replace(budget, depth=self.ledger.depth or budget.depth)
-        self.asked = [Asked()] * len(self.drafters)
+        self.asked, hope = [Asked()] * len(self.drafters), 0.0
         for draft in self.ledger.cheapest_first():
-            if (drafter := self.drafters[draft]) and (own := self._own(draft, budget)):
-                self.asked[draft] = self._ask(draft, drafter, context, own)
+            if (drafter := self.drafters[draft]) and (own := self._own(draft, budget, hope)):
+                self.asked[draft] = replace(self._ask(draft, drafter, context, own), hope=hope)
+                hope = max([hope, *self.ledger.accounts[draft].record.masses(self.asked[draft].tree or Tree())])
         tree = self._merged(budget)
         return tree.first_path(budget.longest) if budget.width == 1 else tree
 
@@ -43,12 +44,12 @@ class Drafts:
         if budget.schedule == "cost" or len(self.drafters) > 1:
             self.ledger.observe(tree, block, path, self.meter.latest["target"], self.asked)
 
-    def _own(self, draft: int, budget: Budget) -> Budget | None:
+    def _own(self, draft: int, budget: Budget, hope: float) -> Budget | None:
         """The budget of one draft; None where it isn't to be asked."""
         if budget.schedule != "cost":
             return budget
         account = self.ledger.accounts[draft]
-        return replace(budget, pace=Pace(self.ledger, account)) if self.ledger.ready() and account.asks() else None
+        return replace(budget, pace=Pace(self.ledger, account)) if self.ledger.ready() and account.trial(hope).asks() else None
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, budget: Budget) -> Asked:
         """A guess, as far as it can be checked."""
@@ -65,7 +66,7 @@ class Drafts:
             warnings.warn(message, DraftFailedWarning, stacklevel=2)
             return Asked()
         drafted = self.meter.drafted[before:]
-        return Asked(tree, drafted, self.meter.latest["propose"] - sum(seconds for _, seconds in drafted))
+        return Asked(tree, 0.0, drafted, self.meter.latest["propose"] - sum(seconds for _, seconds in drafted))
 
     def _merged(self, budget: Budget) -> Tree:
         """One tree of all guesses. A guess that stands alone stays as it is."""
