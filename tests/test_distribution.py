@@ -50,7 +50,7 @@ MARKS = TokenBytes((None, None, b".", b",", b"!", b"-", b"?", b";"), "test")
 class TableModel:
     """What the loop asks of a target, from a table: the logits behind the last id."""
 
-    vocabulary, forwards = len(TARGET), 0
+    vocabulary, forwards, hidden = len(TARGET), 0, None
 
     def __init__(self) -> None:
         self.length = 0

@@ -4,6 +4,7 @@ from xtok import errors
 from xtok.assisted import Generation, XTokAssisted
 from xtok.budget import Budget
 from xtok.drafts import Context, Drafter
+from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.trace import Round, Stats
 from xtok.tree import Tree, chain
@@ -15,6 +16,7 @@ __all__ = [
     "Context",
     "Drafter",
     "Generation",
+    "HeadsDrafter",
     "PromptLookup",
     "Round",
     "Stats",

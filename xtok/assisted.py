@@ -20,14 +20,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from xtok import bridge
 from xtok.adapt import Adapter
 from xtok.budget import Account, Budget, Ledger
-from xtok.drafts import Drafter
+from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.merged import Drafts
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.lm import CachedModel, context_window, takes_trees
 from xtok.loop import Run, decode
-from xtok.makers import Draft, Maker, Task, as_list, of_lookup, of_model
+from xtok.makers import KINDS, Draft, Maker, Task, as_list, of_heads, of_lookup, of_model
 from xtok.prompts import Chat, is_chat, prompt_ids, reading
 from xtok.sources import Source, draft_model, target_model
 from xtok.text import TextPieces
@@ -99,7 +99,7 @@ class XTokAssisted:
         self._budget = budget or Budget(depth=8, width=8, schedule="cost")
         self._chains = replace(budget or Budget(), width=1, schedule="constant")
         drafts = as_list(draft, alone=self._rejects or self._budget.width == 1)
-        models = {i: draft_model(one) for i, one in enumerate(drafts) if not isinstance(one, (Drafter, PromptLookup))}
+        models = {i: draft_model(one) for i, one in enumerate(drafts) if not isinstance(one, KINDS)}
         if self._rejects and draft is not None and (len(drafts), len(models)) != (1, 1):
             raise UnsupportedArgumentError(
                 "acceptance='rejection' needs the law that guesses are drawn from, so it takes one draft model alone. "
@@ -110,11 +110,14 @@ class XTokAssisted:
         self.adapter = Adapter(next(iter(models.values()))[0], self._target.view) if adapt else None
         self._makers = [self._maker(one, models.get(i)) for i, one in enumerate(drafts)]
         self._ledger = Ledger([Account() for _ in drafts])
+        self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in drafts)
 
     def _maker(self, draft: Any, model: tuple[DraftModel, Any] | None) -> Maker:
         if model is not None:
             return of_model(*model, self._target, rejects=self._rejects, adapter=self.adapter)
-        return of_lookup(draft, self._target) if isinstance(draft, PromptLookup) else lambda task: draft
+        if isinstance(draft, PromptLookup):
+            return of_lookup(draft, self._target)
+        return of_heads(draft, self._target) if isinstance(draft, HeadsDrafter) else lambda task: draft
 
     @overload
     def generate(self, prompt: str, **arguments: Any) -> Generation: ...
@@ -245,7 +248,7 @@ class XTokAssisted:
             own_cache = cache if len(input_ids) == 1 else bridge.cache_of_row(cache, row)
             runs.append(
                 Run(
-                    target=CachedModel(self.model, own_cache, own_inputs),
+                    target=CachedModel(self.model, own_cache, own_inputs, shows_hidden=self._shows_hidden),
                     view=self._target.view,
                     ids=input_ids[row : row + 1],
                     prompt=bridge.unpadded(input_ids[row], own_inputs),

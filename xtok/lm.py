@@ -111,15 +111,20 @@ class CachedModel:
     and kept. The nodes of a tree stand behind those until `keep` or `roll_back` ends it.
     `inputs` are further inputs of the model for the prompt (attention mask, positions); they are continued for new positions as
     transformers' own generation continues them.
+    `hidden`, with `shows_hidden`: the last hidden states of the rows that the latest `forward` or `branch` gave logits of.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Cache, inputs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: Cache, inputs: dict[str, Any] | None = None, *, shows_hidden: bool = False
+    ) -> None:
         self._model = model
         rows = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
         self._prefilled = 0
         self._nodes = _Nodes()
+        self._shows_hidden = shows_hidden
+        self.hidden: Tensor | None = None
         self.cache = cache
         self.forwards = 0
         self.vocabulary = vocabulary_size(model)
@@ -195,7 +200,8 @@ class CachedModel:
     def _forward(self, inputs: dict[str, Any], rows: int) -> Tensor:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = rows
-        outputs = self._model(**inputs, return_dict=True)
+        outputs = self._model(**inputs, return_dict=True, **({"output_hidden_states": True} if self._shows_hidden else {}))
+        self.hidden = outputs.hidden_states[-1][0, -rows:] if self._shows_hidden else None
         self.forwards += 1
         return self._last(outputs.logits, rows)
 

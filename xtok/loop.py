@@ -56,6 +56,7 @@ class Run:
     new_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     controls: int = 0
+    hidden: Tensor | None = None
     all_ids: list[int] = field(init=False)
     prompt_length: int = field(init=False)
     data: bytes = field(init=False)
@@ -99,6 +100,7 @@ def decode(run: Run) -> Iterator[list[int]]:
             tree = _propose(run, budget)
             block, path = _walk(run, tree, *_forward(run, tree))
             run.target.keep([node + 1 for node in path])
+            run.hidden = None if run.target.hidden is None else run.target.hidden[path[-1] + 1]
             if run.drafts is not None and budget.longest:
                 run.drafts.observe(budget, tree, block, path)
         yield block
@@ -119,7 +121,8 @@ def _propose(run: Run, budget: Budget) -> Tree:
     if run.drafts is None or budget.longest == 0:
         return Tree()
     with run.meter.timing("draft"):
-        return run.drafts.propose(Context(run.all_ids, run.data, run.prompt_size, run.controls, run.noise), budget)
+        context = Context(run.all_ids, run.data, run.prompt_size, run.controls, run.noise, run.hidden)
+        return run.drafts.propose(context, budget)
 
 
 def _prefill(run: Run) -> tuple[Tensor, list[int]]:

@@ -1,6 +1,7 @@
 """From what the caller gives as drafts to the drafters of one generation."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -11,6 +12,7 @@ from xtok.adapt import Adapter
 from xtok.continuation import Continuation
 from xtok.drafts import Drafter
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
+from xtok.drafts.heads import HeadsDrafter, HeadsGuesser
 from xtok.drafts.lookup import Lookup, PromptLookup
 from xtok.drafts.projected import ProjectedDrafter, Projection, projection, same_ids
 from xtok.drafts.reader import DraftModel, IdReader, Reader
@@ -19,7 +21,9 @@ from xtok.sources import Source, TargetModel
 from xtok.tokenbytes import same_tokens
 from xtok.trace import Meter
 
-Draft = Source | Drafter | PromptLookup
+Draft = Source | Drafter | PromptLookup | HeadsDrafter
+KINDS = (Drafter, PromptLookup, HeadsDrafter)
+"""What is given as it is. Anything else is a model."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,25 @@ def as_list(draft: Draft | Sequence[Draft] | None, *, alone: bool) -> list[Draft
     if isinstance(draft, list):
         return list(draft)
     one = cast(Draft, draft)
-    return [one] if alone or isinstance(one, (Drafter, PromptLookup)) else [one, PromptLookup()]
+    return [one] if alone or isinstance(one, KINDS) else [one, PromptLookup()]
 
 
 def of_lookup(lookup: PromptLookup, target: TargetModel) -> Maker:
     return lambda task: Lookup(lookup.index, target.encoder)
+
+
+def of_heads(given: HeadsDrafter, target: TargetModel) -> Maker:
+    """Heads for this very target: others are refused."""
+    given.check(target.model, target.view)
+    head: Any = target.model.get_output_embeddings()
+    heads = deepcopy(given.heads).to(head.weight.device, head.weight.dtype)
+    keys = cache(lambda: target.keys.to(head.weight.device))
+
+    def make(task: Task) -> Drafter:
+        warpers = task.warpers if task.samples else LogitsProcessorList()
+        return HeadsGuesser(heads, head, target.view, keys(), task.meter, warpers)
+
+    return make
 
 
 def of_model(draft: DraftModel, tokenizer: Any, target: TargetModel, *, rejects: bool, adapter: Adapter | None) -> Maker:

@@ -1,12 +1,10 @@
 """A foreign draft becomes a native one: it learns the target's own texts."""
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,12 @@ from xtok.errors import InvalidInputError
 from xtok.lessons import lessons
 from xtok.sources import Source, draft_model, load
 from xtok.tokenbytes import token_bytes
+from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import train
-from xtok.tune.writing import beginnings, drawn, save, write
+from xtok.tune.work import begun, check, digest, name, per_forward, split
+from xtok.tune.writing import beginnings, write
 
-__all__ = ["Tuned", "check_tunable", "split", "tokens_per_forward", "tune_draft"]
+__all__ = ["TrainedHeads", "Tuned", "check_tunable", "split", "tokens_per_forward", "train_heads", "tune_draft"]
 
 _MEASURED = 40
 """Behind how many beginnings of prompts at most tokens per forward are measured."""
@@ -88,10 +88,10 @@ def tune_draft(
     tokenizer can't spell the target's texts.
     """
     settings = _Settings(
-        name(target), name(draft), _digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, lora
+        name(target), name(draft), digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, lora
     )
     check_tunable()
-    _check(settings)
+    check(settings, "starts", "max_new_tokens", "epochs")
     stopping, kept, learnt = split(prompts)
     pair, (learner, tokenizer) = load(target, "target"), draft_model(draft)
     work = _begun(Path(out), settings)
@@ -119,63 +119,16 @@ def check_tunable() -> None:
         raise InvalidInputError("Tuning needs accelerate and peft. Install them with: pip install 'xtok[tune]'")
 
 
-def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The prompts that tell when to stop, those that tell what was gained, and those to learn from: three disjoint sets.
-
-    Raises `InvalidInputError` for less than three different ones.
-    """
-    different = [prompt for prompt in dict.fromkeys(prompts) if prompt.strip()]
-    if len(different) < 3:
-        raise InvalidInputError(f"There are {len(different)} different prompts. Give 3 or more, better hundreds.")
-    step = min(10, max(3, len(different) // 2))
-    kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
-    for i, prompt in enumerate(different):
-        kinds[min(i % step, 2)].append(prompt)
-    return kinds
-
-
-def tokens_per_forward(target: Any, draft: Any, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any) -> float:
-    """New tokens per forward of the target, by a tree of depth 5; every so many prompts as `sampled` says are sampled."""
-    xt = XTokAssisted(target, draft, budget=Budget(5))
-    stats = [xt.generate(prompt, do_sample=drawn(i, sampled), seed=i, **arguments).stats for i, prompt in enumerate(prompts)]
-    return sum(one.new_tokens for one in stats) / sum(one.target_forwards for one in stats)
-
-
-def name(source: Source) -> str:
-    """What to call a model by: its hub id, or the folder that it came from."""
-    called = str(source[0].name_or_path or type(source[0]).__name__) if isinstance(source, tuple) else str(source)
-    return Path(called).name if Path(called).exists() else called
-
-
-def _digest(prompts: Sequence[str]) -> str:
-    return sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
-
-
-def _check(settings: _Settings) -> None:
-    for field in ("starts", "max_new_tokens", "epochs"):
-        value = getattr(settings, field)
-        if not isinstance(value, int) or value < 1:
-            raise InvalidInputError(f"{field} is {value!r}; it must be a whole number, 1 or more.")
-    if not 0 <= settings.sampled <= 1:
-        raise InvalidInputError(f"sampled is {settings.sampled!r}; it is a share of the texts, from 0 to 1.")
-    for field in ("temperature", "learning_rate"):
-        value = getattr(settings, field)
-        if value is not None and not value > 0:
-            raise InvalidInputError(f"{field} is {value!r}; it must be above 0, or left out.")
+def tokens_per_forward(target: Any, draft: Any, prompts: Sequence[str], **arguments: Any) -> float:
+    """As `per_forward`, by a tree of depth 5."""
+    return per_forward(XTokAssisted(target, draft, budget=Budget(5)), prompts, **arguments)
 
 
 def _begun(out: Path, settings: _Settings) -> Path:
-    """The folder of the work on `out`, begun or gone on with."""
     work = out / "work"
-    file = work / "settings.json"
-    if not file.exists() and out.exists() and any(path for path in out.iterdir() if path != work):
+    if not (work / "settings.json").exists() and out.exists() and any(path for path in out.iterdir() if path != work):
         raise InvalidInputError(f"{out} is not empty. Choose another folder for the tuned draft.")
-    if file.exists() and (before := _Settings(**json.loads(file.read_text(encoding="utf-8")))) != settings:
-        changed = [key for key, value in asdict(before).items() if value != getattr(settings, key)]
-        raise InvalidInputError(f"{out} was begun with another {', '.join(changed)}. Use the same again, or another folder.")
-    work.mkdir(parents=True, exist_ok=True)
-    save(file, lambda half: half.write_text(json.dumps(asdict(settings), indent=2), encoding="utf-8"))
-    return work
+    return begun(work, settings, out)
 
 
 def _finish(model: PreTrainedModel, tokenizer: Any, settings: _Settings, result: Tuned, work: Path) -> None:

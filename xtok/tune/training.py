@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from xtok.adapt import with_lora
@@ -44,13 +45,41 @@ def train(
     size = sum(weight.numel() for weight in draft.parameters())
     adapts = size > _LARGE if lora is None else lora
     model = with_lora(draft, _RANK) if adapts else draft
-    device, caches = draft.device.type, draft.config.use_cache
+    caches = draft.config.use_cache
+    seen = Projection(*(part.to(draft.device) for part in (seen.own, seen.theirs, seen.weights)))
+
+    def loss(learner: Any, inputs: dict[str, Tensor]) -> Tensor:
+        output = learner(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        return guessing_loss(output.logits, inputs["labels"], inputs["likeliest"], inputs["probabilities"], seen)
+
+    rate = learning_rate or (2e-4 if adapts else full_rate(size))
+    found = fit(model, rows, batch, loss, lambda: measure(draft.eval()), into, epochs=epochs, rate=rate, device=draft.device)
+    draft.config.use_cache = caches  # the trainer switches it off
+    return (model.merge_and_unload() if adapts else model).eval(), found
+
+
+def fit(
+    model: nn.Module,
+    rows: Sequence[Any],
+    collate: Callable[[Sequence[Any]], dict[str, Tensor]],
+    loss: Callable[[Any, dict[str, Tensor]], Tensor],
+    measure: Callable[[], float],
+    into: Path,
+    *,
+    epochs: int,
+    rate: float,
+    device: torch.device,
+) -> list[float]:
+    """Train `model` until `measure` no longer rises, and leave it as it was after its best epoch.
+
+    Law: as `train`. Returns what was measured after each epoch.
+    """
     latest, found = _latest(into)
     arguments = TrainingArguments(
         output_dir=str(into),
         num_train_epochs=len(found) if _stalls(found) else epochs,
         per_device_train_batch_size=16,
-        learning_rate=learning_rate or (2e-4 if adapts else full_rate(size)),
+        learning_rate=rate,
         warmup_steps=10,
         eval_strategy="epoch",
         save_strategy="epoch",
@@ -62,37 +91,34 @@ def train(
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        bf16=device == "cuda" and torch.cuda.is_bf16_supported(),
-        use_cpu=device == "cpu",
-        dataloader_pin_memory=device == "cuda",
+        bf16=device.type == "cuda" and torch.cuda.is_bf16_supported(),
+        use_cpu=device.type == "cpu",
+        dataloader_pin_memory=device.type == "cuda",
     )
     trainer = _Trainer(
         model=model,
         args=arguments,
         train_dataset=list(rows),
         eval_dataset=list(rows[:1]),
-        data_collator=batch,
+        data_collator=collate,
         callbacks=[_Watch()],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.seen = Projection(*(part.to(draft.device) for part in (seen.own, seen.theirs, seen.weights)))
-    trainer.measure = lambda: measure(draft.eval())
+    trainer.loss, trainer.measure = loss, measure
     with torch.random.fork_rng():
         trainer.train(resume_from_checkpoint=latest)
-    draft.config.use_cache = caches  # the trainer switches it off
-    return (model.merge_and_unload() if adapts else model).eval(), _measured(trainer.state.log_history)
+    return _measured(trainer.state.log_history)
 
 
 class _Trainer(Trainer):  # type: ignore[misc]
-    """Learns by `guessing_loss`, and evaluates by what the draft is for."""
+    """Learns by a loss, and evaluates by what the model is for."""
 
+    loss: Callable[[Any, dict[str, Tensor]], Tensor]
     measure: Callable[[], float]
-    seen: Projection
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
-        output = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        loss = guessing_loss(output.logits, inputs["labels"], inputs["likeliest"], inputs["probabilities"], self.seen)
-        return (loss, output) if return_outputs else loss
+        loss = self.loss(model, inputs)
+        return (loss, {}) if return_outputs else loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         with torch.random.fork_rng():
@@ -107,7 +133,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         self.bar = Progress(transient=True)
-        self.task = self.bar.add_task("the draft learns", total=state.max_steps, completed=state.global_step)
+        self.task = self.bar.add_task("learning", total=state.max_steps, completed=state.global_step)
         self.bar.start()
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:

@@ -1,0 +1,191 @@
+"""Heads on the target itself, which guess several of its next tokens from one hidden state."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from xtok.budget import Budget
+from xtok.drafts import Context
+from xtok.drafts.growth import CHILDREN, grown
+from xtok.drafts.growth import Path as Guess
+from xtok.errors import InvalidInputError
+from xtok.noise import PICK, exponential
+from xtok.tokenbytes import TokenBytes
+from xtok.trace import Meter
+from xtok.tree import Tree, Trie
+
+
+class Heads(nn.Module):
+    """Residual blocks on a target's last hidden state, one for each further token: h + SiLU(W h + b).
+
+    (Medusa, Cai et al. 2024, arXiv 2401.10774.) The target's own output embedding turns them into logits, so they are small:
+    `count` times (size, size). At first each says what the target itself says.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count, size, size))
+        self.bias = nn.Parameter(torch.zeros(count, size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states (…, size) → those of the tokens behind the next one, (…, count, size)."""
+        return hidden[..., None, :] + nn.functional.silu(torch.einsum("...i,koi->...ko", hidden, self.weight) + self.bias)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which target heads were trained for, and how often their first, second, … guess was right, (heads, ranks)."""
+
+    target: str
+    hidden_size: int
+    vocabulary: str
+    accuracy: tuple[tuple[float, ...], ...] = ()
+
+
+class HeadsDrafter:
+    """Guesses by heads that `xtok train-heads` trained for the target. No further model; it needs trained heads for each
+    target.
+
+    One object may serve several instances and threads.
+    """
+
+    def __init__(self, file: str | PathLike[str]) -> None:
+        """Raises `InvalidInputError` for a file that holds no heads. The target is compared when it is known."""
+        self.file = Path(file)
+        try:
+            with safe_open(self.file, framework="pt") as kept:
+                known = json.loads((kept.metadata() or {})["xtok"])
+                weight, bias = kept.get_tensor("weight"), kept.get_tensor("bias")
+            self.trained = Trained(**{**known, "accuracy": tuple(map(tuple, known["accuracy"]))})
+            self.heads = Heads(*weight.shape[:2])
+            self.heads.load_state_dict({"weight": weight, "bias": bias})
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise InvalidInputError(f"{self.file} holds no heads: {error}. Make one with: xtok train-heads") from error
+
+    def check(self, model: PreTrainedModel, view: TokenBytes) -> None:
+        """Raises `InvalidInputError` unless the heads were trained for this target."""
+        mine, found = self.trained, described(model, view)
+        for name in ("target", "hidden_size", "vocabulary"):
+            if getattr(mine, name) != getattr(found, name):
+                raise InvalidInputError(
+                    f"{self.file} holds heads for a target whose {name.replace('_', ' ')} is {getattr(mine, name)!r}; this one's "
+                    f"is {getattr(found, name)!r}. Train heads for it with: xtok train-heads"
+                )
+
+
+def described(model: PreTrainedModel, view: TokenBytes) -> Trained:
+    """What tells a target from others: the last part of its name, its hidden size, and a digest of what its ids spell.
+
+    Raises `InvalidInputError` for a target whose output embedding doesn't take its hidden states as they are.
+    """
+    size = int(model.config.get_text_config(decoder=True).hidden_size)
+    head: Any = model.get_output_embeddings()
+    if head is None or getattr(head, "in_features", None) != size:
+        raise InvalidInputError(
+            f"{type(model).__name__} has no output embedding of its hidden size, {size}, that heads could share."
+        )
+    spelled = sha256(b"\0".join(b"\1" if piece is None else b"\2" + piece for piece in view.table)).hexdigest()
+    return Trained(Path(str(model.name_or_path)).name, size, spelled[:16])
+
+
+def save_heads(heads: Heads, trained: Trained, file: Path) -> None:
+    """Write a file that `HeadsDrafter` reads, in float16."""
+    known = {"target": trained.target, "hidden_size": trained.hidden_size, "vocabulary": trained.vocabulary}
+    tensors = {name: tensor.detach().cpu().half().contiguous() for name, tensor in heads.state_dict().items()}
+    save_file(tensors, file, metadata={"xtok": json.dumps({**known, "accuracy": trained.accuracy})})
+
+
+@dataclass
+class _Ids(Guess):
+    """A guess in the target's ids, of which `controls` spell nothing."""
+
+    ids: tuple[int, ...] = ()
+    controls: int = 0
+    deepest: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a head for the id behind it."""
+        return len(self.ids) < self.deepest
+
+
+class HeadsGuesser:
+    """`HeadsDrafter` for one generation."""
+
+    def __init__(
+        self, heads: Heads, head: nn.Module, view: TokenBytes, keys: Tensor, meter: Meter, warpers: LogitsProcessorList
+    ) -> None:
+        """`head`: the target's output embedding. `keys`: those of its ids for noise, (vocabulary,)."""
+        self._heads = heads
+        self._head = head
+        self._view = view
+        self._keys = keys
+        self._meter = meter
+        self._warpers = warpers
+
+    @torch.inference_mode()
+    def propose(self, context: Context, budget: Budget) -> Tree:
+        """The likeliest products of what each head says; nothing where the hidden state isn't known yet."""
+        if context.hidden is None:
+            return Tree()
+        with self._meter.drafting():
+            laws = self._laws(context.hidden)
+            first = self._children(context, laws, [_Ids(1.0, -1, b"", deepest=len(laws))])[0]
+        found = grown(first, budget, lambda front: self._expanded(context, laws, front))
+        trie = Trie()
+        for guess in found:
+            trie.add(guess.ids[: budget.longest], guess.kept)
+        return trie.best(budget.verified, max(found, key=lambda guess: guess.mass).written if found else b"")
+
+    def _laws(self, hidden: Tensor) -> Tensor:
+        """What each head says, (heads, vocabulary)."""
+        logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
+        shaped = self._warpers(torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device), logits.float())
+        laws: Tensor = shaped.softmax(dim=-1)
+        return laws
+
+    def _expanded(self, context: Context, laws: Tensor, front: Sequence[_Ids]) -> list[list[_Ids]]:
+        with self._meter.drafting():
+            return self._children(context, laws, front)
+
+    def _children(self, context: Context, laws: Tensor, front: Sequence[_Ids]) -> list[list[_Ids]]:
+        """The likeliest ids behind each guess, by the law of the next head and the noise there."""
+        own = laws[[len(guess.ids) for guess in front]]
+        if context.noise is not None:
+            own = own / exponential(self._keys, self._states(context, front))
+            own /= own.sum(dim=-1, keepdim=True)
+        top = own.topk(min(CHILDREN, own.shape[-1]))
+        values = zip(front, top.values.tolist(), top.indices.tolist(), strict=True)
+        return [
+            [self._child(context, guess, *pair) for pair in zip(ps, tokens, strict=True) if pair[0] > 0]
+            for guess, ps, tokens in values
+        ]
+
+    @staticmethod
+    def _states(context: Context, front: Sequence[_Ids]) -> list[int]:
+        assert context.noise is not None
+        offset = len(context.data) - context.prompt_size
+        at = context.noise.at
+        return [at(offset + len(guess.written), context.controls + guess.controls, PICK) for guess in front]
+
+    def _child(self, context: Context, guess: _Ids, probability: float, token: int) -> _Ids:
+        piece = self._view.to_bytes([token], before=guess.written or context.data)
+        return _Ids(
+            guess.mass * probability,
+            -1,
+            guess.written + piece,
+            probability,
+            ids=(*guess.ids, token),
+            controls=guess.controls + (not piece),
+            deepest=guess.deepest,
+        )

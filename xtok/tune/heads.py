@@ -1,0 +1,181 @@
+"""Training of heads on a frozen target."""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+from xtok.assisted import XTokAssisted
+from xtok.budget import Budget
+from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
+from xtok.lessons import NOT_LEARNT, Written
+from xtok.prompts import prompt_ids
+from xtok.sources import Source, target_model
+from xtok.tune.training import fit
+from xtok.tune.work import begun, check, digest, name, per_forward, split
+from xtok.tune.writing import beginnings, write
+
+_DECAY = 0.8
+"""What a head's loss counts beside that of the head before it."""
+_RANKS = 5
+_MEASURED = 40
+_BATCH = 16
+_RATE = 2e-3
+
+
+@dataclass(frozen=True)
+class TrainedHeads:
+    """Trained heads. `accuracy`, (heads, 5): how often the id that came was a head's first guess, its second, up to its fifth.
+
+    `texts`: how many were learnt. `after`: tokens per forward of the target with them. Accuracy and `after` are of prompts that
+    nothing was learnt or chosen by; `epochs` are tokens per forward on those that told when to stop, after each epoch.
+    """
+
+    file: Path
+    texts: int
+    accuracy: tuple[tuple[float, ...], ...]
+    after: float
+    epochs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """All that the result depends on."""
+
+    target: str
+    data: str
+    heads: int
+    starts: int
+    max_new_tokens: int
+    sampled: float
+    temperature: float | None
+    epochs: int
+    learning_rate: float | None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A text in the target's ids, of which those from `start` on were written by it."""
+
+    ids: list[int]
+    start: int
+
+
+def train_heads(
+    target: Source,
+    data: Sequence[str],
+    out: str | os.PathLike[str],
+    *,
+    heads: int = 4,
+    starts: int = 8,
+    max_new_tokens: int = 64,
+    sampled: float = 0.0,
+    temperature: float | None = None,
+    epochs: int = 8,
+    learning_rate: float | None = None,
+) -> TrainedHeads:
+    """Let the target write behind the texts of `data`, and train heads on what it writes; `out` is their file, in safetensors.
+
+    Law: `XTokAssisted(target, HeadsDrafter(out))` gives what `XTokAssisted(target)` gives. The target is frozen.
+
+    Head i learns the (i + 2)th id behind a hidden state, by cross-entropy that counts 0.8**i. A tenth of the texts tells when
+    to stop, another one what was gained; neither is learnt from. `starts`, `max_new_tokens`, `sampled` and `temperature` are
+    those of `tune_draft`. Called again after it was stopped, it goes on where it was. Raises `InvalidInputError`.
+    """
+    settings = _Settings(name(target), digest(data), heads, starts, max_new_tokens, sampled, temperature, epochs, learning_rate)
+    check(settings, "heads", "starts", "max_new_tokens", "epochs")
+    stopping, kept, learnt = split(data)
+    made, file = target_model(target), Path(out)
+    known = described(made.model, made.view)
+    work = begun(file.with_name(f"{file.name}.work"), settings, file)
+    shape = {"max_new_tokens": max_new_tokens} | ({} if temperature is None else {"temperature": temperature})
+
+    def written(prompts: Sequence[str], into: str) -> list[_Row]:
+        texts = write((made.model, made.tokenizer), beginnings(prompts, starts), work / into, sampled=sampled, **shape)
+        return [_row(made.tokenizer, one) for one in texts if len(one.ids) > 1]
+
+    rows, held = written(learnt, "texts"), written(stopping, "held")
+    learner = Heads(heads, known.hidden_size).to(made.model.device)
+
+    def measured(prompts: Sequence[str] = stopping) -> float:
+        now = work / "now.safetensors"
+        save_heads(learner, replace(known, accuracy=accuracies(made.model, learner, held)), now)
+        xt = XTokAssisted((made.model, made.tokenizer), HeadsDrafter(now), budget=Budget())
+        return per_forward(
+            xt, beginnings(prompts, starts)[:: max(1, len(prompts) * starts // _MEASURED)], sampled=sampled, **shape
+        )
+
+    found = fit(
+        learner,
+        rows,
+        _batch,
+        partial(_loss, made.model),
+        measured,
+        work / "training",
+        epochs=epochs,
+        rate=learning_rate or _RATE,
+        device=made.model.device,
+    )
+    after = measured(kept)
+    accuracy = accuracies(made.model, learner, written(kept, "kept"))
+    os.replace(work / "now.safetensors", file)
+    shutil.rmtree(work)
+    return TrainedHeads(file, len(rows), accuracy, after, tuple(found))
+
+
+def _row(tokenizer: Any, one: Written) -> _Row:
+    start = prompt_ids(tokenizer, one.start)
+    return _Row([*start, *one.ids], len(start))
+
+
+def _batch(rows: Sequence[_Row]) -> dict[str, Tensor]:
+    """Rows as tensors (rows, longest), padded behind their ends."""
+    ids = [torch.tensor(row.ids) for row in rows]
+    labels = [torch.tensor([*[NOT_LEARNT] * row.start, *row.ids[row.start :]]) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=NOT_LEARNT),
+    }
+
+
+def _guesses(target: Any, heads: Heads, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each head its logits, (places, vocabulary), and the ids that came there, (places,)."""
+    with torch.no_grad():
+        output = target(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True)
+    hidden, labels = output.hidden_states[-1].float(), inputs["labels"]
+    embedding = target.get_output_embeddings()
+    for head in range(len(heads.weight)):
+        came = labels[:, head + 2 :]
+        places = came != NOT_LEARNT
+        states = heads(hidden[:, : came.shape[1]][places])[:, head]
+        yield embedding(states.to(embedding.weight.dtype)).float(), came[places]
+
+
+def _loss(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy at shifted offsets, that of each head weighing 0.8 of that of the head before it."""
+    losses = [
+        _DECAY**i * cross_entropy(logits, came) for i, (logits, came) in enumerate(_guesses(target, heads, inputs)) if len(came)
+    ]
+    return torch.stack(losses).sum()
+
+
+@torch.no_grad()
+def accuracies(target: Any, heads: Heads, rows: Sequence[_Row]) -> tuple[tuple[float, ...], ...]:
+    """How often the id that came was a head's first guess, its second, up to its fifth, (heads, 5)."""
+    right = torch.zeros(len(heads.weight), _RANKS)
+    seen = torch.zeros(len(heads.weight), 1)
+    for at in range(0, len(rows), _BATCH):
+        inputs = {key: value.to(target.device) for key, value in _batch(rows[at : at + _BATCH]).items()}
+        for head, (logits, came) in enumerate(_guesses(target, heads, inputs)):
+            right[head] += (logits.topk(_RANKS).indices == came[:, None]).sum(dim=0).cpu()
+            seen[head] += len(came)
+    return tuple(map(tuple, (right / seen.clamp_min(1)).tolist()))

@@ -1,0 +1,70 @@
+"""What every training needs besides its learner: prompts told apart, settings kept and compared, and a folder for the work."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from xtok.assisted import XTokAssisted
+from xtok.errors import InvalidInputError
+from xtok.sources import Source
+from xtok.tune.writing import drawn, save
+
+
+def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The prompts that tell when to stop, those that tell what was gained, and those to learn from: three disjoint sets.
+
+    Raises `InvalidInputError` for less than three different ones.
+    """
+    different = [prompt for prompt in dict.fromkeys(prompts) if prompt.strip()]
+    if len(different) < 3:
+        raise InvalidInputError(f"There are {len(different)} different prompts. Give 3 or more, better hundreds.")
+    step = min(10, max(3, len(different) // 2))
+    kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for i, prompt in enumerate(different):
+        kinds[min(i % step, 2)].append(prompt)
+    return kinds
+
+
+def per_forward(xt: XTokAssisted, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any) -> float:
+    """New tokens per forward of the target; every so many prompts as `sampled` says are sampled."""
+    stats = [xt.generate(prompt, do_sample=drawn(i, sampled), seed=i, **arguments).stats for i, prompt in enumerate(prompts)]
+    return sum(one.new_tokens for one in stats) / sum(one.target_forwards for one in stats)
+
+
+def name(source: Source) -> str:
+    """What to call a model by: its hub id, or the folder that it came from."""
+    called = str(source[0].name_or_path or type(source[0]).__name__) if isinstance(source, tuple) else str(source)
+    return Path(called).name if Path(called).exists() else called
+
+
+def digest(prompts: Sequence[str]) -> str:
+    """What tells lists of prompts apart."""
+    return sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
+
+
+def check(settings: Any, *counts: str) -> None:
+    """Raises `InvalidInputError` for settings that make no sense. `counts` name those that are whole numbers from 1 on."""
+    for field in counts:
+        value = getattr(settings, field)
+        if not isinstance(value, int) or value < 1:
+            raise InvalidInputError(f"{field} is {value!r}; it must be a whole number, 1 or more.")
+    if not 0 <= settings.sampled <= 1:
+        raise InvalidInputError(f"sampled is {settings.sampled!r}; it is a share of the texts, from 0 to 1.")
+    for field in ("temperature", "learning_rate"):
+        value = getattr(settings, field)
+        if value is not None and not value > 0:
+            raise InvalidInputError(f"{field} is {value!r}; it must be above 0, or left out.")
+
+
+def begun(work: Path, settings: Any, out: Path) -> Path:
+    """The folder of the work on `out`, begun or gone on with; settings must be those that it was begun with."""
+    file, mine = work / "settings.json", asdict(settings)
+    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != mine:
+        changed = [key for key in mine if before.get(key) != mine[key]]
+        raise InvalidInputError(f"{out} was begun with another {', '.join(changed)}. Use the same again, or another name.")
+    work.mkdir(parents=True, exist_ok=True)
+    save(file, lambda half: half.write_text(json.dumps(mine, indent=2), encoding="utf-8"))
+    return work
