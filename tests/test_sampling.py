@@ -1,5 +1,6 @@
 """Law 6: sampled ids depend on target, prompt, settings and seed alone. What else is promised of a sampled text."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from worlds import KINDS, budgets, examples, fitting, texts, tokenizer
 
 from xtok import Budget, Context, XTokAssisted, pair
 from xtok.drafts.scripted import ScriptedDrafter
-from xtok.errors import InvalidInputError, UnsupportedArgumentError
+from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
+from xtok.pick import typical
 from xtok.prompts import prompt_ids
 
 TOKENS = tokenizer("SentencePiece BPE")
@@ -318,7 +320,7 @@ def test_rejection_is_refused_where_the_law_of_a_draft_isnt_known() -> None:
     scripted = ScriptedDrafter(lambda context: [])
     with pytest.raises(UnsupportedArgumentError, match="takes one draft model alone"):
         XTokAssisted((TARGET, TOKENS), scripted, acceptance="rejection")
-    with pytest.raises(InvalidInputError, match="acceptance is 'lossy'; use one of 'match', 'rejection'"):
+    with pytest.raises(InvalidInputError, match="acceptance is 'lossy'; use one of 'match', 'rejection', 'typical'"):
         XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="lossy")
 
 
@@ -342,3 +344,54 @@ def test_laws_from_a_draft_of_ones_own_are_not_believed() -> None:
 
     expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **SETTINGS).token_ids
     assert XTokAssisted((TARGET, TOKENS), Liar(), budget=Budget(4)).generate("吾輩は", **SETTINGS).token_ids == expected
+
+
+# lossy on request
+
+
+def test_typical_acceptance_is_lossy_and_says_so() -> None:
+    """A guess that the target would seldom draw is taken all the same."""
+    with pytest.warns(LossyWarning, match="sampled texts are not the target's own"):
+        xt = XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="typical", posterior_threshold=1e-9, posterior_alpha=1e-9)
+    generation = xt.generate("吾輩は", **SETTINGS)
+    reference = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **SETTINGS)
+    assert not generation.stats.exact
+    assert reference.stats.exact
+    assert generation.token_ids != reference.token_ids
+    assert generation.stats.tokens_per_forward > 2
+
+
+def test_typical_acceptance_leaves_greedy_texts_alone() -> None:
+    with pytest.warns(LossyWarning):
+        xt = XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="typical")
+    greedy = {"do_sample": False, "max_new_tokens": 16}
+    generation = xt.generate("吾輩は", **greedy)
+    assert generation.stats.exact
+    assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **greedy).token_ids
+
+
+@examples(200)
+@given(
+    logits=st.lists(st.floats(-9, 9), min_size=4, max_size=4),
+    guesses=st.lists(st.integers(0, 3), unique=True),
+    threshold=st.floats(0.001, 1),
+    alpha=st.floats(0.001, 1),
+)
+def test_the_likeliest_guess_above_the_threshold_is_typical(
+    logits: list[float], guesses: list[int], threshold: float, alpha: float
+) -> None:
+    law = torch.tensor(logits).double().softmax(dim=-1).tolist()
+    least = min(threshold, alpha * math.exp(sum(p * math.log(p) for p in law if p)))
+    found = typical(torch.tensor([logits]), guesses, threshold, alpha)
+    likely = [token for token in guesses if law[token] > least]
+    if found is None:
+        assert not likely or max(law[token] for token in likely) == pytest.approx(least)
+    else:
+        assert law[found] == max(law[token] for token in guesses) >= least * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", ["posterior_threshold", "posterior_alpha"])
+@pytest.mark.parametrize("value", [0, -0.1, 1.5])
+def test_thresholds_that_make_no_sense_are_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name} is {value}"):
+        XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="typical", **{name: value})

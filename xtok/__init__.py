@@ -8,7 +8,7 @@ from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.trace import Round, Stats
 from xtok.tree import Tree, chain
-from xtok.tune import Tuned, tune_draft
+from xtok.tune import TrainedHeads, Tuned, train_heads, tune_draft
 from xtok.version import __version__
 
 __all__ = [
@@ -20,11 +20,13 @@ __all__ = [
     "PromptLookup",
     "Round",
     "Stats",
+    "TrainedHeads",
     "Tree",
     "Tuned",
     "XTokAssisted",
     "__version__",
     "chain",
     "errors",
+    "train_heads",
     "tune_draft",
 ]

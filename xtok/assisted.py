@@ -1,5 +1,6 @@
 """`XTokAssisted`: the front door."""
 
+import warnings
 from collections.abc import Generator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.merged import Drafts
 from xtok.drafts.reader import DraftModel
-from xtok.errors import InvalidInputError, UnsupportedArgumentError
+from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.lm import CachedModel, context_window, takes_trees
 from xtok.loop import Run, decode
 from xtok.makers import KINDS, Draft, Maker, Task, as_list, of_heads, of_lookup, of_model
@@ -33,7 +34,7 @@ from xtok.sources import Source, draft_model, target_model
 from xtok.text import TextPieces
 from xtok.trace import Meter, Round, Stats
 
-Acceptance = Literal["match", "rejection"]
+Acceptance = Literal["match", "rejection", "typical"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class XTokAssisted:
         *,
         budget: Budget | None = None,
         acceptance: Acceptance = "match",
+        posterior_threshold: float = 0.09,
+        posterior_alpha: float = 0.3,
         adapt: bool = False,
     ) -> None:
         """`draft`: a model, which guesses together with what the text repeats; `PromptLookup(...)`; anything with
@@ -86,6 +89,10 @@ class XTokAssisted:
         projected onto the target's ids by bytes, in chains of the budget's depth; what comes out are draws from the target's
         own law, too, but they depend on the draft and that depth.
 
+        "typical", **lossy**: any guess is accepted that isn't too unlikely, above min(`posterior_threshold`,
+        `posterior_alpha` * exp(-entropy)) (Medusa, Cai et al. 2024). Sampled texts are then no draws from the target's law, and
+        `stats.exact` is False.
+
         `adapt`: a copy of the draft learns from each greedy text when it is done, in 3% of the time that those take, and
         guesses the greedy ones to come. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
 
@@ -93,6 +100,12 @@ class XTokAssisted:
         """
         if acceptance not in get_args(Acceptance):
             raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Acceptance)))}.")
+        for name, value in (("posterior_threshold", posterior_threshold), ("posterior_alpha", posterior_alpha)):
+            if not 0 < value <= 1:
+                raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
+        self._typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
+        if self._typical:
+            warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=2)
         self._target = target_model(target)
         self.model, self.tokenizer = self._target.model, self._target.tokenizer
         self._rejects = acceptance == "rejection"
@@ -243,7 +256,7 @@ class XTokAssisted:
         end = None if ends is None or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
         runs = []
         for row in range(len(input_ids)):
-            meter = Meter(chains_only=not self._branches)
+            meter = Meter(chains_only=not self._branches, exact=not (self._typical and config.do_sample))
             own_inputs = bridge.row_of_inputs(inputs, row)
             own_cache = cache if len(input_ids) == 1 else bridge.cache_of_row(cache, row)
             runs.append(
@@ -261,6 +274,7 @@ class XTokAssisted:
                     deepest=context_window(self.model),
                     meter=meter,
                     rejects=self._rejects,
+                    typical=self._typical,
                     scores=() if records and config.output_scores else None,
                     logits=() if records and config.output_logits else None,
                 )

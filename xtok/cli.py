@@ -1,4 +1,4 @@
-"""The command line: `xtok generate`, `xtok inspect`, `xtok demo`, `xtok tune-draft` and `xtok bench`."""
+"""The command line: `xtok generate`, `xtok inspect`, `xtok demo`, `xtok tune-draft`, `xtok train-heads` and `xtok bench`."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from xtok.pair import DRAFT, TARGET, TUNED, prompts
 from xtok.sources import load
 from xtok.stretch import forward_seconds, sized, stretched_to
 from xtok.trace import Stats
-from xtok.tune import check_tunable, tune_draft
+from xtok.tune import check_tunable, train_heads, tune_draft
 from xtok.version import __version__
 
 GUESS_LENGTH = 5
@@ -329,6 +329,32 @@ def tune(
         f"{out}: tokens per forward of the target, on prompts kept apart: {done.after:.2f} with it, {done.before:.2f} with the "
         f"draft as it was ({done.texts} texts learnt)."
     )
+
+
+@app.command("train-heads")
+@_errors_in_one_line()
+def heads(
+    data: Annotated[Path, typer.Option(help="A file with the beginning of a text per line, or a folder of such files.")],
+    out: Annotated[Path, typer.Option(help="The file for the heads.")],
+    target: TargetOption = str(TARGET),
+    count: Annotated[int, typer.Option("--heads", min=1, help="How many tokens they guess behind the next one.")] = 4,
+    starts: Annotated[int, typer.Option(min=1, help="Behind how many beginnings of each text the target writes.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes at a time.")] = 64,
+    sampled: Annotated[float, typer.Option(min=0, max=1, help="The share of texts to sample; 0: all are greedy.")] = 0.0,
+    temperature: Annotated[float | None, typer.Option(help="Of the sampled ones.", show_default="the target's")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="At most; it stops where nothing is gained.")] = 8,
+) -> None:
+    """Train heads on the frozen target, on what it writes. Stopped, it goes on where it was when run again."""
+    texts = [line.rstrip("\n") for file in _files(data) for line in _sample(file)]
+    shape: dict[str, Any] = {"starts": starts, "max_new_tokens": max_new_tokens, "sampled": sampled, "temperature": temperature}
+    done = train_heads(target, texts, out, heads=count, epochs=epochs, **shape)
+    table = Table(title="how often a head's guesses were right, on texts kept apart")
+    for name in ("head", "1st", "2nd", "3rd", "4th", "5th"):
+        table.add_column(name, justify="right")
+    for i, ranks in enumerate(done.accuracy, start=1):
+        table.add_row(str(i), *(f"{share:.3f}" for share in ranks))
+    Console(highlight=False, width=100).print(table)
+    typer.echo(f"{out}: {done.after:.2f} tokens per forward of the target on texts kept apart ({done.texts} texts learnt).")
 
 
 def _files(path: Path) -> list[Path]:

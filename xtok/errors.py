@@ -7,6 +7,7 @@
     └── InvalidInputError           a prompt, id or setting that makes no sense
 
     DraftFailedWarning              a draft raised; the output is the target's own all the same
+    LossyWarning                    an instance was asked for whose sampled texts are not the target's own
 
 Each is also the built-in error that a caller would expect (`ValueError`), and each message names the value and the remedy.
 Errors come before any forward of a model.
@@ -35,3 +36,7 @@ class InvalidInputError(XTokError, ValueError):
 
 class DraftFailedWarning(UserWarning):
     """A draft raised an exception. The rest of the text comes from the target alone."""
+
+
+class LossyWarning(UserWarning):
+    """An instance whose sampled texts are no draws from the target's law."""

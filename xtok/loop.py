@@ -15,7 +15,7 @@ from xtok.drafts import Context
 from xtok.drafts.merged import Drafts
 from xtok.lm import CachedModel
 from xtok.noise import ACCEPT, Noise, gumbel
-from xtok.pick import accepts, best, drawn, process, residual
+from xtok.pick import accepts, best, drawn, process, residual, typical
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter, Round
 from xtok.tree import Tree
@@ -33,6 +33,7 @@ class Run:
     from them. A sampled one has `noise`, the `seed` that it comes from, and the `keys` of the target's ids. `controls` counts
     the new ids that spell nothing: they move no offset, and yet must not share their noise. `rejects`: guesses that come with
     the law that they were drawn from are accepted or rejected by it, instead of by whether the target picks the same.
+    `typical`, threshold and alpha: guesses that are typical are accepted, which is lossy.
     """
 
     target: CachedModel
@@ -51,6 +52,7 @@ class Run:
     seed: int | None = None
     noise: Noise | None = None
     rejects: bool = False
+    typical: tuple[float, float] | None = None
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     new_ids: list[int] = field(default_factory=list)
@@ -202,10 +204,14 @@ def _pick(run: Run, tree: Tree, node: int, scores: Tensor) -> int:
     """The best token, or the draw that this place's noise decides. A guess drawn from a known law is accepted or redrawn."""
     if run.noise is None:
         return best(scores)
-    if run.rejects and node + 1 < len(tree.laws):
-        guess, law = tree.tokens[node + 1], tree.laws[node + 1].to(scores.device)
-        if accepts(scores, law, guess, run.noise.uniform(run.offset, run.controls, ACCEPT)):
+    if run.typical is not None:
+        guess = typical(scores, tree.children(node), *run.typical)
+        if guess is not None:
             return guess
+    if run.rejects and node + 1 < len(tree.laws):
+        drawn_guess, law = tree.tokens[node + 1], tree.laws[node + 1].to(scores.device)
+        if accepts(scores, law, drawn_guess, run.noise.uniform(run.offset, run.controls, ACCEPT)):
+            return drawn_guess
         scores = residual(scores, law)
     return drawn(scores, partial(_gumbel, run))
 

@@ -1,6 +1,7 @@
 """The target's pick: its own next token from its own logits on the committed prefix."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import exp
 
 import torch
 from torch import Tensor
@@ -43,6 +44,18 @@ def accepts(scores: Tensor, law: Tensor, guess: int, uniform: float) -> bool:
     """
     probability = scores[0].double().softmax(dim=-1)[guess]
     return bool(uniform * law[guess] < probability)
+
+
+def typical(scores: Tensor, guesses: Sequence[int], threshold: float, alpha: float) -> int | None:
+    """The likeliest of some guesses that are typical of softmax(scores), (1, vocabulary); None where none is.
+
+    Lossy: what comes of it are no draws from that law. (Medusa's typical acceptance, Cai et al. 2024, arXiv 2401.10774: a guess
+    is typical where its probability is above min(threshold, alpha * exp(-entropy of the law)).)
+    """
+    law = scores[0].double().softmax(dim=-1)
+    entropy = float(torch.special.entr(law).sum())
+    likely = [token for token in guesses if law[token] > min(threshold, alpha * exp(-entropy))]
+    return max(likely, key=lambda token: float(law[token]), default=None)
 
 
 def residual(scores: Tensor, law: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class Stats:
     `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it.
     `seconds_noise`, of sampling: drawing under the noise, of which the draft's part lies within `seconds_draft`.
     `chains_only`: whether the target can check no tree, so that all guesses were chains.
+    `exact`: whether the text is the target's own. False only for sampled ones under `acceptance="typical"`.
     """
 
     new_tokens: int
@@ -41,6 +42,7 @@ class Stats:
     seconds_noise: float
     draft_error: str | None
     chains_only: bool
+    exact: bool
 
     @property
     def tokens_per_forward(self) -> float:
@@ -60,6 +62,7 @@ class Meter:
     draft_forwards: int = 0
     draft_error: str | None = None
     chains_only: bool = False
+    exact: bool = True
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
     drafted: list[tuple[int, float]] = field(default_factory=list)
@@ -109,4 +112,5 @@ class Meter:
             seconds_noise=self.seconds["noise"],
             draft_error=self.draft_error,
             chains_only=self.chains_only,
+            exact=self.exact,
         )

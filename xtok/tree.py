@@ -37,6 +37,10 @@ class Tree:
         pairs = zip(self.parents, self.tokens, strict=True)
         return next((i for i, pair in enumerate(pairs) if pair == (node, token)), None)
 
+    def children(self, node: int) -> list[int]:
+        """What is guessed behind `node`."""
+        return [token for parent, token in zip(self.parents, self.tokens, strict=True) if parent == node]
+
     def along(self, tokens: Iterable[int]) -> list[int]:
         """The nodes that `tokens` run through, as far as the tree has them."""
         path: list[int] = []

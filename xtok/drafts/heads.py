@@ -78,8 +78,8 @@ class HeadsDrafter:
         for name in ("target", "hidden_size", "vocabulary"):
             if getattr(mine, name) != getattr(found, name):
                 raise InvalidInputError(
-                    f"{self.file} holds heads for a target whose {name.replace('_', ' ')} is {getattr(mine, name)!r}; this one's "
-                    f"is {getattr(found, name)!r}. Train heads for it with: xtok train-heads"
+                    f"{self.file} holds heads for a target whose {name.replace('_', ' ')} is {getattr(mine, name)!r}; "
+                    f"this one's is {getattr(found, name)!r}. Train heads for it with: xtok train-heads"
                 )
 
 

@@ -20,7 +20,7 @@ from xtok.lessons import NOT_LEARNT, Written
 from xtok.prompts import prompt_ids
 from xtok.sources import Source, target_model
 from xtok.tune.training import fit
-from xtok.tune.work import begun, check, digest, name, per_forward, split
+from xtok.tune.work import begun, check, check_trains, digest, name, per_forward, split
 from xtok.tune.writing import beginnings, write
 
 _DECAY = 0.8
@@ -28,7 +28,7 @@ _DECAY = 0.8
 _RANKS = 5
 _MEASURED = 40
 _BATCH = 16
-_RATE = 2e-3
+_RATE = 5e-3
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def train_heads(
     to stop, another one what was gained; neither is learnt from. `starts`, `max_new_tokens`, `sampled` and `temperature` are
     those of `tune_draft`. Called again after it was stopped, it goes on where it was. Raises `InvalidInputError`.
     """
+    check_trains()
     settings = _Settings(name(target), digest(data), heads, starts, max_new_tokens, sampled, temperature, epochs, learning_rate)
     check(settings, "heads", "starts", "max_new_tokens", "epochs")
     stopping, kept, learnt = split(data)
@@ -116,8 +117,8 @@ def train_heads(
     found = fit(
         learner,
         rows,
-        _batch,
-        partial(_loss, made.model),
+        batch_of,
+        partial(loss_of, made.model),
         measured,
         work / "training",
         epochs=epochs,
@@ -136,7 +137,7 @@ def _row(tokenizer: Any, one: Written) -> _Row:
     return _Row([*start, *one.ids], len(start))
 
 
-def _batch(rows: Sequence[_Row]) -> dict[str, Tensor]:
+def batch_of(rows: Sequence[_Row]) -> dict[str, Tensor]:
     """Rows as tensors (rows, longest), padded behind their ends."""
     ids = [torch.tensor(row.ids) for row in rows]
     labels = [torch.tensor([*[NOT_LEARNT] * row.start, *row.ids[row.start :]]) for row in rows]
@@ -151,7 +152,7 @@ def _guesses(target: Any, heads: Heads, inputs: dict[str, Tensor]) -> Iterator[t
     """For each head its logits, (places, vocabulary), and the ids that came there, (places,)."""
     with torch.no_grad():
         output = target(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True)
-    hidden, labels = output.hidden_states[-1].float(), inputs["labels"]
+    hidden, labels = output.hidden_states[-1].to(heads.weight.dtype), inputs["labels"]
     embedding = target.get_output_embeddings()
     for head in range(len(heads.weight)):
         came = labels[:, head + 2 :]
@@ -160,7 +161,7 @@ def _guesses(target: Any, heads: Heads, inputs: dict[str, Tensor]) -> Iterator[t
         yield embedding(states.to(embedding.weight.dtype)).float(), came[places]
 
 
-def _loss(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
+def loss_of(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Cross-entropy at shifted offsets, that of each head weighing 0.8 of that of the head before it."""
     losses = [
         _DECAY**i * cross_entropy(logits, came) for i, (logits, came) in enumerate(_guesses(target, heads, inputs)) if len(came)
@@ -174,7 +175,7 @@ def accuracies(target: Any, heads: Heads, rows: Sequence[_Row]) -> tuple[tuple[f
     right = torch.zeros(len(heads.weight), _RANKS)
     seen = torch.zeros(len(heads.weight), 1)
     for at in range(0, len(rows), _BATCH):
-        inputs = {key: value.to(target.device) for key, value in _batch(rows[at : at + _BATCH]).items()}
+        inputs = {key: value.to(target.device) for key, value in batch_of(rows[at : at + _BATCH]).items()}
         for head, (logits, came) in enumerate(_guesses(target, heads, inputs)):
             right[head] += (logits.topk(_RANKS).indices == came[:, None]).sum(dim=0).cpu()
             seen[head] += len(came)

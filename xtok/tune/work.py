@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,12 @@ def name(source: Source) -> str:
 def digest(prompts: Sequence[str]) -> str:
     """What tells lists of prompts apart."""
     return sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
+
+
+def check_trains() -> None:
+    """Raises `InvalidInputError` where transformers' trainer can't run."""
+    if find_spec("accelerate") is None:
+        raise InvalidInputError("Training needs accelerate. Install it with: pip install 'xtok[tune]'")
 
 
 def check(settings: Any, *counts: str) -> None:

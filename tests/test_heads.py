@@ -1,0 +1,154 @@
+"""Heads: what they learn, which targets they take, and that they change no text."""
+
+import json
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_tune import Killed, killed_at
+from typer.testing import CliRunner
+from worlds import fitting, tokenizer
+
+from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
+from xtok.cli import app
+from xtok.drafts.heads import Heads, Trained, described, save_heads
+from xtok.errors import InvalidInputError
+from xtok.loop import decode
+from xtok.sources import load
+from xtok.tokenbytes import token_bytes
+from xtok.tune.heads import TrainedHeads, _Row, batch_of, loss_of
+
+TOKENS = tokenizer("SentencePiece BPE")
+TARGET = fitting(TOKENS, "Llama", 0)
+PROMPTS = pair.prompts()[:9]
+SETTINGS: dict[str, Any] = {"heads": 2, "starts": 3, "max_new_tokens": 16, "epochs": 4, "learning_rate": 0.1}
+
+
+def trained(out: Path, **changed: Any) -> TrainedHeads:
+    return train_heads(pair.TARGET, PROMPTS, out, **{**SETTINGS, **changed})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> TrainedHeads:
+    """Heads trained without a stop."""
+    return trained(tmp_path_factory.mktemp("heads") / "heads.safetensors")
+
+
+def test_heads_begin_as_the_target_itself() -> None:
+    hidden = torch.randn(3, 8)
+    assert torch.equal(Heads(2, 8)(hidden), hidden[:, None].expand(3, 2, 8))
+
+
+def test_training_teaches_heads_what_the_target_writes(whole: TrainedHeads, tmp_path: Path) -> None:
+    untaught = trained(tmp_path / "h", epochs=1, learning_rate=1e-12)
+    assert whole.accuracy[0][0] > 0.15 > 0.1 > untaught.accuracy[0][0]
+    assert whole.epochs[-1] > whole.epochs[0]
+    assert all(0 <= share <= 1 for ranks in whole.accuracy for share in ranks)
+
+
+def test_the_loss_falls_as_heads_learn() -> None:
+    rows = [_Row([5 + (i + shift) % 7 for i in range(20)], 4) for shift in range(7)]
+    heads = Heads(2, 32).double()
+    learning = torch.optim.Adam(heads.parameters(), 0.05)
+    losses = []
+    for _ in range(40):
+        losses.append(loss_of(TARGET, heads, batch_of(rows)))
+        learning.zero_grad()
+        losses[-1].backward()
+        learning.step()
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("budget", [None, Budget(4), Budget(4, width=1)])
+def test_what_is_generated_does_not_depend_on_heads(whole: TrainedHeads, budget: Budget | None, sampled: bool) -> None:
+    target = load(pair.TARGET, "target")
+    asked: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, "seed": 5} | ({"temperature": 0.7} if sampled else {})
+    for prompt in PROMPTS[:3]:
+        generation = XTokAssisted(target, HeadsDrafter(whole.file), budget=budget).generate(prompt, **asked)
+        assert generation.token_ids == XTokAssisted(target).generate(prompt, **asked).token_ids
+        assert generation.stats.draft_error is None
+        assert generation.stats.draft_forwards == 0
+        assert budget is None or generation.stats.proposed
+
+
+def test_hidden_states_are_those_behind_which_the_last_id_was_picked() -> None:
+    head: Any = TARGET.get_output_embeddings()
+    xt = XTokAssisted((TARGET, TOKENS), (TARGET, TOKENS), budget=Budget(3))
+    xt._shows_hidden = True
+    (run,) = xt._runs("吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
+    shown = [int(head(run.hidden).argmax()) == run.new_ids[-1] for _ in decode(run) if run.hidden is not None]
+    assert len(shown) > 3
+    assert all(shown)
+
+
+def heads_for(path: Path, **changed: Any) -> Path:
+    known = described(TARGET, token_bytes(TOKENS))
+    known = Trained(**{"target": known.target, "hidden_size": known.hidden_size, "vocabulary": known.vocabulary} | changed)
+    save_heads(Heads(2, 32), known, path)
+    return path
+
+
+@pytest.mark.parametrize(("name", "value"), [("target", "other"), ("hidden_size", 16), ("vocabulary", "abc")])
+def test_heads_of_another_target_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads_for(tmp_path / "right")))
+    wrong = HeadsDrafter(heads_for(tmp_path / "wrong", **{name: value}))
+    with pytest.raises(InvalidInputError, match=f"whose {name.replace('_', ' ')} is .*xtok train-heads"):
+        XTokAssisted((TARGET, TOKENS), wrong)
+
+
+def test_a_file_that_holds_no_heads_is_refused(tmp_path: Path) -> None:
+    empty, other, garbage = tmp_path / "empty", tmp_path / "other", tmp_path / "garbage"
+    save_file({"weight": torch.zeros(2, 3)}, other)
+    empty.touch()
+    garbage.write_bytes(b"\x00" * 99)
+    save_file(
+        {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "shape", metadata={"xtok": json.dumps({"a": 1})}
+    )
+    for file in (tmp_path / "missing", empty, other, garbage, tmp_path / "shape"):
+        with pytest.raises(InvalidInputError, match="holds no heads"):
+            HeadsDrafter(file)
+
+
+@pytest.mark.parametrize(
+    ("place", "call"),
+    [
+        ("xtok.tune.writing._continued", 2),
+        ("xtok.tune.training._measured", 4),
+        ("xtok.tune.heads.accuracies", 2),
+        ("os.replace", 5),
+    ],
+)
+def test_heads_whose_training_was_killed_become_those_of_one_that_was_not(
+    whole: TrainedHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, call: int
+) -> None:
+    module, _, name = place.rpartition(".")
+    out = tmp_path / "heads.safetensors"
+    with monkeypatch.context() as patched:
+        patched.setattr(place, killed_at(getattr(resolve_name(module), name), call))
+        with pytest.raises(Killed):
+            trained(out)
+    assert not out.exists()
+    done = trained(out)
+    assert all(torch.equal(tensor, load_file(whole.file)[key]) for key, tensor in load_file(out).items())
+    assert done.accuracy == whole.accuracy
+
+
+def test_the_command_trains_and_prints_how_often_heads_were_right(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
+    arguments = ["--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "h"), "--heads", "2", "--epochs", "1"]
+    done = CliRunner().invoke(app, ["train-heads", *arguments, "--starts", "1", "--max-new-tokens", "8"])
+    assert done.exit_code == 0, done.output
+    assert "tokens per forward" in done.output
+    assert "5th" in done.output
+    assert HeadsDrafter(tmp_path / "h").heads.weight.shape[0] == 2
+
+
+def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    for changed in ({"heads": 0}, {"epochs": 0}, {"sampled": 2}, {"temperature": 0}, {"learning_rate": -1}):
+        with pytest.raises(InvalidInputError, match=next(iter(changed))):
+            trained(tmp_path / "h", **changed)
+        assert not list(tmp_path.iterdir())
