@@ -19,7 +19,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from worlds import ARCHITECTURES, KINDS, budgets, examples, fitting, texts, tokenizer
+from worlds import ARCHITECTURES, KINDS, budgets, examples, fitting, make_dear, texts, tokenizer
 
 from xtok import Budget, Context, Tree, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
@@ -174,6 +174,8 @@ def test_any_draft_model_with_any_tokenizer_leaves_the_ids_as_transformers_has_t
     draft_tokens = tokens if same else tokenizer(*draft[1:])
     draft_model = model if same else fitting(draft_tokens, draft[0], draft[2], window=window)
     xt = XTokAssisted((model, tokens), (draft_model, draft_tokens), budget=budget)
+    if budget.depth % 2:
+        make_dear(xt)
     ids = torch.tensor([prompt_ids(tokens, prompt, split_special_tokens=False)])
     drawn = {**honoured(tokens, drawn), "max_new_tokens": 16}
     expected, gap = alone(model, tokens, ids, drawn)

@@ -1,0 +1,373 @@
+"""Several drafts at once, drafts with the target's own ids, and schedules."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from random import Random
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_identity import CLOSE_CALL, alone, arguments, fresh, honoured
+from test_sampling import samplings, without_batch_limits
+from test_trees import paths_of
+from transformers import LogitsProcessorList
+from worlds import KINDS, budgets, examples, fitting, make_dear, texts, tokenizer
+
+from xtok import Budget, Context, PromptLookup, Tree, XTokAssisted, pair
+from xtok.budget import Account, Asked, Ledger
+from xtok.drafts.growth import Path, grown
+from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
+from xtok.drafts.merged import Drafts
+from xtok.drafts.projected import same_ids
+from xtok.drafts.scripted import ScriptedDrafter
+from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
+from xtok.prompts import prompt_ids
+from xtok.tokenbytes import same_tokens, token_bytes
+from xtok.trace import Meter
+from xtok.tree import Trie
+
+TOKENS = tokenizer("SentencePiece BPE")
+TARGET = fitting(TOKENS, "Llama", 0)
+OTHER_TOKENS = tokenizer("byte-level BPE")
+OTHER = (fitting(OTHER_TOKENS, "GPTNeoX", 1), OTHER_TOKENS)
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> HeadsDrafter:
+    """Untrained heads of `TARGET`, which say what it says itself."""
+    file = tmp_path_factory.mktemp("heads") / "heads.safetensors"
+    save_heads(Heads(3, 32), described(TARGET, token_bytes(TOKENS)), file)
+    return HeadsDrafter(file)
+
+
+# identity, by any mixture
+
+mixtures = st.lists(
+    st.sampled_from(["model", "itself", "lookup", "corpus", "nonsense", "chain", "raises"]), min_size=1, max_size=4, unique=True
+)
+
+
+def nonsense(context: Context) -> Tree:
+    random, trie = Random(len(context.ids)), Trie()
+    for _ in range(3):
+        trie.add([random.randrange(3, 40) for _ in range(4)], 0.3)
+    return trie.best(len)
+
+
+def raises_late(context: Context) -> list[int]:
+    if len(context.ids) % 3 == 0:
+        raise RuntimeError("simulated")
+    return [5]
+
+
+def mixed(names: list[str], target: Any, draft: tuple[str, str, int], seen: str) -> list[Any]:
+    kinds = {
+        "model": lambda: (fitting(tokenizer(*draft[1:]), draft[0], draft[2]), tokenizer(*draft[1:])),
+        "itself": lambda: target,
+        "lookup": PromptLookup,
+        "corpus": lambda: PromptLookup([seen, "吾輩は猫である。名前はまだ無い。"]),
+        "nonsense": lambda: ScriptedDrafter(nonsense),
+        "chain": lambda: ScriptedDrafter(lambda context: context.ids[-4:]),
+        "raises": lambda: ScriptedDrafter(raises_late),
+    }
+    return [kinds[name]() for name in names]
+
+
+@pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
+@examples(400)
+@given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments())
+def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
+    target: tuple[str, str, int],
+    draft: tuple[str, str, int],
+    names: list[str],
+    prompt: str,
+    budget: Budget,
+    drawn: dict[str, Any],
+) -> None:
+    tokens = tokenizer(*target[1:])
+    model = fitting(tokens, target[0], target[2])
+    ids = torch.tensor([prompt_ids(tokens, prompt, split_special_tokens=False)])
+    drawn = {**honoured(tokens, drawn), "max_new_tokens": 16}
+    expected, gap = alone(model, tokens, ids, drawn)
+    if gap < CLOSE_CALL[torch.float64]:
+        return
+    xt = XTokAssisted((model, tokens), mixed(names, (model, tokens), draft, prompt), budget=budget)
+    if budget.depth % 2:
+        make_dear(xt)
+    assert xt.generate(prompt, pad_token_id=0, **fresh(drawn)).token_ids == expected
+
+
+@pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
+@examples(300)
+@given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments(), sampling=samplings())
+def test_any_mixture_of_drafts_leaves_sampled_ids_as_they_are_without_a_draft(
+    target: tuple[str, str, int],
+    draft: tuple[str, str, int],
+    names: list[str],
+    prompt: str,
+    budget: Budget,
+    drawn: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    tokens = tokenizer(*target[1:])
+    model = fitting(tokens, target[0], target[2])
+    drawn = without_batch_limits({**honoured(tokens, drawn), "max_new_tokens": 12, "pad_token_id": 0, **sampling})
+    drawn.pop("num_return_sequences", None)
+    expected = XTokAssisted((model, tokens)).generate(prompt, **fresh(drawn))
+    xt = XTokAssisted((model, tokens), mixed(names, (model, tokens), draft, prompt), budget=budget)
+    if budget.depth % 2:
+        make_dear(xt)
+    assert xt.generate(prompt, **fresh(drawn)).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_heads_among_others_leave_the_ids_as_they_are(heads: HeadsDrafter, sampled: bool) -> None:
+    asked = GREEDY | ({"do_sample": True, "seed": 3} if sampled else {})
+    expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **asked)
+    for budget in (None, Budget(3), Budget(3, width=1)):
+        generation = XTokAssisted((TARGET, TOKENS), [heads, OTHER, PromptLookup()], budget=budget).generate("吾輩は", **asked)
+        assert generation.token_ids == expected.token_ids
+        assert generation.stats.draft_error is None
+
+
+# merging
+
+trees = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.floats(0.01, 0.2)), min_size=1, max_size=5)
+
+
+def tree_of(guesses: list[tuple[list[int], float]]) -> Tree:
+    trie = Trie()
+    for tokens, mass in guesses:
+        trie.add(tokens, mass)
+    return trie.best(len)
+
+
+def merged(guesses: Sequence[Tree], budget: Budget) -> tuple[Tree, Drafts]:
+    drafters = [ScriptedDrafter(lambda context, tree=tree: tree) for tree in guesses]
+    drafts = Drafts([*drafters], Ledger([Account() for _ in guesses]), Meter(), 9)
+    drafts.meter.begin()
+    return drafts.propose(Context([], b"", 0), budget), drafts
+
+
+@examples(300)
+@given(st.lists(trees, min_size=1, max_size=4), st.booleans())
+def test_merging_loses_no_candidate_and_adds_none(found: list[list[tuple[list[int], float]]], silent: bool) -> None:
+    guesses = [tree_of(one) for one in found]
+    if silent:  # a drafter that doesn't say how probable its guesses are
+        guesses[0] = Tree(guesses[0].tokens, guesses[0].parents)
+    tree, drafts = merged(guesses, Budget(nodes=1000))
+    assert set(paths_of(tree)) == {path for one in guesses for path in paths_of(one)}
+    assert sorted(node for one in drafts.asked for node in one.own) == list(range(len(tree)))
+
+
+@examples(200)
+@given(st.lists(trees, min_size=2, max_size=4), st.integers(1, 12))
+def test_a_merged_tree_keeps_within_the_budget(found: list[list[tuple[list[int], float]]], nodes: int) -> None:
+    guesses = [tree_of(one) for one in found]
+    tree, _ = merged(guesses, Budget(nodes=nodes))
+    assert len(tree) == min(nodes, len({path for one in guesses for path in paths_of(one)}))
+
+
+def test_what_two_drafts_guess_is_believed_more_than_what_one_does() -> None:
+    one, both = tree_of([([1], 0.2)]), tree_of([([1], 0.2), ([2], 0.2)])
+    tree, _ = merged([one, both], Budget(nodes=1))
+    assert tree.tokens == (1,)
+
+
+def test_a_draft_that_raises_takes_none_of_the_others_with_it() -> None:
+    def fails(context: Context) -> list[int]:
+        raise MemoryError("simulated")
+
+    truth = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
+    start = len(prompt_ids(TOKENS, "吾輩は"))
+    oracle = ScriptedDrafter(lambda context: truth[len(context.ids) - start :][:4])
+    with pytest.warns(DraftFailedWarning, match="simulated"):
+        generation = XTokAssisted((TARGET, TOKENS), [ScriptedDrafter(fails), oracle], budget=Budget(4)).generate(
+            "吾輩は", **GREEDY
+        )
+    assert generation.token_ids == truth
+    assert generation.stats.tokens_per_forward > 3
+
+
+def test_a_draft_that_earns_nothing_is_asked_ever_less_and_another_goes_on() -> None:
+    ledger, random = Ledger([Account(), Account()]), Random(0)
+    asked = [0, 0]
+    for _ in range(600):
+        tree = Tree((1,), (-1,), masses=(0.5,))
+        right = random.random() < 0.8
+        shares, path = [], [-1, 0] if right else [-1]
+        for draft, account in enumerate(ledger.accounts):
+            on = ledger.ready() and account.trial(0.0).asks()
+            asked[draft] += on
+            own = frozenset([0]) if draft == 1 else frozenset()
+            guess = tree if draft == 1 else Tree((2,), (-1,), masses=(0.5,))
+            shares.append(Asked(guess, 0.0, [(1, 0.05)], 0.0, own) if on else Asked())
+        ledger.observe(tree, [1 if right else 3], path, 1.0, shares)
+    assert asked[0] < 150
+    assert asked[1] > 590
+
+
+# a draft with the target's ids
+
+
+def padded(tokens: Any) -> Any:
+    """The same tokenizer with control tokens behind its own."""
+    more = deepcopy(tokens)
+    more.add_special_tokens({"additional_special_tokens": ["<|one|>", "<|two|>"]})
+    return more
+
+
+def test_tokenizers_are_the_same_by_their_tokens_and_not_by_their_sizes() -> None:
+    def same(one: Any, other: Any) -> bool:
+        return same_tokens(one, token_bytes(one), other, token_bytes(other))
+
+    other = deepcopy(OTHER_TOKENS)
+    other.add_tokens(["another"])
+    assert same(TOKENS, deepcopy(TOKENS))
+    assert same(TOKENS, padded(TOKENS))
+    assert same(padded(TOKENS), TOKENS)
+    assert not same(OTHER_TOKENS, other)
+    assert not same(TOKENS, OTHER_TOKENS)
+    shuffled = tokenizer("byte-level BPE", 1)
+    assert not same(OTHER_TOKENS, shuffled)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_draft_with_the_targets_ids_that_is_the_target_is_always_right(width: int, sampled: bool) -> None:
+    """In sampled texts, too: both look at the same noise. It reads ids, so nothing is lost on the way."""
+    asked = GREEDY | ({"do_sample": True, "seed": 3, "temperature": 1.5} if sampled else {})
+    xt = XTokAssisted((TARGET, TOKENS), [(deepcopy(TARGET), padded(TOKENS))], budget=Budget(3, width=width, nodes=200))
+    for prompt in ("吾輩は", "The quick brown", "🍣"):
+        generation = xt.generate(prompt, **asked)
+        assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate(prompt, **asked).token_ids
+        committed = [one.committed for one in generation.rounds[1:-1]]
+        assert (
+            mean(committed) == 4 if width == 1 or sampled else mean(committed) > 3.5
+        )  # a tree spends on what is less likely, too
+
+
+def test_a_draft_with_the_targets_ids_and_less_of_them_guesses_what_it_knows() -> None:
+    """Vocabularies may be padded to any size; an id that the draft hasn't is left out of what it reads."""
+    small = fitting(TOKENS, "GPT2", 1)
+    wide = fitting(padded(TOKENS), "Llama", 0)
+    assert wide.config.vocab_size > small.config.vocab_size
+    for target, draft in ((wide, small), (small, wide)):
+        xt = XTokAssisted((target, TOKENS), [(draft, TOKENS)], budget=Budget(3))
+        again = LogitsProcessorList([PicksAll()])
+        generation = xt.generate("吾輩は", logits_processor=again, **GREEDY)
+        assert (
+            generation.token_ids
+            == XTokAssisted((target, TOKENS)).generate("吾輩は", logits_processor=again, **GREEDY).token_ids
+        )
+        assert generation.stats.draft_error is None
+
+
+class PicksAll:
+    """Leads through the whole vocabulary, the rows beyond the tokenizer's included."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        only = torch.full_like(scores, -torch.inf)
+        only[:, -1 - input_ids.shape[1] % 9] = 0
+        return only
+
+
+def test_a_draft_with_the_targets_ids_sees_no_padding() -> None:
+    inputs = TOKENS(["吾輩は", "吾輩は猫である。名前はまだ無い"], return_tensors="pt", padding=True, padding_side="left")
+    inputs.pop("token_type_ids", None)
+    xt = XTokAssisted((TARGET, TOKENS), [(TARGET, TOKENS)], budget=Budget(3, width=1))
+    seen = []
+    original = xt._makers[0]
+
+    def noted(task: Any) -> Any:
+        made = original(task)
+        seen.append(made._reader)
+        return made
+
+    xt._makers = [noted]
+    output = TARGET.generate(**inputs, custom_generate=xt, pad_token_id=0, **GREEDY)
+    expected = TARGET.generate(**inputs, pad_token_id=0, **GREEDY)
+    assert torch.equal(output, expected)
+    for reader, row, mask in zip(seen, inputs["input_ids"], inputs["attention_mask"], strict=True):
+        held = row[mask != 0].tolist()
+        assert reader._ids[: len(held)] == held
+
+
+def test_the_projection_of_the_same_ids_is_each_to_itself() -> None:
+    found = same_ids(5, 7)
+    assert found.own.tolist() == found.theirs.tolist() == [0, 1, 2, 3, 4]
+    assert found.weights.tolist() == [1.0] * 5
+
+
+# what may be given
+
+
+def test_a_model_guesses_together_with_what_the_text_repeats_and_a_list_is_taken_as_it_is() -> None:
+    target = (TARGET, TOKENS)
+    assert len(XTokAssisted(target, OTHER)._makers) == 2
+    assert len(XTokAssisted(target, [OTHER])._makers) == 1
+    assert len(XTokAssisted(target, OTHER, budget=Budget(5, width=1))._makers) == 1
+    assert len(XTokAssisted(target, PromptLookup())._makers) == 1
+    assert len(XTokAssisted(target, [OTHER, OTHER, PromptLookup()])._makers) == 3
+    assert not XTokAssisted(target, [])._makers
+
+
+def test_what_takes_one_model_refuses_several() -> None:
+    target = (TARGET, TOKENS)
+    with pytest.raises(UnsupportedArgumentError, match="takes one draft model alone"):
+        XTokAssisted(target, [OTHER, PromptLookup()], acceptance="rejection")
+    with pytest.raises(InvalidInputError, match="needs one draft model that can learn, and there are 2"):
+        XTokAssisted(target, [OTHER, OTHER], adapt=True)
+
+
+# schedules
+
+
+def test_the_heuristic_schedule_guesses_two_more_after_a_guess_that_was_right_to_its_end() -> None:
+    truth = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY | {"max_new_tokens": 40}).token_ids
+    start, depths = len(prompt_ids(TOKENS, "吾輩は")), list[int]()
+
+    class Oracle:
+        """Right but in every third round."""
+
+        def propose(self, context: Context, budget: Budget) -> Tree:
+            depths.append(budget.depth)
+            rest = truth[len(context.ids) - start :][: budget.depth]
+            return ScriptedDrafter(lambda _: [7, *rest] if len(depths) % 3 == 0 else rest).propose(context, budget)
+
+    xt = XTokAssisted((TARGET, TOKENS), Oracle(), budget=Budget(2, width=1, schedule="heuristic"))
+    assert xt.generate("吾輩は", **GREEDY | {"max_new_tokens": 40}).token_ids == truth
+    assert depths[:6] == [2, 4, 6, 5, 7, 9]
+
+
+def test_a_draft_goes_on_only_behind_tokens_that_it_is_confident_of() -> None:
+    def expand(front: list[Path]) -> list[list[Path]]:
+        return [[Path(path.mass * 0.5, 0, path.written + b"a", 0.5)] for path in front]
+
+    assert len(grown([Path(0.9, -1, b"x", 0.9)], Budget(9, confidence=0.6), expand)) == 2
+    assert len(grown([Path(0.9, -1, b"x", 0.9)], Budget(9, confidence=0.4), expand)) == 9
+    assert len(grown([Path(0.3, -1, b"x", 0.3)], Budget(9, confidence=0.4), expand)) == 1
+
+
+def test_a_confident_draft_drafts_less_than_one_that_never_stops() -> None:
+    runs = [
+        XTokAssisted(pair.TARGET, pair.DRAFT, budget=Budget(12, width=1, confidence=confidence)) for confidence in (0.0, 0.5)
+    ]
+    stats = [xt.generate(pair.prompts()[0], max_new_tokens=40, do_sample=False).stats for xt in runs]
+    assert stats[1].draft_forwards < 0.8 * stats[0].draft_forwards
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"schedule": "linear"}, "schedule is 'linear'; use one of 'cost', 'constant', 'heuristic'"),
+        ({"confidence": 1.5}, "confidence is 1.5"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidInputError, match=told):
+        Budget(**wrong)
