@@ -33,7 +33,7 @@ ROOMS = (
     ("tune",),
     ("", "pair", "fit", "stretch"),
     ("bench",),
-    ("bench_sampled", "bench_context", "bench_plot"),
+    ("bench_sampled", "bench_context", "bench_plot", "bench_drafters"),
     ("cli",),
     ("__main__",),
 )

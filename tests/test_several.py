@@ -246,9 +246,9 @@ def test_a_draft_with_the_targets_ids_that_is_the_target_is_always_right(width: 
         generation = xt.generate(prompt, **asked)
         assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate(prompt, **asked).token_ids
         committed = [one.committed for one in generation.rounds[1:-1]]
-        assert (
-            mean(committed) == 4 if width == 1 or sampled else mean(committed) > 3.5
-        )  # a tree spends on what is less likely, too
+        if width == 1 or sampled:  # a greedy tree spends on what is less likely, too
+            assert set(committed) == {4}
+        assert mean(committed) > 3
 
 
 def test_a_draft_with_the_targets_ids_and_less_of_them_guesses_what_it_knows() -> None:

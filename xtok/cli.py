@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -19,18 +19,22 @@ from transformers.utils import logging
 from xtok.assisted import Generation, XTokAssisted
 from xtok.bench import Row, build_seconds, compare, tuned, useless_drafts
 from xtok.bench_context import ContextRow, compare_contexts
+from xtok.bench_drafters import DrafterRow, compare_drafters
 from xtok.bench_plot import check_drawable, draw
 from xtok.bench_sampled import SampledRow, compare_sampled
 from xtok.budget import Budget
+from xtok.drafts.heads import HeadsDrafter
 from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
 from xtok.lm import check_rolls_back, context_window
-from xtok.pair import DRAFT, TARGET, TUNED, prompts
+from xtok.pair import DRAFT, HEADS, TARGET, TUNED, prompts, quoting, technical
 from xtok.sources import load
 from xtok.stretch import forward_seconds, sized, stretched_to
 from xtok.trace import Stats
 from xtok.tune import check_tunable, train_heads, tune_draft
 from xtok.version import __version__
+
+Found = TypeVar("Found")
 
 GUESS_LENGTH = 5
 LARGE, SMALL = (13e9, 40), (160e6, 12)
@@ -152,6 +156,9 @@ def inspect(
     target: TargetOption = str(TARGET),
     draft: DraftOption = str(DRAFT),
     text: Annotated[Path | None, typer.Option(help="A sample text in UTF-8.", show_default="held-out prompts")] = None,
+    drafters: Annotated[
+        bool, typer.Option("--drafters", help="All ways to guess and mixtures of them, on three kinds of prompts.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say how well two models fit, before any generation. Reads their tokenizers and configurations, not their weights."""
@@ -389,6 +396,9 @@ def bench(
     contexts: Annotated[
         bool, typer.Option("--contexts", help="Only what a round costs beside the models, by the length of the context.")
     ] = False,
+    drafters: Annotated[
+        bool, typer.Option("--drafters", help="All ways to guess and mixtures of them, on three kinds of prompts.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Run the target alone, transformers' universal assisted generation and xtok side by side, greedily or sampled."""
@@ -400,14 +410,15 @@ def bench(
         pair = _placed(load(target, "target"), load(draft, "draft"), dtype, device)
     texts, others = _bench_prompts(file)
     if contexts:
-        found = compare_contexts(pair[0][1], pair[1][1], texts)
-        typer.echo(json.dumps(found, indent=2, default=asdict)) if as_json else _print_contexts(found)
-        return
+        return _tell(compare_contexts(pair[0][1], pair[1][1], texts), _print_contexts, as_json)
+    own = _own_drafts(pair, (target, draft))
     pair = _enlarged(*pair, ratio, large)
+    if drafters:
+        kinds: dict[str, Any] = {"prose": texts, "technical": technical(), "quoting": quoting(texts)}
+        return _tell(compare_drafters(pair[0], own, kinds, max_new_tokens=max_new_tokens), _print_drafters, as_json)
     if sampled:
         rows = compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
-        typer.echo(json.dumps(rows, ensure_ascii=False, indent=2, default=asdict)) if as_json else _print_sampled(rows)
-        return
+        return _tell(rows, _print_sampled, as_json)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
     report: dict[str, Any] = {"build_seconds": build_seconds(*pair), "drafts": {"as it is": compare(*pair, texts, **settings)}}
     if tune:
@@ -417,10 +428,24 @@ def bench(
             report["drafts"][name] = compare(pair[0], other, texts, **settings)
     if plot is not None:
         draw(report["drafts"], plot)
+    _tell(report, _print_bench, as_json)
+
+
+def _tell(found: Found, show: Callable[[Found], None], as_json: bool) -> None:
+    """Print what was found, as JSON or as tables."""
     if as_json:
-        typer.echo(json.dumps(report, ensure_ascii=False, indent=2, default=asdict))
+        typer.echo(json.dumps(found, ensure_ascii=False, indent=2, default=asdict))
     else:
-        _print_bench(report)
+        show(found)
+
+
+def _own_drafts(pair: tuple[Any, Any], given: tuple[str, str]) -> dict[str, Any]:
+    """The draft, and of the shipped pair the tuned draft and the heads, too."""
+    if given != (str(TARGET), str(DRAFT)):
+        return {"draft": pair[1]}
+    model, tokenizer = load(TUNED, "draft")
+    tuned_draft = model.to(pair[1][0].device, pair[1][0].dtype), tokenizer
+    return {"draft": pair[1], "tuned draft": tuned_draft, "heads": HeadsDrafter(HEADS)}
 
 
 def _placed(target: Any, draft: Any, dtype: str, device: str) -> tuple[Any, Any]:
@@ -450,6 +475,18 @@ def _bench_prompts(file: Path | None) -> tuple[list[str], list[str]]:
         return prompts()[::EVERY], [text for i, text in enumerate(prompts()) if i % EVERY]
     texts = [line for line in _sample(file) if line.strip()]
     return [text.rstrip("\n") for text in texts[::2]], [text.rstrip("\n") for text in texts[1::2]]
+
+
+def _print_drafters(rows: list[DrafterRow]) -> None:
+    for kind in dict.fromkeys(row.kind for row in rows):
+        table = Table(title=kind)
+        for name in ("", "same ids", "tokens per\nforward", "draft\nforwards", "speed"):
+            table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+        for row in (row for row in rows if row.kind == kind):
+            figures = f"{row.tokens_per_forward:.2f}", str(row.draft_forwards), f"{row.speed:.2f}"
+            table.add_row(row.system, f"{row.identical}/{row.prompts}", *figures)
+        Console(highlight=False, width=100).print(table)
+    typer.echo("speed: median over prompts of the seconds of the target alone ÷ those of the system.")
 
 
 def _print_bench(report: dict[str, Any]) -> None:

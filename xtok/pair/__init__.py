@@ -1,8 +1,9 @@
 """The small trained pair that xtok ships: a target and an unrelated draft, for demonstrations, tests and measurements."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["DRAFT", "TARGET", "TUNED", "prompts"]
+__all__ = ["DRAFT", "HEADS", "TARGET", "TUNED", "prompts", "quoting", "technical"]
 
 _ROOT = Path(__file__).parent
 TARGET = _ROOT / "target"
@@ -11,6 +12,20 @@ DRAFT = _ROOT / "draft"
 """A GPT-NeoX of 1.4 M parameters with a byte-level BPE."""
 TUNED = _ROOT / "tuned"
 """That draft, tuned on what the target writes behind five of every six prompts."""
+HEADS = _ROOT / "heads.safetensors"
+"""Heads for the target, trained on what it writes behind the same prompts."""
+
+
+def technical() -> list[str]:
+    """Openings of explanations whose terms come again and again."""
+    return (_ROOT / "technical.txt").read_text(encoding="utf-8").splitlines()
+
+
+def quoting(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Passages to be copied with a word changed, and the copies: what a target large enough to follow would write."""
+    passages = ["".join(texts[i : i + 3]) for i in range(0, len(texts) - 2, 3)]
+    halves = [(text[: len(text) // 2], text[len(text) // 2 + 1 :]) for text in passages]
+    return [(f"次の文を写せ。\n{text}\n\n", f"{a}何{b}") for text, (a, b) in zip(passages, halves, strict=True)]
 
 
 def prompts() -> list[str]:

@@ -28,7 +28,7 @@ _DECAY = 0.8
 _RANKS = 5
 _MEASURED = 40
 _BATCH = 16
-_RATE = 5e-3
+_RATE = 2e-3
 
 
 @dataclass(frozen=True)

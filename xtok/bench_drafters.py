@@ -1,0 +1,108 @@
+"""The benchmark of all ways to guess, and of mixtures of them, on several kinds of prompts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from xtok.assisted import XTokAssisted
+from xtok.bench import ALONE, Timed, by_transformers, by_xtok
+from xtok.drafts.lookup import PromptLookup
+from xtok.errors import InvalidInputError
+from xtok.prompts import prompt_ids
+
+Asked = str | tuple[str, str]
+"""A prompt, or a prompt and its answer."""
+System = Callable[..., Timed]
+
+
+@dataclass(frozen=True)
+class DrafterRow:
+    """One mixture of drafts on one kind of prompts. `speed` as in `bench.Row`."""
+
+    kind: str
+    system: str
+    identical: int
+    prompts: int
+    tokens_per_forward: float
+    draft_forwards: int
+    speed: float
+
+
+def compare_drafters(
+    target: tuple[Any, Any],
+    drafts: Mapping[str, Any],
+    kinds: Mapping[str, Sequence[Asked]],
+    *,
+    max_new_tokens: int,
+) -> list[DrafterRow]:
+    """Generate all prompts by the target alone, by each draft and by each with prompt lookup, and by all together, greedily.
+
+    xtok guesses as much as pays. The systems take turns on each prompt. Where an answer comes with a prompt, the target is made
+    to write that, by a logits processor: small targets can't follow a prompt, and what a system costs depends on what is
+    written.
+    """
+    if not all(kinds.values()):
+        raise InvalidInputError("A kind of prompts has none. Give a file with one prompt per line.")
+    lookup = PromptLookup()
+    lists = {"prompt lookup": [lookup]} | {name: [draft] for name, draft in drafts.items()}
+    lists |= {f"{name} + prompt lookup": [draft, lookup] for name, draft in drafts.items()}
+    if len(drafts) > 1:
+        lists["all together"] = [*drafts.values(), lookup]
+    systems: dict[str, System] = {ALONE: partial(by_transformers, target)}
+    systems |= {name: partial(by_xtok, XTokAssisted(target, some)) for name, some in lists.items()}
+
+    def run(system: System, asked: Asked) -> Timed:
+        prompt, answer = (asked, None) if isinstance(asked, str) else asked
+        forced = LogitsProcessorList([] if answer is None else [_Writes(target[1], prompt, answer)])
+        return system(prompt, max_new_tokens=max_new_tokens, do_sample=False, logits_processor=forced)
+
+    return [row for kind, prompts in kinds.items() for row in _rows(kind, systems, run, prompts)]
+
+
+class _Writes(LogitsProcessor):  # type: ignore[misc]
+    """Lets a model write a given text."""
+
+    def __init__(self, tokenizer: Any, prompt: str, answer: str) -> None:
+        self._start, before = len(prompt_ids(tokenizer, prompt)), len(tokenizer(prompt, add_special_tokens=False).input_ids)
+        self._ids = tokenizer(prompt + answer, add_special_tokens=False).input_ids[before:]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Nothing but the next id is left, and behind the last one all are."""
+        written = input_ids.shape[1] - self._start
+        if written >= len(self._ids):
+            return scores
+        only = torch.full_like(scores, -torch.inf)
+        only[:, self._ids[written]] = 0
+        return only
+
+
+def _rows(
+    kind: str, systems: Mapping[str, System], run: Callable[[System, Asked], Timed], prompts: Sequence[Asked]
+) -> list[DrafterRow]:
+    runs: dict[str, list[Timed]] = {name: [] for name in systems}
+    for system in systems.values():
+        run(system, prompts[0])  # the first run of a system pays for its start
+    for prompt in track(prompts, description=kind, transient=True):
+        for name, system in systems.items():
+            runs[name].append(run(system, prompt))
+    return [_row(kind, name, timed, runs[ALONE]) for name, timed in runs.items()]
+
+
+def _row(kind: str, name: str, runs: list[Timed], alone: list[Timed]) -> DrafterRow:
+    pairs = list(zip(runs, alone, strict=True))
+    return DrafterRow(
+        kind,
+        name,
+        identical=sum(run.ids == other.ids for run, other in pairs),
+        prompts=len(runs),
+        tokens_per_forward=sum(len(run.ids) for run in runs) / sum(run.target_forwards for run in runs),
+        draft_forwards=sum(run.draft_forwards for run in runs),
+        speed=median(other.seconds / run.seconds for run, other in pairs),
+    )
