@@ -10,14 +10,26 @@ from worlds import fitting, tokenizer
 from xtok import Budget, Context, Tree, XTokAssisted, chain
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = [
+    ("quickstart", "yes"),
+    ("hugging_face", "yes"),
+    ("streaming", "。"),
+    ("several_drafts", "yes"),
+    ("prompt_lookup", "tokens per forward"),
+    ("heads", "yes"),
+    ("same_tokenizer", "yes"),
+    ("schedules", "heuristic"),
+    ("typical_acceptance", "stats.exact is False"),
+]
 
 
-@pytest.mark.parametrize(("example", "told"), [("quickstart", "yes"), ("hugging_face", "yes"), ("streaming", "。")])
+@pytest.mark.parametrize(("example", "told"), EXAMPLES)
 def test_an_example_runs_and_tells_the_truth(example: str, told: str) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / f"{example}.py"], capture_output=True, check=True, encoding="utf-8"
     )
     assert told in done.stdout
+    assert "the same ids: no" not in done.stdout
 
 
 def test_the_guides_own_draft_is_a_draft() -> None:

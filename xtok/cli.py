@@ -428,7 +428,7 @@ def bench(
             report["drafts"][name] = compare(pair[0], other, texts, **settings)
     if plot is not None:
         draw(report["drafts"], plot)
-    _tell(report, _print_bench, as_json)
+    return _tell(report, _print_bench, as_json)
 
 
 def _tell(found: Found, show: Callable[[Found], None], as_json: bool) -> None:

@@ -1,0 +1,20 @@
+"""Several drafts at once: their guesses are merged into one tree.
+
+With a budget, all are asked in every round; without one, each is asked as far as it earns, which on a target as small as the one
+that ships is seldom.
+"""
+
+from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
+from xtok.pair import DRAFT, HEADS, TARGET, TUNED, prompts
+
+prompt = prompts()[0]
+alone = XTokAssisted(TARGET).generate(prompt, max_new_tokens=64, do_sample=False)
+mixtures = {
+    "one draft": [DRAFT],
+    "two drafts": [DRAFT, TUNED],
+    "a draft, the target's own heads, and what the text repeats": [TUNED, HeadsDrafter(HEADS), PromptLookup()],
+}
+for name, drafts in mixtures.items():
+    g = XTokAssisted(TARGET, drafts, budget=Budget(5)).generate(prompt, max_new_tokens=64, do_sample=False)
+    same = "yes" if g.token_ids == alone.token_ids else "no"
+    print(f"{name}: {g.stats.tokens_per_forward:.2f} tokens per forward of the target, the same ids: {same}")
