@@ -15,10 +15,11 @@ from worlds import ARCHITECTURES, examples, fitting, model, tokenizer
 from xtok import pair
 from xtok.bench import ALONE, CHAIN, TREE, UAG, XTOK, compare, tuned
 from xtok.bench_context import compare_contexts
+from xtok.bench_drafters import compare_drafters
 from xtok.bench_sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
 from xtok.bench_sampled import TREE as TREE_SAMPLED
 from xtok.cli import app
-from xtok.errors import UnsupportedModelError
+from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.sources import load
 from xtok.stretch import blocks_of, sized, stretch, stretched_to
 
@@ -150,3 +151,35 @@ def test_a_bench_that_makes_no_sense_is_refused_before_it_runs(option: list[str]
     result = CliRunner().invoke(app, ["bench", *option])
     assert result.exit_code == 1
     assert told in result.output
+
+
+def test_all_ways_to_guess_are_compared_and_an_answer_that_is_given_is_written() -> None:
+    target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
+    kinds = {"prose": pair.prompts()[:1], "quoting": pair.quoting(pair.prompts()[:3])}
+    rows = compare_drafters(target, {"draft": draft, "itself": target}, kinds, max_new_tokens=24)
+    systems = [ALONE, "prompt lookup", "draft", "itself", "draft + prompt lookup", "itself + prompt lookup", "all together"]
+    assert [(row.kind, row.system) for row in rows] == [(kind, system) for kind in kinds for system in systems]
+    assert all(row.identical == row.prompts == 1 for row in rows)
+    quoted = {row.system: row.tokens_per_forward for row in rows if row.kind == "quoting"}
+    assert quoted[ALONE] == 1
+    assert quoted["prompt lookup"] > 1.5
+
+
+def test_a_kind_without_prompts_is_refused() -> None:
+    target = load(pair.TARGET, "target")
+    with pytest.raises(InvalidInputError, match="A kind of prompts has none"):
+        compare_drafters(target, {}, {"prose": []}, max_new_tokens=4)
+
+
+def test_what_is_quoted_differs_from_the_passage_in_one_character() -> None:
+    for prompt, answer in pair.quoting(pair.prompts()[:9]):
+        passage = prompt.split("\n")[1]
+        assert [a != b for a, b in zip(passage, answer, strict=True)].count(True) == 1
+
+
+def test_the_command_compares_drafters(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(pair.prompts()[:6]), encoding="utf-8")
+    done = CliRunner().invoke(app, ["bench", "--drafters", "--prompts", str(file), "--max-new-tokens", "4"])
+    assert done.exit_code == 0, done.output
+    assert all(name in done.stdout for name in ("prose", "technical", "quoting", "tuned draft + prompt lookup", "heads"))
