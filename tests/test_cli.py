@@ -221,3 +221,10 @@ def test_a_window_is_told_of_only_where_the_draft_sees_less_than_the_target() ->
 def test_a_sample_without_text_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="no text"):
         fit(tokenizer("WordPiece"), tokenizer("WordPiece"), [""])
+
+
+def test_inspect_tells_that_two_tokenizers_are_the_same() -> None:
+    same = CliRunner().invoke(app, ["inspect", "--draft", str(pair.TARGET)])
+    other = CliRunner().invoke(app, ["inspect"])
+    assert "The tokenizers are the same" in same.stdout
+    assert "The tokenizers are the same" not in other.stdout

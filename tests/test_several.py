@@ -193,6 +193,20 @@ def test_a_draft_that_raises_takes_none_of_the_others_with_it() -> None:
     assert generation.stats.tokens_per_forward > 3
 
 
+def test_each_draft_is_told_what_it_earned() -> None:
+    truth = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
+    start = len(prompt_ids(TOKENS, "吾輩は"))
+
+    def right(ids: int) -> ScriptedDrafter:
+        return ScriptedDrafter(lambda context: truth[len(context.ids) - start :][:ids])
+
+    drafts = [right(1), ScriptedDrafter(lambda context: [7]), right(3)]
+    stats = XTokAssisted((TARGET, TOKENS), drafts, budget=Budget(4)).generate("吾輩は", **GREEDY).stats
+    assert sum(stats.earned) == stats.accepted
+    assert stats.earned[1] == 0
+    assert stats.earned[2] > 8
+
+
 def test_a_draft_that_earns_nothing_is_asked_ever_less_and_another_goes_on() -> None:
     ledger, random = Ledger([Account(), Account()]), Random(0)
     asked = [0, 0]

@@ -156,9 +156,6 @@ def inspect(
     target: TargetOption = str(TARGET),
     draft: DraftOption = str(DRAFT),
     text: Annotated[Path | None, typer.Option(help="A sample text in UTF-8.", show_default="held-out prompts")] = None,
-    drafters: Annotated[
-        bool, typer.Option("--drafters", help="All ways to guess and mixtures of them, on three kinds of prompts.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say how well two models fit, before any generation. Reads their tokenizers and configurations, not their weights."""
@@ -197,6 +194,8 @@ def _print_fit(found: Fit) -> None:
     typer.echo(f"The sample has {found.texts} texts with {found.characters} characters.")
     typer.echo(f"Both vocabularies have {found.shared} byte strings in common.")
     typer.echo(f"A guess of {GUESS_LENGTH} draft tokens is about {length:.1f} target tokens long.")
+    if found.same:
+        typer.echo("The tokenizers are the same: guesses are ids and skip the text.")
     typer.echo("What will be lost (the output stays the target's own):" if found.losses else "Nothing will be lost.")
     for loss in found.losses:
         typer.echo(f"- {loss}")

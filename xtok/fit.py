@@ -8,7 +8,7 @@ from typing import Any
 
 from xtok.encoding import Encoder, encoder
 from xtok.errors import InvalidInputError
-from xtok.tokenbytes import TokenBytes, token_bytes
+from xtok.tokenbytes import TokenBytes, same_tokens, token_bytes
 
 UTF8_BYTES = frozenset(range(0xF5)) - {0xC0, 0xC1}
 """The 243 byte values that occur in UTF-8."""
@@ -54,6 +54,7 @@ class Fit:
     """A pair on a sample of `texts` texts with `characters` characters.
 
     `shared`: how many byte strings both vocabularies have. `losses`: sentences that say what will be lost, for this pair.
+    `same`: whether both have the same tokens, so that guesses are ids and skip the text.
     """
 
     target: Side
@@ -62,6 +63,7 @@ class Fit:
     characters: int
     shared: int
     losses: tuple[str, ...]
+    same: bool
 
     @property
     def target_tokens_per_draft_token(self) -> float:
@@ -89,8 +91,9 @@ def fit(
     of_target = _side(target, views[0], spellings[0], spellings[1], texts, target_window)
     of_draft = _side(draft, views[1], spellings[1], spellings[0], texts, draft_window)
     shared = len(spellings[0] & spellings[1])
-    losses = tuple(_losses(of_target, of_draft))
-    return Fit(of_target, of_draft, len(texts), sum(map(len, texts)), shared, losses)
+    same = same_tokens(target, views[0], draft, views[1])
+    losses = tuple(_window_losses(of_target, of_draft) if same else _losses(of_target, of_draft))
+    return Fit(of_target, of_draft, len(texts), sum(map(len, texts)), shared, losses, same)
 
 
 def _spellings(view: TokenBytes) -> frozenset[bytes]:
@@ -191,6 +194,10 @@ def _losses(target: Side, draft: Side) -> Iterator[str]:
             f"{draft.mid_character:.0%} of the draft's tokens end inside a character: "
             "a guess that ends so loses that last character."
         )
+    yield from _window_losses(target, draft)
+
+
+def _window_losses(target: Side, draft: Side) -> Iterator[str]:
     if target.reach and draft.reach and draft.reach < target.reach:
         yield (
             f"The draft's window holds about {draft.reach:.0f} characters, the target's {target.reach:.0f}: "

@@ -26,7 +26,8 @@ class Stats:
     `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it.
     `seconds_noise`, of sampling: drawing under the noise, of which the draft's part lies within `seconds_draft`.
     `chains_only`: whether the target can check no tree, so that all guesses were chains.
-    `exact`: whether the text is the target's own. False only for sampled ones under `acceptance="typical"`.
+    `earned`: for each draft, in order, the accepted ids that no cheaper one guessed; a model given by itself is followed by
+    prompt lookup. `exact`: whether the text is the target's own. False only for sampled ones under `acceptance="typical"`.
     """
 
     new_tokens: int
@@ -43,6 +44,7 @@ class Stats:
     draft_error: str | None
     chains_only: bool
     exact: bool
+    earned: tuple[int, ...] = ()
 
     @property
     def tokens_per_forward(self) -> float:
@@ -63,6 +65,7 @@ class Meter:
     draft_error: str | None = None
     chains_only: bool = False
     exact: bool = True
+    earned: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
     drafted: list[tuple[int, float]] = field(default_factory=list)
@@ -113,4 +116,5 @@ class Meter:
             draft_error=self.draft_error,
             chains_only=self.chains_only,
             exact=self.exact,
+            earned=tuple(self.earned),
         )

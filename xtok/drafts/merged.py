@@ -38,6 +38,9 @@ class Drafts:
 
     def observe(self, budget: Budget, tree: Tree, block: Sequence[int], path: Sequence[int]) -> None:
         """Tell the ledger what the round cost, in which `block` was picked along the nodes `path` of `tree`."""
+        right = tree.along(block)
+        earned = self.meter.earned or [0] * len(self.asked)
+        self.meter.earned = [sofar + len(one.own.intersection(right)) for sofar, one in zip(earned, self.asked, strict=True)]
         if budget.schedule == "heuristic" and len(tree):
             depth, full = self.ledger.depth or budget.depth, path[-1] not in tree.parents
             self.ledger.depth = depth + 2 if full else max(1, depth - 1)
