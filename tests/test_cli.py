@@ -170,6 +170,8 @@ def test_vocabularies_are_compared_by_bytes_and_not_by_their_strings() -> None:
 def test_a_tokenizer_fits_itself(family: str) -> None:
     found = fit(tokenizer(family), tokenizer(family), CORPUS, target_window=64, draft_window=64)
     assert (found.target, found.target.shared, found.target_tokens_per_draft_token) == (found.draft, 1.0, 1.0)
+    assert found.same
+    assert not found.losses
 
 
 def test_nothing_is_lost_between_two_tokenizers_that_spell_everything_in_whole_characters() -> None:
@@ -224,7 +226,5 @@ def test_a_sample_without_text_is_refused() -> None:
 
 
 def test_inspect_tells_that_two_tokenizers_are_the_same() -> None:
-    same = CliRunner().invoke(app, ["inspect", "--draft", str(pair.TARGET)])
-    other = CliRunner().invoke(app, ["inspect"])
-    assert "The tokenizers are the same" in same.stdout
-    assert "The tokenizers are the same" not in other.stdout
+    assert "The tokenizers are the same" in run("inspect", "--draft", str(TARGET))[0]
+    assert "The tokenizers are the same" not in run("inspect")[0]
