@@ -4,6 +4,8 @@ from itertools import islice
 
 _LEVELS = 16
 """How many of the repeated ends, the longest first, know their latest place; the others, one that may be older."""
+_STEPS = 64
+"""How many of them are looked at for followers: in a text that goes round there are as many as it has ids."""
 
 
 class Repeats:
@@ -36,7 +38,9 @@ class Repeats:
         """At most `count` places, with distinct ids there, and how many ids before each agree with the end of the text."""
         found: dict[int, tuple[int, int]] = {}
         state = self._link[self._last]
-        while state > 0 and len(found) < count:
+        for _ in range(_STEPS):
+            if state <= 0 or len(found) >= count:
+                break
             for token in islice(reversed(self._next[state]), count):
                 found.setdefault(token, (self._end[self._next[state][token]] - 1, self._length[state]))
             state = self._link[state]
