@@ -87,6 +87,7 @@ class Line:
     """
 
     cells: dict[int, tuple[int, float, float]] = field(default_factory=dict)
+    _line: tuple[float, float] | None = None
 
     def add(self, rows: int, seconds: float) -> None:
         """Take in a measurement; one that is far off is taken for a hiccup of the machine."""
@@ -94,9 +95,15 @@ class Line:
         share = max(1 / (count + 1), _SHARE)
         seconds = min(seconds, 2 * mean)
         self.cells[rows.bit_length()] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean))
+        self._line = None
 
     def fit(self) -> tuple[float, float]:
         """Seconds of a forward of no rows, and per row, neither below 0. Where all had as many rows, those are free."""
+        if self._line is None:
+            self._line = self._fit()
+        return self._line
+
+    def _fit(self) -> tuple[float, float]:
         if not self.cells:
             return 0.0, 0.0
         weights = [(min(count, _ENOUGH), rows, seconds) for count, rows, seconds in self.cells.values()]

@@ -16,6 +16,8 @@ _LONGEST = 8
 _PRIOR = (0.0, 0.2, 0.5, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9)
 """How often the next id is the same where so many ids before it are, until it has been seen."""
 _WEIGHT = 4
+_LEAST = 0.01
+"""What is less probable isn't guessed."""
 _BYTES = 8
 """How many bytes an id of the target is taken to have at most."""
 
@@ -71,7 +73,8 @@ class Lookup:
         left = 1.0
         for i, (ids, agreeing, share) in enumerate(found):
             masses = [left * share * mass for mass in belief.masses(agreeing, len(ids))]
-            trie.mix(chain(ids), masses)
+            kept = sum(mass > _LEAST for mass in masses)
+            trie.mix(chain(ids[:kept]), masses)
             left -= masses[0]
             if not i:
                 belief.given = ids, agreeing
