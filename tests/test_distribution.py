@@ -121,6 +121,14 @@ def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> ProjectedDrafter
     )
 
 
+def drafts_of(made: ProjectedDrafter | None, vocabulary: int) -> Drafts | None:
+    if made is None:
+        return None
+    drafts = Drafts(Ledger([Account()]), Meter(), vocabulary)
+    drafts.add(lambda: made)
+    return drafts
+
+
 LONGEST: Counter[str] = Counter()
 
 
@@ -135,7 +143,7 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
         processors=LogitsProcessorList(),
         criteria=StoppingCriteriaList([MaxLengthCriteria(1 + LENGTH), EosTokenCriteria(END)]),
         config=GenerationConfig(max_length=1 + LENGTH, do_sample=True),
-        drafts=Drafts([made], Ledger([Account()]), Meter(), len(view)) if (made := drafter(mode, keys, view)) else None,
+        drafts=drafts_of(drafter(mode, keys, view), len(view)),
         budget=Budget(GUESS_LENGTH, width=3 if mode == "tree" else 1),
         branches=True,
         deepest=None,

@@ -1,6 +1,7 @@
 """Heads: what they learn, which targets they take, and that they change no text."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -60,6 +61,7 @@ def test_the_loss_falls_as_heads_learn() -> None:
         losses[-1].backward()
         learning.step()
     assert losses[-1] < 0.3 * losses[0]
+    assert all(weight.grad is None for weight in TARGET.parameters())
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -92,7 +94,21 @@ def heads_for(path: Path, **changed: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("name", "value"), [("target", "other"), ("hidden_size", 16), ("vocabulary", "abc")])
+def test_heads_of_another_size_than_they_say_are_refused(tmp_path: Path) -> None:
+    save_heads(Heads(2, 16), described(TARGET, token_bytes(TOKENS)), tmp_path / "h")
+    with pytest.raises(InvalidInputError, match="whose hidden size is 16"):
+        XTokAssisted((TARGET, TOKENS), HeadsDrafter(tmp_path / "h"))
+
+
+def test_a_target_may_change_its_precision_after_it_was_handed_in(tmp_path: Path) -> None:
+    target = deepcopy(TARGET)
+    xt = XTokAssisted((target, TOKENS), HeadsDrafter(heads_for(tmp_path / "h")), budget=Budget(2))
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        target.to(dtype)
+        assert xt.generate("吾輩は", max_new_tokens=8, do_sample=False).stats.draft_error is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("target", "other"), ("vocabulary", "abc")])
 def test_heads_of_another_target_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads_for(tmp_path / "right")))
     wrong = HeadsDrafter(heads_for(tmp_path / "wrong", **{name: value}))

@@ -161,7 +161,12 @@ def test_masses_fall_along_a_continuation(history: list[tuple[list[int], int, li
         assert all(1 >= mass >= later > 0 for mass, later in pairwise(masses))
 
 
-@pytest.mark.parametrize("wrong", ["a text", b"bytes", [1], [b"bytes"]])
+def test_a_corpus_may_be_given_as_a_generator() -> None:
+    assert PromptLookup(text for text in ["abc", "", "def"])._texts == ["abc", "def"]
+    assert PromptLookup([""]).index is None
+
+
+@pytest.mark.parametrize("wrong", ["a text", b"bytes", [1], [b"bytes"], None, 5])
 def test_a_corpus_that_is_no_list_of_texts_is_refused(wrong: object) -> None:
     with pytest.raises(InvalidInputError, match="it must be a list of texts"):
         PromptLookup(wrong)  # type: ignore[arg-type]

@@ -194,8 +194,8 @@ def simulated(ledger: Ledger, *, target: float, draft: float, right: float, roun
         block = [*path[1:], -1]
         took = target * (1 + 0.01 * len(tree))
         nodes = frozenset(range(len(tree)))
-        own = Asked(tree, 0.0, [(1, draft)] * calls, 0.0, frozenset() if others else nodes) if asked else Asked()
-        ledger.observe(tree, block, path, took, [own, *(Asked(tree, 0.0, (), 1e-9, nodes) for _ in others)])
+        own = Asked(tree, 0.0, [(1, draft)] * calls, own=frozenset() if others else nodes) if asked else Asked()
+        ledger.observe(tree, block, path, took, [own, *(Asked(tree, rest=1e-9, own=nodes) for _ in others)])
         picks, seconds, drafted = picks + len(path), seconds + took + calls * draft, drafted + calls
     return picks * target / seconds, drafted / rounds
 

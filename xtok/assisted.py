@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args, overload
 
 import torch
@@ -69,7 +69,7 @@ class XTokAssisted:
     def __init__(
         self,
         target: Source,
-        draft: Draft | Sequence[Draft] | None = None,
+        draft: Draft | list[Any] | None = None,
         *,
         budget: Budget | None = None,
         acceptance: Acceptance = "match",
@@ -285,7 +285,10 @@ class XTokAssisted:
         """The drafters of one generation, which begin with what the ones before it learnt."""
         if not self._makers:
             return None
-        return Drafts([make(task) for make in self._makers], deepcopy(self._ledger), task.meter, self._target.vocabulary)
+        drafts = Drafts(deepcopy(self._ledger), task.meter, self._target.vocabulary)
+        for make in self._makers:
+            drafts.add(partial(make, task))
+        return drafts
 
     @cached_property
     def _branches(self) -> bool:

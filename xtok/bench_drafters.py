@@ -28,7 +28,7 @@ class DrafterRow:
 
     kind: str
     system: str
-    identical: int
+    identical: int | None
     prompts: int
     tokens_per_forward: float
     draft_forwards: int
@@ -49,7 +49,7 @@ def compare_drafters(
     written.
     """
     if not all(kinds.values()):
-        raise InvalidInputError("A kind of prompts has none. Give a file with one prompt per line.")
+        raise InvalidInputError("A kind of prompts has none. Give 6 prompts or more.")
     lookup = PromptLookup()
     lists = {"prompt lookup": [lookup]} | {name: [draft] for name, draft in drafts.items()}
     lists |= {f"{name} + prompt lookup": [draft, lookup] for name, draft in drafts.items()}
@@ -92,15 +92,16 @@ def _rows(
     for prompt in track(prompts, description=kind, transient=True):
         for name, system in systems.items():
             runs[name].append(run(system, prompt))
-    return [_row(kind, name, timed, runs[ALONE]) for name, timed in runs.items()]
+    given = not isinstance(prompts[0], str)
+    return [_row(kind, name, timed, runs[ALONE], given) for name, timed in runs.items()]
 
 
-def _row(kind: str, name: str, runs: list[Timed], alone: list[Timed]) -> DrafterRow:
+def _row(kind: str, name: str, runs: list[Timed], alone: list[Timed], given: bool) -> DrafterRow:
     pairs = list(zip(runs, alone, strict=True))
     return DrafterRow(
         kind,
         name,
-        identical=sum(run.ids == other.ids for run, other in pairs),
+        identical=None if given else sum(run.ids == other.ids for run, other in pairs),
         prompts=len(runs),
         tokens_per_forward=sum(len(run.ids) for run in runs) / sum(run.target_forwards for run in runs),
         draft_forwards=sum(run.draft_forwards for run in runs),

@@ -41,8 +41,8 @@ class Budget:
     `depth`: how many of the draft's own tokens a guess may have, so many forwards of the draft at most. `width`: how many paths
     one forward continues; 1 makes chains. `nodes`: how many ids of the target may be guessed, all branches together.
     `longest`: how many of them one path may have.
-    `schedule`: "constant" always spends as much; "cost" less where more doesn't pay; "heuristic" changes the depth as
-    transformers' assisted generation does: 2 more after a guess that was right to its end, else 1 less.
+    `schedule`: "constant" always spends as much; "cost" less where more doesn't pay; "heuristic" changes the depth
+    much as transformers' assisted generation does: 2 more after a guess that was right to its end, else 1 less.
     `confidence`: a draft goes on only behind tokens that it gives at least that probability (transformers'
     `assistant_confidence_threshold`). `pace` is what "cost" goes by, as far as it is known for the draft that is asked.
     """
@@ -218,6 +218,7 @@ class Account:
 
     `forward`: seconds of a forward of it. `lately`: its picks and seconds in the rounds that it was asked in. `without`: picks
     and seconds as they would have been by cheaper drafts alone. `trials`: one for each degree of what those hope for.
+    `depth`: that of its next guess, under the heuristic schedule.
     """
 
     forward: Line = field(default_factory=Line)
@@ -225,6 +226,7 @@ class Account:
     lately: Speed = field(default_factory=Speed)
     without: Speed = field(default_factory=Speed)
     trials: list[Trial] = field(default_factory=lambda: [Trial() for _ in range(len(_HOPES) + 1)])
+    depth: int | None = None
 
     def trial(self, hope: float) -> Trial:
         """That of rounds in which cheaper drafts give their likeliest guess the probability `hope`."""
@@ -236,6 +238,7 @@ class Asked:
     """What became of asking a draft in a round.
 
     `tree`: its guess. `drafted`: rows and seconds of each of its forwards. `rest`: the seconds of all else that it took.
+    `first`: whether it was the first time in a generation, in which it also reads the prompt: that is no measure of a round.
     `own`: the nodes of the round's tree that no cheaper draft guessed. `hope`: the probability of the likeliest guess of those.
     Without a `tree` it wasn't asked, or failed.
     """
@@ -244,6 +247,7 @@ class Asked:
     hope: float = 0.0
     drafted: Sequence[tuple[int, float]] = ()
     rest: float = 0.0
+    first: bool = False
     own: frozenset[int] = frozenset()
 
 
@@ -261,7 +265,6 @@ class Ledger:
     accounts: list[Account]
     target: Line = field(default_factory=Line)
     lately: Speed = field(default_factory=Speed)
-    depth: int | None = None
 
     def ready(self) -> bool:
         """Whether to guess at all. The target's forward of one row is measured before the first guess."""
@@ -282,6 +285,13 @@ class Ledger:
         row = self.rate * self.target.fit()[1]
         return sum(mass > row for mass in masses)
 
+    def adjust(self, depth: int, block: Sequence[int], asked: Sequence[Asked]) -> None:
+        """The heuristic schedule, for each draft that guessed: `depth` is what it begins with."""
+        for account, one in zip(self.accounts, asked, strict=True):
+            if one.tree:
+                full = len(one.tree.along(block)) == one.tree.depth
+                account.depth = max(1, (account.depth or depth) + (2 if full else -1))
+
     def observe(self, tree: Tree, block: Sequence[int], path: Sequence[int], seconds: float, asked: Sequence[Asked]) -> None:
         """A round is over, in which the target took `seconds`, and `block` was picked along the nodes `path`, from -1 on."""
         self.target.add(1 + len(tree), seconds)
@@ -295,9 +305,9 @@ class Ledger:
             took = self._learn(account, one, block)
             gained = len(one.own.intersection(path))
             extra = self.target.at(1 + rows + len(one.own)) - self.target.at(1 + rows) + took
-            if account.lately.seconds:  # the first time pays for making ready
+            if not one.first:
                 account.trial(one.hope).judge(extra * account.without.rate - gained, extra / (self.target.at(1) or 1.0))
-            account.lately.add(len(one.tree.along(block)), took)
+                account.lately.add(len(one.tree.along(block)), took)
             rows, right, spent = rows + len(one.own), right + gained, spent + took
         self.lately.add(len(path), self.target.at(1 + len(tree)) + spent)
 
@@ -305,11 +315,11 @@ class Ledger:
     def _learn(account: Account, one: Asked, block: Sequence[int]) -> float:
         """Take in what a draft did. Returns the seconds that it took, as those of a forward are known."""
         assert one.tree is not None
-        for rows, took in one.drafted:
+        for rows, took in one.drafted or ([] if one.first else [(1, one.rest)]):
             if rows <= _FEW:
                 account.forward.add(rows, took)
         account.record.learn(one.tree, one.tree.along(block))
-        return sum(account.forward.at(min(rows, _FEW)) for rows, _ in one.drafted) + one.rest
+        return sum(account.forward.at(min(rows, _FEW)) for rows, _ in one.drafted) + (0.0 if one.first else one.rest)
 
 
 @dataclass(frozen=True)

@@ -483,7 +483,7 @@ def _print_drafters(rows: list[DrafterRow]) -> None:
             table.add_column(name, justify="right" if name else "left", no_wrap=not name)
         for row in (row for row in rows if row.kind == kind):
             figures = f"{row.tokens_per_forward:.2f}", str(row.draft_forwards), f"{row.speed:.2f}"
-            table.add_row(row.system, f"{row.identical}/{row.prompts}", *figures)
+            table.add_row(row.system, "" if row.identical is None else f"{row.identical}/{row.prompts}", *figures)
         Console(highlight=False, width=100).print(table)
     typer.echo("speed: median over prompts of the seconds of the target alone ÷ those of the system.")
 

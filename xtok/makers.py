@@ -1,18 +1,20 @@
 """From what the caller gives as drafts to the drafters of one generation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.adapt import Adapter
 from xtok.continuation import Continuation
 from xtok.drafts import Drafter
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
-from xtok.drafts.heads import HeadsDrafter, HeadsGuesser
+from xtok.drafts.heads import Heads, HeadsDrafter, HeadsGuesser
 from xtok.drafts.lookup import Lookup, PromptLookup
 from xtok.drafts.projected import ProjectedDrafter, Projection, projection, same_ids
 from xtok.drafts.reader import DraftModel, IdReader, Reader
@@ -45,14 +47,13 @@ Maker = Callable[[Task], Drafter]
 """Makes the drafter of one generation."""
 
 
-def as_list(draft: Draft | Sequence[Draft] | None, *, alone: bool) -> list[Draft]:
+def as_list(draft: Draft | list[Any] | None, *, alone: bool) -> list[Draft]:
     """A model guesses together with what the text repeats, unless `alone`. Anything else is taken as it is."""
     if draft is None:
         return []
     if isinstance(draft, list):
         return list(draft)
-    one = cast(Draft, draft)
-    return [one] if alone or isinstance(one, KINDS) else [one, PromptLookup()]
+    return [draft] if alone or isinstance(draft, KINDS) else [draft, PromptLookup()]
 
 
 def of_lookup(lookup: PromptLookup, target: TargetModel) -> Maker:
@@ -63,12 +64,14 @@ def of_heads(given: HeadsDrafter, target: TargetModel) -> Maker:
     """Heads for this very target: others are refused."""
     given.check(target.model, target.view)
     head: Any = target.model.get_output_embeddings()
-    heads = deepcopy(given.heads).to(head.weight.device, head.weight.dtype)
-    keys = cache(lambda: target.keys.to(head.weight.device))
+
+    @cache
+    def placed(device: torch.device, dtype: torch.dtype) -> tuple[Heads, Tensor]:
+        return deepcopy(given.heads).to(device, dtype), target.keys.to(device)
 
     def make(task: Task) -> Drafter:
         warpers = task.warpers if task.samples else LogitsProcessorList()
-        return HeadsGuesser(heads, head, target.view, keys(), task.meter, warpers)
+        return HeadsGuesser(*placed(head.weight.device, head.weight.dtype), head, target.view, task.meter, warpers)
 
     return make
 
@@ -92,7 +95,16 @@ def of_model(draft: DraftModel, tokenizer: Any, target: TargetModel, *, rejects:
         end = None if same else task.end
         warpers = task.warpers if task.samples else LogitsProcessorList()
         return ProjectedDrafter(
-            model, reader, projected(), target.view, target.keys, end, task.meter, warpers, independent=rejects and task.samples
+            model,
+            reader,
+            projected(),
+            target.view,
+            target.keys,
+            end,
+            task.meter,
+            warpers,
+            shares=task.samples,
+            independent=rejects and task.samples,
         )
 
     return make

@@ -53,19 +53,33 @@ class Tree:
 
     def first_path(self, longest: int) -> "Tree":
         """The chain from the context through each node's likeliest child, at most `longest` long."""
+        path = self.likeliest_path(longest)
+        return chain([self.tokens[node] for node in path], self.guess, self.laws[: len(path)], self._masses_of(path))
+
+    def likeliest_path(self, longest: int) -> list[int]:
+        """The nodes of `first_path`."""
         path: list[int] = []
         while len(path) < longest and (best := self._best_child(path[-1] if path else -1)) is not None:
             path.append(best)
-        return chain([self.tokens[node] for node in path], self.guess, self.laws[: len(path)], self._masses_of(path))
+        return path
 
     def within(self, longest: int) -> "Tree":
         """The nodes that are at most `longest` deep."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
+        depths = self._depths()
         return (
             self if max(depths, default=0) <= longest else self._of([i for i, depth in enumerate(depths) if depth <= longest])
         )
+
+    @property
+    def depth(self) -> int:
+        """How many ids its longest path has."""
+        return max(self._depths(), default=0)
+
+    def _depths(self) -> list[int]:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
 
     def _of(self, nodes: list[int]) -> "Tree":
         """The tree of some nodes, in order, whose parents are all among them."""
@@ -116,7 +130,8 @@ class Trie:
         nodes = {-1: -1}
         for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             node = nodes[i] = self._child(nodes[parent], token, owner)
-            self.masses[node] += (1 - min(1.0, self.masses[node])) * masses[i]
+            mass = self.masses[node] + (1 - min(1.0, self.masses[node])) * masses[i]
+            self.masses[node] = min(mass, self.masses[self._parents[node]]) if self._parents[node] >= 0 else mass
 
     def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
         """The likeliest nodes, in order, as many as `count` says when it sees their masses fall."""

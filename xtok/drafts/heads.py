@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
@@ -74,7 +74,7 @@ class HeadsDrafter:
 
     def check(self, model: PreTrainedModel, view: TokenBytes) -> None:
         """Raises `InvalidInputError` unless the heads were trained for this target."""
-        mine, found = self.trained, described(model, view)
+        mine, found = replace(self.trained, hidden_size=self.heads.weight.shape[-1]), described(model, view)
         for name in ("target", "hidden_size", "vocabulary"):
             if getattr(mine, name) != getattr(found, name):
                 raise InvalidInputError(
@@ -123,7 +123,7 @@ class HeadsGuesser:
     """`HeadsDrafter` for one generation."""
 
     def __init__(
-        self, heads: Heads, head: nn.Module, view: TokenBytes, keys: Tensor, meter: Meter, warpers: LogitsProcessorList
+        self, heads: Heads, keys: Tensor, head: nn.Module, view: TokenBytes, meter: Meter, warpers: LogitsProcessorList
     ) -> None:
         """`head`: the target's output embedding. `keys`: those of its ids for noise, (vocabulary,)."""
         self._heads = heads

@@ -1,7 +1,7 @@
 """What followed the same words before: guesses without a model."""
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from threading import Lock
 
 from xtok.budget import Budget
 from xtok.continuation import Continuation
@@ -32,16 +32,22 @@ class PromptLookup:
 
     def __init__(self, corpus: Sequence[str] = ()) -> None:
         """Raises `InvalidInputError` unless `corpus` is a list of texts."""
-        if isinstance(corpus, (str, bytes)) or not all(isinstance(text, str) for text in corpus):
+        texts = list(corpus) if isinstance(corpus, Iterable) else [None]
+        if isinstance(corpus, (str, bytes)) or not all(isinstance(text, str) for text in texts):
             raise InvalidInputError(
                 f"corpus is {type(corpus).__name__}; it must be a list of texts: PromptLookup(corpus=[text, …])."
             )
-        self._texts = list(corpus)
+        self._texts = [str(text) for text in texts if text]
+        self._index: Corpus | None = None
+        self._lock = Lock()
 
-    @cached_property
+    @property
     def index(self) -> Corpus | None:
         """The corpus, made ready where it is first asked for."""
-        return Corpus(self._texts) if any(self._texts) else None
+        with self._lock:
+            if self._index is None and self._texts:
+                self._index = Corpus(self._texts)
+            return self._index
 
 
 class Lookup:

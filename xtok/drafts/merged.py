@@ -1,12 +1,14 @@
 """Several drafts at once: who is asked, and what their guesses make together."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import isnan
+from operator import index
 
 from xtok.budget import Asked, Budget, Ledger, Pace
 from xtok.drafts import Context, Drafter
-from xtok.errors import DraftFailedWarning
+from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.trace import Meter
 from xtok.tree import Tree, Trie
 
@@ -15,75 +17,103 @@ from xtok.tree import Tree, Trie
 class Drafts:
     """The drafters of one generation, and the ledger of what they cost and gain, with an account for each.
 
-    A drafter that raises is told of once and not asked again.
+    A drafter that can't be made, or raises, is told of once and not asked again.
     """
 
-    drafters: list[Drafter | None]
     ledger: Ledger
     meter: Meter
     vocabulary: int
+    drafters: list[Drafter | None] = field(init=False, default_factory=list)
     asked: list[Asked] = field(init=False, default_factory=list)
+    begun: set[int] = field(init=False, default_factory=set)
+
+    def add(self, make: Callable[[], Drafter]) -> None:
+        """Make a drafter, the next one in order."""
+        self.drafters.append(None)
+        try:
+            self.drafters[-1] = make()
+        except Exception as error:
+            self._fails(len(self.drafters) - 1, error)
 
     def propose(self, context: Context, budget: Budget) -> Tree:
         """A tree of all that those guess which are worth asking; a chain where the budget's width is 1."""
-        if budget.schedule == "heuristic":
-            budget = replace(budget, depth=self.ledger.depth or budget.depth)
         self.asked, hope = [Asked()] * len(self.drafters), 0.0
         for draft in self.ledger.cheapest_first():
             if (drafter := self.drafters[draft]) and (own := self._own(draft, budget, hope)):
                 self.asked[draft] = replace(self._ask(draft, drafter, context, own), hope=hope)
                 hope = max([hope, *self.ledger.accounts[draft].record.masses(self.asked[draft].tree or Tree())])
         tree = self._merged(budget)
-        return tree.first_path(budget.longest) if budget.width == 1 else tree
+        return self._chained(tree, budget.longest) if budget.width == 1 else tree
 
     def observe(self, budget: Budget, tree: Tree, block: Sequence[int], path: Sequence[int]) -> None:
         """Tell the ledger what the round cost, in which `block` was picked along the nodes `path` of `tree`."""
         right = tree.along(block)
         earned = self.meter.earned or [0] * len(self.asked)
         self.meter.earned = [sofar + len(one.own.intersection(right)) for sofar, one in zip(earned, self.asked, strict=True)]
-        if budget.schedule == "heuristic" and len(tree):
-            depth, full = self.ledger.depth or budget.depth, path[-1] not in tree.parents
-            self.ledger.depth = depth + 2 if full else max(1, depth - 1)
+        if budget.schedule == "heuristic":
+            self.ledger.adjust(budget.depth, block, self.asked)
         if budget.schedule == "cost" or len(self.drafters) > 1:
             self.ledger.observe(tree, block, path, self.meter.latest["target"], self.asked)
 
     def _own(self, draft: int, budget: Budget, hope: float) -> Budget | None:
         """The budget of one draft; None where it isn't to be asked."""
-        if budget.schedule != "cost":
-            return budget
         account = self.ledger.accounts[draft]
+        if budget.schedule == "heuristic":
+            return replace(budget, depth=account.depth or budget.depth)
+        if budget.schedule == "constant":
+            return budget
         return replace(budget, pace=Pace(self.ledger, account)) if self.ledger.ready() and account.trial(hope).asks() else None
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, budget: Budget) -> Asked:
         """A guess, as far as it can be checked."""
-        before = len(self.meter.drafted)
+        before, first = len(self.meter.drafted), draft not in self.begun
+        self.begun.add(draft)
         try:
             with self.meter.timing("propose"):
-                tree = drafter.propose(context, budget).within(budget.longest)
-            if not all(0 <= token < self.vocabulary for token in tree.tokens):
-                tree = Tree()
+                tree = _sound(drafter.propose(context, budget)).within(budget.longest)
         except Exception as error:
-            self.drafters[draft] = None
-            self.meter.draft_error = f"{type(error).__name__}: {error}"
-            message = f"The draft failed ({self.meter.draft_error}). The rest of this text comes without it."
-            warnings.warn(message, DraftFailedWarning, stacklevel=2)
-            return Asked()
+            return self._fails(draft, error)
+        if not all(0 <= token < self.vocabulary for token in tree.tokens):
+            tree = Tree()
         drafted = self.meter.drafted[before:]
-        return Asked(tree, 0.0, drafted, self.meter.latest["propose"] - sum(seconds for _, seconds in drafted))
+        return Asked(tree, 0.0, drafted, self.meter.latest["propose"] - sum(seconds for _, seconds in drafted), first)
+
+    def _fails(self, draft: int, error: Exception) -> Asked:
+        self.drafters[draft] = None
+        self.meter.draft_error = f"{type(error).__name__}: {error}"
+        message = f"The draft failed ({self.meter.draft_error}). The rest of this text comes without it."
+        warnings.warn(message, DraftFailedWarning, stacklevel=2)
+        return Asked()
 
     def _merged(self, budget: Budget) -> Tree:
         """One tree of all guesses. A guess that stands alone stays as it is."""
-        guessed = [(draft, one.tree) for draft, one in enumerate(self.asked) if one.tree]
+        guessed = [(draft, one.tree) for draft in self.ledger.cheapest_first() if (one := self.asked[draft]).tree]
         if len(guessed) < 2:
             for draft, tree in guessed:
                 self.asked[draft] = replace(self.asked[draft], own=frozenset(range(len(tree))))
             return guessed[0][1] if guessed else Tree()
         trie = Trie()
-        for draft, tree in sorted(guessed, key=lambda pair: self.ledger.cheapest_first().index(pair[0])):
+        for draft, tree in guessed:
             trie.mix(tree, self.ledger.accounts[draft].record.masses(tree), owner=draft)
         worth = self.ledger.verified if budget.schedule == "cost" else len
         nodes = trie.likeliest(lambda masses: worth(masses[: budget.nodes]))
         for draft, _ in guessed:
             own = frozenset(i for i, node in enumerate(nodes) if trie.owners[node] == draft)
             self.asked[draft] = replace(self.asked[draft], own=own)
-        return trie.tree(nodes, next((tree.guess for _, tree in guessed if tree.guess), b""))
+        in_order = (one.tree.guess for one in self.asked if one.tree)
+        return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
+
+    def _chained(self, tree: Tree, longest: int) -> Tree:
+        """The likeliest path of a tree."""
+        path = tree.likeliest_path(longest)
+        self.asked = [replace(one, own=frozenset(i for i, node in enumerate(path) if node in one.own)) for one in self.asked]
+        return tree.first_path(longest)
+
+
+def _sound(tree: Tree) -> Tree:
+    """A tree of whole numbers and of probabilities, whatever a drafter made it of. Raises where that can't be."""
+    given = [float(mass) for mass in tree.masses]
+    masses = tuple(min(1.0, max(0.0, mass)) for mass in given)
+    if any(map(isnan, given)):
+        raise InvalidInputError(f"A mass of a tree is {tree.masses!r}; give probabilities.")
+    return replace(tree, tokens=tuple(map(index, tree.tokens)), parents=tuple(map(index, tree.parents)), masses=masses)

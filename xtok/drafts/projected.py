@@ -107,8 +107,11 @@ class ProjectedDrafter:
         warpers: LogitsProcessorList,
         *,
         independent: bool,
+        shares: bool = True,
     ) -> None:
-        """`keys` are those of the target's ids, (vocabulary,). The draft's ends of text become `target_end`."""
+        """`shares`: whether it looks at the target's noise, if there is any. `keys` are those of the target's ids,
+        (vocabulary,). The draft's ends of text become `target_end`.
+        """
         self._draft = draft
         self._reader = reader
         self._target = target
@@ -116,6 +119,7 @@ class ProjectedDrafter:
         self._meter = meter
         self._warpers = warpers
         self._independent = independent
+        self._shares = shares
         self._failure: Exception | None = None
         ends = torch.tensor([] if target_end is None else sorted(draft.ends), dtype=torch.int64)
         own, theirs = torch.cat([projected.own, ends]), torch.cat([projected.theirs, torch.full_like(ends, target_end or 0)])
@@ -172,7 +176,7 @@ class ProjectedDrafter:
     def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> list[list[_Draw]]:
         """The likeliest ids behind each guess, by the law and the noise there. Nothing behind laws of nothing."""
         laws = self._laws(logits)
-        races = laws**SHARPNESS if context.noise is None else laws / self._exponential(context, draws)
+        races = laws**SHARPNESS if context.noise is None or not self._shares else laws / self._exponential(context, draws)
         top = (races / races.sum(dim=-1, keepdim=True)).topk(1 if chained else CHILDREN)
         values = zip(draws, laws, top.values.tolist(), top.indices.tolist(), strict=True)
         return [

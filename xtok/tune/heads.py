@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
@@ -127,6 +128,7 @@ def train_heads(
     )
     after = measured(kept)
     accuracy = accuracies(made.model, learner, written(kept, "kept"))
+    save_heads(learner, replace(known, accuracy=accuracy), work / "now.safetensors")
     os.replace(work / "now.safetensors", file)
     shutil.rmtree(work)
     return TrainedHeads(file, len(rows), accuracy, after, tuple(found))
@@ -154,11 +156,12 @@ def _guesses(target: Any, heads: Heads, inputs: dict[str, Tensor]) -> Iterator[t
         output = target(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True)
     hidden, labels = output.hidden_states[-1].to(heads.weight.dtype), inputs["labels"]
     embedding = target.get_output_embeddings()
+    frozen = {name: weight.detach() for name, weight in embedding.state_dict(keep_vars=True).items()}
     for head in range(len(heads.weight)):
         came = labels[:, head + 2 :]
         places = came != NOT_LEARNT
         states = heads(hidden[:, : came.shape[1]][places])[:, head]
-        yield embedding(states.to(embedding.weight.dtype)).float(), came[places]
+        yield functional_call(embedding, frozen, states.to(embedding.weight.dtype)).float(), came[places]
 
 
 def loss_of(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
