@@ -147,6 +147,7 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
     generation = xt.generate(prompt, pad_token_id=0, **fresh(drawn))
     assert generation.token_ids == expected
     assert generation.stats.new_tokens == len(expected)
+    assert generation.stats.min_margin == pytest.approx(gap, rel=1e-3, abs=1e-4)
     assert sum(one.committed for one in generation.rounds) == len(expected)
 
 

@@ -324,7 +324,7 @@ class XTokAssisted:
             text=run.new_data.decode(errors="replace"),
             token_ids=run.new_ids,
             finish_reason=run.finish_reason or "stop",
-            stats=run.meter.stats(run.target.forwards),
+            stats=run.meter.stats(run.target.forwards, None if run.margin is None else float(run.margin)),
             rounds=tuple(run.meter.rounds),
             seed=run.seed,
             scores=run.scores,

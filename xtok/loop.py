@@ -15,7 +15,7 @@ from xtok.drafts import Context
 from xtok.drafts.merged import Drafts
 from xtok.lm import CachedModel
 from xtok.noise import ACCEPT, Noise, gumbel
-from xtok.pick import accepts, best, drawn, process, residual, typical
+from xtok.pick import accepts, best, margin, noisy, process, residual, typical
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter, Round
 from xtok.tree import Tree
@@ -59,6 +59,7 @@ class Run:
     finish_reason: str | None = None
     controls: int = 0
     hidden: Tensor | None = None
+    margin: Tensor | None = None
     all_ids: list[int] = field(init=False)
     prompt_length: int = field(init=False)
     data: bytes = field(init=False)
@@ -162,6 +163,8 @@ def _walk(run: Run, tree: Tree, logits: Tensor, greedy: list[int]) -> tuple[list
         _append(run, block[-1])
         node = tree.child(node, block[-1])
     _catch_up(run)
+    if greedy:
+        _note_margin(run, logits[[node + 1 for node in path]])
     accepted = len(block) - (node is None)
     run.meter.rounds.append(Round(offset, tree.guess, len(tree), accepted, len(block)))
     return block, path
@@ -203,6 +206,7 @@ def _catch_up(run: Run) -> None:
 def _pick(run: Run, tree: Tree, node: int, scores: Tensor) -> int:
     """The best token, or the draw that this place's noise decides. A guess drawn from a known law is accepted or redrawn."""
     if run.noise is None:
+        _note_margin(run, scores)
         return best(scores)
     if run.typical is not None:
         guess = typical(scores, tree.children(node), *run.typical)
@@ -213,7 +217,15 @@ def _pick(run: Run, tree: Tree, node: int, scores: Tensor) -> int:
         if accepts(scores, law, drawn_guess, run.noise.uniform(run.offset, run.controls, ACCEPT)):
             return drawn_guess
         scores = residual(scores, law)
-    return drawn(scores, partial(_gumbel, run))
+    scores = noisy(scores, partial(_gumbel, run))
+    _note_margin(run, scores)
+    return best(scores)
+
+
+def _note_margin(run: Run, scores: Tensor) -> None:
+    """Remember how close the closest pick was. The figure stays where the scores are: reading it would wait for the device."""
+    least = margin(scores)
+    run.margin = least if run.margin is None else torch.minimum(run.margin, least)
 
 
 def _gumbel(run: Run, ids: Tensor) -> Tensor:

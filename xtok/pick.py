@@ -25,8 +25,8 @@ def best(scores: Tensor) -> int:
     return int(scores.argmax(dim=-1))
 
 
-def drawn(scores: Tensor, gumbel: Callable[[Tensor], Tensor]) -> int:
-    """A draw from softmax(scores): `argmax(scores + gumbel(ids))`, in float64.
+def noisy(scores: Tensor, gumbel: Callable[[Tensor], Tensor]) -> Tensor:
+    """`scores + gumbel(ids)` in float64, (1, vocabulary): the best of them is a draw from softmax(scores).
 
     `scores`: (1, vocabulary). `gumbel` gives ids their noise; it is asked only for those that the processors left. The
     normaliser of the softmax is the same for all ids and so is left out. Raises `InvalidInputError` where nothing is left.
@@ -34,7 +34,15 @@ def drawn(scores: Tensor, gumbel: Callable[[Tensor], Tensor]) -> int:
     left = (scores[0] > -torch.inf).nonzero()[:, 0]
     if not len(left):
         raise InvalidInputError("The logits processors left no token to draw. Let them allow at least one.")
-    return int(left[(scores[0, left].double() + gumbel(left)).argmax()])
+    found = torch.full_like(scores, -torch.inf, dtype=torch.float64)
+    found[0, left] = scores[0, left].double() + gumbel(left)
+    return found
+
+
+def margin(scores: Tensor) -> Tensor:
+    """By how much the best of each row exceeds the second, the least of all rows. `scores`: (rows, vocabulary)."""
+    best_two = scores.topk(min(2, scores.shape[-1]), dim=-1).values
+    return (best_two[:, 0] - best_two[:, -1]).double().min()
 
 
 def accepts(scores: Tensor, law: Tensor, guess: int, uniform: float) -> bool:

@@ -23,11 +23,12 @@ class Round:
 class Stats:
     """Figures of one generation. Counts are tokens of the target, times are seconds.
 
-    `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it.
-    `seconds_noise`, of sampling: drawing under the noise, of which the draft's part lies within `seconds_draft`.
-    `chains_only`: whether the target can check no tree, so that all guesses were chains.
-    `earned`: for each draft, in order, the accepted ids that no cheaper one guessed; a model given by itself is followed by
-    prompt lookup. `exact`: whether the text is the target's own. False only for sampled ones under `acceptance="typical"`.
+    `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it. `seconds_noise`, of sampling: drawing
+    under the noise, of which the draft's part lies within `seconds_draft`. `chains_only`: whether the target can check no tree,
+    so that all guesses were chains. `earned`: for each draft, in order, the accepted ids that no cheaper one guessed; a model
+    given by itself is followed by prompt lookup. `min_margin`: the smallest gap between the two best scores of a pick,
+    processors and noise included; where it is above what forwards of several rows and of one differ in, the ids are surely the
+    target's own. `exact`: whether the text is the target's own. False only for sampled ones under `acceptance="typical"`.
     """
 
     new_tokens: int
@@ -45,6 +46,7 @@ class Stats:
     chains_only: bool
     exact: bool
     earned: tuple[int, ...] = ()
+    min_margin: float | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -99,7 +101,7 @@ class Meter:
             self.latest[part] = perf_counter() - start
             self.seconds[part] += self.latest[part]
 
-    def stats(self, target_forwards: int) -> Stats:
+    def stats(self, target_forwards: int, min_margin: float | None = None) -> Stats:
         """The figures so far."""
         return Stats(
             new_tokens=sum(one.committed for one in self.rounds),
@@ -117,4 +119,5 @@ class Meter:
             chains_only=self.chains_only,
             exact=self.exact,
             earned=tuple(self.earned),
+            min_margin=min_margin,
         )
