@@ -1,10 +1,12 @@
 """Law 2: bytes add up."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import BertJapaneseTokenizer, PreTrainedTokenizer
 from worlds import FAMILIES, texts, tokenizer, unidic_words
 
@@ -48,6 +50,19 @@ def test_the_bytes_of_an_encoded_text_are_the_text_where_the_tokenizer_round_tri
     ids = tokens(text, add_special_tokens=False, split_special_tokens=True).input_ids
     if tokens.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == text:
         assert view(family).to_bytes(ids).decode() == text
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("normalized", [True, False])
+def test_added_words_are_read_as_the_tokenizer_writes_them(family: str, normalized: bool) -> None:
+    """A SentencePiece tokenizer with an added word was refused: it writes `▁word`, and its vocabulary says `word`."""
+    tokens = deepcopy(tokenizer(family))
+    tokens.add_tokens([AddedToken("別の", normalized=normalized)])
+    added = tokens.convert_tokens_to_ids("別の")
+    for text in ("ある別の日", "別の", "a"):
+        ids = [*tokens(text, add_special_tokens=False).input_ids, added]
+        decoded = tokens.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert token_bytes(tokens).to_bytes(ids).decode() == decoded
 
 
 @given(families, st.binary(min_size=1, max_size=4))

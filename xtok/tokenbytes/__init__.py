@@ -56,9 +56,11 @@ def _controls(tokenizer: Any) -> frozenset[int]:
 
 def _strings(tokenizer: Any, controls: frozenset[int]) -> list[str | None]:
     vocab = dict(tokenizer.get_vocab())
+    added = {token: tokenizer.convert_ids_to_tokens(token) for token in tokenizer.added_tokens_decoder}
     strings: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
     for string, token in vocab.items():
-        strings[token] = None if token in controls else string
+        # An added token is written as the normalizer has it (`▁word`), which the vocabulary doesn't say.
+        strings[token] = None if token in controls else added.get(token, string)
     return strings
 
 
