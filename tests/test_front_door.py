@@ -711,8 +711,9 @@ def test_every_refusal_is_an_error_of_xtok_and_a_value_error() -> None:
 def read(tokens: Any, prompt: str, **arguments: Any) -> list[int]:
     """The ids that the target is given for a prompt."""
     model = fitting(tokens, "Llama", 0)
+    xt = XTokAssisted((model, tokens))
     with forwards(model) as seen:
-        XTokAssisted((model, tokens)).generate(prompt, **{**GREEDY, "max_new_tokens": 1}, **arguments)
+        xt.generate(prompt, **{**GREEDY, "max_new_tokens": 1}, **arguments)
     return seen[0][0].tolist()
 
 
@@ -907,3 +908,44 @@ def test_generating_warns_of_nothing(xt: XTokAssisted) -> None:
         warnings.simplefilter("error")
         xt.generate(PROMPT, **GREEDY)
         TARGET.generate(**encoded(PROMPT), custom_generate=xt, **GREEDY)
+
+
+# targets whose picks are nobody's own
+
+
+def encoder_model(**more: Any) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=len(TOKENS), bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes, **more)
+    made = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.3)
+    return made
+
+
+def test_an_encoder_that_is_loaded_as_a_language_model_is_refused() -> None:
+    """Found by trying all architectures: what it says of a text depends on what follows, so guesses would change its picks."""
+    with pytest.raises(UnsupportedModelError, match=r"BertLMHeadModel isn't causal.*is_decoder=True"):
+        XTokAssisted((encoder_model(), TOKENS))
+    decoder = encoder_model(is_decoder=True)
+    generation = XTokAssisted((decoder, TOKENS), (OTHER, BYTES), budget=Budget(3)).generate(PROMPT, **GREEDY)
+    assert generation.token_ids == XTokAssisted((decoder, TOKENS)).generate(PROMPT, **GREEDY).token_ids
+
+
+def test_a_target_that_can_not_be_forwarded_behind_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(model: Any) -> bool:
+        raise RuntimeError("sizes differ")
+
+    monkeypatch.setattr("xtok.lm._continues", fails)
+    with pytest.raises(UnsupportedModelError, match=r"behind its own cache \(RuntimeError: sizes differ\)"):
+        XTokAssisted((deepcopy(TARGET), TOKENS))
+
+
+def test_a_target_is_tried_out_once() -> None:
+    target = deepcopy(TARGET)
+    with forwards(target) as seen:
+        XTokAssisted((target, TOKENS))
+        once = len(seen)
+        XTokAssisted((target, TOKENS))
+    assert len(seen) == once == 3

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import ceil
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -62,6 +62,43 @@ def _branches_as_it_should(model: PreTrainedModel) -> bool:
         return False
     error, effect = (branched - alone).abs().max(), (mixed - alone).abs().max()
     return bool(error <= effect * (1e-3 if branched.dtype in (torch.float32, torch.float64) else 0.1))
+
+
+def check_causal(model: PreTrainedModel, role: str) -> None:
+    """Raises `UnsupportedModelError` unless a text has the same logits forwarded at once and behind a cache.
+
+    Encoders that are loaded as language models look at what follows, too, so their picks are nobody's own. Each model is tried
+    out once, by three ids.
+    """
+    if model in _CAUSAL:
+        return
+    name = type(model).__name__
+    try:
+        continues = _continues(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name} can't be forwarded behind its own cache ({type(error).__name__}: {error}). Use another model as {role}."
+        ) from error
+    if not continues:
+        raise UnsupportedModelError(
+            f"{name} isn't causal: what it says of a text depends on what follows. Use a decoder as {role}; an encoder's "
+            "configuration may need is_decoder=True."
+        )
+    _CAUSAL.add(model)
+
+
+_CAUSAL: WeakSet[PreTrainedModel] = WeakSet()
+
+
+@torch.no_grad()
+def _continues(model: PreTrainedModel) -> bool:
+    """Whether the logits of a text are the same but for rounding, which is little beside their spread."""
+    ids = torch.tensor([[3, 5, 7]], device=model.device) % vocabulary_size(model)
+    whole = CachedModel(model, new_cache(model)).forward(ids, rows=3).float()
+    cached = CachedModel(model, new_cache(model))
+    stepped = torch.cat([cached.forward(ids[:, :1], rows=1), cached.forward(ids[:, 1:], rows=2)]).float()
+    error, spread = (whole - stepped).abs().max(), whole.max() - whole.min()
+    return bool(error <= spread * (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1))
 
 
 def context_window(model: PreTrainedModel) -> int | None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from xtok.drafts.reader import DraftModel
 from xtok.encoding import Encoder, encoder
 from xtok.errors import InvalidInputError, UnsupportedModelError
-from xtok.lm import check_rolls_back, vocabulary_size
+from xtok.lm import check_causal, check_rolls_back, vocabulary_size
 from xtok.noise import spelling_keys
 from xtok.prompts import leading, reading
 from xtok.tokenbytes import TokenBytes, token_bytes
@@ -67,7 +67,9 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
 def target_model(source: Any) -> TargetModel:
     model, tokenizer = load(source, "target")
     check_rolls_back(model, "target")
-    return TargetModel(model, tokenizer, token_bytes(tokenizer))
+    view = token_bytes(tokenizer)
+    check_causal(model, "target")
+    return TargetModel(model, tokenizer, view)
 
 
 def draft_model(source: Any) -> tuple[DraftModel, Any]:
