@@ -53,7 +53,10 @@ class Tree:
 
     def first_path(self, longest: int) -> "Tree":
         """The chain from the context through each node's likeliest child, at most `longest` long."""
-        path = self.likeliest_path(longest)
+        return self.chain_of(self.likeliest_path(longest))
+
+    def chain_of(self, path: list[int]) -> "Tree":
+        """The chain of some nodes, each the parent of the next."""
         return chain([self.tokens[node] for node in path], self.guess, self.laws[: len(path)], self._masses_of(path))
 
     def likeliest_path(self, longest: int) -> list[int]:

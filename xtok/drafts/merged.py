@@ -40,7 +40,7 @@ class Drafts:
         self.asked, hope = [Asked()] * len(self.drafters), 0.0
         for draft in self.ledger.cheapest_first():
             if (drafter := self.drafters[draft]) and (own := self._own(draft, budget, hope)):
-                self.asked[draft] = replace(self._ask(draft, drafter, context, own), hope=hope)
+                self.asked[draft] = self._ask(draft, drafter, context, own, hope)
                 hope = max([hope, *self.ledger.accounts[draft].record.masses(self.asked[draft].tree or Tree())])
         tree = self._merged(budget)
         return self._chained(tree, budget.longest) if budget.width == 1 else tree
@@ -64,7 +64,7 @@ class Drafts:
             return budget
         return replace(budget, pace=Pace(self.ledger, account)) if self.ledger.ready() and account.trial(hope).asks() else None
 
-    def _ask(self, draft: int, drafter: Drafter, context: Context, budget: Budget) -> Asked:
+    def _ask(self, draft: int, drafter: Drafter, context: Context, budget: Budget, hope: float) -> Asked:
         """A guess, as far as it can be checked."""
         before, first = len(self.meter.drafted), draft not in self.begun
         self.begun.add(draft)
@@ -76,7 +76,7 @@ class Drafts:
         if not all(0 <= token < self.vocabulary for token in tree.tokens):
             tree = Tree()
         drafted = self.meter.drafted[before:]
-        return Asked(tree, 0.0, drafted, self.meter.latest["propose"] - sum(seconds for _, seconds in drafted), first)
+        return Asked(tree, hope, drafted, self.meter.latest["propose"] - sum(seconds for _, seconds in drafted), first)
 
     def _fails(self, draft: int, error: Exception) -> Asked:
         self.drafters[draft] = None
@@ -107,7 +107,7 @@ class Drafts:
         """The likeliest path of a tree."""
         path = tree.likeliest_path(longest)
         self.asked = [replace(one, own=frozenset(i for i, node in enumerate(path) if node in one.own)) for one in self.asked]
-        return tree.first_path(longest)
+        return tree.chain_of(path)
 
 
 def _sound(tree: Tree) -> Tree:

@@ -20,13 +20,10 @@ from xtok.sources import Source, draft_model, load
 from xtok.tokenbytes import token_bytes
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import train
-from xtok.tune.work import begun, check, digest, name, per_forward, split
+from xtok.tune.work import Settings, begun, check, digest, name, per_forward, split
 from xtok.tune.writing import beginnings, write
 
 __all__ = ["TrainedHeads", "Tuned", "check_tunable", "split", "tokens_per_forward", "train_heads", "tune_draft"]
-
-_MEASURED = 40
-"""Behind how many beginnings of prompts at most tokens per forward are measured."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +42,8 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """All that the result depends on."""
-
-    target: str
+class _Settings(Settings):
     draft: str
-    prompts: str
-    starts: int
-    max_new_tokens: int
-    sampled: float
-    temperature: float | None
-    epochs: int
-    learning_rate: float | None
     lora: bool | None
 
 
@@ -88,21 +75,19 @@ def tune_draft(
     tokenizer can't spell the target's texts.
     """
     settings = _Settings(
-        name(target), name(draft), digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, lora
+        name(target), digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, name(draft), lora
     )
     check_tunable()
     check(settings, "starts", "max_new_tokens", "epochs")
     stopping, kept, learnt = split(prompts)
     pair, (learner, tokenizer) = load(target, "target"), draft_model(draft)
     work = _begun(Path(out), settings)
-    shape = {"max_new_tokens": max_new_tokens} | ({} if temperature is None else {"temperature": temperature})
-    texts = write(pair, beginnings(learnt, starts), work / "texts", sampled=sampled, **shape)
+    texts = write(pair, beginnings(learnt, starts), work / "texts", **settings.writing)
     view = token_bytes(pair[1])
     rows, seen = lessons(learner, view, texts), projection(view, learner.encoder.view)
 
     def measured(model: PreTrainedModel, on: Sequence[str] = stopping) -> float:
-        some = beginnings(on, starts)[:: max(1, len(on) * starts // _MEASURED)]
-        return tokens_per_forward(pair, (model, tokenizer), some, sampled=sampled, **shape)
+        return tokens_per_forward(pair, (model, tokenizer), settings.measured(on), **settings.writing)
 
     first = measured(learner.model)
     copy = deepcopy(learner.model).float()

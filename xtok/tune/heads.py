@@ -21,13 +21,12 @@ from xtok.lessons import NOT_LEARNT, Written
 from xtok.prompts import prompt_ids
 from xtok.sources import Source, target_model
 from xtok.tune.training import fit
-from xtok.tune.work import begun, check, check_trains, digest, name, per_forward, split
+from xtok.tune.work import Settings, begun, check, check_trains, digest, name, per_forward, split
 from xtok.tune.writing import beginnings, write
 
 _DECAY = 0.8
 """What a head's loss counts beside that of the head before it."""
 _RANKS = 5
-_MEASURED = 40
 _BATCH = 16
 _RATE = 2e-3
 
@@ -48,18 +47,8 @@ class TrainedHeads:
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """All that the result depends on."""
-
-    target: str
-    data: str
+class _Settings(Settings):
     heads: int
-    starts: int
-    max_new_tokens: int
-    sampled: float
-    temperature: float | None
-    epochs: int
-    learning_rate: float | None
 
 
 @dataclass(frozen=True)
@@ -92,28 +81,25 @@ def train_heads(
     those of `tune_draft`. Called again after it was stopped, it goes on where it was. Raises `InvalidInputError`.
     """
     check_trains()
-    settings = _Settings(name(target), digest(data), heads, starts, max_new_tokens, sampled, temperature, epochs, learning_rate)
+    settings = _Settings(name(target), digest(data), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, heads)
     check(settings, "heads", "starts", "max_new_tokens", "epochs")
     stopping, kept, learnt = split(data)
     made, file = target_model(target), Path(out)
     known = described(made.model, made.view)
     work = begun(file.with_name(f"{file.name}.work"), settings, file)
-    shape = {"max_new_tokens": max_new_tokens} | ({} if temperature is None else {"temperature": temperature})
+    now = work / "now.safetensors"
 
     def written(prompts: Sequence[str], into: str) -> list[_Row]:
-        texts = write((made.model, made.tokenizer), beginnings(prompts, starts), work / into, sampled=sampled, **shape)
+        texts = write((made.model, made.tokenizer), beginnings(prompts, starts), work / into, **settings.writing)
         return [_row(made.tokenizer, one) for one in texts if len(one.ids) > 1]
 
-    rows, held = written(learnt, "texts"), written(stopping, "held")
+    rows = written(learnt, "texts")
     learner = Heads(heads, known.hidden_size).to(made.model.device)
 
     def measured(prompts: Sequence[str] = stopping) -> float:
-        now = work / "now.safetensors"
-        save_heads(learner, replace(known, accuracy=accuracies(made.model, learner, held)), now)
+        save_heads(learner, known, now)
         xt = XTokAssisted((made.model, made.tokenizer), HeadsDrafter(now), budget=Budget())
-        return per_forward(
-            xt, beginnings(prompts, starts)[:: max(1, len(prompts) * starts // _MEASURED)], sampled=sampled, **shape
-        )
+        return per_forward(xt, settings.measured(prompts), **settings.writing)
 
     found = fit(
         learner,
@@ -128,8 +114,8 @@ def train_heads(
     )
     after = measured(kept)
     accuracy = accuracies(made.model, learner, written(kept, "kept"))
-    save_heads(learner, replace(known, accuracy=accuracy), work / "now.safetensors")
-    os.replace(work / "now.safetensors", file)
+    save_heads(learner, replace(known, accuracy=accuracy), now)
+    os.replace(now, file)
     shutil.rmtree(work)
     return TrainedHeads(file, len(rows), accuracy, after, tuple(found))
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,34 @@ from typing import Any
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.sources import Source
-from xtok.tune.writing import drawn, save
+from xtok.tune.writing import beginnings, drawn, save
+
+_MEASURED = 40
+"""Behind how many beginnings of prompts at most tokens per forward are measured."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the target writes and how long is learnt from it. With what derived classes add, all that a result depends on."""
+
+    target: str
+    prompts: str
+    starts: int
+    max_new_tokens: int
+    sampled: float
+    temperature: float | None
+    epochs: int
+    learning_rate: float | None
+
+    @property
+    def writing(self) -> dict[str, Any]:
+        """The arguments of `write` and of `per_forward`."""
+        temperature = {} if self.temperature is None else {"temperature": self.temperature}
+        return {"max_new_tokens": self.max_new_tokens, "sampled": self.sampled, **temperature}
+
+    def measured(self, prompts: Sequence[str]) -> list[str]:
+        """Some beginnings of prompts, evenly spread."""
+        return beginnings(prompts, self.starts)[:: max(1, len(prompts) * self.starts // _MEASURED)]
 
 
 def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -52,7 +79,7 @@ def check_trains() -> None:
         raise InvalidInputError("Training needs accelerate. Install it with: pip install 'xtok[tune]'")
 
 
-def check(settings: Any, *counts: str) -> None:
+def check(settings: Settings, *counts: str) -> None:
     """Raises `InvalidInputError` for settings that make no sense. `counts` name those that are whole numbers from 1 on."""
     for field in counts:
         value = getattr(settings, field)
@@ -66,7 +93,7 @@ def check(settings: Any, *counts: str) -> None:
             raise InvalidInputError(f"{field} is {value!r}; it must be above 0, or left out.")
 
 
-def begun(work: Path, settings: Any, out: Path) -> Path:
+def begun(work: Path, settings: Settings, out: Path) -> Path:
     """The folder of the work on `out`, begun or gone on with; settings must be those that it was begun with."""
     file, mine = work / "settings.json", asdict(settings)
     if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != mine:
