@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from xtok.budget import Budget
+from xtok.drafts import Context
+from xtok.tree import Tree, Trie
 
 CHILDREN = 8
 """How many continuations of a guess are looked at."""
@@ -33,6 +35,29 @@ class Path:
     def is_open(self) -> bool:
         """Whether it can be continued."""
         return True
+
+
+@dataclass
+class IdPath(Path):
+    """A guess in the target's ids, of which `controls` spell nothing."""
+
+    ids: tuple[int, ...] = ()
+    controls: int = 0
+
+
+def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int) -> list[int]:
+    """The states of the target's noise behind each guess."""
+    assert context.noise is not None
+    offset, at = len(context.data) - context.prompt_size, context.noise.at
+    return [at(offset + len(guess.written), context.controls + guess.controls, purpose) for guess in guesses]
+
+
+def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
+    """The likeliest ids of some guesses, as many as the budget allows."""
+    trie = Trie()
+    for guess in guesses:
+        trie.add(guess.ids[: budget.longest], guess.kept)
+    return trie.best(budget.verified, max(guesses, key=lambda guess: guess.mass).written if guesses else b"")
 
 
 Some = TypeVar("Some", bound=Path)

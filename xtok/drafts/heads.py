@@ -16,13 +16,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.budget import Budget
 from xtok.drafts import Context
-from xtok.drafts.growth import CHILDREN, grown
-from xtok.drafts.growth import Path as Guess
+from xtok.drafts.growth import CHILDREN, IdPath, grown, noise_states, tree_of
 from xtok.errors import InvalidInputError
 from xtok.noise import PICK, exponential
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
-from xtok.tree import Tree, Trie
+from xtok.tree import Tree
 
 
 class Heads(nn.Module):
@@ -106,11 +105,9 @@ def save_heads(heads: Heads, trained: Trained, file: Path) -> None:
 
 
 @dataclass
-class _Ids(Guess):
-    """A guess in the target's ids, of which `controls` spell nothing."""
+class _Ids(IdPath):
+    """A guess of at most `deepest` ids, one per head."""
 
-    ids: tuple[int, ...] = ()
-    controls: int = 0
     deepest: int = 0
 
     @property
@@ -142,10 +139,7 @@ class HeadsGuesser:
             laws = self._laws(context.hidden)
             first = self._children(context, laws, [_Ids(1.0, -1, b"", deepest=len(laws))])[0]
         found = grown(first, budget, lambda front: self._expanded(context, laws, front))
-        trie = Trie()
-        for guess in found:
-            trie.add(guess.ids[: budget.longest], guess.kept)
-        return trie.best(budget.verified, max(found, key=lambda guess: guess.mass).written if found else b"")
+        return tree_of(found, budget)
 
     def _laws(self, hidden: Tensor) -> Tensor:
         """What each head says, (heads, vocabulary)."""
@@ -162,7 +156,7 @@ class HeadsGuesser:
         """The likeliest ids behind each guess, by the law of the next head and the noise there."""
         own = laws[[len(guess.ids) for guess in front]]
         if context.noise is not None:
-            own = own / exponential(self._keys, self._states(context, front))
+            own = own / exponential(self._keys, noise_states(context, front, PICK))
             own /= own.sum(dim=-1, keepdim=True)
         top = own.topk(min(CHILDREN, own.shape[-1]))
         values = zip(front, top.values.tolist(), top.indices.tolist(), strict=True)
@@ -170,13 +164,6 @@ class HeadsGuesser:
             [self._child(context, guess, *pair) for pair in zip(ps, tokens, strict=True) if pair[0] > 0]
             for guess, ps, tokens in values
         ]
-
-    @staticmethod
-    def _states(context: Context, front: Sequence[_Ids]) -> list[int]:
-        assert context.noise is not None
-        offset = len(context.data) - context.prompt_size
-        at = context.noise.at
-        return [at(offset + len(guess.written), context.controls + guess.controls, PICK) for guess in front]
 
     def _child(self, context: Context, guess: _Ids, probability: float, token: int) -> _Ids:
         piece = self._view.to_bytes([token], before=guess.written or context.data)

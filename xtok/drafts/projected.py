@@ -8,12 +8,12 @@ from transformers import LogitsProcessorList
 
 from xtok.budget import Budget
 from xtok.drafts import Context
-from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, grown
+from xtok.drafts.growth import CHILDREN, SHARPNESS, IdPath, grown, noise_states, tree_of
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.noise import GUESS, PICK, exponential
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
-from xtok.tree import Tree, Trie, chain
+from xtok.tree import Tree, chain
 
 _PENDING = 3
 """The bytes of an unfinished character, at most."""
@@ -65,18 +65,16 @@ def _longest_beginning(piece: bytes, ids: dict[bytes, int]) -> int | None:
 
 
 @dataclass
-class _Draw(Path):
+class _Draw(IdPath):
     """A guess in the target's ids.
 
     `own`: the draft's ids for the last of them. `size`: how many of its own the draft has read when it has read those.
-    `controls`: how many of them spell nothing. `laws`: what each was drawn from, (target's vocabulary,) in float64, where draws
+    `laws`: what each was drawn from, (target's vocabulary,) in float64, where draws
     are judged by that.
     """
 
-    ids: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
     size: int = 0
-    controls: int = 0
     laws: tuple[Tensor, ...] = ()
 
     @property
@@ -149,7 +147,7 @@ class ProjectedDrafter:
             first = self._children(context, logits, [_Draw(1.0, -1, b"", size=size)], chained)[0]
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         draws = grown(first, budget, lambda front: self._expanded(context, front, chained))
-        return self._chain(draws) if self._independent else self._tree(draws, budget)
+        return self._chain(draws) if self._independent else tree_of(draws, budget)
 
     def _expanded(self, context: Context, front: list[_Draw], chained: bool) -> list[list[_Draw]]:
         """The continuations of some guesses, all by one forward."""
@@ -205,12 +203,6 @@ class ProjectedDrafter:
         """The longest guess, with its laws."""
         return chain(draws[-1].ids, draws[-1].written, draws[-1].laws) if draws else Tree()
 
-    def _tree(self, draws: list[_Draw], budget: Budget) -> Tree:
-        trie = Trie()
-        for draw in draws:
-            trie.add(draw.ids[: budget.longest], draw.kept)
-        return trie.best(budget.verified, max(draws, key=lambda draw: draw.mass).written if draws else b"")
-
     def _laws(self, logits: Tensor) -> Tensor:
         """The probabilities of the next id over the target's vocabulary, row by row; nan where they share nothing likely."""
         probabilities = self._warpers(self._own[None], logits.float()).double().softmax(dim=-1)
@@ -223,10 +215,5 @@ class ProjectedDrafter:
 
         An id's law over it is exp(log(law) + Gumbel noise), so the greatest is the draw, and a sum over all ids normalises.
         """
-        assert context.noise is not None
-        purpose = GUESS if self._independent else PICK
-        offset = len(context.data) - context.prompt_size
         with self._meter.timing("noise"):
-            at = context.noise.at
-            states = [at(offset + len(draw.written), context.controls + draw.controls, purpose) for draw in draws]
-            return exponential(self._keys, states)
+            return exponential(self._keys, noise_states(context, draws, GUESS if self._independent else PICK))
