@@ -21,7 +21,7 @@ from xtok.bench_sampled import TREE as TREE_SAMPLED
 from xtok.cli import app
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.sources import load
-from xtok.stretch import blocks_of, sized, stretch, stretched_to
+from xtok.stretch import blocks_of, shortened, sized, stretch, stretched_to
 
 
 def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
@@ -125,6 +125,15 @@ def test_a_device_that_is_not_there_is_told() -> None:
     result = CliRunner().invoke(app, ["bench", "--device", "nowhere"])
     assert result.exit_code == 1
     assert "'nowhere'" in result.stderr
+
+
+def test_a_shortened_model_is_the_lower_blocks() -> None:
+    whole = model("Llama", 40, 0, torch.float64)
+    states = whole(torch.tensor([[3, 5, 7]]), output_hidden_states=True).hidden_states
+    lower = shortened(whole, 1)
+    expected = whole.lm_head(whole.model.norm(states[-2]))
+    assert len(blocks_of(lower)) == len(blocks_of(whole)) - 1
+    assert torch.allclose(lower(torch.tensor([[3, 5, 7]])).logits, expected, atol=1e-6)
 
 
 def test_a_model_of_unknown_blocks_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from xtok.fit import Fit, Side, fit
 from xtok.lm import check_rolls_back, context_window
 from xtok.pair import DRAFT, HEADS, TARGET, TUNED, prompts, quoting, technical
 from xtok.sources import load
-from xtok.stretch import forward_seconds, sized, stretched_to
+from xtok.stretch import forward_seconds, shortened, sized, stretched_to
 from xtok.trace import Stats
 from xtok.tune import check_tunable, train_heads, tune_draft
 from xtok.version import __version__
@@ -439,12 +439,13 @@ def _tell(found: Found, show: Callable[[Found], None], as_json: bool) -> None:
 
 
 def _own_drafts(pair: tuple[Any, Any], given: tuple[str, str]) -> dict[str, Any]:
-    """The draft, and of the shipped pair the tuned draft and the heads, too."""
+    """The draft, and of the shipped pair the tuned one, the heads and the target's lower blocks, which have its own ids."""
     if given != (str(TARGET), str(DRAFT)):
         return {"draft": pair[1]}
     model, tokenizer = load(TUNED, "draft")
     tuned_draft = model.to(pair[1][0].device, pair[1][0].dtype), tokenizer
-    return {"draft": pair[1], "tuned draft": tuned_draft, "heads": HeadsDrafter(HEADS)}
+    lower = shortened(pair[0][0], 1), pair[0][1]
+    return {"draft": pair[1], "tuned draft": tuned_draft, "lower blocks": lower, "heads": HeadsDrafter(HEADS)}
 
 
 def _placed(target: Any, draft: Any, dtype: str, device: str) -> tuple[Any, Any]:

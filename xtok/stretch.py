@@ -61,6 +61,15 @@ def stretched_to(model: PreTrainedModel, seconds: float, width: int = _WIDTH) ->
     return stretch(model, max(0, few + round((seconds - base) / max(slope, 1e-9))), width)
 
 
+def shortened(model: PreTrainedModel, blocks: int) -> PreTrainedModel:
+    """A copy of `model` without its last `blocks` blocks: a draft that has the target's own ids."""
+    kept = deepcopy(model)
+    layers = blocks_of(kept)
+    del layers[len(layers) - blocks :]
+    kept.config.num_hidden_layers = len(layers)
+    return kept
+
+
 @torch.no_grad()
 def forward_seconds(model: PreTrainedModel, context: int = 64, repeats: int = 15) -> float:
     """The median seconds of a forward of one token behind some context."""
