@@ -1,30 +1,41 @@
 """Law 5: caches tell the truth, shown against forwarding everything anew."""
 
-from functools import partial
+from functools import cache, partial
 
+import pytest
 import torch
+from architectures import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from transformers import DynamicCache, MambaConfig, MambaForCausalLM
+from transformers import DynamicCache, PreTrainedModel
 from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tokenizer
 
-from xtok import Budget, Context
+from xtok import Budget, Context, PromptLookup, XTokAssisted
 from xtok.continuation import Continuation
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.reader import Reader
 from xtok.encoding import encoder
 from xtok.errors import UnsupportedModelError
-from xtok.lm import CachedModel, check_rolls_back, context_window, new_cache
-from xtok.sources import draft_model
+from xtok.lm import CachedModel, context_window, new_cache
+from xtok.recurrent import cached_model
+from xtok.sources import draft_model, target_model
 from xtok.tokenbytes import token_bytes
 from xtok.trace import Meter
 
 VOCABULARY = 40
+TOKENS = tokenizer("byte-level BPE")
+RECURRENT = ("falcon_h1", "lfm3", "olmo_hybrid", "qwen3_next")
+"""State spaces beside attention in one layer; convolutions with full and sliding attention; two kinds of delta rules."""
 ids_lists = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6)
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 """In float64 too, transformers normalises and rotates in float32; a wrong cache is off by far more."""
+
+
+@cache
+def recurrent(name: str) -> PreTrainedModel:
+    return tiny(name, VOCABULARY).float()
 
 
 class Caching(RuleBasedStateMachine):
@@ -82,6 +93,86 @@ class Caching(RuleBasedStateMachine):
             assert self.cached.forwards == self.forwards
 
 
+class Replaying(RuleBasedStateMachine):
+    """The same of models with recurrent layers, which take chains: the logits are those of a text forwarded as a whole."""
+
+    @initialize(name=st.sampled_from(RECURRENT), snapshots=st.integers(1, 3))
+    def start(self, name: str, snapshots: int) -> None:
+        self.model = recurrent(name)
+        self.cached = cached_model(self.model, new_cache(self.model), snapshots=snapshots)
+        self.ids: list[int] = []
+
+    @rule(new=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20), data=st.data())
+    def forward(self, new: list[int], data: st.DataObject) -> None:
+        rows = data.draw(st.integers(1, len(new)))
+        logits = self.cached.forward(torch.tensor([new]), rows)
+        self.ids += new
+        self.check(logits)
+
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        length = data.draw(st.integers(max(0, len(self.ids) - 25), len(self.ids)))
+        assert self.cached.roll_back(length)
+        self.ids = self.ids[:length]
+
+    @rule(guess=ids_lists, data=st.data())
+    def guess_and_keep_some(self, guess: list[int], data: st.DataObject) -> None:
+        logits = self.cached.branch(torch.tensor([guess]), range(-1, len(guess) - 1))
+        self.ids += guess
+        self.check(logits)
+        kept = data.draw(st.integers(0, len(guess)))
+        self.cached.keep(range(kept))
+        self.ids = self.ids[: len(self.ids) - len(guess) + kept]
+
+    @rule()
+    def settle(self) -> None:
+        self.cached.settle()
+
+    @rule()
+    def start_anew(self) -> None:
+        self.cached.start_anew()
+        self.ids = []
+
+    def check(self, logits: torch.Tensor) -> None:
+        anew = self.model(torch.tensor([self.ids])).logits[0, -len(logits) :]
+        torch.testing.assert_close(logits, anew, rtol=1e-4, atol=1e-4)
+
+    @invariant()
+    def as_many_positions_are_kept_as_there_are_ids(self) -> None:
+        if hasattr(self, "cached"):
+            assert self.cached.length == len(self.ids)
+
+
+Replaying.TestCase.settings = examples(60, stateful_step_count=12)
+TestReplaying = Replaying.TestCase
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_round_costs_a_recurrent_model_one_forward_mostly(name: str) -> None:
+    """A guess of five, of which one comes true, in each of thirty rounds."""
+    lm = recurrent(name)
+    cached = cached_model(lm, new_cache(lm))
+    cached.forward(torch.tensor([[3, 5, 7]]), rows=1)
+    for _ in range(30):
+        cached.branch(torch.tensor([[3, 5, 7, 9, 11]]), range(-1, 4))
+        cached.keep([0, 1])
+    assert cached.length == 3 + 30 * 2
+    assert 31 < cached.forwards <= 31 + 30 * 2 / 16
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_targets_cache_can_be_gone_on_with(name: str) -> None:
+    """What a generation hands back holds what transformers' own hands back."""
+    lm = tiny(name, len(TOKENS)).float()
+    ids = torch.tensor([TOKENS("吾輩は猫である").input_ids])
+    plain = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    xt = XTokAssisted((lm, TOKENS), PromptLookup())
+    helped, alone = (lm.generate(ids, **plain, custom_generate=way) for way in (xt, None))
+    assert torch.equal(helped.sequences, alone.sequences)
+    following = [lm(alone.sequences[:, -1:], past_key_values=made.past_key_values).logits for made in (helped, alone)]
+    torch.testing.assert_close(*following, rtol=1e-4, atol=1e-4)
+
+
 Caching.TestCase.settings = examples(200, stateful_step_count=15)
 TestCaching = Caching.TestCase
 
@@ -129,12 +220,16 @@ def test_a_prefill_behind_a_filled_cache_forwards_the_rest_only() -> None:
     assert_close(logits, lm(ids).logits[0, -1:])
 
 
-def test_a_recurrent_model_is_refused_by_name() -> None:
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4))
-    try:
-        check_rolls_back(mamba, "target")
-    except UnsupportedModelError as error:
-        assert "MambaForCausalLM" in str(error)
-        assert "target" in str(error)
-    else:
-        raise AssertionError("a state that can't be rolled back was taken for a cache")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("deepseek_v4", "The cache of DeepseekV4ForCausalLM can't be rolled back"),
+        ("mamba", "MambaForCausalLM keeps no cache that several ids at once can be forwarded behind"),
+        ("openai-gpt", "OpenAIGPTLMHeadModel keeps no cache"),
+        ("prophetnet", "ProphetNetForCausalLM can't be forwarded behind its own cache"),
+        ("xlm", "XLMWithLMHeadModel isn't causal"),
+    ],
+)
+def test_a_model_that_cant_check_guesses_is_refused_by_name(name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{reason}.* as target"):
+        target_model((tiny(name, len(TOKENS)), TOKENS))

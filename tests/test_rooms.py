@@ -16,6 +16,8 @@ ROOMS = (
     ("tree", "trace", "noise"),
     ("budget",),
     ("pick", "lm"),
+    ("recurrent",),
+    ("trial",),
     ("drafts",),
     ("drafts.reader", "drafts.growth", "drafts.repeats", "drafts.corpus"),
     ("drafts.scripted", "drafts.cross_tokenizer", "drafts.projected", "drafts.lookup", "drafts.heads", "drafts.merged"),

@@ -26,13 +26,15 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.merged import Drafts
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
-from xtok.lm import CachedModel, context_window, takes_trees
+from xtok.lm import context_window
 from xtok.loop import Run, decode
 from xtok.makers import KINDS, Draft, Maker, Task, as_list, of_heads, of_lookup, of_model
 from xtok.prompts import Chat, is_chat, prompt_ids, reading
+from xtok.recurrent import cached_model
 from xtok.sources import Source, draft_model, target_model
 from xtok.text import TextPieces
 from xtok.trace import Meter, Round, Stats
+from xtok.trial import takes_trees
 
 Acceptance = Literal["match", "rejection", "typical"]
 
@@ -220,6 +222,8 @@ class XTokAssisted:
         read = prompt_ids(self.tokenizer, prompt, arguments.pop("split_special_tokens", None))
         ids = torch.tensor([read], device=self.model.device)
         stop_strings = self._take_stop_strings(arguments)
+        if arguments.get("generation_config") is None:
+            arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
         captured: list[Run] = []
 
         def capture(
@@ -261,7 +265,7 @@ class XTokAssisted:
             own_cache = cache if len(input_ids) == 1 else bridge.cache_of_row(cache, row)
             runs.append(
                 Run(
-                    target=CachedModel(self.model, own_cache, own_inputs, shows_hidden=self._shows_hidden),
+                    target=cached_model(self.model, own_cache, own_inputs, shows_hidden=self._shows_hidden),
                     view=self._target.view,
                     ids=input_ids[row : row + 1],
                     prompt=bridge.unpadded(input_ids[row], own_inputs),

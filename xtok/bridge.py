@@ -27,9 +27,10 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
-from xtok.lm import longrope_boundary, rolls_back
+from xtok.lm import longrope_boundary
 from xtok.loop import Run, drain
 from xtok.noise import noise
+from xtok.trial import rolls_back
 
 _WARPERS = (
     TemperatureLogitsWarper,
@@ -96,7 +97,7 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: 
             mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         ),
         "inputs_embeds are not supported: the draft needs a text. Pass input_ids": inputs.get("inputs_embeds") is not None,
-        "use_cache=False is not supported: guesses are checked against a cache. Leave it out": not config.use_cache,
+        "use_cache=False is not supported: guesses are checked against a cache. Pass use_cache=True": not config.use_cache,
         _CACHE_FAULT.format(config.cache_implementation): config.cache_implementation not in _CACHES,
         "output_attentions and output_hidden_states are not supported. Leave them out": (
             bool(config.output_attentions or config.output_hidden_states)
@@ -258,6 +259,8 @@ def as_transformers(runs: list[Run], config: GenerationConfig) -> GenerateDecode
     if not config.return_dict_in_generate:
         return sequences
     alone = runs[0] if len(runs) == 1 else None
+    if alone is not None:
+        alone.target.settle()
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
         scores=alone.scores if alone else None,

@@ -26,11 +26,12 @@ from xtok.budget import Budget
 from xtok.drafts.heads import HeadsDrafter
 from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
-from xtok.lm import check_rolls_back, context_window
+from xtok.lm import context_window
 from xtok.pair import DRAFT, HEADS, TARGET, TUNED, prompts, quoting, technical
 from xtok.sources import load
 from xtok.stretch import forward_seconds, shortened, sized, stretched_to
 from xtok.trace import Stats
+from xtok.trial import check_rolls_back
 from xtok.tune import check_tunable, train_heads, tune_draft
 from xtok.version import __version__
 

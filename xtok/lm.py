@@ -3,102 +3,26 @@
 from collections.abc import Sequence
 from math import ceil
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-from xtok.errors import UnsupportedModelError
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
     """An empty cache for `model`, ready to be rolled back."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.activate_past_recording()
+    record_past(cache)
     return cache
 
 
-def takes_trees(model: PreTrainedModel) -> bool:
-    """Whether `model` can forward the branches of a tree at once. It is tried out, once for a model and its kind of attention.
-
-    Layers that see a part of the context by the order of their keys and not by positions are known by name: no short context
-    would betray them.
-    """
-    config = model.config.get_text_config(decoder=True)
-    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
-    if not kinds <= {"full_attention", "sliding_attention", "global"}:
-        return False
-    known = _TAKES_TREES.setdefault(model, {})
-    attention = str(config._attn_implementation)
-    if attention not in known:
-        known[attention] = _branches_as_it_should(model)
-    return known[attention]
-
-
-_TAKES_TREES: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
-
-
-@torch.no_grad()
-def _branches_as_it_should(model: PreTrainedModel) -> bool:
-    """Whether a node behind a branch has the logits that it has in a chain of its own.
-
-    They may differ by rounding, which is little beside what it would change if the node saw the other branch, too.
-    """
-    cached = CachedModel(model, new_cache(model))
-    if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cached.cache.layers):
-        return False
-    first, other, *rest = (torch.tensor([[token % cached.vocabulary]], device=model.device) for token in (3, 5, 7, 11, 13))
-    try:
-        cached.forward(torch.cat([first, other], dim=1), rows=1)
-        branched = cached.branch(torch.cat(rest, dim=1), parents=(-1, -1, 1))[2]
-        cached.roll_back(2)
-        alone = cached.forward(torch.cat(rest[1:], dim=1), rows=1)
-        cached.roll_back(2)
-        mixed = cached.forward(torch.cat(rest, dim=1), rows=1)
-    except Exception:  # a model says in many ways that it takes no such mask
-        return False
-    error, effect = (branched - alone).abs().max(), (mixed - alone).abs().max()
-    return bool(error <= effect * (1e-3 if branched.dtype in (torch.float32, torch.float64) else 0.1))
-
-
-def check_causal(model: PreTrainedModel, role: str) -> None:
-    """Raises `UnsupportedModelError` unless a text has the same logits forwarded at once and behind a cache.
-
-    Encoders that are loaded as language models look at what follows, too, so their picks are nobody's own. Each model is tried
-    out once, by three ids.
-    """
-    if model in _CAUSAL:
-        return
-    name = type(model).__name__
-    try:
-        continues = _continues(model)
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{name} can't be forwarded behind its own cache ({type(error).__name__}: {error}). Use another model as {role}."
-        ) from error
-    if not continues:
-        raise UnsupportedModelError(
-            f"{name} isn't causal: what it says of a text depends on what follows. Use a decoder as {role}; an encoder's "
-            "configuration may need is_decoder=True."
-        )
-    _CAUSAL.add(model)
-
-
-_CAUSAL: WeakSet[PreTrainedModel] = WeakSet()
-
-
-@torch.no_grad()
-def _continues(model: PreTrainedModel) -> bool:
-    """Whether the logits of a text are the same but for rounding, which is little beside their spread."""
-    ids = torch.tensor([[3, 5, 7]], device=model.device) % vocabulary_size(model)
-    whole = CachedModel(model, new_cache(model)).forward(ids, rows=3).float()
-    cached = CachedModel(model, new_cache(model))
-    stepped = torch.cat([cached.forward(ids[:, :1], rows=1), cached.forward(ids[:, 1:], rows=2)]).float()
-    error, spread = (whole - stepped).abs().max(), whole.max() - whole.min()
-    return bool(error <= spread * (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1))
+def record_past(cache: Cache) -> None:
+    """Let layers with a window remember what a roll-back may need. Recurrent ones would remember too little."""
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.activate_past_recording()
 
 
 def context_window(model: PreTrainedModel) -> int | None:
@@ -110,8 +34,8 @@ def context_window(model: PreTrainedModel) -> int | None:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """How many ids `model` has logits for, those without a token included."""
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    return int(model.config.get_text_config(decoder=True).vocab_size if head is None else head.shape[0])
+    head = model.get_output_embeddings()  # a quantised one's weights have shapes of their own
+    return int(getattr(head, "out_features", None) or model.config.get_text_config(decoder=True).vocab_size)
 
 
 def longrope_boundary(model: PreTrainedModel) -> int | None:
@@ -121,24 +45,6 @@ def longrope_boundary(model: PreTrainedModel) -> int | None:
     if rope.get("rope_type") != "longrope":
         return None
     return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-
-
-def rolls_back(cache: Cache) -> bool:
-    """Whether positions can be taken back from `cache`. Newer releases of transformers say so; of older ones it is known."""
-    known = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-    return bool(getattr(cache, "is_croppable", known))
-
-
-def check_rolls_back(model: PreTrainedModel, role: str) -> None:
-    """Raises `UnsupportedModelError` unless the guesses of a round can be taken back from the model's cache."""
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model. Use a decoder-only model as {role}.")
-    if not model._supports_default_dynamic_cache() or not rolls_back(new_cache(model)):
-        raise UnsupportedModelError(
-            f"The cache of {name} can't be rolled back, so no guess can be taken back from it. "
-            f"Use a model with an attention cache as {role}."
-        )
 
 
 class CachedModel:
@@ -159,7 +65,7 @@ class CachedModel:
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
         self._prefilled = 0
-        self._nodes = _Nodes()
+        self._nodes = Nodes()
         self._shows_hidden = shows_hidden
         self.hidden: Tensor | None = None
         self.cache = cache
@@ -168,6 +74,11 @@ class CachedModel:
 
     @property
     def length(self) -> int:
+        """How many positions are kept."""
+        return self._held
+
+    @property
+    def _held(self) -> int:
         """How many positions the cache holds."""
         return int(self.cache.get_seq_length())
 
@@ -179,13 +90,17 @@ class CachedModel:
     @torch.no_grad()
     def prefill(self, ids: Tensor, config: Any) -> Tensor:
         """Forward a prompt as transformers does (in chunks, behind a filled cache). Returns the logits of its last position."""
-        held = self.length
+        held = self._held
         inputs = {**self._inputs, "past_key_values": self.cache}
         outputs = self._model._prefill(ids, config, inputs)
-        self.cache.activate_past_recording()
-        self._prefilled = self._recorded = self.length
-        self.forwards += ceil((self.length - held) / (config.prefill_chunk_size or self.length))
+        record_past(self.cache)
+        self._note_prefilled(ids)
+        self._prefilled = self._recorded = self._held
+        self.forwards += ceil((self._held - held) / (config.prefill_chunk_size or self._held))
         return self._last(outputs.logits, 1)
+
+    def _note_prefilled(self, ids: Tensor) -> None:
+        """What a kind of model wants to know of a prompt."""
 
     def forward(self, ids: Tensor, rows: int) -> Tensor:
         """Forward new `ids`, (1, new), behind the cache. Returns the logits of the last `rows` of them, (rows, vocabulary)."""
@@ -212,7 +127,7 @@ class CachedModel:
     def keep(self, path: Sequence[int]) -> None:
         """End a tree: keep the nodes of `path`, each the parent of the next and the first a child of -1. Drop the others."""
         size = len(self._nodes)
-        self._nodes = _Nodes()
+        self._nodes = Nodes()
         if list(path) != list(range(len(path))):
             kept = torch.tensor(path, device=self.cache.layers[0].keys.device)
             for layer in self.cache.layers:
@@ -224,9 +139,9 @@ class CachedModel:
     def _prepared(self, ids: Tensor) -> dict[str, Any]:
         """The model's inputs for new ids behind the cache, as transformers' own generation has them."""
         new = ids.shape[1]
-        if self.length > self._recorded and not hasattr(self.cache, "is_croppable") and self._has_slid():
+        if self._held > self._recorded and not hasattr(self.cache, "is_croppable") and self._has_slid():
             self._crop(0)  # transformers 5.16's sliding layers take one forward per crop
-        beyond = self.length + new - self._prefilled
+        beyond = self._held + new - self._prefilled
         inputs = self._model._update_model_kwargs_for_generation({}, dict(self._inputs), num_new_tokens=beyond)
         prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(
             ids, next_sequence_length=new, past_key_values=self.cache, is_first_iteration=False, **inputs
@@ -268,7 +183,7 @@ class CachedModel:
         """Take the newest positions back until `length` are left. False, and nothing done, where the cache forgot too much."""
         if length < self._recorded and self._has_slid():
             return False
-        self._nodes = _Nodes()
+        self._nodes = Nodes()
         self._crop(self.length - length)
         return True
 
@@ -277,10 +192,13 @@ class CachedModel:
             self.cache.crop(-excess)
         self._recorded = self.length
 
+    def settle(self) -> None:
+        """Let the cache hold all positions that are kept."""
+
     def start_anew(self) -> None:
         """Forget everything."""
         self.cache = new_cache(self._model)
-        self._nodes = _Nodes()
+        self._nodes = Nodes()
         self._recorded = 0
 
     def _has_slid(self) -> bool:
@@ -293,7 +211,7 @@ class CachedModel:
         return logits[0, -rows:]
 
 
-class _Nodes:
+class Nodes:
     """The nodes of a tree behind a cache.
 
     `depths`: 0 for children of the whole context. `shortened`: whether a node doesn't see the context's last position.

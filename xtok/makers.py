@@ -71,7 +71,7 @@ def of_heads(given: HeadsDrafter, target: TargetModel) -> Maker:
 
     def make(task: Task) -> Drafter:
         warpers = task.warpers if task.samples else LogitsProcessorList()
-        return HeadsGuesser(*placed(head.weight.device, head.weight.dtype), head, target.view, task.meter, warpers)
+        return HeadsGuesser(*placed(head.weight.device, target.model.dtype), head, target.view, task.meter, warpers)
 
     return make
 

@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from xtok.drafts.reader import DraftModel
 from xtok.encoding import Encoder, encoder
 from xtok.errors import InvalidInputError, UnsupportedModelError
-from xtok.lm import check_causal, check_rolls_back, vocabulary_size
+from xtok.lm import vocabulary_size
 from xtok.noise import spelling_keys
 from xtok.prompts import leading, reading
 from xtok.tokenbytes import TokenBytes, token_bytes
+from xtok.trial import check_continues, check_rolls_back
 
 Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 """A hub id, a local path, or a (model, tokenizer) pair."""
@@ -68,7 +69,7 @@ def target_model(source: Any) -> TargetModel:
     model, tokenizer = load(source, "target")
     check_rolls_back(model, "target")
     view = token_bytes(tokenizer)
-    check_causal(model, "target")
+    check_continues(model, "target")
     return TargetModel(model, tokenizer, view)
 
 
@@ -80,6 +81,7 @@ def draft_model(source: Any) -> tuple[DraftModel, Any]:
     view = token_bytes(tokenizer)
     with reading(tokenizer):
         lead = tuple(leading(tokenizer))
+    check_continues(model, "draft")
     return DraftModel(model, encoder(tokenizer, view), lead, frozenset(end for end in ends if end is not None)), tokenizer
 
 

@@ -10,9 +10,14 @@ from transformers import PreTrainedModel
 
 from xtok.drafts import Context
 from xtok.encoding import Encoder
-from xtok.lm import CachedModel, context_window, new_cache, takes_trees, vocabulary_size
+from xtok.lm import context_window, new_cache, vocabulary_size
+from xtok.recurrent import cached_model
 from xtok.reencode import Reencoder
 from xtok.trace import Meter
+from xtok.trial import takes_trees
+
+_SNAPSHOTS = 16
+"""Of two rounds: what is read in one may be read otherwise in the next."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Reader:
         self._lead = len(draft.lead if prompt is None else prompt)
         self._ids = list(draft.lead if prompt is None else prompt)
         self._start = self._held = 0  # the cache holds `_held` ids from `_start` on, as far as they are read alike
-        self._lm = CachedModel(draft.model, new_cache(draft.model))
+        self._lm = cached_model(draft.model, new_cache(draft.model), snapshots=_SNAPSHOTS)
 
     @property
     def size(self) -> int:

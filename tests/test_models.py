@@ -1,0 +1,105 @@
+"""Every causal architecture that transformers knows, as target and as draft: what the target alone gives, or a refusal."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import tiny
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+from worlds import fitting, tokenizer
+
+from xtok import Budget, XTokAssisted
+from xtok.errors import UnsupportedModelError
+
+TABLE = Path(__file__).parents[1] / "docs" / "compatibility.md"
+TEXT = "吾輩は猫である。名前はまだ"
+PLAIN: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+TOKENS, OTHERS = tokenizer("byte-level BPE"), tokenizer("SentencePiece BPE")
+ROWS = len(TOKENS) + 5
+NOT_TRIED = "not tried: no tiny model of it could be built"
+
+
+@cache
+def other() -> PreTrainedModel:
+    return fitting(OTHERS, "Llama", 1)
+
+
+@cache
+def built(name: str, attention: str) -> PreTrainedModel | str:
+    """A model in the highest precision in which it generates; why not, where there is none."""
+    try:
+        made = tiny(name, ROWS, attention)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    for precise in (made.double, made.float):
+        try:
+            alone(precise(), TOKENS)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            continue
+        return made
+    return reason
+
+
+def alone(model: PreTrainedModel, tokens: Any) -> list[int]:
+    ids = torch.tensor([tokens(TEXT).input_ids])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=True, **PLAIN)
+    return made[0, ids.shape[1] :].tolist()
+
+
+def helped(target: tuple[Any, Any], draft: tuple[Any, Any]) -> str:
+    """ "tree" or "chain", by which the target's own ids came; else why the pair is refused."""
+    try:
+        generation = XTokAssisted(target, [draft], budget=Budget(3)).generate(TEXT, **PLAIN)
+    except UnsupportedModelError as error:
+        return str(error)
+    assert generation.token_ids == alone(*target)
+    assert generation.stats.draft_error is None
+    assert generation.stats.proposed > 0
+    return "chain" if generation.stats.chains_only else "tree"
+
+
+@cache
+def verdict(name: str) -> tuple[str, str]:
+    """What becomes of an architecture as target, with either kind of attention, and as draft."""
+    models = {attention: built(name, attention) for attention in ("sdpa", "eager")}
+    tried = {attention: model for attention, model in models.items() if not isinstance(model, str)}
+    if not tried:
+        return NOT_TRIED, NOT_TRIED
+    told = {attention: helped((model, TOKENS), (other(), OTHERS)) for attention, model in tried.items()}
+    ways = dict.fromkeys(told.values())
+    as_target = next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way} ({attention})" for attention, way in told.items())
+    as_draft = helped((other(), OTHERS), (next(iter(tried.values())), TOKENS))
+    return as_target, "yes" if as_draft in ("tree", "chain") else as_draft
+
+
+def table() -> list[str]:
+    """The verdicts, one row for all architectures with the same."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(NAMES):
+        kind = NAMES[name] if isinstance(NAMES[name], str) else NAMES[name][0]
+        told = tuple(way.split(". ")[0].replace(kind, "it") for way in verdict(name))
+        groups.setdefault((told[0], "no" if told[1] == told[0] else told[1]), []).append(name)
+    rows = sorted(groups.items(), key=lambda group: (group[0][0] not in ("tree", "chain"), -len(group[1])))
+    head = [f"| as target (transformers {transformers.__version__}) | as draft | architectures |", "|---|---|---|"]
+    return head + [f"| {target} | {draft} | {', '.join(names)} |" for (target, draft), names in rows]
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_an_architecture_gives_its_own_ids_or_is_refused(name: str) -> None:
+    assert verdict(name)
+
+
+def test_the_documented_table_is_what_was_found() -> None:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    if f"(transformers {transformers.__version__})" not in "".join(lines):
+        pytest.skip(f"{TABLE.name} is about another release of transformers than {transformers.__version__}")
+    assert [line for line in table() if line not in lines] == []
+
+
+if __name__ == "__main__":  # prints the table for the documentation
+    print("\n".join(table()))

@@ -1,0 +1,120 @@
+"""Target and draft in different precisions, attention implementations, placements and wrappings. Some need a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from xtok import Budget, HeadsDrafter, XTokAssisted
+from xtok.errors import UnsupportedModelError
+from xtok.pair import DRAFT, HEADS, TARGET, prompts
+
+TEXT = prompts()[0]
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def load(source: Any, **how: Any) -> tuple[PreTrainedModel, Any]:
+    return AutoModelForCausalLM.from_pretrained(source, **how), AutoTokenizer.from_pretrained(source)
+
+
+def check(target: tuple[PreTrainedModel, Any], draft: tuple[PreTrainedModel, Any]) -> None:
+    """Greedily the target's own ids, sampled those of no draft, where no pick was too close to call in that precision."""
+    helped = XTokAssisted(target, [draft], budget=Budget(3))
+    for how in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
+        mine = helped.generate(TEXT, max_new_tokens=20, **how)
+        alone = XTokAssisted(target).generate(TEXT, max_new_tokens=20, **how)
+        assert mine.stats.draft_error is None
+        assert mine.stats.accepted > 0
+        assert mine.stats.min_margin is not None
+        close = 0.25 if target[0].dtype == torch.bfloat16 else 1e-3
+        assert mine.token_ids == alone.token_ids or mine.stats.min_margin < close
+
+
+@pytest.mark.parametrize("draft", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", [torch.float64, torch.bfloat16])
+def test_any_precisions(target: torch.dtype, draft: torch.dtype) -> None:
+    check(load(TARGET, dtype=target), load(DRAFT, dtype=draft))
+
+
+@pytest.mark.parametrize(("target", "draft"), [("sdpa", "eager"), ("eager", "sdpa")])
+def test_any_attention(target: str, draft: str) -> None:
+    check(load(TARGET, attn_implementation=target), load(DRAFT, attn_implementation=draft))
+
+
+def test_models_behind_the_hooks_of_accelerate() -> None:
+    check(load(TARGET, device_map={"": "cpu"}), load(DRAFT, device_map={"": "cpu"}))
+
+
+def test_compiled_models() -> None:
+    """What `torch.compile` makes of a forward; here without a compiler, which a machine may lack."""
+    target, draft = load(TARGET), load(DRAFT)
+    for model, _ in (target, draft):
+        model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    check(target, draft)
+
+
+class EightBits(nn.Module):
+    """A linear layer with packed weights of 8 bits, as libraries for quantisation have them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+        self.weight = nn.Parameter(
+            (linear.weight.detach() / self.scale).round().to(torch.int8).reshape(-1, 1), requires_grad=False
+        )
+        self.bias = linear.bias
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.reshape(self.out_features, self.in_features) * self.scale
+        return nn.functional.linear(states, weight.to(states.dtype), self.bias)
+
+
+def quantised(model: PreTrainedModel) -> PreTrainedModel:
+    for name, linear in [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
+        model.set_submodule(name, EightBits(linear))
+    return model
+
+
+def test_quantised_models() -> None:
+    target, draft = load(TARGET), load(DRAFT)
+    target = quantised(target[0]), target[1]
+    check(target, (quantised(draft[0]), draft[1]))
+    assert XTokAssisted(target, HeadsDrafter(HEADS)).generate(TEXT, max_new_tokens=9, do_sample=False).stats.accepted > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_activations_quantised_by_the_range_of_a_whole_forward_are_refused() -> None:
+    """There what a target says of an id depends on the ids beside it, so nothing could be checked."""
+    target, tokens = load(TARGET)
+    dynamic = torch.ao.quantization.quantize_dynamic(target, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(UnsupportedModelError, match="not by its activations"):
+        XTokAssisted((dynamic, tokens), load(DRAFT))
+
+
+@gpu
+@pytest.mark.parametrize(("target", "draft"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_target_and_draft_on_any_devices(target: str, draft: str, dtype: torch.dtype) -> None:
+    check(load(TARGET, dtype=dtype, device_map=target), load(DRAFT, dtype=dtype, device_map=draft))
+
+
+@gpu
+def test_a_gpu_gives_the_texts_of_a_cpu_in_double_precision() -> None:
+    on_cpu, on_gpu = (
+        XTokAssisted(load(TARGET, dtype=torch.float64, device_map=device), load(DRAFT, device_map=device))
+        for device in ("cpu", "cuda")
+    )
+    for how in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
+        assert (
+            on_cpu.generate(TEXT, max_new_tokens=64, **how).token_ids
+            == on_gpu.generate(TEXT, max_new_tokens=64, **how).token_ids
+        )
+
+
+@two_gpus
+def test_a_target_spread_over_devices() -> None:
+    check(load(TARGET, device_map="balanced"), load(DRAFT, device_map="cuda:1"))

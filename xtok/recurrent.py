@@ -1,0 +1,153 @@
+"""Models with recurrent layers, whose states can't be taken back position by position."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+from xtok.lm import CachedModel, Nodes, new_cache
+
+_LONGEST = 16
+"""How many positions are forwarded again together with new ones. More of them would cost more than the forward they save."""
+_STATES = frozenset(vars(LinearAttentionLayer()))
+"""What a recurrent layer remembers."""
+
+
+def cached_model(
+    model: PreTrainedModel,
+    cache: Cache,
+    inputs: dict[str, Any] | None = None,
+    *,
+    shows_hidden: bool = False,
+    snapshots: int = 1,
+) -> CachedModel:
+    """`model` with its cache. `snapshots`: how many earlier states of recurrent layers are kept, to return to."""
+    if any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
+        return RecurrentModel(model, cache, inputs, shows_hidden=shows_hidden, snapshots=snapshots)
+    return CachedModel(model, cache, inputs, shows_hidden=shows_hidden)
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The states of all recurrent layers when the cache held `length` positions."""
+
+    length: int
+    states: list[dict[str, Any]]
+
+
+class RecurrentModel(CachedModel):
+    """A causal LM with recurrent layers, for chains of guesses.
+
+    To take positions back it returns to a snapshot from before them. The positions between that and where it should be are
+    forwarded again, together with what comes next, so that most rounds cost one forward all the same.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: Cache, inputs: dict[str, Any] | None, *, shows_hidden: bool, snapshots: int
+    ) -> None:
+        super().__init__(model, cache, inputs, shows_hidden=shows_hidden)
+        self._ids = torch.zeros((1, 0), dtype=torch.int64, device=model.device)
+        self._forwarded = cache.get_seq_length() if _attends(cache) else 0
+        self._most = snapshots
+        self._snapshots: list[_Snapshot] = []
+
+    @property
+    def length(self) -> int:
+        """How many positions are kept. The cache holds the first of them, and lacks those to be forwarded again."""
+        return self._ids.shape[1]
+
+    @property
+    def _held(self) -> int:
+        return self._forwarded
+
+    def _note_prefilled(self, ids: Tensor) -> None:
+        """Ids that a filled cache was made from may be unknown; a prompt is never forwarded again."""
+        self._forwarded = self.cache.get_seq_length() if _attends(self.cache) else ids.shape[1]
+        self._ids = torch.nn.functional.pad(ids, (self._forwarded - ids.shape[1], 0))
+
+    def forward(self, ids: Tensor, rows: int) -> Tensor:
+        """As of any model."""
+        if self.length - self._forwarded > _LONGEST:
+            self.settle()
+        self._ids = torch.cat([self._ids, ids], dim=1)
+        return self._forward_rest(rows)
+
+    def branch(self, ids: Tensor, parents: Sequence[int]) -> Tensor:
+        """As of any model, for a chain."""
+        self._nodes.add(parents)
+        assert self._nodes.is_chain, "recurrent layers see no branches"
+        return self.forward(ids, len(parents))
+
+    def roll_back(self, length: int) -> bool:
+        """Take the newest positions back until `length` are left."""
+        self._nodes = Nodes()
+        self._crop(self.length - length)
+        return True
+
+    def settle(self) -> None:
+        """Forward what is to be forwarded again."""
+        if self._forwarded < self.length:
+            self._forward_rest(1)
+            self._crop(0)
+
+    def start_anew(self) -> None:
+        """Forget everything."""
+        super().start_anew()
+        self._ids, self._forwarded, self._snapshots = self._ids[:, :0], 0, []
+
+    def _forward_rest(self, rows: int) -> Tensor:
+        self._remember()
+        logits = super().forward(self._ids[:, self._forwarded :], rows)
+        self._forwarded = self.length
+        return logits
+
+    def _remember(self) -> None:
+        """Take a snapshot of states that there is none of."""
+        if self._forwarded and not (self._snapshots and self._snapshots[-1].length == self._forwarded):
+            self._snapshots.append(_Snapshot(self._forwarded, [_states(layer) for layer in self.cache.layers]))
+            del self._snapshots[: -self._most]
+
+    def _crop(self, excess: int) -> None:
+        self._ids = self._ids[:, : self.length - excess]
+        if self.length < self._forwarded:
+            self._return_to_a_snapshot()
+        elif self._forwarded:
+            self._crop_attention(0)
+        self._recorded = self._forwarded
+
+    def _return_to_a_snapshot(self) -> None:
+        """To the newest that is old enough; to nothing where all are newer, or older than what a window remembers."""
+        oldest = self._recorded if self._has_slid() else 0
+        self._snapshots = [one for one in self._snapshots if oldest <= one.length <= self.length]
+        if not self._snapshots:
+            self.cache, self._forwarded = new_cache(self._model), 0
+            return
+        snapshot = self._snapshots[-1]
+        for layer, states in zip(self.cache.layers, snapshot.states, strict=True):
+            vars(layer).update(deepcopy(states))
+        self._crop_attention(self._forwarded - snapshot.length)
+        self._forwarded = snapshot.length
+
+    def _crop_attention(self, excess: int) -> None:
+        for layer in self.cache.layers:
+            if not isinstance(layer, LinearAttentionLayer):
+                layer.crop(-excess)
+            elif isinstance(layer, DynamicLayer):
+                DynamicLayer.crop(layer, -excess)
+
+
+def _attends(cache: Cache) -> bool:
+    """Whether some layer knows how many positions were forwarded."""
+    return any(type(layer) is not LinearAttentionLayer for layer in cache.layers)
+
+
+def _states(layer: Any) -> dict[str, Any]:
+    """A copy of what a recurrent layer remembers. What its attention does, where it has one, can be cropped."""
+    if not isinstance(layer, LinearAttentionLayer):
+        return {}
+    return {name: deepcopy(value) for name, value in vars(layer).items() if name in _STATES}

@@ -1,0 +1,133 @@
+"""What a model can do, found out by trying."""
+
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from xtok.errors import UnsupportedModelError
+from xtok.lm import new_cache, vocabulary_size
+from xtok.recurrent import cached_model
+
+
+def takes_trees(model: PreTrainedModel) -> bool:
+    """Whether `model` can forward the branches of a tree at once. It is tried out, once for a model and its kind of attention.
+
+    Layers that see a part of the context by the order of their keys and not by positions are known by name: no short context
+    would betray them.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    if not kinds <= {"full_attention", "sliding_attention", "global"}:
+        return False
+    known = _TAKES_TREES.setdefault(model, {})
+    attention = str(config._attn_implementation)
+    if attention not in known:
+        known[attention] = _branches_as_it_should(model)
+    return known[attention]
+
+
+_TAKES_TREES: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _branches_as_it_should(model: PreTrainedModel) -> bool:
+    """Whether a node behind a branch has the logits that it has in a chain of its own.
+
+    They may differ by rounding, which is little beside what it would change if the node saw the other branch, too.
+    """
+    cached = cached_model(model, new_cache(model))
+    if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cached.cache.layers):
+        return False
+    first, other, *rest = (torch.tensor([[token % cached.vocabulary]], device=model.device) for token in (3, 5, 7, 11, 13))
+    try:
+        cached.forward(torch.cat([first, other], dim=1), rows=1)
+        branched = cached.branch(torch.cat(rest, dim=1), parents=(-1, -1, 1))[2]
+        cached.roll_back(2)
+        alone = cached.forward(torch.cat(rest[1:], dim=1), rows=1)
+        cached.roll_back(2)
+        mixed = cached.forward(torch.cat(rest, dim=1), rows=1)
+    except Exception:  # a model says in many ways that it takes no such mask
+        return False
+    error, effect = (branched - alone).abs().max(), (mixed - alone).abs().max()
+    return bool(error <= effect * (1e-3 if branched.dtype in (torch.float32, torch.float64) else 0.1))
+
+
+def rolls_back(cache: Cache) -> bool:
+    """Whether positions can be taken back from `cache`: a window's or a recurrent layer's by what is remembered of them.
+
+    A cache that isn't a `DynamicCache` may hold layers of unknown kinds, which forget in ways of their own.
+    """
+    return all(type(layer).__name__ in _KNOWN for layer in cache.layers)
+
+
+_KNOWN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer"} | {
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+}
+
+
+def check_rolls_back(model: PreTrainedModel, role: str) -> None:
+    """Raises `UnsupportedModelError` unless the guesses of a round can be taken back from the model's cache."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model. Use a decoder-only model as {role}.")
+    try:
+        able = model._supports_default_dynamic_cache() and rolls_back(new_cache(model))
+    except Exception:  # a configuration that no cache can be made from
+        able = False
+    if not able:
+        raise UnsupportedModelError(
+            f"The cache of {name} can't be rolled back, so no guess can be taken back from it. "
+            f"Use a model with an attention cache as {role}."
+        )
+
+
+def check_continues(model: PreTrainedModel, role: str) -> None:
+    """Raises `UnsupportedModelError` unless a text has the same logits forwarded at once and behind a cache.
+
+    Encoders that are loaded as language models look at what follows, too, so their picks are nobody's own; so do activations
+    that are quantised by the range of a whole forward. Some old models keep no cache. Each model is tried once, by four ids.
+    """
+    if model in _CONTINUES:
+        return
+    name = type(model).__name__
+    try:
+        causal, continues = _continues(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name} can't be forwarded behind its own cache ({type(error).__name__}: {error}). Use another model as {role}."
+        ) from error
+    if not causal:
+        raise UnsupportedModelError(
+            f"{name} isn't causal: what it says of a text depends on what follows. Use a decoder as {role} (an encoder's "
+            "configuration may need is_decoder=True), quantised by its weights and not by its activations."
+        )
+    if not continues:
+        raise UnsupportedModelError(
+            f"{name} keeps no cache that several ids at once can be forwarded behind, so no guess can be checked by it. "
+            f"Use another model as {role}."
+        )
+    _CONTINUES.add(model)
+
+
+_CONTINUES: WeakSet[PreTrainedModel] = WeakSet()
+
+
+@torch.no_grad()
+def _continues(model: PreTrainedModel) -> tuple[bool, bool]:
+    """Whether the logits of an id stay what they are when more follow, and whether a text forwarded in rounds has the logits
+    that it has as a whole. In the round here, one of two guesses is taken back.
+
+    They may differ by rounding, which is little beside their spread.
+    """
+    text = torch.tensor([[3, 5, 7, 11]], device=model.device) % vocabulary_size(model)
+    whole = cached_model(model, new_cache(model)).forward(text, rows=3).float()
+    cached = cached_model(model, new_cache(model))
+    rows = [cached.forward(text[:, :2], rows=1), cached.branch(text[:, [2, 0]], parents=(-1, 0))[:1]]
+    cached.keep([0])
+    rows.append(cached.forward(text[:, 3:], rows=1))
+    errors = (whole - torch.cat(rows).float()).abs().amax(dim=1)
+    allowed = (whole.max() - whole.min()) * (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1)
+    return bool(errors[0] <= allowed), bool((errors <= allowed).all())
