@@ -1,14 +1,19 @@
 """Law 2: bytes add up."""
 
+import json
 from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
-from transformers import BertJapaneseTokenizer, PreTrainedTokenizer
-from worlds import FAMILIES, texts, tokenizer, unidic_words
+from transformers import BertJapaneseTokenizer, GPTNeoXJapaneseTokenizer, PreTrainedTokenizer
+from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
+from worlds import CORPUS, FAMILIES, texts, tokenizer, unidic_words
 
 from xtok.errors import UnsupportedTokenizerError
 from xtok.tokenbytes import TokenBytes, token_bytes
@@ -100,6 +105,50 @@ def test_mecab_words_have_no_spaces_between_them_but_between_ascii_words(tmp_pat
     ids = tokens("吾輩は猫である。hellos world", add_special_tokens=False).input_ids
     assert seen.family == "MeCab + WordPiece"
     assert seen.to_bytes(ids).decode() == "吾輩は猫である。hellos world"
+
+
+@example("吾輩は 慶應　だ\n\t😃𠮷")
+@given(st.text(st.sampled_from("吾輩は猫慶應応 　\r\n\t—−😃😀𠮷é‖▀"), max_size=12))
+def test_japanese_sub_word_encoding_writes_the_first_variant_of_what_it_reads(text: str) -> None:
+    """GPT-NeoX-Japanese was refused. Its own decoding writes U+FFFD for bytes, and strips."""
+    tokens = subword_encoding()
+    seen = token_bytes(tokens)
+    ids = tokens(text, add_special_tokens=False).input_ids
+    written = {"應": "応", "\u3000": " ", "\r": "\n", "—": "ー", "−": "ー", "😃": "😀", "▀": "‖"}
+    assert seen.family == "sub-word encoding"
+    assert seen.to_bytes(ids).decode() == "".join(written.get(one, one) for one in text.replace("\r\n", "\n"))
+
+
+@cache
+def subword_encoding() -> GPTNeoXJapaneseTokenizer:
+    names = ["<SP>", "<BR>", "<TAB>", "<BLOCK>", "<KIGOU>", "<U2000U2BFF>", "<|emoji1|>", "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = ["吾輩", "慶応,慶應", *"は猫だー", "応,應", *(f"<|byte{byte}|>" for byte in range(255)), *names]
+    emoji = {"emoji": {"😀": "<|emoji1|>", "😃": "<|emoji1|>"}, "emoji_inv": {"<|emoji1|>": "😀"}}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "vocab.txt").write_text("\n".join(vocabulary))
+        (Path(folder) / "emoji.json").write_text(json.dumps(emoji))
+        return GPTNeoXJapaneseTokenizer(vocab_file=f"{folder}/vocab.txt", emoji_file=f"{folder}/emoji.json")
+
+
+def test_control_tokens_of_a_sentencepiece_model_do_not_hide_its_bytes(tmp_path: Path) -> None:
+    """transformers writes them out, and so a model with many of them (Mistral v3) was read as one without bytes."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text("\n".join(CORPUS))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=500,
+        character_coverage=0.98,
+        byte_fallback=True,
+        control_symbols=["[INST]", "[/INST]"],
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    tokens = SentencePieceBackend(vocab_file=str(tmp_path / "sp.model"), unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    seen = token_bytes(tokens)
+    assert seen.family == "SentencePiece"
+    assert seen[tokens.convert_tokens_to_ids("[INST]")] is None
+    assert seen.to_bytes(tokens("𠮷野家", add_special_tokens=False).input_ids).decode() == "𠮷野家"
 
 
 class Tiktoken(PreTrainedTokenizer):

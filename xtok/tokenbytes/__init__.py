@@ -31,7 +31,7 @@ def token_bytes(tokenizer: Any) -> TokenBytes:
         return probed
     raise UnsupportedTokenizerError(
         f"{type(tokenizer).__name__} can't be read as bytes: the text of its ids depends on their neighbours. "
-        "Use a tokenizer of one of the families byte-level BPE, SentencePiece, WordPiece or tiktoken."
+        "Use a tokenizer of one of the families byte-level BPE, SentencePiece, WordPiece, sub-word encoding or tiktoken."
     )
 
 
@@ -73,6 +73,8 @@ def _by_family(tokenizer: Any, strings: families.Strings) -> TokenBytes | None:
         return _by_decoder(tokenizer, backend.decoder, strings)
     if hasattr(tokenizer, "sp_model"):
         return families.sentencepiece(_without_sp_controls(tokenizer.sp_model, strings), strips_space=True)
+    if "emoji_inv" in (getattr(tokenizer, "emoji", None) or ()):
+        return families.subword_encoding(strings, tokenizer.convert_ids_to_tokens)
     if getattr(tokenizer, "subword_tokenizer_type", None) in ("wordpiece", "character"):
         return families.wordpiece(strings, joins_words=True)
     return None
@@ -115,12 +117,15 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 def _agrees(tokenizer: Any, view: TokenBytes) -> bool:
     """Whether the view and the tokenizer's own decoding say the same of ids from the whole vocabulary, behind an anchor.
 
-    Tokenizers without a backend decode carelessly: they strip spaces and spell bytes out. There, only the rest is compared.
+    Tokenizers without a backend decode carelessly: they strip spaces, spell bytes out and write the control tokens of a
+    SentencePiece model. There, only the rest is compared.
     """
     anchor = next((token for token in range(len(view)) if _is_plain(tokenizer, view, token)), None)
     if anchor is None:
         return False
     for token in range(0, len(view), max(1, len(view) // _CHECKED)):
+        if view[token] is None and not tokenizer.is_fast:
+            continue
         try:
             mine = view.to_bytes([anchor, token]).decode()
         except UnicodeDecodeError:

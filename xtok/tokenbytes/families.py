@@ -9,6 +9,7 @@ Strings = Sequence[str | None]
 """The token string of each id, None for a control token."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SWE_BYTE_TOKEN = re.compile(r"<\|byte(\d+)\|>")
 
 
 def _byte_characters() -> dict[str, int]:
@@ -62,6 +63,20 @@ def wordpiece(strings: Strings, *, prefix: str = "##", joins_words: bool = False
 def words(strings: Strings) -> TokenBytes:
     """Whole words or characters that a tokenizer without a decoder joins with spaces."""
     return TokenBytes(_table(strings, lambda string: (" " + string).encode()), "words", strips_space=True)
+
+
+def subword_encoding(strings: Strings, decode: Callable[[int], str]) -> TokenBytes:
+    """Japanese sub-word encoding (GPT-NeoX-Japanese): `<|byte65|>` is a byte, any other id is the first of its variants.
+
+    `decode` knows the names of spaces, line breaks and emoji. Byte by byte it gives U+FFFD, so bytes are read off their names.
+    """
+
+    def spell(token: int, string: str) -> bytes:
+        byte = _SWE_BYTE_TOKEN.fullmatch(string)
+        return bytes([int(byte[1])]) if byte else decode(token).encode()
+
+    table = tuple(None if string is None else spell(token, string) for token, string in enumerate(strings))
+    return TokenBytes(table, "sub-word encoding")
 
 
 def tiktoken(ranks: Mapping[bytes, int], size: int) -> TokenBytes:
