@@ -51,7 +51,7 @@ def _subword_encoding(path: Path) -> Any:
 
 
 def _bert_gguf(path: Path) -> Any:
-    """transformers loads no BERT from gguf; its vocabulary is there all the same, with `▁word` for `word`, and `ing` for `##ing`."""
+    """transformers loads no BERT from gguf. Its vocabulary is there, with `▁word` for `word` and `ing` for `##ing`."""
     from transformers.integrations.gguf.reader import read_gguf_metadata
 
     pieces = read_gguf_metadata(str(path), ("tokenizer.ggml.tokens",))[0]["tokenizer.ggml.tokens"]

@@ -1,10 +1,12 @@
 """From the committed ids to a guess in the target's ids, by a draft that knows how the text goes on."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import permutations
 
 import pytest
 import torch
+from tokenizers import normalizers, pre_tokenizers
 from transformers import LogitsProcessorList
 from worlds import FAMILIES, fitting, tokenizer
 
@@ -113,6 +115,18 @@ def test_a_guess_is_cut_as_the_target_lately_cut_the_same_bytes() -> None:
     committed = [start, *single, start]
     assert continuation.ids(committed, "は猫".encode()) == single
     assert Continuation(encoder(tokens, view)).ids([start], "は猫".encode()) != single
+
+
+def test_a_guess_is_cut_in_place_by_a_tokenizer_that_strips_spaces() -> None:
+    """As SentencePiece does by itself. Where the looked-at ids began with a space, the cut was sought one byte too late."""
+    tokens = deepcopy(tokenizer("Unigram without fallback"))
+    tokens.backend_tokenizer.normalizer = normalizers.Strip()
+    tokens.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    reading = encoder(tokens, token_bytes(tokens))
+    truth = reading.ids("a b c d e f")
+    for done in range(1, len(truth)):
+        rest = b"a b c d e f"[len(reading.view.to_bytes(truth[:done])) :]
+        assert Continuation(reading).ids(truth[:done], rest) == truth[done:]
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 8])

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
-from os.path import commonprefix
 from typing import Any
 
 import pytest
 import torch
-from real_tokenizers import BESIDE, FILES, TEXTS, TOKENIZERS, is_there, real, reading, sample, view
+from real_tokenizers import BESIDE, FILES, TEXTS, TOKENIZERS, is_there, reading, real, sample, view
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from worlds import model
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(not is_there(), reason=f"no tokenizer files in {
 
 NAMES = list(TOKENIZERS)
 ENGLISH = {"bge (gguf)", "sentencepiece-test (English)"}
-"""Those that can't write Japanese: spaces stand between its characters, or most of them are unknown."""
+"""Those that can't write Japanese, and write English with spaces around its signs, or without some of them."""
 
 
 def test_every_file_of_the_folder_is_tried() -> None:
@@ -37,7 +36,14 @@ def test_the_one_file_that_transformers_does_not_load_is_read_by_its_vocabulary(
 
 
 LOSES = {
-    *((name, language) for name in ("bert-base-japanese-v3", "bge (gguf)", "sentencepiece-test (English)") for language in TEXTS),
+    "bert-base-japanese-v3": {"Japanese", "English", "Chinese"},
+    "bge (gguf)": {"Japanese", "English", "Chinese"},
+    "gpt-neox-japanese (swe32k)": {"Japanese", "Chinese"},
+    "gpt-neox-japanese (swe32kfix)": {"Japanese", "Chinese"},
+    "llm-jp-v1-cc100": {"Chinese"},
+    "rinna-google-sp": {"Japanese", "English", "Chinese"},
+    "sentencepiece-test (English)": {"Japanese", "English", "Chinese"},
+    "sentencepiece-test (Japanese)": {"Japanese", "English", "Chinese"},
 }
 
 
@@ -47,7 +53,7 @@ def test_bytes_add_up_to_the_text(name: str, language: str) -> None:
     text = sample(TEXTS[language])
     ids = reading(name).ids(text)
     whole = view(name).to_bytes(ids)
-    assert (whole == text.encode()) == ((name, language) not in LOSES)
+    assert (whole == text.encode()) == (language not in LOSES.get(name, ()))
     for cut in range(0, len(ids), 7):
         head = view(name).to_bytes(ids[:cut])
         assert head + view(name).to_bytes(ids[cut:], before=head) == whole
@@ -116,8 +122,7 @@ class Speaker:
         """As a draft that reads the text so far, up to a character that the target has only begun, and writes what follows."""
         read = self._text[:offset].decode(errors="ignore")
         known, whole = (reading(self.draft).ids(text) for text in (read, self._text.decode(errors="ignore")))
-        common = len(commonprefix([known, whole]))
-        before, behind = (view(self.draft).to_bytes(ids) for ids in (known, whole[: max(common, len(known)) + tokens]))
+        before, behind = (view(self.draft).to_bytes(ids) for ids in (known, whole[: len(known) + tokens]))
         begun = self._text[len(read.encode()) : offset]
         return behind.removeprefix(before + begun) if behind.startswith(before + begun) else b""
 
@@ -154,13 +159,13 @@ def written(target: str, text: str) -> Written:
 
 @pytest.mark.parametrize(("target", "draft"), list(permutations(NAMES, 2)))
 def test_every_pair_generates_what_the_target_alone_generates_in_fewer_forwards(target: str, draft: str) -> None:
-    """The draft speaks the text in its own tokens. Nearly every guess of a few of them would be right but for what is lost."""
-    english = " ".join(sample(TEXTS["English"], 60).split())[-30:]
-    one = written(target, english if ENGLISH & {target, draft} else sample(TEXTS["Japanese"], 9) + english[:16])
+    """The draft speaks the text in its own tokens. Two thirds of the forwards are saved, but for what is lost on the way."""
+    english = " ".join(sample(TEXTS["English"], 80).split())[-45:]
+    one = written(target, english if ENGLISH & {target, draft} else sample(TEXTS["Japanese"], 9) + english[-16:])
     one.speaker.draft = draft
     generated = one.xt.generate(PROMPT, **one.arguments)
     assert generated.token_ids == one.alone
-    assert generated.stats.tokens_per_forward > 1.5
+    assert generated.stats.tokens_per_forward > (1.1 if ENGLISH & {target, draft} else 1.7)
 
 
 @pytest.mark.parametrize(("target", "draft"), list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True)))

@@ -79,7 +79,8 @@ class Continuation:
     def _behind(self, tail: bytes, guess: bytes) -> list[int] | None:
         """The ids behind `tail` in the encoding of tail and guess together; None where no id begins at the tail's end."""
         ids = self._encoder.ids((tail + guess).decode(errors="ignore"))
-        size = -1 if self._view.strips_space and ids and (self._view[ids[0]] or b"").startswith(b" ") else 0
+        spelled = b"".join(self._view[token] or b"" for token in ids)
+        size = -1 if self._view.strips_space and spelled.startswith(b" " + tail) else 0  # less a dummy space
         for i, token in enumerate(ids):
             if size >= len(tail):
                 return ids[i:] if size == len(tail) else None
