@@ -107,6 +107,21 @@ def view(name: str) -> TokenBytes:
     return token_bytes(real(name))
 
 
+def kind(name: str) -> str:
+    """The family, and how the vocabulary is cut where there is a choice."""
+    tokens, family = real(name), view(name).family
+    if tokens.is_fast:
+        model = type(tokens.backend_tokenizer.model).__name__
+    elif hasattr(tokens, "sp_model"):
+        from sentencepiece import sentencepiece_model_pb2
+
+        proto = sentencepiece_model_pb2.ModelProto.FromString(tokens.sp_model.serialized_model_proto())
+        model = {1: "Unigram", 2: "BPE"}[proto.trainer_spec.model_type]
+    else:
+        return family
+    return family if model in family else f"{family} {model}"
+
+
 @cache
 def reading(name: str) -> Encoder:
     return encoder(real(name), view(name))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from real_tokenizers import BESIDE, FILES, TEXTS, TOKENIZERS, is_there, reading, real, sample, view
+from tokenizer_losses import files, table, table_of
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from worlds import model
 
@@ -207,3 +208,9 @@ def test_llm_jp_appends_an_end_of_document_and_a_prompt_has_none() -> None:
 def test_japanese_has_byte_strings_in_common_where_vocabulary_strings_have_none() -> None:
     japanese = {piece for piece in view("llm-jp-v2.2").table if piece and any(byte > 0xE2 for byte in piece)}
     assert len(japanese & set(view("gpt-neox-20b").table)) > 400
+
+
+def test_the_table_in_the_docs_is_what_is_measured() -> None:
+    """Mend it by `python tests/tokenizer_losses.py`."""
+    assert len(files()) == 1
+    assert table_of(files()[0]) == table()

@@ -117,12 +117,13 @@ def test_japanese_sub_word_encoding_writes_the_first_variant_of_what_it_reads(te
     written = {"應": "応", "\u3000": " ", "\r": "\n", "—": "ー", "−": "ー", "😃": "😀", "▀": "‖"}
     assert seen.family == "sub-word encoding"
     assert seen.to_bytes(ids).decode() == "".join(written.get(one, one) for one in text.replace("\r\n", "\n"))
+    assert seen[0] == seen[1] == "吾輩".encode()  # one name twice, as some vocabularies have it
 
 
 @cache
 def subword_encoding() -> GPTNeoXJapaneseTokenizer:
     names = ["<SP>", "<BR>", "<TAB>", "<BLOCK>", "<KIGOU>", "<U2000U2BFF>", "<|emoji1|>", "<|startoftext|>", "<|endoftext|>"]
-    vocabulary = ["吾輩", "慶応,慶應", *"は猫だー", "応,應", *(f"<|byte{byte}|>" for byte in range(255)), *names]
+    vocabulary = ["吾輩", "吾輩", "慶応,慶應", *"は猫だー", "応,應", *(f"<|byte{byte}|>" for byte in range(255)), *names]
     emoji = {"emoji": {"😀": "<|emoji1|>", "😃": "<|emoji1|>"}, "emoji_inv": {"<|emoji1|>": "😀"}}
     with TemporaryDirectory() as folder:
         (Path(folder) / "vocab.txt").write_text("\n".join(vocabulary))

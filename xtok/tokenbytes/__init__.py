@@ -74,7 +74,7 @@ def _by_family(tokenizer: Any, strings: families.Strings) -> TokenBytes | None:
     if hasattr(tokenizer, "sp_model"):
         return families.sentencepiece(_without_sp_controls(tokenizer.sp_model, strings), strips_space=True)
     if "emoji_inv" in (getattr(tokenizer, "emoji", None) or ()):
-        return families.subword_encoding(strings, tokenizer.convert_ids_to_tokens)
+        return families.subword_encoding(_with_twins(tokenizer, strings), tokenizer.convert_ids_to_tokens)
     if getattr(tokenizer, "subword_tokenizer_type", None) in ("wordpiece", "character"):
         return families.wordpiece(strings, joins_words=True)
     return None
@@ -102,6 +102,14 @@ def _strips_space(tokenizer: Any, strings: families.Strings) -> bool:
     """Asked of the tokenizer itself, because a decoder has several ways to say it."""
     spaced = ((token, string) for token, string in enumerate(strings) if string and string.startswith("▁"))
     return any(_decode(tokenizer, [token]) == string[1:].replace("▁", " ") for token, string in islice(spaced, 3))
+
+
+def _with_twins(tokenizer: Any, strings: families.Strings) -> families.Strings:
+    """The strings, and those of ids that a vocabulary by names doesn't know, because a later id has the same name."""
+    names = {
+        token: variants[0] for token, variants in tokenizer.ids_to_tokens.items() if token not in tokenizer.all_special_ids
+    }
+    return [names.get(token, string) for token, string in enumerate(strings)]
 
 
 def _without_sp_controls(sp_model: Any, strings: families.Strings) -> families.Strings:
