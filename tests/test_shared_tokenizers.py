@@ -91,7 +91,7 @@ def test_re_encoding_is_canonical(name: str, language: str) -> None:
     assert reencoder.ids == reading(name).ids(text)
 
 
-class Writes(LogitsProcessor):  # type: ignore[misc]
+class Writes(LogitsProcessor):
     """Lets a model write given ids, but every seventh as it likes."""
 
     def __init__(self, prompt: int, ids: Sequence[int]) -> None:
@@ -145,6 +145,11 @@ def tiny(name: str, seed: int = 0) -> Any:
     return model("Llama", max(len(view(name)), len(real(name))), seed, torch.float32), real(name)
 
 
+def by_transformers(lm: Any, prompt: list[int], arguments: dict[str, Any]) -> list[int]:
+    ids = torch.tensor([prompt])
+    return lm.generate(ids, attention_mask=torch.ones_like(ids), **arguments)[0, len(prompt) :].tolist()
+
+
 @cache
 def written(target: str, text: str) -> Written:
     lm, tokens = tiny(target)
@@ -152,15 +157,14 @@ def written(target: str, text: str) -> Written:
     ids = reading(target).ids_behind(text) or reading(target).ids(text)
     processors = LogitsProcessorList([Writes(len(prompt), ids)])
     arguments = {"max_new_tokens": len(ids), "do_sample": False, "logits_processor": processors}
-    given = torch.tensor([prompt])
-    alone = lm.generate(given, attention_mask=torch.ones_like(given), **arguments)[0, len(prompt) :].tolist()
+    alone = by_transformers(lm, prompt, arguments)
     speaker = Speaker(target, prompt, ids)
     return Written(XTokAssisted((lm, tokens), speaker, budget=Budget(5)), speaker, arguments, alone)
 
 
 @pytest.mark.parametrize(("target", "draft"), list(permutations(NAMES, 2)))
 def test_every_pair_generates_what_the_target_alone_generates_in_fewer_forwards(target: str, draft: str) -> None:
-    """The draft speaks the text in its own tokens. Two thirds of the forwards are saved, but for what is lost on the way."""
+    """The draft speaks the text in its own tokens. Two in five forwards are saved at least, but for what is lost on the way."""
     english = " ".join(sample(TEXTS["English"], 80).split())[-45:]
     one = written(target, english if ENGLISH & {target, draft} else sample(TEXTS["Japanese"], 9) + english[-16:])
     one.speaker.draft = draft
@@ -172,11 +176,14 @@ def test_every_pair_generates_what_the_target_alone_generates_in_fewer_forwards(
 @pytest.mark.parametrize(("target", "draft"), list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True)))
 def test_each_tokenizer_is_read_and_written_by_a_draft_model(target: str, draft: str) -> None:
     """Greedily and under noise, whose projection needs the bytes of every id. The prompt has all that can be lost."""
-    drafted, alone = XTokAssisted(tiny(target), [tiny(draft, 1)], budget=Budget(2, 2)), XTokAssisted(tiny(target))
-    for arguments in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
-        one, other = (xt.generate("吾輩は🍣ＡＢＣ</s>  x", max_new_tokens=4, **arguments) for xt in (drafted, alone))
-        assert one.token_ids == other.token_ids
-        assert one.stats.proposed > 0
+    text = "吾輩は🍣ＡＢＣ</s>  x"
+    lm, tokens = tiny(target)
+    xt = XTokAssisted((lm, tokens), [tiny(draft, 1)], budget=Budget(2, 2))
+    greedy, sampled = {"max_new_tokens": 4, "do_sample": False}, {"max_new_tokens": 4, "do_sample": True, "seed": 5}
+    assert xt.generate(text, **greedy).token_ids == by_transformers(lm, prompt_ids(tokens, text), greedy)
+    drawn = xt.generate(text, **sampled)
+    assert drawn.token_ids == XTokAssisted((lm, tokens)).generate(text, **sampled).token_ids
+    assert drawn.stats.proposed > 0
 
 
 @pytest.mark.parametrize(
