@@ -670,7 +670,7 @@ def tiny(kind: str) -> Any:
     if kind == "T5":
         config = transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, **size)
         return transformers.T5ForConditionalGeneration(config).eval()
-    config = transformers.RwkvConfig(hidden_size=16, attention_hidden_size=16, num_hidden_layers=1, **size)
+    config = transformers.RwkvConfig(hidden_size=16, attention_hidden_size=16, num_hidden_layers=2, **size)
     return transformers.RwkvForCausalLM(config).eval()
 
 

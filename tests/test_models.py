@@ -82,7 +82,9 @@ def table() -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name in sorted(NAMES):
         kind = NAMES[name] if isinstance(NAMES[name], str) else NAMES[name][0]
-        told = tuple(way.split(". ")[0].replace(kind, "it") for way in verdict(name))
+        told = tuple(
+            way.split(". ")[0].replace(f"The cache of {kind}", "its cache").replace(kind, "it") for way in verdict(name)
+        )
         groups.setdefault((told[0], "no" if told[1] == told[0] else told[1]), []).append(name)
     rows = sorted(groups.items(), key=lambda group: (group[0][0] not in ("tree", "chain"), -len(group[1])))
     head = [f"| as target (transformers {transformers.__version__}) | as draft | architectures |", "|---|---|---|"]

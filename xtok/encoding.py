@@ -1,4 +1,7 @@
-"""Plain text → ids: a tokenizer's own encoding, with nothing added and no text read as a control token."""
+"""Plain text → ids: a tokenizer's own encoding, with nothing added and no text read as a control token.
+
+But where a vocabulary itself spells the name of one (`<EOD|LLM-jp>`): there is no other way to write that.
+"""
 
 import json
 import unicodedata
