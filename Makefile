@@ -1,14 +1,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+LOWEST := .venv-lowest/installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-lowest lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m xtok demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+test-lowest: $(LOWEST)
+	.venv-lowest/bin/python -m pytest -n auto --dist loadfile
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -20,5 +24,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+$(LOWEST): pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable ".[dev]"
+	touch $@
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-lowest
