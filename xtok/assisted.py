@@ -5,6 +5,7 @@ from collections.abc import Generator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from numbers import Real
 from typing import Any, Literal, get_args, overload
 
 import torch
@@ -26,7 +27,7 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.merged import Drafts
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
-from xtok.lm import context_window
+from xtok.lm import context_window, ids_read
 from xtok.loop import Run, decode
 from xtok.makers import KINDS, Draft, Maker, Task, as_list, of_heads, of_lookup, of_model
 from xtok.prompts import Chat, is_chat, prompt_ids, reading
@@ -103,8 +104,10 @@ class XTokAssisted:
         if acceptance not in get_args(Acceptance):
             raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Acceptance)))}.")
         for name, value in (("posterior_threshold", posterior_threshold), ("posterior_alpha", posterior_alpha)):
-            if not 0 < value <= 1:
+            if not (isinstance(value, Real) and 0 < value <= 1):
                 raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
+        if not isinstance(budget, Budget | None):
+            raise InvalidInputError(f"budget is {budget!r}; give a Budget, such as Budget(depth=5), or leave it out.")
         self._typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
         if self._typical:
             warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=2)
@@ -252,6 +255,7 @@ class XTokAssisted:
     ) -> list[Run]:
         """One run per row of a batch that transformers prepared."""
         bridge.check_config(config, inputs, criteria, rows=len(input_ids))
+        bridge.check_ids(input_ids, ids_read(self.model))
         bridge.check_boundary(self.model, input_ids.shape[1], config.max_length)
         cache = inputs.pop("past_key_values")
         inputs.pop("use_cache", None)

@@ -119,6 +119,18 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: 
         raise UnsupportedModelError(f"A cache of type {type(cache).__name__} can't be rolled back. Use a DynamicCache.")
 
 
+def check_ids(ids: Tensor, size: int) -> None:
+    """Raises `InvalidInputError` unless there are ids, and of those that the model can read, which are below `size`."""
+    if not ids.numel():
+        raise InvalidInputError("The prompt has no ids. Pass at least one, as the token that begins texts.")
+    least, most = (int(end) for end in ids.aminmax())
+    if least < 0 or most >= size:
+        raise InvalidInputError(
+            f"The prompt has the id {least if least < 0 else most}, and the target reads those from 0 to {size - 1}. "
+            "Encode it with the target's own tokenizer."
+        )
+
+
 def check_boundary(model: PreTrainedModel, prompt: int, longest: int) -> None:
     """Refuse a text that crosses a longrope model's boundary: there, what is cached depends on how it was forwarded."""
     boundary = longrope_boundary(model)

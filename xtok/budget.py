@@ -4,6 +4,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2
+from numbers import Real
 from typing import Literal, get_args
 
 from xtok.errors import InvalidInputError
@@ -56,15 +57,16 @@ class Budget:
     pace: "Pace | None" = None
 
     def __post_init__(self) -> None:
-        for name in ("depth", "width", "nodes"):
+        for name, least in (("depth", 1), ("width", 1), ("nodes", 1), ("longest", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or value < least:
                 raise InvalidInputError(
-                    f"{name} of the budget is {value!r}; it must be a whole number, 1 or more. Use draft=None to guess nothing."
+                    f"{name} of the budget is {value!r}; it must be a whole number, {least} or more. "
+                    "Use draft=None to guess nothing."
                 )
         if self.schedule not in get_args(Schedule):
             raise InvalidInputError(f"schedule is {self.schedule!r}; use one of {', '.join(map(repr, get_args(Schedule)))}.")
-        if not 0 <= self.confidence <= 1:
+        if not (isinstance(self.confidence, Real) and 0 <= self.confidence <= 1):
             raise InvalidInputError(f"confidence is {self.confidence!r}; it must be a probability, from 0 to 1.")
 
     def expanded(self, level: int, masses: Sequence[float]) -> int:

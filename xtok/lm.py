@@ -38,6 +38,12 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return int(getattr(head, "out_features", None) or model.config.get_text_config(decoder=True).vocab_size)
 
 
+def ids_read(model: PreTrainedModel) -> int:
+    """How many ids `model` can read, those without a token included."""
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return int(rows or model.config.get_text_config(decoder=True).vocab_size)
+
+
 def longrope_boundary(model: PreTrainedModel) -> int | None:
     """The position from which a model with `longrope` reads all positions by other factors; None for other models."""
     config = model.config.get_text_config(decoder=True)

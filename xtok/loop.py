@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def decode(run: Run) -> Iterator[list[int]]:
 
 def _budget(run: Run) -> Budget:
     """No id is guessed that could not be committed any more, or that lies beyond the target's positions."""
-    room = run.config.max_length - run.ids.shape[1] - 1
+    room = ceil(run.config.max_length) - run.ids.shape[1] - 1  # transformers takes 2.5 new tokens for 3
     if run.deepest is not None:
         room = min(room, run.deepest - run.target.length - 1)
     width = run.budget.width if run.branches else 1

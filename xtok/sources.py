@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from xtok.drafts.reader import DraftModel
 from xtok.encoding import Encoder, encoder
 from xtok.errors import InvalidInputError, UnsupportedModelError
-from xtok.lm import vocabulary_size
+from xtok.lm import ids_read, vocabulary_size
 from xtok.noise import spelling_keys
 from xtok.prompts import leading, reading
 from xtok.tokenbytes import TokenBytes, token_bytes
@@ -52,11 +52,12 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
         _check_source(source, role)
         model = AutoModelForCausalLM.from_pretrained(source)
         return model, AutoTokenizer.from_pretrained(source)
-    if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], PreTrainedModel):
+    if _is_pair(source):
         if not source[0].can_generate():
             name = type(source[0]).__name__
             raise UnsupportedModelError(f"{name} has no language model head. Load the {role} with AutoModelForCausalLM.")
-        return source
+        pair: tuple[PreTrainedModel, Any] = source
+        return pair
     kind = type(source).__name__
     if isinstance(source, tuple):
         kind = f"({', '.join(type(part).__name__ for part in source)})"
@@ -65,10 +66,16 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
     )
 
 
+def _is_pair(source: Any) -> bool:
+    pair = isinstance(source, tuple) and len(source) == 2
+    return pair and isinstance(source[0], PreTrainedModel) and callable(getattr(source[1], "get_vocab", None))
+
+
 def target_model(source: Any) -> TargetModel:
     model, tokenizer = load(source, "target")
     check_rolls_back(model, "target")
     view = token_bytes(tokenizer)
+    _check_sizes(model, view, "target")
     check_continues(model, "target")
     return TargetModel(model, tokenizer, view)
 
@@ -79,10 +86,21 @@ def draft_model(source: Any) -> tuple[DraftModel, Any]:
     ends = model.generation_config.eos_token_id
     ends = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
     view = token_bytes(tokenizer)
+    _check_sizes(model, view, "draft")
     with reading(tokenizer):
         lead = tuple(leading(tokenizer))
     check_continues(model, "draft")
     return DraftModel(model, encoder(tokenizer, view), lead, frozenset(end for end in ends if end is not None)), tokenizer
+
+
+def _check_sizes(model: PreTrainedModel, view: TokenBytes, role: str) -> None:
+    """Raises `InvalidInputError` where a text may have ids that the model can't read. Control tokens are met in few texts."""
+    last, size = max((token for token, piece in enumerate(view.table) if piece), default=-1), ids_read(model)
+    if last >= size:
+        raise InvalidInputError(
+            f"The {role}'s tokenizer writes ids up to {last}, and {type(model).__name__} reads those below {size}. "
+            "Pass the tokenizer that the model was trained with."
+        )
 
 
 def _check_source(source: str | PathLike[str], role: str) -> None:

@@ -1,0 +1,249 @@
+"""Every refusal has its class, names the value and the remedy, and comes before any forward."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, TARGET, TOKENS, Recorder, forwards
+from transformers import DynamicCache, LogitsProcessorList
+from worlds import model
+
+from xtok import Budget, HeadsDrafter, XTokAssisted
+from xtok.bench import compare
+from xtok.cli import _placed
+from xtok.drafts.heads import described
+from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
+from xtok.tokenbytes import token_bytes
+from xtok.tune import check_tunable
+from xtok.tune.work import check_trains
+
+PAIR = (TARGET, TOKENS)
+SMALL = model("Llama", 50, 0, torch.float64)
+"""Of fewer ids than any tokenizer here writes."""
+XT = XTokAssisted(PAIR, (OTHER, BYTES), budget=Budget(4))
+for one in (XT, XTokAssisted((OTHER, BYTES))):
+    one.generate(PROMPT, **GREEDY)  # what is found out about models once is found out here
+
+
+def nameless() -> Any:
+    """A tokenizer that has no token to begin with."""
+    tokens = deepcopy(BYTES)
+    tokens.bos_token = tokens.eos_token = None
+    return tokens
+
+
+class Uncopiable:
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("no copies")
+
+
+def by_ids(ids: list[list[int]], **arguments: Any) -> Any:
+    return TARGET.generate(torch.tensor(ids, dtype=torch.long), custom_generate=XT, **GREEDY, **arguments)
+
+
+Refused = tuple[Callable[[], Any], type[XTokError], str]
+
+SETTINGS: dict[str, Refused] = {
+    "a budget that is a number": (lambda: XTokAssisted(PAIR, budget=3), InvalidInputError, r"budget is 3; give a Budget"),
+    "a negative length": (lambda: Budget(longest=-1), InvalidInputError, r"longest of the budget is -1; .* 0 or more"),
+    "a confidence that is text": (
+        lambda: Budget(confidence="high"),
+        InvalidInputError,
+        r"confidence is 'high'; .* 0 to 1",
+    ),
+    "a threshold that is text": (
+        lambda: XTokAssisted(PAIR, posterior_alpha="low"),
+        InvalidInputError,
+        r"posterior_alpha is 'low'; .* above 0, and 1 at most",
+    ),
+    "a threshold that is no number": (
+        lambda: XTokAssisted(PAIR, posterior_alpha=float("nan")),
+        InvalidInputError,
+        r"posterior_alpha is nan",
+    ),
+    "nobody to adapt": (lambda: XTokAssisted(PAIR, adapt=True), InvalidInputError, r"needs one draft model .* there are 0"),
+    "a draft that is nothing": (
+        lambda: XTokAssisted(PAIR, [None]),
+        InvalidInputError,
+        r"The draft is NoneType\. Pass a hub",
+    ),
+    "two pairs that are no list": (
+        lambda: XTokAssisted(PAIR, (PAIR, PAIR)),
+        InvalidInputError,
+        r"The draft is \(tuple, tuple\)\. Pass a hub id",
+    ),
+    "no tokenizer": (
+        lambda: XTokAssisted((TARGET, None)),
+        InvalidInputError,
+        r"The target is \(LlamaForCausalLM, NoneType\)\. .* and its tokenizer",
+    ),
+    "a draft without its tokenizer": (
+        lambda: XTokAssisted(PAIR, (OTHER, 3)),
+        InvalidInputError,
+        r"The draft is \(GPTNeoXForCausalLM, int\)\. .* and its tokenizer",
+    ),
+    "a target of fewer ids than its tokenizer": (
+        lambda: XTokAssisted((SMALL, TOKENS)),
+        InvalidInputError,
+        rf"The target's tokenizer writes ids up to {len(TOKENS) - 1}, and LlamaForCausalLM reads those below 50\. Pass the tok",
+    ),
+    "a draft of fewer ids than its tokenizer": (
+        lambda: XTokAssisted(PAIR, (SMALL, BYTES)),
+        InvalidInputError,
+        rf"The draft's tokenizer writes ids up to {len(BYTES) - 1}, and LlamaForCausalLM reads those below 50\. Pass the tok",
+    ),
+    "a target that isn't there": (
+        lambda: XTokAssisted("./no/such/model"),
+        InvalidInputError,
+        r"The target \./no/such/model does not exist\. Pass a hub id",
+    ),
+    "a draft that isn't there": (
+        lambda: XTokAssisted(PAIR, Path("nowhere")),
+        InvalidInputError,
+        r"The draft nowhere does not exist\. Pass a hub id",
+    ),
+    "heads for a model that shares none": (
+        lambda: described(SimpleNamespace(config=TARGET.config, get_output_embeddings=lambda: None), token_bytes(TOKENS)),
+        InvalidInputError,
+        r"has no output embedding of its hidden size, 32",
+    ),
+    "heads that aren't there": (
+        lambda: HeadsDrafter("no-heads"),
+        InvalidInputError,
+        r"no-heads holds no heads.*train-heads",
+    ),
+    "nothing to compare": (
+        lambda: compare(PAIR, (OTHER, BYTES), [], max_new_tokens=3, guess_length=3),
+        InvalidInputError,
+        r"no prompts\. Give a file",
+    ),
+    "a dtype that nobody has": (lambda: _placed(PAIR, PAIR, "int3", "cpu"), InvalidInputError, r"dtype is 'int3'; use float32"),
+    "a device that nobody has": (lambda: _placed(PAIR, PAIR, "float64", "abc"), InvalidInputError, r"device is 'abc'"),
+}
+
+PROMPTS: dict[str, Refused] = {
+    "an id beyond the model's": (
+        lambda: by_ids([[5, 99999]]),
+        InvalidInputError,
+        r"the id 99999, .* 0 to 592\. Encode it",
+    ),
+    "an id below 0": (lambda: by_ids([[-1, 5]]), InvalidInputError, r"the id -1, .* from 0 to 592\. Encode it"),
+    "no ids": (lambda: by_ids([[]]), InvalidInputError, r"no ids\. Pass at least one"),
+    "nothing to begin with": (
+        lambda: XTokAssisted((OTHER, nameless())).generate("", **GREEDY),
+        InvalidInputError,
+        r"The prompt '' has no ids.*Pass a text",
+    ),
+    "a chat without a template": (
+        lambda: XT.generate(CHAT, **GREEDY),
+        InvalidInputError,
+        r"no chat template\. Pass the prompt",
+    ),
+    "a seed below 0": (lambda: XT.stream(PROMPT, seed=-1), InvalidInputError, r"seed is -1; .* from 0 to 2\*\*64 - 1"),
+    "token healing": (
+        lambda: XT.generate(PROMPT, token_healing=True, **GREEDY),
+        UnsupportedArgumentError,
+        r"token_healing=True can't .* Leave it out",
+    ),
+    "a cache for several prompts": (
+        lambda: XT.generate([PROMPT, "a"], past_key_values=DynamicCache(config=TARGET.config), **GREEDY),
+        UnsupportedArgumentError,
+        r"past_key_values holds one text\. Call generate once per prompt",
+    ),
+    "a processor without copies for several prompts": (
+        lambda: XT.generate([PROMPT, "a"], logits_processor=LogitsProcessorList([Uncopiable()]), **GREEDY),
+        UnsupportedArgumentError,
+        r"a copy each of Uncopiable, and copying failed \(no copies\)\. Call generate once per text",
+    ),
+    "a streamer for several prompts": (
+        lambda: XT.generate([PROMPT, "a"], streamer=Recorder(), **GREEDY),
+        UnsupportedArgumentError,
+        r"A streamer takes one text\. Call generate once per prompt",
+    ),
+    "a stream of several texts": (
+        lambda: XT.stream(PROMPT, **{**GREEDY, "do_sample": True, "num_return_sequences": 2}),
+        UnsupportedArgumentError,
+        r"num_return_sequences=2 gives several texts\. Call generate",
+    ),
+}
+
+
+@pytest.mark.parametrize("given", [*SETTINGS, *PROMPTS])
+def test_what_makes_no_sense_is_refused_before_any_forward(given: str) -> None:
+    ask, error, told = (SETTINGS | PROMPTS)[given]
+    with forwards(TARGET, OTHER, SMALL) as seen, pytest.raises(error, match=told):
+        ask()
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens.*is 0"),
+        ({"max_new_tokens": -3}, "max_new_tokens.*is -3"),
+        ({"max_new_tokens": None, "max_length": -3}, "max_length.*set to -3"),
+        ({"do_sample": True, "temperature": 0.0}, "do_sample=False"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature.*=-1.0"),
+        ({"do_sample": True, "top_k": -1}, "top_k.*-1"),
+        ({"do_sample": True, "min_p": 3.0}, "min_p.*3.0"),
+        ({"repetition_penalty": 0.0}, "penalty.*0.0"),
+        ({"num_return_sequences": 2}, "num_return_sequences.*got 2"),
+        ({"max_new_token": 3}, "max_new_token"),
+        ({"bad_words_ids": []}, "bad_words_ids"),
+    ],
+)
+def test_what_transformers_refuses_is_refused_in_its_own_words_before_any_forward(arguments: dict[str, Any], told: str) -> None:
+    asked = {**GREEDY, **arguments}
+    ids = torch.tensor([TOKENS(PROMPT).input_ids])
+    for ask in (
+        lambda: XT.generate(PROMPT, **asked),
+        lambda: XT.stream(PROMPT, **asked),
+        lambda: TARGET.generate(ids, custom_generate=XT, **asked),
+        lambda: TARGET.generate(ids, **asked),
+    ):
+        with forwards(TARGET, OTHER) as seen, pytest.raises(ValueError, match=told):
+            ask()
+        assert not seen
+
+
+@pytest.mark.parametrize("check", [check_tunable, check_trains, lambda: XTokAssisted(PAIR, (OTHER, BYTES), adapt=True)])
+def test_what_isnt_installed_is_told_of_together_with_how_to_install_it(
+    check: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("tune", "tune.work", "adapt"):
+        monkeypatch.setattr(f"xtok.{module}.find_spec", lambda name: None)
+    with forwards(OTHER) as seen, pytest.raises(InvalidInputError, match=r"needs .*pip install 'xtok\[tune\]'"):
+        check()
+    assert not seen
+
+
+def test_half_a_new_token_is_a_whole_one_as_transformers_has_it() -> None:
+    """Found by trying out bad settings: the draft failed of a length that is no whole number."""
+    asked = {**GREEDY, "max_new_tokens": 8.5}
+    ids = torch.tensor([TOKENS(PROMPT).input_ids])
+    generation = XTokAssisted(PAIR, (OTHER, BYTES), budget=Budget(4)).generate(PROMPT, **asked)
+    assert generation.token_ids == TARGET.generate(ids, **asked)[0, ids.shape[1] :].tolist()
+    assert generation.stats.draft_error is None
+    assert generation.stats.proposed
+
+
+def test_a_control_token_beyond_the_models_ids_is_no_fault_until_a_prompt_has_it() -> None:
+    """Added tokens for padding often are: models are seldom resized for them."""
+    tokens = deepcopy(TOKENS)
+    target = model("Llama", len(tokens), 0, torch.float64)
+    tokens.add_special_tokens({"pad_token": "[PAD]"})
+    xt = XTokAssisted((target, tokens))
+    assert xt.generate(PROMPT, **GREEDY).token_ids
+    with (
+        forwards(target) as seen,
+        pytest.raises(InvalidInputError, match=f"the id {len(TOKENS)}, .* 0 to {len(TOKENS) - 1}"),
+    ):
+        xt.generate("[PAD]", **GREEDY)
+    assert not seen
