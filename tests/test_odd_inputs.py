@@ -1,0 +1,166 @@
+"""Long and odd inputs: the ids stay those of the target alone, and guesses keep coming."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from test_front_door import forwards
+from transformers import DynamicCache
+from worlds import CORPUS, fitting, tokenizer
+
+from xtok import Budget, PromptLookup, XTokAssisted
+from xtok.tokenbytes import token_bytes
+
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 14}
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"
+CHAT = [
+    {"role": "user", "content": "自然言語処理とは</s>何か。"},
+    {"role": "assistant", "content": ""},
+    {"role": "user", "content": "<s>🍣"},
+]
+
+SPOKEN = tokenizer("SentencePiece BPE")
+BYTES = tokenizer("byte-level BPE")
+TARGET = fitting(SPOKEN, "Llama", 0)
+BY_BYTES = fitting(BYTES, "Llama", 0)
+DRAFTS: dict[str, Any] = {
+    "other ids": (fitting(BYTES, "GPT2", 1), BYTES),
+    "the target's ids": (fitting(SPOKEN, "GPTNeoX", 1), SPOKEN),
+    "no bytes": (fitting(tokenizer("characters"), "Qwen2", 1), tokenizer("characters")),
+}
+CHAINS, TREES = Budget(4, width=1), Budget(4, width=3)
+
+
+def alone(model: Any, ids: list[int], **arguments: Any) -> list[int]:
+    """What transformers gives without a draft."""
+    prompt = torch.tensor([ids])
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **{**GREEDY, **arguments})
+    return output[0, len(ids) :].tolist()
+
+
+@pytest.fixture(params=DRAFTS)
+def draft(request: pytest.FixtureRequest) -> Any:
+    return DRAFTS[request.param]
+
+
+def check(xt: XTokAssisted, prompt: Any, ids: list[int], **arguments: Any) -> None:
+    """The ids are the target's own, those drawn are the reference sampler's, and guesses come until the end."""
+    greedy = xt.generate(prompt, **{**GREEDY, **arguments})
+    assert greedy.token_ids == alone(xt.model, ids)
+    drawn = {**GREEDY, "do_sample": True, "seed": 7, **arguments}
+    sampled = xt.generate(prompt, **drawn)
+    assert sampled.token_ids == XTokAssisted((xt.model, xt.tokenizer)).generate(prompt, **drawn).token_ids
+    for generation in (greedy, sampled):
+        assert generation.stats.draft_error is None
+        rounds = [one.proposed for one in generation.rounds]
+        assert any(rounds[: len(rounds) // 2])
+        assert any(rounds[len(rounds) // 2 :])
+
+
+def check_by_ids(xt: XTokAssisted, model: Any, ids: list[list[int]], **arguments: Any) -> None:
+    """The same for ids, where transformers calls: that a draft fails would be an error, here as everywhere."""
+    prompt = torch.tensor(ids)
+    mask = (prompt != 0).long() if len(ids) > 1 else torch.ones_like(prompt)
+    expected = xt.model.generate(prompt, attention_mask=mask, **GREEDY)
+    with forwards(model) as seen:
+        found = xt.model.generate(prompt, attention_mask=mask, custom_generate=xt, **GREEDY)
+    assert found.tolist() == expected.tolist()
+    assert len(seen) > len(ids) * 4
+
+
+@pytest.mark.parametrize("budget", [CHAINS, TREES])
+@pytest.mark.parametrize("architecture", ["GPT2", "Mistral"])
+@pytest.mark.parametrize("tokens", [SPOKEN, BYTES])
+def test_guesses_keep_coming_far_beyond_the_drafts_window(budget: Budget, architecture: str, tokens: Any) -> None:
+    """GPT-2 has learned its positions, and no others."""
+    small = fitting(tokens, architecture, 1, window=16)
+    xt = XTokAssisted((TARGET, SPOKEN), [(small, tokens)], budget=budget)
+    prompt = "".join(CORPUS[:3]) * 4
+    ids = SPOKEN(prompt).input_ids
+    assert len(ids) > 16 * 12
+    check(xt, prompt, ids)
+    check(xt, "吾輩は", SPOKEN("吾輩は").input_ids)
+
+
+def test_a_prompt_of_32_thousand_tokens() -> None:
+    target = fitting(BYTES, "Llama", 0, dtype=torch.float32, window=40_000)
+    prompt = "".join(CORPUS) * 135
+    ids = BYTES(prompt).input_ids
+    assert 32_000 < len(ids) < 39_000
+    expected = alone(target, ids)
+    for drafts in ([DRAFTS["other ids"]], [DRAFTS["other ids"], PromptLookup()]):
+        generation = XTokAssisted((target, BYTES), drafts, budget=TREES).generate(prompt, **GREEDY)
+        assert generation.stats.min_margin is not None
+        assert generation.stats.min_margin > 1e-4
+        assert generation.token_ids == expected
+        assert generation.stats.draft_error is None
+        assert any(one.proposed for one in generation.rounds[-4:])
+
+
+@pytest.mark.parametrize("prompt", ["", "a", "</s>", "<s><s></s><unk></s>" * 9])
+def test_prompts_of_nothing_of_one_token_and_of_control_tokens(draft: Any, prompt: str) -> None:
+    for target, tokens in ((TARGET, SPOKEN), (BY_BYTES, BYTES)):
+        ids = tokens(prompt).input_ids or [tokens.bos_token_id]
+        check(XTokAssisted((target, tokens), [draft], budget=TREES), prompt, ids)
+
+
+@pytest.mark.parametrize("ids", [[1], [2], [5], [1, 0, 2, 1, 2]])
+def test_ids_of_one_token_and_of_control_tokens(draft: Any, ids: list[int]) -> None:
+    check_by_ids(XTokAssisted((BY_BYTES, BYTES), [draft], budget=CHAINS), draft[0], [ids])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("text", ["", "吾輩は"])
+def test_ids_that_end_in_half_a_character(draft: Any, text: str, size: int) -> None:
+    view = token_bytes(BYTES)
+    half = [view.ids_spelling(bytes([byte]))[0] for byte in "🍣".encode()[:size]]
+    ids = [*BYTES(text).input_ids, *half]
+    with pytest.raises(UnicodeDecodeError):
+        view.to_bytes(ids).decode()
+    for budget in (CHAINS, TREES):
+        check_by_ids(XTokAssisted((BY_BYTES, BYTES), [draft], budget=budget), draft[0], [ids])
+
+
+def test_left_padded_rows_of_one_token_and_of_more_than_the_drafts_window(draft: Any) -> None:
+    small = fitting(draft[1], "GPT2", 2, window=16)
+    texts = ["".join(CORPUS[:2]), "吾輩は", "。"]
+    rows = [SPOKEN(text).input_ids for text in texts] + [[5]]
+    longest = max(map(len, rows))
+    padded = [[0] * (longest - len(row)) + row for row in rows]
+    for model, budget in ((small, TREES), (draft[0], CHAINS)):
+        check_by_ids(XTokAssisted((TARGET, SPOKEN), [(model, draft[1])], budget=budget), model, padded)
+
+
+@pytest.mark.parametrize("held", [1, 5, -1])
+def test_a_prefilled_cache(draft: Any, held: int) -> None:
+    prompt = "吾輩は猫である。名前は"
+    ids = SPOKEN(prompt).input_ids
+    expected = alone(TARGET, ids)
+    xt = XTokAssisted((TARGET, SPOKEN), [draft], budget=TREES)
+    cache = DynamicCache(config=TARGET.config)
+    with torch.no_grad():
+        TARGET(torch.tensor([ids[:held]]), past_key_values=cache)
+    generation = xt.generate(prompt, past_key_values=cache, **GREEDY)
+    assert generation.token_ids == expected
+    assert generation.stats.draft_error is None
+    assert generation.stats.proposed > 0
+
+
+@pytest.mark.parametrize("templates", ["target", "both"])
+def test_a_chat_whose_messages_look_like_control_tokens(draft: Any, templates: str) -> None:
+    tokens, draft_tokens = deepcopy(SPOKEN), deepcopy(draft[1])
+    tokens.chat_template = TEMPLATE
+    draft_tokens.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}" if templates == "both" else None
+    ids = tokens.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    check(XTokAssisted((TARGET, tokens), [(draft[0], draft_tokens)], budget=TREES), CHAT, ids)
+
+
+@pytest.mark.parametrize("split", [None, True])
+@pytest.mark.parametrize(
+    "prompt", ["前</s>後", "<s>[INST] <|im_start|>user</s>", "<0x41><0x", "▁▁ ▁##a ##", "</s", "\ufffd\ufffd"]
+)
+def test_texts_that_look_like_control_tokens(draft: Any, prompt: str, split: bool | None) -> None:
+    splits = {} if split is None else {"split_special_tokens": split}
+    target, tokens = (TARGET, SPOKEN) if split else (BY_BYTES, BYTES)
+    check(XTokAssisted((target, tokens), [draft], budget=TREES), prompt, tokens(prompt, **splits).input_ids, **splits)
