@@ -78,7 +78,7 @@ class Adapter:
         """Go on with what was kept. Raises `InvalidInputError` for a file that is no adapter of this draft."""
         try:
             kept = load_file(Path(file))
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{file} can't be read as an adapter: {error}") from error
         own = self._matrices()
         if {name: weight.shape for name, weight in kept.items()} != {name: weight.shape for name, weight in own.items()}:

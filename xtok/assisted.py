@@ -261,7 +261,7 @@ class XTokAssisted:
         inputs.pop("use_cache", None)
         records = bool(config.return_dict_in_generate)
         ends = config._eos_token_tensor
-        end = None if ends is None or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
+        end = None if ends is None or not ends.numel() or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
         runs = []
         for row in range(len(input_ids)):
             meter = Meter(chains_only=not self._branches, exact=not (self._typical and config.do_sample))
@@ -310,13 +310,16 @@ class XTokAssisted:
         configured = next((config.stop_strings for config in configs if config is not None and config.stop_strings), None)
         if configured is not None:
             arguments["stop_strings"] = None
-        return given or configured
+        return configured if given is None else given
 
     def _with_stop_strings(self, criteria: StoppingCriteriaList, strings: str | list[str] | None) -> StoppingCriteriaList:
-        if not strings:
+        if strings is None:
             return criteria
-        with reading(self.tokenizer):
-            stops = StopStringCriteria(tokenizer=self.tokenizer, stop_strings=strings)
+        try:
+            with reading(self.tokenizer):
+                stops = StopStringCriteria(tokenizer=self.tokenizer, stop_strings=strings)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InvalidInputError(f"stop_strings is {strings!r}; give a text or a list of texts ({error}).") from error
         return StoppingCriteriaList([*criteria, stops])
 
     def _learn(self, run: Run) -> None:

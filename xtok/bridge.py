@@ -74,6 +74,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     refused = {
         "assistant_model": "The draft is the one that XTokAssisted was made with.",
         "custom_generate": "XTokAssisted is the decoding method.",
+        "model": "The target is the one that XTokAssisted was made with.",
         "inputs_embeds": "The draft needs a text. Pass a prompt.",
         "inputs": "Pass the prompt as a text, or use target.generate(inputs, custom_generate=xt).",
         "input_ids": "Pass the prompt as a text, or use target.generate(input_ids, custom_generate=xt).",
@@ -83,6 +84,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name, remedy in refused.items():
         if arguments.get(name) is not None:
             raise UnsupportedArgumentError(f"{name} can't be used here. {remedy}")
+    if arguments.get("synced_gpus"):
+        raise UnsupportedArgumentError("synced_gpus=True can't be used here: rounds differ from rank to rank. Leave it out.")
     if arguments.get("token_healing"):
         raise UnsupportedArgumentError("token_healing=True can't be used here: it would rewrite the prompt. Leave it out.")
     if arguments.get("cache_implementation") not in _CACHES:

@@ -172,11 +172,11 @@ def inspect(
 def _without_weights(source: str, role: str) -> tuple[Any, int | None]:
     """A model's tokenizer and context window. Raises `UnsupportedModelError` where it can't play its role."""
     with _loading(source):
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         check_rolls_back(model, role)
-        return AutoTokenizer.from_pretrained(source), context_window(model)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False), context_window(model)
 
 
 def _sample(path: Path | None) -> list[str]:

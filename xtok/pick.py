@@ -29,8 +29,13 @@ def noisy(scores: Tensor, gumbel: Callable[[Tensor], Tensor]) -> Tensor:
     """`scores + gumbel(ids)` in float64, (1, vocabulary): the best of them is a draw from softmax(scores).
 
     `scores`: (1, vocabulary). `gumbel` gives ids their noise; it is asked only for those that the processors left. The
-    normaliser of the softmax is the same for all ids and so is left out. Raises `InvalidInputError` where nothing is left.
+    normaliser of the softmax is the same for all ids and so is left out. Raises `InvalidInputError` where nothing is left, and
+    where a score is NaN or infinite, which is no law to draw from.
     """
+    if not bool(scores.max() < torch.inf):
+        raise InvalidInputError(
+            "The scores to draw from hold NaN or infinity. A higher temperature or precision may mend that."
+        )
     left = (scores[0] > -torch.inf).nonzero()[:, 0]
     if not len(left):
         raise InvalidInputError("The logits processors left no token to draw. Let them allow at least one.")

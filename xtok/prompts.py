@@ -44,6 +44,10 @@ def prompt_ids(tokenizer: Any, prompt: Any, split_special_tokens: bool | None = 
 
     `split_special_tokens` is None where the tokenizer's own setting counts. Raises `InvalidInputError`.
     """
+    if not isinstance(split_special_tokens, bool | None):
+        raise InvalidInputError(f"split_special_tokens is {split_special_tokens!r}; it must be True, False or None.")
+    for text in [value for message in prompt for value in message.values()] if is_chat(prompt) else [prompt]:
+        _check_encodable(text)
     if is_chat(prompt):
         ids = chat_ids(tokenizer, prompt)
         if ids is None:
@@ -58,6 +62,17 @@ def prompt_ids(tokenizer: Any, prompt: Any, split_special_tokens: bool | None = 
     if not ids:
         raise InvalidInputError(f"The prompt {prompt!r} has no ids, and the target has no token to begin with. Pass a text.")
     return ids
+
+
+def _check_encodable(text: Any) -> None:
+    """Refuse half a surrogate pair, of which tokenizers only say that its type is wrong."""
+    try:
+        str.encode(text) if isinstance(text, str) else None
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"The prompt has {text[error.start]!r} at {error.start}, half a character that UTF-8 can't hold. "
+            "Leave it out, or put together what it was cut from."
+        ) from error
 
 
 def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> list[int]:

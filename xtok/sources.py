@@ -1,5 +1,11 @@
-"""Where models come from: a hub id, a local path, or the caller's hands."""
+"""Where models come from: a hub id, a local path, or the caller's hands.
 
+What is loaded here is data: weights in safetensors, and no code that comes with them.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -8,10 +14,11 @@ from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from xtok.drafts.reader import DraftModel
 from xtok.encoding import Encoder, encoder
-from xtok.errors import InvalidInputError, UnsupportedModelError
+from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
 from xtok.lm import ids_read, vocabulary_size
 from xtok.noise import spelling_keys
 from xtok.prompts import leading, reading
@@ -49,9 +56,10 @@ class TargetModel:
 def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
     """The model and the tokenizer of a source. `role` ("target" or "draft") is for the message of an error."""
     if isinstance(source, (str, PathLike)):
-        _check_source(source, role)
-        model = AutoModelForCausalLM.from_pretrained(source)
-        return model, AutoTokenizer.from_pretrained(source)
+        with _loading(source, role):
+            _check_source(source, role)
+            model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, trust_remote_code=False)
+            return model, AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if _is_pair(source):
         if not source[0].can_generate():
             name = type(source[0]).__name__
@@ -103,10 +111,50 @@ def _check_sizes(model: PreTrainedModel, view: TokenBytes, role: str) -> None:
         )
 
 
+_REMEDY = "If you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
+
+
+@contextmanager
+def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
+    """What transformers and safetensors say of files that they can't use, in errors of xtok. Those of the network stay."""
+    remedy = _REMEDY.format(role=role)
+    try:
+        yield
+    except XTokError:
+        raise
+    except OSError as error:
+        if "safetensors" not in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"The {role} {source} has no weights in safetensors, and others aren't opened. {remedy}"
+        ) from error
+    except Exception as error:  # files make no sense in many ways, and each has its own
+        told = str(error).strip().partition("\n")[0].rstrip(".")
+        raise InvalidInputError(f"The {role} {source} can't be loaded: {told}. {remedy}") from error
+
+
 def _check_source(source: str | PathLike[str], role: str) -> None:
     """What transformers would say less plainly."""
     looks_like_a_path = isinstance(source, PathLike) or source.startswith(("/", ".", "~")) or source.count("/") > 1
     if looks_like_a_path and not Path(source).exists():
         raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")
-    if AutoConfig.from_pretrained(source).is_encoder_decoder:
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source} is an encoder-decoder model. Use a decoder-only model as {role}.")
+    for file in _weights(source, getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME):
+        if not str(file).endswith(".safetensors"):
+            raise UnsupportedModelError(
+                f"The {role} {source} names {file} for its weights, which aren't in safetensors, and others aren't opened. "
+                + _REMEDY.format(role=role)
+            )
+
+
+def _weights(source: str | PathLike[str], named: str) -> list[Any]:
+    """The files that hold the weights, as far as they are named: transformers opens those of any format."""
+    if not named.endswith(".index.json"):
+        return [named]
+    try:
+        index = cached_file(source, named)
+    except OSError:  # there is no such file
+        return []
+    return list(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())

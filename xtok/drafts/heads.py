@@ -60,12 +60,16 @@ class HeadsDrafter:
 
     def __init__(self, file: str | PathLike[str]) -> None:
         """Raises `InvalidInputError` for a file that holds no heads. The target is compared when it is known."""
-        self.file = Path(file)
+        try:
+            self.file = Path(file)
+        except TypeError as error:
+            raise InvalidInputError(f"The file of heads is {file!r}; give its path.") from error
         try:
             with safe_open(self.file, framework="pt") as kept:
                 known = json.loads((kept.metadata() or {})["xtok"])
                 weight, bias = kept.get_tensor("weight"), kept.get_tensor("bias")
             self.trained = Trained(**{**known, "accuracy": tuple(map(tuple, known["accuracy"]))})
+            _check_shapes(weight, bias)
             self.heads = Heads(*weight.shape[:2])
             self.heads.load_state_dict({"weight": weight, "bias": bias})
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -80,6 +84,15 @@ class HeadsDrafter:
                     f"{self.file} holds heads for a target whose {name.replace('_', ' ')} is {getattr(mine, name)!r}; "
                     f"this one's is {getattr(found, name)!r}. Train heads for it with: xtok train-heads"
                 )
+
+
+def _check_shapes(weight: Tensor, bias: Tensor) -> None:
+    """Before any memory is taken: a file may claim sizes that it has no bytes for."""
+    count, size = bias.shape if bias.dim() == 2 else (0, 0)
+    if not count or not size or weight.shape != (count, size, size):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, bias {tuple(bias.shape)}")
+    if not (weight.is_floating_point() and bias.is_floating_point()):
+        raise ValueError(f"weight is of {weight.dtype}, bias of {bias.dtype}")
 
 
 def described(model: PreTrainedModel, view: TokenBytes) -> Trained:

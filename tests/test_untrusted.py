@@ -1,0 +1,323 @@
+"""What comes from others: model folders, files of heads and adapters, prompts, and settings of all kinds."""
+
+import ast
+import json
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from worlds import fitting, tokenizer
+
+import xtok
+from xtok import Budget, HeadsDrafter, XTokAssisted
+from xtok.drafts.heads import Heads, described, save_heads
+from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
+from xtok.prompts import prompt_ids
+from xtok.tokenbytes import token_bytes
+
+SOURCES = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in Path(xtok.__file__).parent.rglob("*.py")}
+TOKENS = tokenizer("SentencePiece BPE")
+TARGET = fitting(TOKENS, "Llama", 0)
+BYTES = tokenizer("byte-level BPE")
+OTHER = fitting(BYTES, "GPTNeoX", 1)
+XT = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(3))
+PROMPT = "吾輩は猫である。名前は"
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+
+
+def alone(prompt: str = PROMPT, **arguments: Any) -> list[int]:
+    ids = torch.tensor([prompt_ids(TOKENS, prompt)])
+    output = TARGET.generate(ids, attention_mask=torch.ones_like(ids), tokenizer=TOKENS, **{**GREEDY, **arguments})
+    return output[0, ids.shape[1] :].tolist()
+
+
+EXPECTED = alone()
+
+
+# code
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    for name, tree in SOURCES.items():
+        yield from ((name, node) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def test_no_code_that_comes_with_a_model_is_ever_trusted() -> None:
+    """It is said each time, for without a word transformers asks the user and waits."""
+    seen = 0
+    for name, call in calls():
+        said = {word.arg: ast.unparse(word.value) for word in call.keywords}
+        assert said.get("trust_remote_code", "False") == "False", name
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained":
+            seen += 1
+            assert said.get("trust_remote_code") == "False", f"{name}: {ast.unparse(call)}"
+            assert said.get("use_safetensors", "True") == "True"
+            assert ("Model" not in ast.unparse(call.func)) or "use_safetensors" in said, f"{name}: {ast.unparse(call)}"
+    assert seen >= 4
+
+
+def test_nothing_is_unpickled_and_no_text_is_run() -> None:
+    forbidden = {"eval", "exec", "compile", "__import__", "torch.load", "torch.save", "os.system", "os.popen", "np.load"}
+    modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "subprocess"}
+    for name, call in calls():
+        assert ast.unparse(call.func) not in forbidden, f"{name}: {ast.unparse(call)}"
+    for name, tree in SOURCES.items():
+        for node in ast.walk(tree):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not modules.intersection(module.split(".")[0] for module in imported), name
+
+
+# models
+
+
+class Bomb:
+    """Touches a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    TARGET.save_pretrained(tmp_path / "model")
+    TOKENS.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("harmless", [True, False])
+def test_weights_that_are_pickled_are_not_opened(saved: Path, role: str, harmless: bool) -> None:
+    (saved / "model.safetensors").unlink()
+    torch.save(TARGET.state_dict() if harmless else {"weight": Bomb(saved / "boom")}, saved / "pytorch_model.bin")
+    sources = [saved] if role == "target" else [(TARGET, TOKENS), saved]
+    with pytest.raises(UnsupportedModelError, match=rf"The {role} {saved} has no weights in safetensors.*pass the pair"):
+        XTokAssisted(*sources)
+    assert not (saved / "boom").exists()
+
+
+@pytest.mark.parametrize(
+    "index", ["pytorch_model.bin.index.json", "model.safetensors.index.json", "own.safetensors.index.json"]
+)
+def test_a_shard_that_is_pickled_is_not_opened(saved: Path, index: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found here: transformers opens what an index of safetensors names, whatever it is, even where it is to use those alone."""
+    (saved / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Bomb(saved / "boom")}, saved / "pytorch_model-1.bin")
+    (saved / index).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-1.bin"}}))
+    if index.startswith("own"):
+        configured(saved, transformers_weights=index)
+    opened: list[Any] = []
+    monkeypatch.setattr("torch.load", lambda *given, **_: opened.append(given))
+    with pytest.raises(UnsupportedModelError, match=r"in safetensors, and others aren't opened.*pass the pair"):
+        XTokAssisted(saved)
+    assert not opened
+
+
+def configured(folder: Path, **more: Any) -> None:
+    """Change the configuration of a saved model."""
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(known | more))
+
+
+def test_weights_that_a_configuration_names_are_not_opened_where_they_are_pickled(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"lm_head.weight": Bomb(saved / "boom")}, saved / "adapter_model.bin")
+    configured(saved, transformers_weights="adapter_model.bin")
+    opened: list[Any] = []
+    monkeypatch.setattr("torch.load", lambda *given, **_: opened.append(given))
+    with pytest.raises(UnsupportedModelError, match=r"names adapter_model\.bin for its weights"):
+        XTokAssisted(saved)
+    assert not opened
+
+
+def test_models_in_shards_are_loaded(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    TARGET.save_pretrained(saved, max_shard_size="50KB")
+    assert len(list(saved.glob("*.safetensors"))) > 1
+    assert XTokAssisted(saved).generate(PROMPT, **GREEDY).token_ids == EXPECTED
+
+
+@pytest.mark.parametrize("part", ["config.json", "tokenizer_config.json"])
+def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
+    saved: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asks(*_: Any) -> str:
+        raise AssertionError("the user was asked")
+
+    monkeypatch.setattr("builtins.input", asks)
+    known = json.loads((saved / part).read_text())
+    own = {"AutoConfig": "own.A", "AutoModelForCausalLM": "own.A", "AutoTokenizer": ["own.A", "own.A"]}
+    odd = {"model_type": "own", "tokenizer_class": "A"}
+    (saved / part).write_text(json.dumps(known | {"auto_map": own} | {name: odd[name] for name in odd if name in known}))
+    (saved / "own.py").write_text(f"open({str(saved / 'boom')!r}, 'w')\nclass A: pass")
+    with pytest.raises(InvalidInputError, match="can't be loaded: .*custom code"):
+        XTokAssisted(saved)
+    assert not (saved / "boom").exists()
+
+
+def garbled(whole: bytes) -> dict[str, bytes]:
+    header = int.from_bytes(whole[:8], "little")
+    return {
+        "nothing": b"",
+        "half": whole[: len(whole) // 2],
+        "half a header": whole[: header // 2],
+        "noise": np.random.default_rng(0).bytes(999),
+        "an absurd header": (2**62).to_bytes(8, "little") + whole[8:],
+        "a header of noise": whole[:8] + b"\xff" * header + whole[8 + header :],
+        "a pickle": pickle.dumps(Bomb(Path("boom"))),
+        "more than it says": whole + b"\0" * 99,
+    }
+
+
+@pytest.mark.parametrize("fault", garbled(b"\0" * 9))
+def test_weights_that_are_garbled_are_refused(saved: Path, fault: str) -> None:
+    file = saved / "model.safetensors"
+    file.write_bytes(garbled(file.read_bytes())[fault])
+    with pytest.raises(InvalidInputError, match=rf"The target {saved} can't be loaded: .*pass the pair"):
+        XTokAssisted(saved)
+
+
+def test_weights_of_another_shape_are_refused(saved: Path) -> None:
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInputError, match="can't be loaded"):
+        XTokAssisted(saved)
+
+
+@pytest.mark.parametrize("config", ["{", "{}", "[]", "5", '{"model_type": "llama", "hidden_size": "x"}', "\ufffd", ""])
+def test_a_configuration_that_makes_no_sense_is_refused(saved: Path, config: str) -> None:
+    (saved / "config.json").write_text(config)
+    with pytest.raises((XTokError, OSError)):
+        XTokAssisted(saved)
+
+
+# files of heads and adapters
+
+
+@pytest.fixture
+def heads(tmp_path: Path) -> Path:
+    save_heads(Heads(2, 32), described(TARGET, token_bytes(TOKENS)), tmp_path / "heads")
+    return tmp_path / "heads"
+
+
+@pytest.mark.parametrize("fault", garbled(b"\0" * 9))
+def test_heads_that_are_garbled_are_refused(heads: Path, fault: str) -> None:
+    heads.write_bytes(garbled(heads.read_bytes())[fault])
+    with pytest.raises(InvalidInputError, match=r"holds no heads.*Make one with: xtok train-heads"):
+        HeadsDrafter(heads)
+
+
+def test_pickled_heads_are_refused_and_not_opened(tmp_path: Path) -> None:
+    torch.save({"weight": Bomb(tmp_path / "boom"), "bias": torch.zeros(2, 32)}, tmp_path / "heads.safetensors")
+    with pytest.raises(InvalidInputError, match="holds no heads"):
+        HeadsDrafter(tmp_path / "heads.safetensors")
+    assert not (tmp_path / "boom").exists()
+
+
+KNOWN = {"target": "", "hidden_size": 32, "vocabulary": "", "accuracy": []}
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [
+        ((2, 32, 32), (2, 31)),
+        ((2, 32, 31), (2, 32)),
+        ((2, 32), (2, 32)),
+        ((0, 32, 32), (0, 32)),
+        ((2, 0, 0), (2, 0)),
+        ((1, 10**6, 0), (0,)),
+        ((10**5, 10**5, 0), (10**5, 0)),
+        ((), ()),
+    ],
+)
+def test_heads_of_absurd_shapes_are_refused_before_they_take_memory(
+    tmp_path: Path, weight: tuple[int, ...], bias: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*_: Any) -> None:
+        raise AssertionError("memory was taken")
+
+    tensors = {"weight": torch.zeros(weight), "bias": torch.zeros(bias)}
+    save_file(tensors, tmp_path / "heads", metadata={"xtok": json.dumps(KNOWN)})
+    monkeypatch.setattr("xtok.drafts.heads.Heads", made)
+    with pytest.raises(InvalidInputError, match="holds no heads: weight has shape"):
+        HeadsDrafter(tmp_path / "heads")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_heads_of_a_type_that_is_no_weight_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"weight": torch.zeros(2, 32, 32, dtype=dtype), "bias": torch.zeros(2, 32, dtype=dtype)}
+    save_file(tensors, tmp_path / "heads", metadata={"xtok": json.dumps(KNOWN)})
+    with pytest.raises(InvalidInputError, match="holds no heads: weight is of"):
+        HeadsDrafter(tmp_path / "heads")
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["", "{", "[]", "5", "null", '"a"', "[" * 99999, "{}", '{"accuracy": 5}', json.dumps(KNOWN | {"accuracy": [5]})]
+    + [
+        json.dumps(KNOWN | {"more": 1}),
+        json.dumps(KNOWN)[:-1],
+        "9" * 9999,
+        json.dumps({**KNOWN, "target": None, "accuracy": {}}),
+    ],
+)
+def test_heads_that_say_what_makes_no_sense_are_refused(tmp_path: Path, said: str) -> None:
+    tensors = {"weight": torch.zeros(2, 32, 32), "bias": torch.zeros(2, 32)}
+    save_file(tensors, tmp_path / "heads", metadata={"xtok": said})
+    with pytest.raises(InvalidInputError):
+        XTokAssisted((TARGET, TOKENS), HeadsDrafter(tmp_path / "heads"))
+
+
+@pytest.mark.parametrize("file", [5, None, b"heads", "\0", "\ud800", "", ".", "no/such/file"])
+def test_a_path_of_heads_that_is_none_is_refused(file: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        HeadsDrafter(file)
+
+
+@pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
+@pytest.mark.parametrize("value", [math.nan, math.inf, 6e4])
+def test_heads_that_say_nonsense_change_no_text(heads: Path, value: float) -> None:
+    tensors = {name: torch.full_like(tensor, value) for name, tensor in load_file(heads).items()}
+    with heads.open("rb") as kept:
+        size = int.from_bytes(kept.read(8), "little")
+        known = json.loads(kept.read(size))["__metadata__"]
+    save_file(tensors, heads, metadata=known)
+    assert (
+        XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads), budget=Budget(3)).generate(PROMPT, **GREEDY).token_ids == EXPECTED
+    )
+
+
+@pytest.fixture(scope="module")
+def adapting() -> XTokAssisted:
+    return XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(3), adapt=True)
+
+
+@pytest.mark.parametrize("fault", garbled(b"\0" * 9))
+def test_adapters_that_are_garbled_are_refused_and_change_nothing(adapting: XTokAssisted, tmp_path: Path, fault: str) -> None:
+    assert adapting.adapter is not None
+    adapting.adapter.save(tmp_path / "whole")
+    before = deepcopy(adapting.adapter._matrices())
+    (tmp_path / "garbled").write_bytes(garbled((tmp_path / "whole").read_bytes())[fault])
+    for file in ("garbled", "missing", "\0", "\ud800", ""):
+        with pytest.raises(InvalidInputError, match="can't be read as an adapter"):
+            adapting.adapter.load(tmp_path / file)
+    after = adapting.adapter._matrices()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_an_adapter_of_no_path_is_refused(adapting: XTokAssisted) -> None:
+    assert adapting.adapter is not None
+    for file in (None, 5, b"x"):
+        with pytest.raises(InvalidInputError, match="can't be read as an adapter"):
+            adapting.adapter.load(file)  # type: ignore[arg-type]
