@@ -111,7 +111,7 @@ def test_weights_that_are_pickled_are_not_opened(saved: Path, role: str, harmles
     "index", ["pytorch_model.bin.index.json", "model.safetensors.index.json", "own.safetensors.index.json"]
 )
 def test_a_shard_that_is_pickled_is_not_opened(saved: Path, index: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found here: transformers opens what an index of safetensors names, whatever it is, even where it is to use those alone."""
+    """Found here: where it is to use safetensors alone, transformers opens whatever their index names."""
     (saved / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Bomb(saved / "boom")}, saved / "pytorch_model-1.bin")
     (saved / index).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-1.bin"}}))
@@ -162,7 +162,7 @@ def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
     odd = {"model_type": "own", "tokenizer_class": "A"}
     (saved / part).write_text(json.dumps(known | {"auto_map": own} | {name: odd[name] for name in odd if name in known}))
     (saved / "own.py").write_text(f"open({str(saved / 'boom')!r}, 'w')\nclass A: pass")
-    with pytest.raises(InvalidInputError, match="can't be loaded: .*custom code"):
+    with pytest.raises(InvalidInputError, match=r"can't be loaded: .*custom code"):
         XTokAssisted(saved)
     assert not (saved / "boom").exists()
 
@@ -264,12 +264,9 @@ def test_heads_of_a_type_that_is_no_weight_are_refused(tmp_path: Path, dtype: to
 
 @pytest.mark.parametrize(
     "said",
-    ["", "{", "[]", "5", "null", '"a"', "[" * 99999, "{}", '{"accuracy": 5}', json.dumps(KNOWN | {"accuracy": [5]})]
-    + [
-        json.dumps(KNOWN | {"more": 1}),
-        json.dumps(KNOWN)[:-1],
-        "9" * 9999,
-        json.dumps({**KNOWN, "target": None, "accuracy": {}}),
+    [
+        *("", "{", "[]", "5", "null", '"a"', "[" * 99999, "9" * 9999, "{}", '{"accuracy": 5}', json.dumps(KNOWN)[:-1]),
+        *(json.dumps(KNOWN | more) for more in ({"accuracy": [5]}, {"more": 1}, {"target": None, "accuracy": {}})),
     ],
 )
 def test_heads_that_say_what_makes_no_sense_are_refused(tmp_path: Path, said: str) -> None:

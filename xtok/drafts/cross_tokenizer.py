@@ -9,7 +9,7 @@ from torch import Tensor
 from xtok.budget import Budget
 from xtok.continuation import Continuation
 from xtok.drafts import Context
-from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, grown
+from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, check_numbers, grown
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.trace import Meter
 from xtok.tree import Tree, Trie
@@ -113,7 +113,9 @@ class CrossTokenizerDrafter:
         ]
         laws = torch.stack(allowed).softmax(dim=-1)
         top = laws.topk(min(count, laws.shape[1]))
-        values = zip(texts, top.values.tolist(), top.indices.tolist(), strict=True)
+        probabilities = top.values.tolist()
+        check_numbers(logits, probabilities)
+        values = zip(texts, probabilities, top.indices.tolist(), strict=True)
         return [
             [child for p, token in zip(ps, tokens, strict=True) if (child := self._child(text, p, token))]
             for text, ps, tokens in values

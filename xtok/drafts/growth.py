@@ -2,7 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from xtok.budget import Budget
 from xtok.drafts import Context
@@ -50,6 +54,15 @@ def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int) -> l
     assert context.noise is not None
     offset, at = len(context.data) - context.prompt_size, context.noise.at
     return [at(offset + len(guess.written), context.controls + guess.controls, purpose) for guess in guesses]
+
+
+def check_numbers(logits: Tensor, probabilities: Sequence[Sequence[float]]) -> None:
+    """Raises `ArithmeticError` where the likeliest `probabilities` are none because some `logits` are NaN or infinite.
+
+    A draft that says nothing but that (an overflow in half precision, say) would seem to have no guesses.
+    """
+    if any(isnan(one) for row in probabilities for one in row[:1]) and not bool(logits.max() < torch.inf):
+        raise ArithmeticError("its logits hold NaN or infinity; load it in another precision, or use another one")
 
 
 def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:

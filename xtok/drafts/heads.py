@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.budget import Budget
 from xtok.drafts import Context
-from xtok.drafts.growth import CHILDREN, IdPath, grown, noise_states, tree_of
+from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, noise_states, tree_of
 from xtok.errors import InvalidInputError
 from xtok.noise import PICK, exponential
 from xtok.tokenbytes import TokenBytes
@@ -172,7 +172,9 @@ class HeadsGuesser:
             own = own / exponential(self._keys, noise_states(context, front, PICK))
             own /= own.sum(dim=-1, keepdim=True)
         top = own.topk(min(CHILDREN, own.shape[-1]))
-        values = zip(front, top.values.tolist(), top.indices.tolist(), strict=True)
+        probabilities = top.values.tolist()
+        check_numbers(laws, probabilities)
+        values = zip(front, probabilities, top.indices.tolist(), strict=True)
         return [
             [self._child(context, guess, *pair) for pair in zip(ps, tokens, strict=True) if pair[0] > 0]
             for guess, ps, tokens in values

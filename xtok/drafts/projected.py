@@ -1,6 +1,7 @@
 """A draft model that guesses the target's ids, step by step, from its own law as the target's vocabulary has it."""
 
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from transformers import LogitsProcessorList
 
 from xtok.budget import Budget
 from xtok.drafts import Context
-from xtok.drafts.growth import CHILDREN, SHARPNESS, IdPath, grown, noise_states, tree_of
+from xtok.drafts.growth import CHILDREN, SHARPNESS, IdPath, check_numbers, grown, noise_states, tree_of
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.noise import GUESS, PICK, exponential
 from xtok.tokenbytes import TokenBytes
@@ -134,7 +135,7 @@ class ProjectedDrafter:
         selects what is kept.
         """
         if self._failure is not None:
-            raise self._failure
+            self._fail(self._failure)
         depth = self._reader.longest(min(budget.depth, budget.longest))
         pending = self._reader.read(context, depth + _PENDING)
         rest = self._reader.spelled(pending) if pending else []
@@ -149,6 +150,14 @@ class ProjectedDrafter:
         draws = grown(first, budget, lambda front: self._expanded(context, front, chained))
         return self._chain(draws) if self._independent else tree_of(draws, budget)
 
+    def _fail(self, failure: Exception) -> NoReturn:
+        """Raise it and forget it: an exception and the frames that it came through would hold each other, caches and all."""
+        self._failure = None
+        try:
+            raise failure
+        finally:
+            del failure
+
     def _expanded(self, context: Context, front: list[_Draw], chained: bool) -> list[list[_Draw]]:
         """The continuations of some guesses, all by one forward."""
         try:
@@ -156,7 +165,7 @@ class ProjectedDrafter:
                 logits = self._read(front)
                 return self._children(context, logits, front, chained)
         except Exception as error:
-            self._failure = error
+            self._failure = error.with_traceback(None)  # which would hold on to all that the forward held
             return [[] for _ in front]
 
     def _read(self, front: list[_Draw]) -> Tensor:
@@ -176,7 +185,9 @@ class ProjectedDrafter:
         laws = self._laws(logits)
         races = laws**SHARPNESS if context.noise is None or not self._shares else laws / self._exponential(context, draws)
         top = (races / races.sum(dim=-1, keepdim=True)).topk(1 if chained else CHILDREN)
-        values = zip(draws, laws, top.values.tolist(), top.indices.tolist(), strict=True)
+        probabilities = top.values.tolist()
+        check_numbers(logits, probabilities)
+        values = zip(draws, laws, probabilities, top.indices.tolist(), strict=True)
         return [
             [self._child(context, draw, law, mass, token) for mass, token in zip(masses, tokens, strict=True) if mass > 0]
             for draw, law, masses, tokens in values
