@@ -5,21 +5,26 @@ import json
 import math
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from worlds import fitting, tokenizer
+from typer.testing import CliRunner
+from worlds import examples, fitting, texts, tokenizer
 
 import xtok
-from xtok import Budget, HeadsDrafter, XTokAssisted
+from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted, cli
 from xtok.drafts.heads import Heads, described, save_heads
-from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
+from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedModelError, XTokError
 from xtok.prompts import prompt_ids
 from xtok.tokenbytes import token_bytes
 
@@ -318,3 +323,253 @@ def test_an_adapter_of_no_path_is_refused(adapting: XTokAssisted) -> None:
     for file in (None, 5, b"x"):
         with pytest.raises(InvalidInputError, match="can't be read as an adapter"):
             adapting.adapter.load(file)  # type: ignore[arg-type]
+
+
+# anything at all
+
+
+class Gone:
+    """What raised instead of an answer."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def tried(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except Exception as error:
+        return Gone(error)
+
+
+def agree(found: Any, expected: Any, *, drawn: bool = False) -> bool:
+    """An error of xtok, the error that transformers raises, or what the target alone gives (unless that is a draw)."""
+    if isinstance(found, Gone):
+        return isinstance(found.error, XTokError) or (isinstance(expected, Gone) and type(found.error) is type(expected.error))
+    return drawn or found == expected
+
+
+ODD = st.one_of(
+    st.sampled_from(
+        [None, True, False, 0, -1, 1, 2, 3, 10**9, -(10**9), 2**70, "", "x", "の", b"x", [], [""], [5], {}, (), object()]
+    ),
+    st.sampled_from([0.0, -1.0, 0.5, 1.0, 2.0, 1e-300, 1e300, math.nan, math.inf, -math.inf]),
+    st.sampled_from([[[5]], [[]], [[10**9]], [-1], [2, 10**9], {"a": 1}, {(5,): math.nan}, "\ud800", ["\ud800"], [None]]),
+)
+NAMES = (
+    *("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "seed"),
+    *("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
+    *("eos_token_id", "pad_token_id", "bos_token_id", "forced_bos_token_id", "forced_eos_token_id", "num_return_sequences"),
+    *("num_beams", "stop_strings", "max_time", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
+    *("min_length", "min_new_tokens", "exponential_decay_length_penalty", "guidance_scale", "generation_config", "use_cache"),
+    *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "past_key_values", "cache_implementation"),
+    *("prefill_chunk_size", "watermarking_config", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "nonsense"),
+    *("split_special_tokens", "synced_gpus", "model", "streamer", "token_healing", "remove_invalid_values", "position_ids"),
+)
+"""Without lengths, which are drawn apart: an absurd one is a wish that would be granted for hours."""
+LENGTHS = st.sampled_from([0, 1, 3, 6, -1, -(10**9), "6", 2.5, None, [], math.nan, True])
+OWN = {"seed", "split_special_tokens"}
+"""Arguments that transformers doesn't know."""
+
+
+@examples(300)
+@given(
+    st.dictionaries(st.sampled_from(NAMES), ODD, min_size=1, max_size=2),
+    st.sampled_from([6, 6, 6, 6]) | LENGTHS,
+    st.sampled_from(["generate", "stream", "custom_generate"]),
+)
+@example({"eos_token_id": []}, 6, "generate")
+@example({"do_sample": True, "temperature": 1e-300}, 6, "generate")
+@example({"stop_strings": ""}, 6, "generate")
+@example({"stop_strings": []}, 6, "generate")
+@example({"stop_strings": 5}, 6, "stream")
+@example({"stop_strings": ["\ud800"]}, 6, "custom_generate")
+@example({"split_special_tokens": "x"}, 6, "generate")
+@example({"model": 5}, 6, "generate")
+@example({"synced_gpus": True}, 6, "generate")
+@pytest.mark.filterwarnings("ignore")
+def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[str, Any], length: Any, way: str) -> None:
+    asked = {**GREEDY, "max_new_tokens": length, "max_length": None if length is not None else 9, **given}
+    plain = {name: value for name, value in asked.items() if name not in OWN}
+    expected = tried(lambda: alone(**deepcopy(plain)))
+    rest = deepcopy(asked)
+
+    def ask() -> Any:
+        if way == "generate":
+            found = XT.generate(PROMPT, **rest)
+            return found.token_ids if not isinstance(found, list) else found[0].token_ids
+        if way == "stream":
+            return generated(XT.stream(PROMPT, **rest)).token_ids
+        ids = torch.tensor([prompt_ids(TOKENS, PROMPT)])
+        output = TARGET.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=XT, tokenizer=TOKENS, **rest)
+        return output[0, ids.shape[1] :].tolist()
+
+    found = tried(ask)
+    drawn = asked["do_sample"] not in (False, None)
+    assert agree(found, expected, drawn=drawn), found.error if isinstance(found, Gone) else (found, expected)
+    assert XT.generate(PROMPT, **GREEDY).token_ids == EXPECTED
+
+
+def generated(pieces: Any) -> Any:
+    """What a stream returns at its end."""
+    found = []
+
+    def keep() -> Iterator[str]:
+        found.append((yield from pieces))
+
+    list(keep())
+    return found[0]
+
+
+WILD = st.one_of(
+    texts(),
+    st.text(st.characters(), max_size=20),
+    st.text("\0\ud800\udfff\ufffe\ufeff\u202e<s>/|▁", max_size=20),
+    st.builds(lambda text, count: text * count, st.text(max_size=3), st.sampled_from([1, 99, 700])),
+    st.binary(max_size=20).map(lambda data: data.decode(errors="surrogateescape")),
+)
+
+
+@examples(60)
+@given(WILD)
+@example("\ud800")
+def test_any_text_is_read_as_the_target_reads_it_or_refused(prompt: str) -> None:
+    expected = tried(lambda: alone(prompt))
+    found = tried(lambda: XT.generate(prompt, **GREEDY).token_ids)
+    assert agree(found, expected)
+    assert isinstance(found, Gone) == any("\ud800" <= letter <= "\udfff" for letter in prompt)
+    if not isinstance(found, Gone):
+        assert XT.generate([prompt, PROMPT], **GREEDY)[1].token_ids == EXPECTED
+
+
+def chatting() -> XTokAssisted:
+    tokens = deepcopy(TOKENS)
+    tokens.chat_template = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"
+    return XTokAssisted((TARGET, tokens), (OTHER, BYTES), budget=Budget(3))
+
+
+CHATTING = chatting()
+CONTENT = st.one_of(WILD, ODD, st.lists(st.dictionaries(st.sampled_from(["type", "text"]), WILD, max_size=2), max_size=2))
+CHATS = st.lists(st.dictionaries(st.sampled_from(["role", "content", "name"]) | WILD, CONTENT, max_size=3) | ODD, max_size=3)
+
+
+@examples(60)
+@given(CHATS | ODD)
+@example([{"role": "user", "content": "\ud800"}])
+def test_any_chat_is_read_as_the_target_reads_it_or_refused(chat: Any) -> None:
+    apply = CHATTING.tokenizer.apply_chat_template
+    expected = tried(lambda: list(apply(chat, add_generation_prompt=True, return_dict=True)["input_ids"]))
+    found = tried(lambda: CHATTING.generate(chat, **GREEDY))
+    assert agree(found, expected, drawn=True), found.error
+    assert CHATTING.generate(PROMPT, **GREEDY).token_ids == EXPECTED
+
+
+@examples(60)
+@given(st.dictionaries(st.sampled_from(["depth", "width", "nodes", "longest", "schedule", "confidence"]), ODD, max_size=3))
+@example({"longest": "x"})
+@example({"confidence": "x"})
+def test_any_budget_is_kept_to_or_refused(settings: dict[str, Any]) -> None:
+    budget = tried(lambda: Budget(**settings))
+    assert agree(budget, None, drawn=True), budget.error
+    if not isinstance(budget, Gone):
+        xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=budget)
+        generation = xt.generate(PROMPT, **GREEDY)
+        assert (generation.token_ids, generation.stats.draft_error) == (EXPECTED, None)
+
+
+@pytest.mark.parametrize("name", ["budget", "acceptance", "posterior_threshold", "posterior_alpha", "draft"])
+@pytest.mark.parametrize("value", [5, "x", {}, math.nan, object(), [None], b"x", "\0", "\ud800", "", "/", 1e300])
+def test_settings_that_make_no_sense_are_refused_in_words(name: str, value: Any) -> None:
+    """A name that might be one of the hub's is looked for there, which is the only thing that may fail otherwise."""
+    found = tried(lambda: XTokAssisted((TARGET, TOKENS), **{name: value}))
+    assert isinstance(found, Gone)
+    assert isinstance(found.error, XTokError) or (name == "draft" and isinstance(found.error, OSError)), repr(found.error)
+
+
+@examples(40)
+@given(st.lists(WILD | ODD, max_size=4) | WILD | ODD)
+def test_any_corpus_is_looked_up_or_refused(corpus: Any) -> None:
+    lookup = tried(lambda: PromptLookup(corpus=corpus))
+    assert agree(lookup, None, drawn=True), lookup.error
+    if not isinstance(lookup, Gone):
+        generation = XTokAssisted((TARGET, TOKENS), lookup, budget=Budget(3)).generate(PROMPT, **GREEDY)
+        assert (generation.token_ids, generation.stats.draft_error) == (EXPECTED, None)
+
+
+@examples(100)
+@given(st.binary(max_size=200), st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=4), st.booleans())
+def test_any_file_of_heads_is_refused_or_changes_no_text(noise: bytes, flips: list[tuple[int, int]], whole: bool) -> None:
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "heads"
+        save_heads(Heads(2, 32), described(TARGET, token_bytes(TOKENS)), file)
+        data = bytearray(file.read_bytes())
+        for place, byte in flips:
+            data[place % len(data)] = byte
+        file.write_bytes(bytes(data) if whole else noise)
+        xt = tried(lambda: XTokAssisted((TARGET, TOKENS), HeadsDrafter(file), budget=Budget(2)))
+        assert agree(xt, None, drawn=True), repr(xt.error)
+        if not isinstance(xt, Gone):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DraftFailedWarning)
+                assert xt.generate(PROMPT, **GREEDY).token_ids == EXPECTED
+
+
+WORDS = st.sampled_from(
+    [
+        *(
+            "generate",
+            "inspect",
+            "bench",
+            "--target",
+            "--draft",
+            "none",
+            "--temperature",
+            "nan",
+            "--seed",
+            "-1",
+            "--top-p",
+            "2",
+        ),
+        *(
+            "--json",
+            "--prompts",
+            "--text",
+            "--nope",
+            "/dev/null",
+            "/etc",
+            "./nowhere",
+            "--plot",
+            "x.y",
+            "--dtype",
+            "--ratio",
+            "",
+        ),
+    ]
+)
+
+
+@examples(30)
+@given(st.lists(WORDS, max_size=5))
+def test_any_command_line_is_refused_in_words(arguments: list[str]) -> None:
+    """One that asks for a text that makes no sense, in the end; the others would be run, which is another test's."""
+    result = CliRunner().invoke(cli.app, [*arguments, "--max-new-tokens", "x"])
+    assert isinstance(result.exception, SystemExit | type(None)), repr(result.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["\ud800"],
+        ["x", "--temperature", "1", "--seed", str(2**70)],
+        ["x", "--temperature", "1e-300"],
+        ["x", "--target", "/etc"],
+        ["x", "--target", "\0"],
+        ["x", "--draft", ""],
+        ["x", "--draft", "/etc/passwd"],
+    ],
+)
+def test_what_the_command_line_cant_honour_is_told_in_one_line(arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli.app, ["generate", "--max-new-tokens", "4", *arguments])
+    assert result.exit_code == 1, repr(result.exception)
+    assert result.stderr.startswith("xtok: ")
+    assert result.stderr.count("\n") == 1
