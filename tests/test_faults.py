@@ -99,7 +99,7 @@ INSTANCES = {
 }
 
 
-@examples(120)
+@examples(60)
 @given(
     st.sampled_from(sorted(INSTANCES)), st.sampled_from(sorted(SETTINGS)), st.sampled_from(sorted(FAULTS)), st.integers(0, 30)
 )
@@ -203,7 +203,7 @@ PLACES = ("streamer", "logits_processor", "stopping_criteria", "target", "draft"
 PROMPT_IDS = prompt_ids(TOKENS, PROMPT)
 
 
-@examples(100)
+@examples(60)
 @given(
     st.sampled_from(PLACES),
     st.sampled_from([KeyboardInterrupt, SystemExit, MemoryError, OSError]),

@@ -372,7 +372,7 @@ OWN = {"seed", "split_special_tokens"}
 """Arguments that transformers doesn't know."""
 
 
-@examples(300)
+@examples(80)
 @given(
     st.dictionaries(st.sampled_from(NAMES), ODD, min_size=1, max_size=2),
     st.sampled_from([6, 6, 6, 6]) | LENGTHS,
@@ -387,6 +387,7 @@ OWN = {"seed", "split_special_tokens"}
 @example({"split_special_tokens": "x"}, 6, "generate")
 @example({"model": 5}, 6, "generate")
 @example({"synced_gpus": True}, 6, "generate")
+@example({"synced_gpus": 0.5}, 6, "custom_generate")
 @pytest.mark.filterwarnings("ignore")
 def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[str, Any], length: Any, way: str) -> None:
     asked = {**GREEDY, "max_new_tokens": length, "max_length": None if length is not None else 9, **given}
@@ -430,7 +431,7 @@ WILD = st.one_of(
 )
 
 
-@examples(60)
+@examples(25)
 @given(WILD)
 @example("\ud800")
 def test_any_text_is_read_as_the_target_reads_it_or_refused(prompt: str) -> None:
@@ -453,7 +454,7 @@ CONTENT = st.one_of(WILD, ODD, st.lists(st.dictionaries(st.sampled_from(["type",
 CHATS = st.lists(st.dictionaries(st.sampled_from(["role", "content", "name"]) | WILD, CONTENT, max_size=3) | ODD, max_size=3)
 
 
-@examples(60)
+@examples(25)
 @given(CHATS | ODD)
 @example([{"role": "user", "content": "\ud800"}])
 def test_any_chat_is_read_as_the_target_reads_it_or_refused(chat: Any) -> None:
@@ -464,7 +465,7 @@ def test_any_chat_is_read_as_the_target_reads_it_or_refused(chat: Any) -> None:
     assert CHATTING.generate(PROMPT, **GREEDY).token_ids == EXPECTED
 
 
-@examples(60)
+@examples(25)
 @given(st.dictionaries(st.sampled_from(["depth", "width", "nodes", "longest", "schedule", "confidence"]), ODD, max_size=3))
 @example({"longest": "x"})
 @example({"confidence": "x"})
@@ -486,7 +487,7 @@ def test_settings_that_make_no_sense_are_refused_in_words(name: str, value: Any)
     assert isinstance(found.error, XTokError) or (name == "draft" and isinstance(found.error, OSError)), repr(found.error)
 
 
-@examples(40)
+@examples(20)
 @given(st.lists(WILD | ODD, max_size=4) | WILD | ODD)
 def test_any_corpus_is_looked_up_or_refused(corpus: Any) -> None:
     lookup = tried(lambda: PromptLookup(corpus=corpus))
@@ -496,7 +497,7 @@ def test_any_corpus_is_looked_up_or_refused(corpus: Any) -> None:
         assert (generation.token_ids, generation.stats.draft_error) == (EXPECTED, None)
 
 
-@examples(100)
+@examples(30)
 @given(st.binary(max_size=200), st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=4), st.booleans())
 def test_any_file_of_heads_is_refused_or_changes_no_text(noise: bytes, flips: list[tuple[int, int]], whole: bool) -> None:
     with TemporaryDirectory() as folder:
@@ -548,7 +549,7 @@ WORDS = st.sampled_from(
 )
 
 
-@examples(30)
+@examples(15)
 @given(st.lists(WORDS, max_size=5))
 def test_any_command_line_is_refused_in_words(arguments: list[str]) -> None:
     """One that asks for a text that makes no sense, in the end; the others would be run, which is another test's."""

@@ -211,6 +211,8 @@ class XTokAssisted:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
         if bridge.callers("assistant_model") is not None:
             bridge.check_arguments({"assistant_model": True})
+        if bridge.callers("synced_gpus"):
+            bridge.check_arguments({"synced_gpus": True})
         criteria = self._with_stop_strings(stopping_criteria, stop_strings)
         runs = self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs)
         bridge.sow(runs, seed, lambda: self._target.keys)
