@@ -302,6 +302,22 @@ def test_a_draft_that_takes_as_long_as_many_forwards_of_the_target_is_left_alone
     assert 1 <= calls[OTHER] <= 8, "of which there is one for each degree of what cheaper drafts hope for"
 
 
+def test_a_draft_that_begins_to_hang_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found here: what is far off was taken for a hiccup each time, and a hundred hanging forwards were waited for."""
+    draft = deepcopy(TARGET)
+    xt = XTokAssisted((TARGET, TOKENS), [(draft, TOKENS)])
+    asked = {**SETTINGS["greedy"], "max_new_tokens": 100}
+    seconds = 0.05
+    with clocked(monkeypatch, {TARGET: lambda: 1.0, draft: lambda: seconds}) as calls:
+        xt.generate(PROMPT, **asked)
+        before = calls[draft]
+        seconds = 50.0
+        expected = XTokAssisted((TARGET, TOKENS)).generate(PROMPT, **asked).token_ids
+        assert xt.generate(PROMPT, **asked).token_ids == expected
+    assert before > 50, "it was worth its time"
+    assert calls[draft] - before <= 12
+
+
 # memory
 
 

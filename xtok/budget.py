@@ -18,6 +18,8 @@ _SHARE = 0.1
 """The weight of a measurement in a smoothed one."""
 _FEW = 64
 """More rows than that are the draft's reading of a prompt, which is no measure of a level."""
+_HANGS = 10
+"""What takes so many times as long as usual, twice in a row, takes as long from now on."""
 _ENOUGH = 8
 """From how many measurements on a number of rows counts fully."""
 _TRUST, _FORGETS = 4.0, 64.0
@@ -90,10 +92,14 @@ class Line:
 
     cells: dict[int, tuple[int, float, float]] = field(default_factory=dict)
     _line: tuple[float, float] | None = None
+    _far_off: bool = False
 
     def add(self, rows: int, seconds: float) -> None:
-        """Take in a measurement; one that is far off is taken for a hiccup of the machine."""
+        """Take in a measurement; one that is far off is taken for a hiccup of the machine, very far ones in a row are not."""
         count, mean_rows, mean = self.cells.get(rows.bit_length(), (0, float(rows), seconds))
+        before, self._far_off = self._far_off, seconds > _HANGS * mean
+        if before and self._far_off:
+            count, mean = 0, seconds
         share = max(1 / (count + 1), _SHARE)
         seconds = min(seconds, 2 * mean)
         self.cells[rows.bit_length()] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean))
