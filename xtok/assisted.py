@@ -232,8 +232,9 @@ class XTokAssisted:
         captured: list[Run] = []
 
         def capture(
-            model: Any,
+            _: Any,
             input_ids: Any,
+            /,
             logits_processor: Any,
             stopping_criteria: Any,
             generation_config: Any,

@@ -74,7 +74,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     refused = {
         "assistant_model": "The draft is the one that XTokAssisted was made with.",
         "custom_generate": "XTokAssisted is the decoding method.",
-        "model": "The target is the one that XTokAssisted was made with.",
         "inputs_embeds": "The draft needs a text. Pass a prompt.",
         "inputs": "Pass the prompt as a text, or use target.generate(inputs, custom_generate=xt).",
         "input_ids": "Pass the prompt as a text, or use target.generate(input_ids, custom_generate=xt).",
