@@ -385,6 +385,7 @@ LENGTHS = st.sampled_from([0, 1, 3, 6, -1, -(10**9), "6", 2.5, None, [], math.na
 @example({"split_special_tokens": "x"}, 6, "generate")
 @example({"model": 5}, 6, "generate")
 @example({"model": None}, 6, "generate")
+@example({"eos_token_id": [[5]]}, 6, "generate")
 @example({"repetition_penalty": False, "streamer": True}, 6, "generate")
 @example({"do_sample": None, "split_special_tokens": True}, 6, "custom_generate")
 @example({"synced_gpus": True}, 6, "generate")

@@ -70,7 +70,7 @@ class Run:
 
     def __post_init__(self) -> None:
         limits = [one.max_length for one in self.criteria if type(one) is MaxLengthCriteria]
-        ends = [one.eos_token_id.tolist() for one in self.criteria if type(one) is EosTokenCriteria]
+        ends = [one.eos_token_id.reshape(-1).tolist() for one in self.criteria if type(one) is EosTokenCriteria]
         self.limit, self.ends = min(limits, default=None), frozenset(token for some in ends for token in some)
         self.criteria = StoppingCriteriaList(one for one in self.criteria if type(one) not in _KNOWN)
         self.all_ids = list(self.prompt)
