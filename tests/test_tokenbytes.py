@@ -36,10 +36,11 @@ def test_bytes_add_up_at_any_cut_also_in_mid_character(family: tuple[str, int], 
 
 
 @given(families, st.lists(st.integers(0, 299), max_size=12))
+@example(("WordPiece", 1), [0, 112])
 def test_where_the_bytes_are_text_they_are_what_the_tokenizer_decodes(family: tuple[str, int], ids: list[int]) -> None:
     tokens = tokenizer(*family)
     ids = [token for token in ids if token < len(tokens)]
-    if tokens.convert_ids_to_tokens(ids[:1])[0:1] and tokens.convert_ids_to_tokens(ids[:1])[0].startswith("##"):
+    if tokens.decode(ids, skip_special_tokens=True).startswith("##"):
         return  # a text can't begin inside a word; the tokenizer writes the mark out
     try:
         mine = view(family).to_bytes(ids).decode()
