@@ -224,7 +224,8 @@ def test_a_prefill_behind_a_filled_cache_forwards_the_rest_only() -> None:
     ("name", "reason"),
     [
         ("deepseek_v4", "The cache of DeepseekV4ForCausalLM can't be rolled back"),
-        ("mamba", "MambaForCausalLM keeps no cache that several ids at once can be forwarded behind"),
+        ("mamba", "The cache of MambaForCausalLM can't be rolled back"),
+        ("jamba", "JambaForCausalLM keeps no cache that several ids at once can be forwarded behind"),
         ("openai-gpt", "OpenAIGPTLMHeadModel keeps no cache"),
         ("prophetnet", "ProphetNetForCausalLM can't be forwarded behind its own cache"),
         ("xlm", "XLMWithLMHeadModel isn't causal"),

@@ -937,7 +937,7 @@ def test_a_target_that_can_not_be_forwarded_behind_its_cache_is_refused(monkeypa
     def fails(model: Any) -> bool:
         raise RuntimeError("sizes differ")
 
-    monkeypatch.setattr("xtok.lm._continues", fails)
+    monkeypatch.setattr("xtok.trial._continues", fails)
     with pytest.raises(UnsupportedModelError, match=r"behind its own cache \(RuntimeError: sizes differ\)"):
         XTokAssisted((deepcopy(TARGET), TOKENS))
 
@@ -948,4 +948,4 @@ def test_a_target_is_tried_out_once() -> None:
         XTokAssisted((target, TOKENS))
         once = len(seen)
         XTokAssisted((target, TOKENS))
-    assert len(seen) == once == 3
+    assert len(seen) == once == 4

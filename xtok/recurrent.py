@@ -52,7 +52,7 @@ class RecurrentModel(CachedModel):
     ) -> None:
         super().__init__(model, cache, inputs, shows_hidden=shows_hidden)
         self._ids = torch.zeros((1, 0), dtype=torch.int64, device=model.device)
-        self._forwarded = cache.get_seq_length() if _attends(cache) else 0
+        self._forwarded = int(cache.get_seq_length())
         self._most = snapshots
         self._snapshots: list[_Snapshot] = []
 
@@ -67,7 +67,7 @@ class RecurrentModel(CachedModel):
 
     def _note_prefilled(self, ids: Tensor) -> None:
         """Ids that a filled cache was made from may be unknown; a prompt is never forwarded again."""
-        self._forwarded = self.cache.get_seq_length() if _attends(self.cache) else ids.shape[1]
+        self._forwarded = int(self.cache.get_seq_length())
         self._ids = torch.nn.functional.pad(ids, (self._forwarded - ids.shape[1], 0))
 
     def forward(self, ids: Tensor, rows: int) -> Tensor:
@@ -139,11 +139,6 @@ class RecurrentModel(CachedModel):
                 layer.crop(-excess)
             elif isinstance(layer, DynamicLayer):
                 DynamicLayer.crop(layer, -excess)
-
-
-def _attends(cache: Cache) -> bool:
-    """Whether some layer knows how many positions were forwarded."""
-    return any(type(layer) is not LinearAttentionLayer for layer in cache.layers)
 
 
 def _states(layer: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from xtok.errors import UnsupportedModelError
-from xtok.lm import new_cache, vocabulary_size
+from xtok.lm import context_window, new_cache, vocabulary_size
 from xtok.recurrent import cached_model
 
 
@@ -57,15 +57,14 @@ def _branches_as_it_should(model: PreTrainedModel) -> bool:
 def rolls_back(cache: Cache) -> bool:
     """Whether positions can be taken back from `cache`: a window's or a recurrent layer's by what is remembered of them.
 
-    A cache that isn't a `DynamicCache` may hold layers of unknown kinds, which forget in ways of their own.
+    Layers of unknown kinds forget in ways of their own. Some layer has to tell how many positions were forwarded.
     """
-    return all(type(layer).__name__ in _KNOWN for layer in cache.layers)
+    kinds = {type(layer).__name__ for layer in cache.layers}
+    return kinds <= {*_ATTENTION, *_OTHERS} and not kinds.isdisjoint(_ATTENTION)
 
 
-_KNOWN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer"} | {
-    "LinearAttentionLayer",
-    "LinearAttentionAndFullAttentionLayer",
-}
+_ATTENTION = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "LinearAttentionAndFullAttentionLayer")
+_OTHERS = ("LinearAttentionLayer", "DummyLayer")
 
 
 def check_rolls_back(model: PreTrainedModel, role: str) -> None:
@@ -90,7 +89,7 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
     Encoders that are loaded as language models look at what follows, too, so their picks are nobody's own; so do activations
     that are quantised by the range of a whole forward. Some old models keep no cache. Each model is tried once, by four ids.
     """
-    if model in _CONTINUES:
+    if model in _CONTINUES or (context_window(model) or _TRIED) < _TRIED:
         return
     name = type(model).__name__
     try:
@@ -113,6 +112,8 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
 
 
 _CONTINUES: WeakSet[PreTrainedModel] = WeakSet()
+_TRIED = 4
+"""By how many ids a model is tried out."""
 
 
 @torch.no_grad()
