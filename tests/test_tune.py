@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import count, product
 from pathlib import Path
 from pkgutil import resolve_name
+from threading import enumerate as threads
 from typing import Any
 
 import pytest
@@ -67,6 +68,12 @@ def kill(monkeypatch: pytest.MonkeyPatch, what: str, call: int, out: Path, **cha
         patch.setattr(what, killed_at(resolve_name(what), call))
         with pytest.raises(Killed):
             tuned(out, **changed)
+
+
+def test_a_training_that_is_killed_leaves_no_bar_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found with rich 13, which shows one bar at a time: the next one failed, and a thread went on drawing the first."""
+    kill(monkeypatch, "xtok.tune.training._measured", 2, tmp_path / "draft")
+    assert not [thread for thread in threads() if type(thread).__module__.startswith("rich")]
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,11 @@ def fit(
         train_dataset=list(rows),
         eval_dataset=list(rows[:1]),
         data_collator=collate,
-        callbacks=[_Watch()],
+        callbacks=[_Watch(bar := Progress(transient=True))],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.loss, trainer.measure = loss, measure
-    with torch.random.fork_rng():
+    with bar, torch.random.fork_rng():
         trainer.train(resume_from_checkpoint=latest)
     return _measured(trainer.state.log_history)
 
@@ -131,10 +131,11 @@ class _Trainer(Trainer):  # type: ignore[misc]
 class _Watch(TrainerCallback):  # type: ignore[misc]
     """Ends the training where nothing is gained any more; shows a bar of the steps, and what each epoch was measured by."""
 
+    def __init__(self, bar: Progress) -> None:
+        self.bar = bar
+
     def on_train_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        self.bar = Progress(transient=True)
         self.task = self.bar.add_task("learning", total=state.max_steps, completed=state.global_step)
-        self.bar.start()
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         self.bar.update(self.task, completed=state.global_step)
@@ -143,9 +144,6 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         found = _measured(state.log_history)
         self.bar.print(f"epoch {len(found)}: {found[-1]:.2f} tokens per forward")
         control.should_training_stop |= _stalls(found)
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.bar.stop()
 
 
 def _measured(log: Sequence[dict[str, float]]) -> list[float]:
