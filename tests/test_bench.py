@@ -1,6 +1,7 @@
 """The benchmark counts what it says it counts."""
 
 import json
+from copy import deepcopy
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
 def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "Llama", 0)
-    rows = compare((model, tokens), (model, tokens), ["吾輩は"], max_new_tokens=6, guess_length=3)
+    rows = compare((model, tokens), (deepcopy(model), tokens), ["吾輩は"], max_new_tokens=6, guess_length=3)
     assert [row.system for row in rows] == [ALONE, XTOK, CHAIN.format(3), TREE.format(3)]
     assert all(row.identical == 1 for row in rows)
 

@@ -6,6 +6,7 @@ pick, the noise, the drafter) is the real thing.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -324,9 +325,9 @@ def test_a_real_models_first_two_ids_have_the_law_that_transformers_draws_from()
     law = joint_law(model, prompt, settings)
     texts = {"transformers": theirs}
     for acceptance in ("match", "rejection"):
-        made = XTokAssisted((model, tokens), (model, tokens), budget=Budget(2, width=2), acceptance=acceptance).generate(
-            "吾輩は", seed=1, **asked
-        )
+        made = XTokAssisted(
+            (model, tokens), (deepcopy(model), tokens), budget=Budget(2, width=2), acceptance=acceptance
+        ).generate("吾輩は", seed=1, **asked)
         assert sum(one.stats.accepted for one in made) > 0
         texts[acceptance] = [one.token_ids for one in made]
     for one in texts.values():

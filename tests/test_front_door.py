@@ -317,7 +317,7 @@ def test_streamed_pieces_are_the_text_and_never_half_a_character(draft: str, len
     drafts = {
         "none": None,
         "another": (TARGET, TOKENS),
-        "itself": (OTHER, BYTES),
+        "itself": (deepcopy(OTHER), BYTES),
         "oracle": ScriptedDrafter(lambda context: script[len(context.ids) - start :][:3]),
     }
     xt = XTokAssisted((OTHER, BYTES), drafts[draft], budget=Budget(4))

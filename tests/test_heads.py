@@ -79,7 +79,7 @@ def test_what_is_generated_does_not_depend_on_heads(whole: TrainedHeads, budget:
 
 def test_hidden_states_are_those_behind_which_the_last_id_was_picked() -> None:
     head: Any = TARGET.get_output_embeddings()
-    xt = XTokAssisted((TARGET, TOKENS), (TARGET, TOKENS), budget=Budget(3))
+    xt = XTokAssisted((TARGET, TOKENS), (deepcopy(TARGET), TOKENS), budget=Budget(3))
     xt._shows_hidden = True
     (run,) = xt._runs("吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
     shown = [int(head(run.hidden).argmax()) == run.new_ids[-1] for _ in decode(run) if run.hidden is not None]

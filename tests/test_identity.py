@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -173,7 +174,8 @@ def test_any_draft_model_with_any_tokenizer_leaves_the_ids_as_transformers_has_t
     tokens = tokenizer(*target[1:])
     model = fitting(tokens, target[0], target[2])
     draft_tokens = tokens if same else tokenizer(*draft[1:])
-    draft_model = model if same else fitting(draft_tokens, draft[0], draft[2], window=window)
+    own, more = (target, {}) if same else (draft, {"window": window})
+    draft_model = fitting(draft_tokens, own[0], own[2], copy=1, **more)
     xt = XTokAssisted((model, tokens), (draft_model, draft_tokens), budget=budget)
     if budget.depth % 2:
         make_dear(xt)
@@ -306,7 +308,7 @@ def test_scores_and_logits_are_handed_out_where_they_are_asked_for() -> None:
     model = fitting(tokens, "Llama", 0)
     asked = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True, "repetition_penalty": 1.2}
     theirs = model.generate(torch.tensor([tokens("吾輩").input_ids]), output_scores=True, output_logits=True, **asked)
-    mine = XTokAssisted((model, tokens), (model, tokens), budget=Budget(4)).generate(
+    mine = XTokAssisted((model, tokens), (deepcopy(model), tokens), budget=Budget(4)).generate(
         "吾輩", output_scores=True, output_logits=True, **asked
     )
     torch.testing.assert_close(mine.scores, theirs.scores)

@@ -99,6 +99,11 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         rf"The draft's tokenizer writes ids up to {len(BYTES) - 1}, and LlamaForCausalLM reads those below 50\. Pass the tok",
     ),
+    "a draft that is the target": (
+        lambda: XTokAssisted(PAIR, (TARGET, BYTES)),
+        InvalidInputError,
+        r"The draft is the target itself, .* Give a smaller model",
+    ),
     "a target that isn't there": (
         lambda: XTokAssisted("./no/such/model"),
         InvalidInputError,

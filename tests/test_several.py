@@ -66,8 +66,8 @@ def raises_late(context: Context) -> list[int]:
 
 def mixed(names: list[str], target: Any, draft: tuple[str, str, int], seen: str) -> list[Any]:
     kinds = {
-        "model": lambda: (fitting(tokenizer(*draft[1:]), draft[0], draft[2]), tokenizer(*draft[1:])),
-        "itself": lambda: target,
+        "model": lambda: (fitting(tokenizer(*draft[1:]), draft[0], draft[2], copy=1), tokenizer(*draft[1:])),
+        "itself": lambda: (deepcopy(target[0]), target[1]),
         "lookup": PromptLookup,
         "corpus": lambda: PromptLookup([seen, "吾輩は猫である。名前はまだ無い。"]),
         "nonsense": lambda: ScriptedDrafter(nonsense),
@@ -298,7 +298,7 @@ class PicksAll:
 def test_a_draft_with_the_targets_ids_sees_no_padding() -> None:
     inputs = TOKENS(["吾輩は", "吾輩は猫である。名前はまだ無い"], return_tensors="pt", padding=True, padding_side="left")
     inputs.pop("token_type_ids", None)
-    xt = XTokAssisted((TARGET, TOKENS), [(TARGET, TOKENS)], budget=Budget(3, width=1))
+    xt = XTokAssisted((TARGET, TOKENS), [(deepcopy(TARGET), TOKENS)], budget=Budget(3, width=1))
     seen = []
     original = xt._makers[0]
 

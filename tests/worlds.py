@@ -218,8 +218,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 @lru_cache(maxsize=64)
-def model(architecture: str, vocabulary: int, seed: int, dtype: torch.dtype, window: int = 512) -> PreTrainedModel:
-    """A tiny model with random weights, sharpened so that its picks vary with the context and are seldom close calls."""
+def model(
+    architecture: str, vocabulary: int, seed: int, dtype: torch.dtype, window: int = 512, copy: int = 0
+) -> PreTrainedModel:
+    """A tiny model with random weights, sharpened so that its picks vary with the context and are seldom close calls.
+
+    `copy`: another number, another model of the same weights.
+    """
     size = {"n_positions": window} if architecture == "GPT2" else {"max_position_embeddings": window}
     controls = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
     shape = {"vocab_size": vocabulary, **controls, **size, **ARCHITECTURES[architecture]}

@@ -118,6 +118,10 @@ class XTokAssisted:
         self._chains = replace(budget or Budget(), width=1, schedule="constant")
         drafts = as_list(draft, alone=self._rejects or self._budget.width == 1)
         models = {i: draft_model(one) for i, one in enumerate(drafts) if not isinstance(one, KINDS)}
+        if any(one.model is self.model for one, _ in models.values()):
+            raise InvalidInputError(
+                "The draft is the target itself, which can't guess sooner than it knows. Give a smaller model."
+            )
         if self._rejects and draft is not None and (len(drafts), len(models)) != (1, 1):
             raise UnsupportedArgumentError(
                 "acceptance='rejection' needs the law that guesses are drawn from, so it takes one draft model alone. "
