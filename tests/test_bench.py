@@ -166,7 +166,7 @@ def test_a_bench_that_makes_no_sense_is_refused_before_it_runs(option: list[str]
 def test_all_ways_to_guess_are_compared_and_an_answer_that_is_given_is_written() -> None:
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
     kinds = {"prose": pair.prompts()[:1], "quoting": pair.quoting(pair.prompts()[:3])}
-    rows = compare_drafters(target, {"draft": draft, "itself": target}, kinds, max_new_tokens=24)
+    rows = compare_drafters(target, {"draft": draft, "itself": (deepcopy(target[0]), target[1])}, kinds, max_new_tokens=24)
     systems = [ALONE, "prompt lookup", "draft", "itself", "draft + prompt lookup", "itself + prompt lookup", "all together"]
     assert [(row.kind, row.system) for row in rows] == [(kind, system) for kind in kinds for system in systems]
     assert all(row.identical == (1 if row.kind == "prose" else None) for row in rows)

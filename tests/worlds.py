@@ -63,7 +63,7 @@ def budgets() -> st.SearchStrategy[Budget]:
 
 
 def examples(count: int, **more: Any) -> settings:
-    """Settings for `count` examples: ten times as many and a fifth of them by HYPOTHESIS_PROFILE=more and few."""
+    """Settings for `count` examples: ten times as many and a tenth of them by HYPOTHESIS_PROFILE=more and few."""
     return settings(max_examples=count * settings().max_examples // 200, **more)
 
 
