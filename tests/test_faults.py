@@ -99,7 +99,7 @@ INSTANCES = {
 }
 
 
-@examples(60)
+@examples(30)
 @given(
     st.sampled_from(sorted(INSTANCES)), st.sampled_from(sorted(SETTINGS)), st.sampled_from(sorted(FAULTS)), st.integers(0, 30)
 )
@@ -146,7 +146,7 @@ def test_rejection_sampling_ends_well_though_its_draft_fails(fault: str, when: i
     assert not told
 
 
-@examples(40)
+@examples(15)
 @given(st.sampled_from(list("吾猫はけ自然\ufffdz")), st.sampled_from(sorted(SETTINGS)), st.sampled_from([1, 4]))
 def test_a_drafts_tokenizer_that_raises_on_some_text_costs_speed_only(character: str, mode: str, width: int) -> None:
     xt = INSTANCES["another tokenizer", width]
@@ -203,7 +203,7 @@ PLACES = ("streamer", "logits_processor", "stopping_criteria", "target", "draft"
 PROMPT_IDS = prompt_ids(TOKENS, PROMPT)
 
 
-@examples(60)
+@examples(30)
 @given(
     st.sampled_from(PLACES),
     st.sampled_from([KeyboardInterrupt, SystemExit, MemoryError, OSError]),

@@ -17,7 +17,7 @@ from xtok.errors import UnsupportedModelError
 
 TABLE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 TEXT = "吾輩は猫である。名前はまだ"
-PLAIN: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+PLAIN: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 TOKENS, OTHERS = tokenizer("byte-level BPE"), tokenizer("SentencePiece BPE")
 ROWS = len(TOKENS) + 5
 NOT_TRIED = "not tried: no tiny model of it could be built"
@@ -45,6 +45,7 @@ def built(name: str, attention: str) -> PreTrainedModel | str:
     return reason
 
 
+@cache
 def alone(model: PreTrainedModel, tokens: Any) -> list[int]:
     ids = torch.tensor([tokens(TEXT).input_ids])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=True, **PLAIN)

@@ -55,7 +55,7 @@ def without_batch_limits(drawn: dict[str, Any]) -> dict[str, Any]:
     return drawn
 
 
-@examples(700)
+@examples(500)
 @given(
     target=KINDS,
     prompt=texts(),
@@ -89,7 +89,7 @@ def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     assert mine.seed == expected.seed == sampling["seed"]
 
 
-@examples(700)
+@examples(500)
 @given(
     target=KINDS,
     draft=KINDS,
