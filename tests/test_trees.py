@@ -1,5 +1,6 @@
 """Trees of guesses: which models take them, what is merged into them, and how deep and wide they pay to be."""
 
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_a_target_that_takes_no_tree_checks_the_likeliest_chain(budget: Budget |
     target = AutoModelForCausalLM.from_config(config).double().eval()
     asked = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     expected = XTokAssisted((target, tokens)).generate("吾輩は", **asked).token_ids
-    for draft in ((fitting(tokens, "Llama", 0), tokens), (target, tokens)):
+    for draft in ((fitting(tokens, "Llama", 0), tokens), (deepcopy(target), tokens)):
         generation = XTokAssisted((target, tokens), draft, budget=budget).generate("吾輩は", **asked)
         assert generation.token_ids == expected
         assert generation.stats.draft_error is None
@@ -151,7 +152,7 @@ def test_what_a_text_repeats_is_guessed_though_the_draft_is_too_dear_to_be_asked
     asked = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None}
     again = LogitsProcessorList([Cycles()])
     expected = XTokAssisted((target, tokens)).generate("吾輩は", logits_processor=again, **asked).token_ids
-    xt = XTokAssisted((target, tokens), (target, tokens), budget=Budget(5, schedule="cost"))
+    xt = XTokAssisted((target, tokens), (deepcopy(target), tokens), budget=Budget(5, schedule="cost"))
     make_dear(xt)
     for trial in xt._ledger.accounts[0].trials:
         trial.waiting = 10**6
