@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tokenizer
 
 from xtok import Budget, Context, PromptLookup, XTokAssisted
@@ -25,7 +26,7 @@ from xtok.trace import Meter
 
 VOCABULARY = 40
 TOKENS = tokenizer("byte-level BPE")
-RECURRENT = ("falcon_h1", "lfm3", "olmo_hybrid", "qwen3_next")
+RECURRENT = tuple(name for name in ("falcon_h1", "lfm3", "olmo_hybrid", "qwen3_next") if name in CONFIG_MAPPING)
 """State spaces beside attention in one layer; convolutions with full and sliding attention; two kinds of delta rules."""
 ids_lists = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6)
 

@@ -60,10 +60,13 @@ def rolls_back(cache: Cache) -> bool:
     Layers of unknown kinds forget in ways of their own. Some layer has to tell how many positions were forwarded.
     """
     kinds = {type(layer).__name__ for layer in cache.layers}
-    return kinds <= {*_ATTENTION, *_OTHERS} and not kinds.isdisjoint(_ATTENTION)
+    attention = {*_ATTENTION, *(_INDEXED if hasattr(cache, "is_croppable") else ())}
+    return kinds <= {*attention, *_OTHERS} and not kinds.isdisjoint(attention)
 
 
-_ATTENTION = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "LinearAttentionAndFullAttentionLayer")
+_ATTENTION = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer")
+_INDEXED = ("DynamicIndexedLayer",)
+"""What transformers takes back rightly since its caches say whether they can."""
 _OTHERS = ("LinearAttentionLayer", "DummyLayer")
 
 
