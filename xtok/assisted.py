@@ -213,10 +213,7 @@ class XTokAssisted:
         bridge.check_seed(seed)
         if model is not self.model:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
-        if bridge.callers("assistant_model") is not None:
-            bridge.check_arguments({"assistant_model": True})
-        if bridge.callers("synced_gpus"):
-            bridge.check_arguments({"synced_gpus": True})
+        bridge.check_arguments({name: bridge.callers(name) for name in ("assistant_model", "synced_gpus")})
         criteria = self._with_stop_strings(stopping_criteria, stop_strings)
         runs = self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs)
         bridge.sow(runs, seed, lambda: self._target.keys)

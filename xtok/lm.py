@@ -100,13 +100,9 @@ class CachedModel:
         inputs = {**self._inputs, "past_key_values": self.cache}
         outputs = self._model._prefill(ids, config, inputs)
         record_past(self.cache)
-        self._note_prefilled(ids)
         self._prefilled = self._recorded = self._held
         self.forwards += ceil((self._held - held) / (config.prefill_chunk_size or self._held))
         return self._last(outputs.logits, 1)
-
-    def _note_prefilled(self, ids: Tensor) -> None:
-        """What a kind of model wants to know of a prompt."""
 
     def forward(self, ids: Tensor, rows: int) -> Tensor:
         """Forward new `ids`, (1, new), behind the cache. Returns the logits of the last `rows` of them, (rows, vocabulary)."""

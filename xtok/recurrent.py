@@ -52,7 +52,6 @@ class RecurrentModel(CachedModel):
     ) -> None:
         super().__init__(model, cache, inputs, shows_hidden=shows_hidden)
         self._ids = torch.zeros((1, 0), dtype=torch.int64, device=model.device)
-        self._forwarded = int(cache.get_seq_length())
         self._most = snapshots
         self._snapshots: list[_Snapshot] = []
 
@@ -61,18 +60,15 @@ class RecurrentModel(CachedModel):
         """How many positions are kept. The cache holds the first of them, and lacks those to be forwarded again."""
         return self._ids.shape[1]
 
-    @property
-    def _held(self) -> int:
-        return self._forwarded
-
-    def _note_prefilled(self, ids: Tensor) -> None:
-        """Ids that a filled cache was made from may be unknown; a prompt is never forwarded again."""
-        self._forwarded = int(self.cache.get_seq_length())
-        self._ids = torch.nn.functional.pad(ids, (self._forwarded - ids.shape[1], 0))
+    def prefill(self, ids: Tensor, config: Any) -> Tensor:
+        """As of any model. Ids that a filled cache was made from may be unknown; a prompt is never forwarded again."""
+        logits = super().prefill(ids, config)
+        self._ids = torch.nn.functional.pad(ids, (self._held - ids.shape[1], 0))
+        return logits
 
     def forward(self, ids: Tensor, rows: int) -> Tensor:
         """As of any model."""
-        if self.length - self._forwarded > _LONGEST:
+        if self.length - self._held > _LONGEST:
             self.settle()
         self._ids = torch.cat([self._ids, ids], dim=1)
         return self._forward_rest(rows)
@@ -91,47 +87,44 @@ class RecurrentModel(CachedModel):
 
     def settle(self) -> None:
         """Forward what is to be forwarded again."""
-        if self._forwarded < self.length:
+        if self._held < self.length:
             self._forward_rest(1)
             self._crop(0)
 
     def start_anew(self) -> None:
         """Forget everything."""
         super().start_anew()
-        self._ids, self._forwarded, self._snapshots = self._ids[:, :0], 0, []
+        self._ids, self._snapshots = self._ids[:, :0], []
 
     def _forward_rest(self, rows: int) -> Tensor:
         self._remember()
-        logits = super().forward(self._ids[:, self._forwarded :], rows)
-        self._forwarded = self.length
-        return logits
+        return super().forward(self._ids[:, self._held :], rows)
 
     def _remember(self) -> None:
         """Take a snapshot of states that there is none of."""
-        if self._forwarded and not (self._snapshots and self._snapshots[-1].length == self._forwarded):
-            self._snapshots.append(_Snapshot(self._forwarded, [_states(layer) for layer in self.cache.layers]))
+        if self._held and not (self._snapshots and self._snapshots[-1].length == self._held):
+            self._snapshots.append(_Snapshot(self._held, [_states(layer) for layer in self.cache.layers]))
             del self._snapshots[: -self._most]
 
     def _crop(self, excess: int) -> None:
         self._ids = self._ids[:, : self.length - excess]
-        if self.length < self._forwarded:
+        if self.length < self._held:
             self._return_to_a_snapshot()
-        elif self._forwarded:
+        elif self._held:
             self._crop_attention(0)
-        self._recorded = self._forwarded
+        self._recorded = self._held
 
     def _return_to_a_snapshot(self) -> None:
         """To the newest that is old enough; to nothing where all are newer, or older than what a window remembers."""
         oldest = self._recorded if self._has_slid() else 0
         self._snapshots = [one for one in self._snapshots if oldest <= one.length <= self.length]
         if not self._snapshots:
-            self.cache, self._forwarded = new_cache(self._model), 0
+            self.cache = new_cache(self._model)
             return
         snapshot = self._snapshots[-1]
         for layer, states in zip(self.cache.layers, snapshot.states, strict=True):
             vars(layer).update(deepcopy(states))
-        self._crop_attention(self._forwarded - snapshot.length)
-        self._forwarded = snapshot.length
+        self._crop_attention(self._held - snapshot.length)
 
     def _crop_attention(self, excess: int) -> None:
         for layer in self.cache.layers:

@@ -51,7 +51,12 @@ def _branches_as_it_should(model: PreTrainedModel) -> bool:
     except Exception:  # a model says in many ways that it takes no such mask
         return False
     error, effect = (branched - alone).abs().max(), (mixed - alone).abs().max()
-    return bool(error <= effect * (1e-3 if branched.dtype in (torch.float32, torch.float64) else 0.1))
+    return bool(error <= effect * _rounding(branched.dtype))
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """How large what rounding changes may be beside what a fault would change."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
 
 
 def rolls_back(cache: Cache) -> bool:
@@ -133,5 +138,5 @@ def _continues(model: PreTrainedModel) -> tuple[bool, bool]:
     cached.keep([0])
     rows.append(cached.forward(text[:, 3:], rows=1))
     errors = (whole - torch.cat(rows).float()).abs().amax(dim=1)
-    allowed = (whole.max() - whole.min()) * (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1)
+    allowed = (whole.max() - whole.min()) * _rounding(model.dtype)
     return bool(errors[0] <= allowed), bool((errors <= allowed).all())
