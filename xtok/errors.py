@@ -10,7 +10,7 @@
     LossyWarning                    an instance was asked for whose sampled texts are not the target's own
 
 Each is also the built-in error that a caller would expect (`ValueError`), and each message names the value and the remedy.
-Errors come before any forward of a model but the few ids by which a target is tried out.
+Errors come before any forward of a model but the few ids by which models are tried out.
 """
 
 
