@@ -83,6 +83,14 @@ def _parts(kind: Any) -> dict[str, Any]:
     return {name: part for name, part in found.items() if part.__name__ != "AutoConfig"}
 
 
+def _check_small(config: Any) -> None:
+    """Raises `ValueError` for a model with parts whose sizes aren't among those above."""
+    with torch.device("meta"):
+        parameters = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    if parameters > 10**8:
+        raise ValueError(f"the tiniest has {parameters:,} parameters")
+
+
 def tiny(name: str, vocabulary: int, attention: str | None = None) -> PreTrainedModel:
     """A tiny random model of an architecture, sharpened so that its picks are seldom close calls.
 
@@ -91,6 +99,7 @@ def tiny(name: str, vocabulary: int, attention: str | None = None) -> PreTrained
     for without in UNSUITED:
         try:
             config = _tiny_config(CONFIGURATIONS[name], vocabulary, without)
+            _check_small(config)
             torch.manual_seed(0)
             made = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         except Exception as error:

@@ -201,7 +201,10 @@ def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
         ids = tokens(data.decode(), add_special_tokens=False).input_ids
         tree = drafter.propose(Context(ids, data, 0), Budget(4, width, longest=6))
         assert len(tree.within(6)) == len(tree)
-        assert reader._lm.roll_back(reader._lm.length - reader._lm.branched)
+        if not reader._lm.roll_back(reader._lm.length - reader._lm.branched):
+            assert reader._lm._has_slid()
+            assert not hasattr(reader._lm.cache, "is_croppable"), "transformers 5.16's sliding layers alone forget so soon"
+            continue
         cached = reader._ids[reader._start : reader._start + reader._held]
         assert reader._lm.length == len(cached)
         assert reader._lm.length <= context_window(draft_lm)

@@ -28,7 +28,6 @@ def other() -> PreTrainedModel:
     return fitting(OTHERS, "Llama", 1)
 
 
-@cache
 def built(name: str, attention: str) -> PreTrainedModel | str:
     """A model in the highest precision in which it generates; why not, where there is none."""
     try:
@@ -45,7 +44,6 @@ def built(name: str, attention: str) -> PreTrainedModel | str:
     return reason
 
 
-@cache
 def alone(model: PreTrainedModel, tokens: Any) -> list[int]:
     ids = torch.tensor([tokens(TEXT).input_ids])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=True, **PLAIN)

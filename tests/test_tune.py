@@ -121,7 +121,7 @@ def test_a_tuned_draft_loads_as_any_other_and_has_a_card(whole: Path) -> None:
     assert generation.token_ids == expected.token_ids
     assert generation.stats.draft_error is None
     configs = [json.loads((folder / "config.json").read_text()) for folder in (whole, pair.DRAFT)]
-    assert configs[0] == configs[1]
+    assert configs[0] | {"transformers_version": None} == configs[1] | {"transformers_version": None}
     assert load_file(whole / "model.safetensors").keys() == load_file(pair.DRAFT / "model.safetensors").keys()
 
 

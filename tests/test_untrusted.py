@@ -200,6 +200,14 @@ def test_weights_of_another_shape_are_refused(saved: Path) -> None:
         XTokAssisted(saved)
 
 
+def test_weights_that_are_missing_are_not_made_up(saved: Path) -> None:
+    weights = load_file(saved / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInputError, match=rf"The target {saved} lacks 1 of its weights, lm_head.weight among them\."):
+        XTokAssisted(saved)
+
+
 @pytest.mark.parametrize("config", ["{", "{}", "[]", "5", '{"model_type": "llama", "hidden_size": "x"}', "\ufffd", ""])
 def test_a_configuration_that_makes_no_sense_is_refused(saved: Path, config: str) -> None:
     (saved / "config.json").write_text(config)
@@ -367,7 +375,7 @@ NAMES = (
     *("split_special_tokens", "synced_gpus", "model", "streamer", "token_healing", "remove_invalid_values", "position_ids"),
 )
 """Without lengths, which are drawn apart: an absurd one is a wish that would be granted for hours."""
-LENGTHS = st.sampled_from([0, 1, 3, 6, -1, -(10**9), "6", 2.5, None, [], math.nan, True])
+LENGTHS = st.sampled_from([0, 1, 3, 6, -1, -(10**9), "6", 2.5, None, [], True])
 
 
 @examples(80)
@@ -416,6 +424,13 @@ def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[st
     singly = [tried(lambda name=name: alone(**{name: plain[name]})) for name in given if name in plain and len(given) > 1]
     assert any(agree(found, one, drawn=drawn) for one in (expected, *faults(singly))), repr(getattr(found, "error", found))
     assert XT.generate(PROMPT, **GREEDY).token_ids == EXPECTED
+
+
+@pytest.mark.parametrize("length", [math.inf, math.nan, 4.5])
+def test_a_length_that_is_no_integer_is_what_it_is_for_transformers(length: float) -> None:
+    """Without a limit, the end of text is one."""
+    asked = {**GREEDY, "max_new_tokens": length, "eos_token_id": EXPECTED[-1]}
+    assert XT.generate(PROMPT, **asked).token_ids == alone(**asked)
 
 
 def faults(answers: list[Any]) -> list[Gone]:

@@ -1,7 +1,6 @@
 """The command line: `xtok generate`, `xtok inspect`, `xtok demo`, `xtok tune-draft`, `xtok train-heads` and `xtok bench`."""
 
 import json
-import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from xtok.assisted import Generation, XTokAssisted
@@ -26,12 +25,10 @@ from xtok.budget import Budget
 from xtok.drafts.heads import HeadsDrafter
 from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
-from xtok.lm import context_window
 from xtok.pair import DRAFT, HEADS, TARGET, TUNED, prompts, quoting, technical
-from xtok.sources import load
+from xtok.sources import load, load_without_weights
 from xtok.stretch import forward_seconds, shortened, sized, stretched_to
 from xtok.trace import Stats
-from xtok.trial import check_rolls_back
 from xtok.tune import check_tunable, train_heads, tune_draft
 from xtok.version import __version__
 
@@ -89,20 +86,6 @@ def _errors_in_one_line() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-@contextmanager
-def _loading(*sources: str) -> Iterator[None]:
-    """Transformers takes a path that isn't there for a hub id, and raises ValueErrors for files that it can't use."""
-    for source in sources:
-        if source.startswith((".", "~", os.sep)) and not Path(source).exists():
-            raise FileNotFoundError(f"{source} does not exist.")
-    try:
-        yield
-    except XTokError:
-        raise
-    except ValueError as error:
-        raise InvalidInputError(f"{' and '.join(sources)} can't be loaded: {str(error).splitlines()[0]}") from error
-
-
 @app.command()
 @_errors_in_one_line()
 def generate(
@@ -118,8 +101,7 @@ def generate(
 ) -> None:
     """Continue a text as the target alone would. The text goes to stdout, a summary to stderr."""
     helper = None if draft == "none" else draft
-    with _loading(*(source for source in (target, helper) if source)):
-        xt = XTokAssisted(target, helper)
+    xt = XTokAssisted(target, helper)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "seed": seed} if temperature else {}
     generation = _printed(xt.stream(prompt, max_new_tokens=max_new_tokens, **{"do_sample": False, **sampling}))
     typer.echo(_summary(generation.stats), err=True)
@@ -160,8 +142,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say how well two models fit, before any generation. Reads their tokenizers and configurations, not their weights."""
-    target_tokenizer, target_window = _without_weights(target, "target")
-    draft_tokenizer, draft_window = _without_weights(draft, "draft")
+    target_tokenizer, target_window = load_without_weights(target, "target")
+    draft_tokenizer, draft_window = load_without_weights(draft, "draft")
     found = fit(target_tokenizer, draft_tokenizer, _sample(text), target_window=target_window, draft_window=draft_window)
     if as_json:
         typer.echo(json.dumps(asdict(found), ensure_ascii=False, indent=2))
@@ -169,21 +151,13 @@ def inspect(
         _print_fit(found)
 
 
-def _without_weights(source: str, role: str) -> tuple[Any, int | None]:
-    """A model's tokenizer and context window. Raises `UnsupportedModelError` where it can't play its role."""
-    with _loading(source):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        check_rolls_back(model, role)
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False), context_window(model)
-
-
 def _sample(path: Path | None) -> list[str]:
     if path is None:
         return prompts()
-    with _loading(str(path)):
+    try:
         return path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} isn't text in UTF-8: {error}.") from error
 
 
 def _print_fit(found: Fit) -> None:
@@ -242,9 +216,8 @@ def demo() -> None:
 
     First with a draft that is unrelated to the target, then with the same draft tuned on the target's texts.
     """
-    with _loading(str(TARGET), str(DRAFT), str(TUNED)):
-        target = load(TARGET, "target")
-        halves = {kind: XTokAssisted(target, draft, budget=Budget(5)) for kind, draft in DEMO_DRAFTS.items()}
+    target = load(TARGET, "target")
+    halves = {kind: XTokAssisted(target, draft, budget=Budget(5)) for kind, draft in DEMO_DRAFTS.items()}
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
     texts = prompts()[::EVERY][:DEMO_PROMPTS]
     results = []
@@ -328,8 +301,7 @@ def tune(
 ) -> None:
     """Fine-tune a draft on what the target writes behind your prompts. Stopped, it goes on where it was when run again."""
     texts = [line.rstrip("\n") for file in _files(prompts_from) for line in _sample(file)]
-    with _loading(target, draft):
-        pair = load(target, "target"), load(draft, "draft")
+    pair = load(target, "target"), load(draft, "draft")
     shape: dict[str, Any] = {"starts": starts, "max_new_tokens": max_new_tokens, "sampled": sampled, "temperature": temperature}
     done = tune_draft(*pair, texts, out, epochs=epochs, learning_rate=learning_rate, lora=lora, **shape)
     typer.echo(
@@ -406,8 +378,7 @@ def bench(
         check_drawable(plot)
     if tune:
         check_tunable()
-    with _loading(target, draft):
-        pair = _placed(load(target, "target"), load(draft, "draft"), dtype, device)
+    pair = _placed(load(target, "target"), load(draft, "draft"), dtype, device)
     texts, others = _bench_prompts(file)
     if contexts:
         return _tell(compare_contexts(pair[0][1], pair[1][1], texts), _print_contexts, as_json)

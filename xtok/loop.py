@@ -112,11 +112,12 @@ def decode(run: Run) -> Iterator[list[int]]:
 
 def _budget(run: Run) -> Budget:
     """No id is guessed that could not be committed any more, or that lies beyond the target's positions."""
-    room = ceil(run.config.max_length) - run.ids.shape[1] - 1  # transformers takes 2.5 new tokens for 3
+    room = run.config.max_length - run.ids.shape[1] - 1
     if run.deepest is not None:
         room = min(room, run.deepest - run.target.length - 1)
     width = run.budget.width if run.branches else 1
-    return replace(run.budget, longest=max(0, min(run.budget.longest, room)), width=width)
+    longest = ceil(max(0, min(run.budget.longest, room)))  # transformers takes 2.5 new tokens for 3, and inf for no limit
+    return replace(run.budget, longest=longest, width=width)
 
 
 def _propose(run: Run, budget: Budget) -> Tree:

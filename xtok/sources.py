@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
@@ -19,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from xtok.drafts.reader import DraftModel
 from xtok.encoding import Encoder, encoder
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
-from xtok.lm import ids_read, vocabulary_size
+from xtok.lm import context_window, ids_read, vocabulary_size
 from xtok.noise import spelling_keys
 from xtok.prompts import leading, reading
 from xtok.tokenbytes import TokenBytes, token_bytes
@@ -58,7 +59,10 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
     if isinstance(source, (str, PathLike)):
         with _loading(source, role):
             _check_source(source, role)
-            model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, trust_remote_code=False)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                source, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
+            _check_complete(source, role, sorted(found["missing_keys"]))
             return model, AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if _is_pair(source):
         if not source[0].can_generate():
@@ -72,6 +76,17 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
     raise InvalidInputError(
         f"The {role} is {kind}. Pass a hub id, a local path, or a pair of a transformers model, unwrapped, and its tokenizer."
     )
+
+
+def load_without_weights(source: str, role: str) -> tuple[Any, int | None]:
+    """A model's tokenizer and context window. Raises `UnsupportedModelError` where it can't play its role."""
+    with _loading(source, role):
+        _check_source(source, role)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        check_rolls_back(model, role)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False), context_window(model)
 
 
 def _is_pair(source: Any) -> bool:
@@ -147,6 +162,15 @@ def _check_source(source: str | PathLike[str], role: str) -> None:
                 f"The {role} {source} names {file} for its weights, which aren't in safetensors, and others aren't opened. "
                 + _REMEDY.format(role=role)
             )
+
+
+def _check_complete(source: str | PathLike[str], role: str, missing: list[str]) -> None:
+    """Raises `InvalidInputError` where weights are missing: transformers makes them up at random."""
+    if missing:
+        raise InvalidInputError(
+            f"The {role} {source} lacks {len(missing)} of its weights, {missing[0]} among them. "
+            "Load it with a causal language model's weights, or save it again."
+        )
 
 
 def _weights(source: str | PathLike[str], named: str) -> list[Any]:
