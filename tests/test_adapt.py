@@ -57,9 +57,9 @@ def test_it_guesses_better_the_more_it_has_seen(generous: None) -> None:
     forwards = {}
     for adapts in (False, True):
         xt = XTokAssisted(target, pair.DRAFT, budget=Budget(5, width=1), adapt=adapts)
-        for prompt in PROMPTS:
+        for prompt in PROMPTS[:8]:
             xt.generate(prompt, **ASKED)
-        forwards[adapts] = sum(xt.generate(prompt, **ASKED).stats.target_forwards for prompt in PROMPTS)
+        forwards[adapts] = sum(xt.generate(prompt, **ASKED).stats.target_forwards for prompt in PROMPTS[:8])
     assert forwards[False] > 1.3 * forwards[True]
 
 

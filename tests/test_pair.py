@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds import scaled
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair
 from xtok.bench import lost_to_boundaries
@@ -21,15 +22,20 @@ def assisted(budget: Budget = CHAIN) -> XTokAssisted:
     return XTokAssisted(pair.TARGET, pair.DRAFT, budget=budget)
 
 
+@cache
+def alone(prompt: str, length: int = 48) -> list[int]:
+    ids = assisted().tokenizer(prompt, return_tensors="pt")
+    found = assisted().model.generate(**ids, max_new_tokens=length, do_sample=False)
+    return found[0, ids.input_ids.shape[1] :].tolist()
+
+
 @pytest.mark.parametrize("budget", FLOORS)
 def test_it_gives_what_the_target_alone_gives_on_100_held_out_prompts_in_fewer_forwards(budget: Budget) -> None:
     xt = assisted(budget)
     tokens = forwards = 0
-    for prompt in PROMPTS[:100]:
-        ids = xt.tokenizer(prompt, return_tensors="pt")
-        alone = xt.model.generate(**ids, max_new_tokens=48, do_sample=False)[0, ids.input_ids.shape[1] :]
+    for prompt in PROMPTS[: scaled(100)]:
         generation = xt.generate(prompt, max_new_tokens=48, do_sample=False)
-        assert generation.token_ids == alone.tolist(), prompt
+        assert generation.token_ids == alone(prompt), prompt
         tokens += generation.stats.new_tokens
         forwards += generation.stats.target_forwards
     assert tokens / forwards > FLOORS[budget]
@@ -61,11 +67,9 @@ def test_its_files_stay_small_and_its_tokenizers_are_what_the_card_says() -> Non
 def test_the_draft_reads_a_text_longer_than_its_window() -> None:
     text = "".join(PROMPTS)[:450]
     xt = assisted()
-    ids = xt.tokenizer(text, return_tensors="pt")
     assert len(AutoTokenizer.from_pretrained(pair.DRAFT)(text).input_ids) > 256
-    alone = xt.model.generate(**ids, max_new_tokens=200, do_sample=False)[0, ids.input_ids.shape[1] :]
     generation = xt.generate(text, max_new_tokens=200, do_sample=False)
-    assert generation.token_ids == alone.tolist()
+    assert generation.token_ids == alone(text, 200)
     assert generation.stats.draft_error is None
     assert generation.rounds[-2].proposed > 0
 
@@ -94,9 +98,9 @@ def test_the_heads_that_ship_fit_the_target_and_guess_well() -> None:
     assert pair.HEADS.stat().st_size < 6e6
     xt = XTokAssisted(pair.TARGET, HeadsDrafter(pair.HEADS), budget=Budget(4, width=8))
     tokens = forwards = 0
-    for prompt, alone in zip(PROMPTS[::6], assisted().generate(PROMPTS[::6], max_new_tokens=48, do_sample=False), strict=True):
+    for prompt in PROMPTS[::6]:
         generation = xt.generate(prompt, max_new_tokens=48, do_sample=False)
-        assert generation.token_ids == alone.token_ids
+        assert generation.token_ids == alone(prompt)
         tokens += generation.stats.new_tokens
         forwards += generation.stats.target_forwards
     assert tokens / forwards > 2.2

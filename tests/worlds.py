@@ -67,6 +67,11 @@ def examples(count: int, **more: Any) -> settings:
     return settings(max_examples=count * settings().max_examples // 200, **more)
 
 
+def scaled(count: int) -> int:
+    """`count`, or a tenth of it by HYPOTHESIS_PROFILE=few."""
+    return min(count, count * settings().max_examples // 200)
+
+
 def japanese() -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from(unidic_words()), max_size=8).map("".join)
 
