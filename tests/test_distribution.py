@@ -30,7 +30,7 @@ from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
 
 SEEDS, FEWER, LENGTH, GUESS_LENGTH = scaled(20_000), scaled(8_000), 5, 3
-ENOUGH, SUBTLE = 2_000, 8_000
+ENOUGH, SUBTLE = 2_000, 6_000
 """How many texts betray a sampler that is wrong, and one that is hardly wrong."""
 PASSES, FAILS, TAIL = 1e-3, 1e-6, 1e-2
 START, END = 0, 1
