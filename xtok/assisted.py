@@ -29,7 +29,7 @@ from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.lm import context_window, ids_read
 from xtok.loop import Run, decode
-from xtok.makers import KINDS, Draft, Maker, Task, as_list, of_heads, of_lookup, of_model
+from xtok.makers import KINDS, Draft, Maker, Task, as_list, check_drafts, of_heads, of_lookup, of_model
 from xtok.prompts import Chat, is_chat, prompt_ids, reading
 from xtok.recurrent import cached_model
 from xtok.sources import Source, draft_model, target_model
@@ -101,13 +101,7 @@ class XTokAssisted:
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
-        if acceptance not in get_args(Acceptance):
-            raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Acceptance)))}.")
-        for name, value in (("posterior_threshold", posterior_threshold), ("posterior_alpha", posterior_alpha)):
-            if not (isinstance(value, Real) and 0 < value <= 1):
-                raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
-        if not isinstance(budget, Budget | None):
-            raise InvalidInputError(f"budget is {budget!r}; give a Budget, such as Budget(depth=5), or leave it out.")
+        _check_settings(budget, acceptance, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
         self._typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
         if self._typical:
             warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=2)
@@ -118,18 +112,9 @@ class XTokAssisted:
         self._chains = replace(budget or Budget(), width=1, schedule="constant")
         drafts = as_list(draft, alone=self._rejects or self._budget.width == 1)
         models = {i: draft_model(one) for i, one in enumerate(drafts) if not isinstance(one, KINDS)}
-        if any(one.model is self.model for one, _ in models.values()):
-            raise InvalidInputError(
-                "The draft is the target itself, which can't guess sooner than it knows. Give a smaller model."
-            )
-        if self._rejects and draft is not None and (len(drafts), len(models)) != (1, 1):
-            raise UnsupportedArgumentError(
-                "acceptance='rejection' needs the law that guesses are drawn from, so it takes one draft model alone. "
-                "Give one, or use acceptance='match'."
-            )
-        if adapt and len(models) != 1:
-            raise InvalidInputError(f"adapt=True needs one draft model that can learn, and there are {len(models)}.")
-        self.adapter = Adapter(next(iter(models.values()))[0], self._target.view) if adapt else None
+        learners = [one for one, _ in models.values()]
+        check_drafts(drafts, learners, self.model, rejects=self._rejects, adapt=adapt)
+        self.adapter = Adapter(learners[0], self._target.view) if adapt else None
         self._makers = [self._maker(one, models.get(i)) for i, one in enumerate(drafts)]
         self._ledger = Ledger([Account() for _ in drafts])
         self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in drafts)
@@ -345,3 +330,13 @@ class XTokAssisted:
             scores=run.scores,
             logits=run.logits,
         )
+
+
+def _check_settings(budget: Any, acceptance: Any, **posterior: Any) -> None:
+    if acceptance not in get_args(Acceptance):
+        raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Acceptance)))}.")
+    for name, value in posterior.items():
+        if not (isinstance(value, Real) and 0 < float(value) <= 1):
+            raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
+    if not isinstance(budget, Budget | None):
+        raise InvalidInputError(f"budget is {budget!r}; give a Budget, such as Budget(depth=5), or leave it out.")

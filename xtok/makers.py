@@ -1,6 +1,6 @@
 """From what the caller gives as drafts to the drafters of one generation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.adapt import Adapter
 from xtok.continuation import Continuation
@@ -18,6 +18,7 @@ from xtok.drafts.heads import Heads, HeadsDrafter, HeadsGuesser
 from xtok.drafts.lookup import Lookup, PromptLookup
 from xtok.drafts.projected import ProjectedDrafter, Projection, projection, same_ids
 from xtok.drafts.reader import DraftModel, IdReader, Reader
+from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.prompts import chat_ids, is_chat
 from xtok.sources import Source, TargetModel
 from xtok.tokenbytes import same_tokens
@@ -54,6 +55,21 @@ def as_list(draft: Draft | list[Any] | None, *, alone: bool) -> list[Draft]:
     if isinstance(draft, list):
         return list(draft)
     return [draft] if alone or isinstance(draft, KINDS) else [draft, PromptLookup()]
+
+
+def check_drafts(
+    drafts: Sequence[Any], models: Sequence[DraftModel], target: PreTrainedModel, *, rejects: bool, adapt: bool
+) -> None:
+    """Raises `InvalidInputError` or `UnsupportedArgumentError` where drafts, `models` among them, can't do what is asked."""
+    if any(one.model is target for one in models):
+        raise InvalidInputError("The draft is the target itself, which can't guess sooner than it knows. Give a smaller model.")
+    if rejects and drafts and (len(drafts), len(models)) != (1, 1):
+        raise UnsupportedArgumentError(
+            "acceptance='rejection' needs the law that guesses are drawn from, so it takes one draft model alone. "
+            "Give one, or use acceptance='match'."
+        )
+    if adapt and len(models) != 1:
+        raise InvalidInputError(f"adapt=True needs one draft model that can learn, and there are {len(models)}.")
 
 
 def of_lookup(lookup: PromptLookup, target: TargetModel) -> Maker:
