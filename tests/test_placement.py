@@ -1,11 +1,21 @@
 """Target and draft in different precisions, attention implementations, placements and wrappings. Some need a GPU."""
 
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    QuantoConfig,
+    TorchAoConfig,
+)
 
 from xtok import Budget, HeadsDrafter, XTokAssisted
 from xtok.errors import UnsupportedModelError
@@ -48,12 +58,82 @@ def test_models_behind_the_hooks_of_accelerate() -> None:
     check(load(TARGET, device_map={"": "cpu"}), load(DRAFT, device_map={"": "cpu"}))
 
 
+@pytest.mark.parametrize("held", ["1KB", "9MB", "20MB"])
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_models_whose_weights_lie_on_the_disk(role: str, held: str, tmp_path: Path) -> None:
+    """Found here: they are nowhere, by what transformers says of their device, so their ids were put nowhere."""
+    lying = load(TARGET if role == "target" else DRAFT, device_map="auto", max_memory={"cpu": held}, offload_folder=tmp_path)
+    check(lying if role == "target" else load(TARGET), load(DRAFT) if role == "target" else lying, length=8)
+    if role == "target":
+        heads = XTokAssisted(lying, HeadsDrafter(HEADS)).generate(TEXT, max_new_tokens=8, do_sample=False)
+        assert heads.token_ids == XTokAssisted(lying).generate(TEXT, max_new_tokens=8, do_sample=False).token_ids
+        assert heads.stats.draft_error is None
+
+
+def test_models_whose_weights_are_fetched_for_each_forward() -> None:
+    target, draft = load(TARGET), load(DRAFT)
+    for model, _ in (target, draft):
+        cpu_offload(model, torch.device("cpu"))
+    check(target, draft, length=8)
+
+
 def test_compiled_models() -> None:
     """What `torch.compile` makes of a forward; here without a compiler, which a machine may lack."""
     target, draft = load(TARGET), load(DRAFT)
     for model, _ in (target, draft):
         model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
     check(target, draft, length=6)
+
+
+@pytest.mark.parametrize("draft", [DRAFT, HeadsDrafter(HEADS)], ids=["model", "heads"])
+def test_models_whose_layers_can_not_be_run_in_inference_mode(draft: Any) -> None:
+    """Found here: quanto's weights of 4 bits can't, and such a draft never guessed."""
+
+    def fails(*_: Any) -> None:
+        assert not torch.is_inference_mode_enabled()
+
+    target = load(TARGET)
+    drafts = [load(draft)] if draft == DRAFT else [draft]
+    for model, _ in (target, *(drafts if draft == DRAFT else [])):
+        for layer in model.modules():
+            layer.register_forward_pre_hook(fails)
+    for how in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
+        stats = XTokAssisted(target, drafts, budget=Budget(3)).generate(TEXT, max_new_tokens=8, **how).stats
+        assert stats.draft_error is None
+        assert stats.proposed > 0
+
+
+def nf4() -> Any:
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+
+def int8() -> Any:
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def of_torchao(kind: str) -> Any:
+    return TorchAoConfig(quant_type=getattr(import_module("torchao.quantization"), kind)())
+
+
+QUANTISED: dict[str, tuple[str, Any, tuple[str, ...]]] = {
+    "nf4": ("bitsandbytes", nf4, ("target",)),  # on a CPU it wants sizes that the draft hasn't
+    "int8": ("bitsandbytes", int8, ("target", "draft")),
+    "weights of 8 bits": ("torchao", lambda: of_torchao("Int8WeightOnlyConfig"), ("target", "draft")),
+    "8 bits per row": ("torchao", lambda: of_torchao("Int8DynamicActivationInt8WeightConfig"), ("target", "draft")),
+    "weights of 8 bits by quanto": ("optimum.quanto", lambda: QuantoConfig(weights="int8"), ("target", "draft")),
+    "weights of 4 bits by quanto": ("optimum.quanto", lambda: QuantoConfig(weights="int4"), ("target", "draft")),
+}
+
+
+@pytest.mark.parametrize(("kind", "role"), [(kind, role) for kind, (_, _, roles) in QUANTISED.items() for role in roles])
+@pytest.mark.filterwarnings("ignore")
+def test_models_quantised_by_libraries(kind: str, role: str) -> None:
+    library, how, _ = QUANTISED[kind]
+    pytest.importorskip(library)
+    dtype = torch.bfloat16 if kind == "int8" else torch.float32  # in more precision it depends on the other rows
+    made = load(TARGET if role == "target" else DRAFT, dtype=dtype, quantization_config=how(), device_map="cpu")
+    check(made if role == "target" else load(TARGET), load(DRAFT) if role == "target" else made)
 
 
 class EightBits(nn.Module):

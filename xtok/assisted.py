@@ -27,7 +27,7 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.merged import Drafts
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
-from xtok.lm import context_window, ids_read
+from xtok.lm import context_window, device_of, ids_read
 from xtok.loop import Run, decode
 from xtok.makers import KINDS, Draft, Maker, Task, as_list, check_drafts, of_heads, of_lookup, of_model
 from xtok.prompts import Chat, is_chat, prompt_ids, reading
@@ -211,7 +211,7 @@ class XTokAssisted:
         """Let transformers prepare the texts for a prompt, and take what it hands to a decoding method."""
         bridge.check_arguments(arguments)
         read = prompt_ids(self.tokenizer, prompt, arguments.pop("split_special_tokens", None))
-        ids = torch.tensor([read], device=self.model.device)
+        ids = torch.tensor([read], device=device_of(self.model))
         stop_strings = self._take_stop_strings(arguments)
         if arguments.get("generation_config") is None:
             arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise

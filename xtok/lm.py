@@ -25,6 +25,13 @@ def record_past(cache: Cache) -> None:
             layer.activate_past_recording()
 
 
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where `model` takes its ids. One whose weights lie elsewhere or in several places says so by the hooks of accelerate."""
+    modules = model.modules() if hasattr(model, "_hf_hook") else ()
+    devices = (getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module in modules)
+    return torch.device(next((device for device in devices if device is not None), model.device))
+
+
 def context_window(model: PreTrainedModel) -> int | None:
     """How many positions `model` was made for; None where its configuration doesn't say."""
     config = model.config.get_text_config(decoder=True)
@@ -76,6 +83,7 @@ class CachedModel:
         self.hidden: Tensor | None = None
         self.cache = cache
         self.forwards = 0
+        self.device = device_of(model)
         self.vocabulary = vocabulary_size(model)
 
     @property
@@ -131,11 +139,11 @@ class CachedModel:
         size = len(self._nodes)
         self._nodes = Nodes()
         if list(path) != list(range(len(path))):
-            kept = torch.tensor(path, device=self.cache.layers[0].keys.device)
+            kept = torch.tensor(path, device=self.device)
             for layer in self.cache.layers:
                 if layer.is_initialized:
-                    _move_to_front(layer.keys[..., -size:, :], kept)
-                    _move_to_front(layer.values[..., -size:, :], kept)
+                    _move_to_front(layer.keys[..., -size:, :], kept.to(layer.keys.device))
+                    _move_to_front(layer.values[..., -size:, :], kept.to(layer.values.device))
         self._crop(size - len(path))
 
     def _prepared(self, ids: Tensor) -> dict[str, Any]:
@@ -179,7 +187,7 @@ class CachedModel:
             positions = np.concatenate([np.arange(-trunk.stop, 0), nodes.depths[max(0, first - held) :]])
             visible &= positions > nodes.depths[new, None] - layer.sliding_window
         mask = torch.zeros(visible.shape, dtype=self._model.dtype)
-        return mask.masked_fill_(torch.from_numpy(~visible), torch.finfo(mask.dtype).min)[None, None].to(self._model.device)
+        return mask.masked_fill_(torch.from_numpy(~visible), torch.finfo(mask.dtype).min)[None, None].to(self.device)
 
     def roll_back(self, length: int) -> bool:
         """Take the newest positions back until `length` are left. False, and nothing done, where the cache forgot too much."""

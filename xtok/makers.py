@@ -19,6 +19,7 @@ from xtok.drafts.lookup import Lookup, PromptLookup
 from xtok.drafts.projected import ProjectedDrafter, Projection, projection, same_ids
 from xtok.drafts.reader import DraftModel, IdReader, Reader
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
+from xtok.lm import device_of
 from xtok.prompts import chat_ids, is_chat
 from xtok.sources import Source, TargetModel
 from xtok.tokenbytes import same_tokens
@@ -87,7 +88,7 @@ def of_heads(given: HeadsDrafter, target: TargetModel) -> Maker:
 
     def make(task: Task) -> Drafter:
         warpers = task.warpers if task.samples else LogitsProcessorList()
-        return HeadsGuesser(*placed(head.weight.device, target.model.dtype), head, target.view, task.meter, warpers)
+        return HeadsGuesser(*placed(device_of(target.model), target.model.dtype), head, target.view, task.meter, warpers)
 
     return make
 

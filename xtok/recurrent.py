@@ -51,7 +51,7 @@ class RecurrentModel(CachedModel):
         self, model: PreTrainedModel, cache: Cache, inputs: dict[str, Any] | None, *, shows_hidden: bool, snapshots: int
     ) -> None:
         super().__init__(model, cache, inputs, shows_hidden=shows_hidden)
-        self._ids = torch.zeros((1, 0), dtype=torch.int64, device=model.device)
+        self._ids = torch.zeros((1, 0), dtype=torch.int64, device=self.device)
         self._most = snapshots
         self._snapshots: list[_Snapshot] = []
 

@@ -7,7 +7,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from xtok.errors import UnsupportedModelError
-from xtok.lm import context_window, new_cache, vocabulary_size
+from xtok.lm import context_window, device_of, new_cache, vocabulary_size
 from xtok.recurrent import cached_model
 
 
@@ -40,7 +40,7 @@ def _branches_as_it_should(model: PreTrainedModel) -> bool:
     cached = cached_model(model, new_cache(model))
     if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cached.cache.layers):
         return False
-    first, other, *rest = (torch.tensor([[token % cached.vocabulary]], device=model.device) for token in (3, 5, 7, 11, 13))
+    first, other, *rest = (torch.tensor([[token % cached.vocabulary]], device=cached.device) for token in (3, 5, 7, 11, 13))
     try:
         cached.forward(torch.cat([first, other], dim=1), rows=1)
         branched = cached.branch(torch.cat(rest, dim=1), parents=(-1, -1, 1))[2]
@@ -131,7 +131,7 @@ def _continues(model: PreTrainedModel) -> tuple[bool, bool]:
 
     They may differ by rounding, which is little beside their spread.
     """
-    text = torch.tensor([[3, 5, 7, 11]], device=model.device) % vocabulary_size(model)
+    text = torch.tensor([[3, 5, 7, 11]], device=device_of(model)) % vocabulary_size(model)
     whole = cached_model(model, new_cache(model)).forward(text, rows=3).float()
     cached = cached_model(model, new_cache(model))
     rows = [cached.forward(text[:, :2], rows=1), cached.branch(text[:, [2, 0]], parents=(-1, 0))[:1]]

@@ -60,7 +60,7 @@ class CrossTokenizerDrafter:
         self._target_end = target_end
         self._meter = meter
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def propose(self, context: Context, budget: Budget) -> Tree:
         """A tree of the target's ids for what the draft writes within the budget; a chain where its width is 1."""
         chained = budget.width == 1 or not self._draft.branches

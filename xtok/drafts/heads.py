@@ -143,7 +143,7 @@ class HeadsGuesser:
         self._meter = meter
         self._warpers = warpers
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def propose(self, context: Context, budget: Budget) -> Tree:
         """The likeliest products of what each head says; nothing where the hidden state isn't known yet."""
         if context.hidden is None:
@@ -158,7 +158,7 @@ class HeadsGuesser:
         """What each head says, (heads, vocabulary)."""
         logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
         shaped = self._warpers(torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device), logits.float())
-        laws: Tensor = shaped.softmax(dim=-1)
+        laws: Tensor = shaped.softmax(dim=-1).to(self._keys.device)
         return laws
 
     def _expanded(self, context: Context, laws: Tensor, front: Sequence[_Ids]) -> list[list[_Ids]]:

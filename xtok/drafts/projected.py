@@ -11,6 +11,7 @@ from xtok.budget import Budget
 from xtok.drafts import Context
 from xtok.drafts.growth import CHILDREN, SHARPNESS, IdPath, check_numbers, grown, noise_states, tree_of
 from xtok.drafts.reader import DraftModel, Reader
+from xtok.lm import device_of
 from xtok.noise import GUESS, PICK, exponential
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
@@ -114,7 +115,6 @@ class ProjectedDrafter:
         self._draft = draft
         self._reader = reader
         self._target = target
-        self._keys = keys.to(draft.model.device)
         self._meter = meter
         self._warpers = warpers
         self._independent = independent
@@ -124,10 +124,11 @@ class ProjectedDrafter:
         own, theirs = torch.cat([projected.own, ends]), torch.cat([projected.theirs, torch.full_like(ends, target_end or 0)])
         weights = torch.cat([projected.weights, torch.ones(len(ends), dtype=torch.float64)])
         held = (own < draft.vocabulary) & (theirs < len(keys))
-        device = draft.model.device
+        device = device_of(draft.model)
+        self._keys = keys.to(device)
         self._own, self._theirs, self._weights = own[held].to(device), theirs[held].to(device), weights[held].to(device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def propose(self, context: Context, budget: Budget) -> Tree:
         """A tree; a chain where the budget's width is 1, and always of independent draws.
 

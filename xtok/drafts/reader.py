@@ -145,7 +145,7 @@ class Reader:
         """The logits behind further tokens, nodes of a tree, (tokens, vocabulary); parents as for `CachedModel.branch`."""
         self._meter.drafts(len(tokens))
         with self._meter.timing("reading"):
-            return self._lm.branch(torch.tensor([tokens], device=self._draft.model.device), parents)
+            return self._lm.branch(torch.tensor([tokens], device=self._lm.device), parents)
 
     def take_back(self) -> None:
         """Forget the last token."""
@@ -155,7 +155,7 @@ class Reader:
     def _forward(self, new: list[int], rows: int) -> Tensor:
         self._meter.drafts(len(new))
         with self._meter.timing("reading"):
-            return self._lm.forward(torch.tensor([new], device=self._draft.model.device), rows)
+            return self._lm.forward(torch.tensor([new], device=self._lm.device), rows)
 
 
 class IdReader(Reader):

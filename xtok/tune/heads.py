@@ -18,6 +18,7 @@ from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
 from xtok.lessons import NOT_LEARNT, Written
+from xtok.lm import device_of
 from xtok.prompts import prompt_ids
 from xtok.sources import Source, target_model
 from xtok.tune.training import fit
@@ -94,7 +95,7 @@ def train_heads(
         return [_row(made.tokenizer, one) for one in texts if len(one.ids) > 1]
 
     rows = written(learnt, "texts")
-    learner = Heads(heads, known.hidden_size).to(made.model.device)
+    learner = Heads(heads, known.hidden_size).to(device_of(made.model))
 
     def measured(prompts: Sequence[str] = stopping) -> float:
         save_heads(learner, known, now)
@@ -110,7 +111,7 @@ def train_heads(
         work / "training",
         epochs=epochs,
         rate=learning_rate or _RATE,
-        device=made.model.device,
+        device=device_of(made.model),
     )
     after = measured(kept)
     accuracy = accuracies(made.model, learner, written(kept, "kept"))
@@ -164,7 +165,7 @@ def accuracies(target: Any, heads: Heads, rows: Sequence[_Row]) -> tuple[tuple[f
     right = torch.zeros(len(heads.weight), _RANKS)
     seen = torch.zeros(len(heads.weight), 1)
     for at in range(0, len(rows), _BATCH):
-        inputs = {key: value.to(target.device) for key, value in batch_of(rows[at : at + _BATCH]).items()}
+        inputs = {key: value.to(device_of(target)) for key, value in batch_of(rows[at : at + _BATCH]).items()}
         for head, (logits, came) in enumerate(_guesses(target, heads, inputs)):
             right[head] += (logits.topk(_RANKS).indices == came[:, None]).sum(dim=0).cpu()
             seen[head] += len(came)

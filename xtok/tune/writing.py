@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from xtok.lessons import Written
+from xtok.lm import device_of
 from xtok.prompts import prompt_ids
 from xtok.tokenbytes import TokenBytes, token_bytes
 
@@ -69,8 +70,8 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **argu
     """One batch, padded on the left, by transformers' own `generate`: new ids and the laws that they were picked from."""
     model, tokenizer = target
     ids = [torch.tensor(prompt_ids(tokenizer, start)) for start in starts]
-    padded = pad_sequence(ids, batch_first=True, padding_side="left").to(model.device)
-    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(model.device)
+    padded = pad_sequence(ids, batch_first=True, padding_side="left").to(device_of(model))
+    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(padded.device)
     kept: dict[str, Any] = {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
