@@ -43,7 +43,7 @@ OWN: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "Qwen4ExpTextConfig": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+    "Qwen4ExpTextConfig": {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
     | {"indexer_compress_ratio": 1, "ngram_vocab_size_base": 64, "split_ngram_parts": 1},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "ReformerConfig": {"axial_pos_embds": False},

@@ -1,6 +1,8 @@
 """Law 5: caches tell the truth, shown against forwarding everything anew."""
 
+from copy import deepcopy
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from xtok.recurrent import cached_model
 from xtok.sources import draft_model, target_model
 from xtok.tokenbytes import token_bytes
 from xtok.trace import Meter
+from xtok.trial import check_continues
 
 VOCABULARY = 40
 TOKENS = tokenizer("byte-level BPE")
@@ -238,3 +241,17 @@ def test_a_prefill_behind_a_filled_cache_forwards_the_rest_only() -> None:
 def test_a_model_that_cant_check_guesses_is_refused_by_name(name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{reason}.* as target"):
         target_model((tiny(name, len(TOKENS)), TOKENS))
+
+
+def test_what_a_cache_keeps_beside_its_layers_is_found_out() -> None:
+    """Found with transformers 5.20: what Qwen4 kept there wasn't taken back, and behind wrong guesses it picked other ids."""
+    lm = deepcopy(model("Llama", VOCABULARY, 0))
+    check_continues(lm, "target")
+
+    def keeps(_: Any, args: Any, kwargs: Any) -> None:
+        kwargs["past_key_values"].position_ids = torch.arange(9)
+
+    other = deepcopy(lm)
+    other.register_forward_pre_hook(keeps, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match="The cache of LlamaForCausalLM can't be rolled back"):
+        check_continues(other, "target")

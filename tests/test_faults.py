@@ -256,8 +256,8 @@ def ask(way: str, xt: XTokAssisted, asked: dict[str, Any]) -> Iterator[str]:
 
 def test_what_was_streamed_before_an_interrupt_is_all_of_the_rounds_that_ended() -> None:
     xt = INSTANCES["both", 4]
-    whole = list(xt.stream(PROMPT, **SETTINGS["greedy"]))
-    for when in range(1, len(whole)):
+    list(xt.stream(PROMPT, **SETTINGS["greedy"]))  # tries the target out
+    for when in range(1, 6):
         got: list[str] = []
         with failing(TARGET, when, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             got.extend(xt.stream(PROMPT, **SETTINGS["greedy"]))

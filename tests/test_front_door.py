@@ -558,13 +558,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "assisted_generation": {"prompt_lookup_num_tokens": 3},
     "use_cache=False": {"use_cache": False},
     "cache_implementation='static'": {"cache_implementation": "static"},
-    "cache_implementation='offloaded'": {"cache_implementation": "offloaded"},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "assistant_model": {"assistant_model": OTHER},
 }
 REFUSED_PROMPTS: dict[str, dict[str, Any]] = {
     **REFUSED,
+    "cache_implementation='offloaded'": {"cache_implementation": "offloaded"},
     "cache_implementation='paged'": {"cache_implementation": "paged"},
     "inputs_embeds": {"inputs_embeds": torch.zeros(1, 3, 32)},
     "input_ids": {"input_ids": torch.tensor([[3]])},

@@ -145,10 +145,10 @@ class XTokAssisted:
         prompts = list(prompt) if many else [prompt]
         streamer, seed = arguments.pop("streamer", None), arguments.pop("seed", None)
         bridge.check_seed(seed)
+        bridge.check_streamer(streamer, several=many)
         runs = [run for one in prompts for run in self._runs(one, bridge.own_arguments(arguments, len(prompts)))]
+        bridge.check_streamer(streamer, several=len(runs) > 1)
         if streamer is not None:
-            if many or len(runs) > 1:
-                raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
             streamer.put(runs[0].ids.cpu())
         bridge.sow(runs, seed, lambda: self._target.keys)
         bridge.complete(runs, streamer)

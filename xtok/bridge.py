@@ -91,6 +91,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise UnsupportedArgumentError(_CACHE_FAULT.format(arguments["cache_implementation"]) + ".")
 
 
+def check_streamer(streamer: Any, *, several: bool) -> None:
+    """Raises `UnsupportedArgumentError` for a streamer that would be given several texts."""
+    if streamer is not None and several:
+        raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
+
+
 def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: StoppingCriteriaList, rows: int) -> None:
     """Refuse what can't give exactly what the target alone gives. Raises `UnsupportedArgumentError`."""
     mode = config.get_generation_mode()

@@ -3,6 +3,7 @@
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -85,23 +86,26 @@ def check_rolls_back(model: PreTrainedModel, role: str) -> None:
     except Exception:  # a configuration that no cache can be made from
         able = False
     if not able:
-        raise UnsupportedModelError(
-            f"The cache of {name} can't be rolled back, so no guess can be taken back from it. "
-            f"Use a model with an attention cache as {role}."
-        )
+        raise UnsupportedModelError(_REMEMBERS.format(name, role))
+
+
+_REMEMBERS = (
+    "The cache of {} can't be rolled back, so no guess can be taken back from it. Use a model with an attention cache as {}."
+)
 
 
 def check_continues(model: PreTrainedModel, role: str) -> None:
     """Raises `UnsupportedModelError` unless a text has the same logits forwarded at once and behind a cache.
 
     Encoders that are loaded as language models look at what follows, too, so their picks are nobody's own; so do activations
-    that are quantised by the range of a whole forward. Some old models keep no cache. Each model is tried once, by four ids.
+    that are quantised by the range of a whole forward. Some old models keep no cache. Others keep something in it beside its
+    layers, which isn't taken back (Qwen4 in transformers before 5.23). Each model is tried once, by four ids.
     """
     if model in _CONTINUES or (context_window(model) or _TRIED) < _TRIED:
         return
     name = type(model).__name__
     try:
-        causal, continues = _continues(model)
+        causal, continues, forgets = _continues(model)
     except Exception as error:
         raise UnsupportedModelError(
             f"{name} can't be forwarded behind its own cache ({type(error).__name__}: {error}). Use another model as {role}."
@@ -116,6 +120,8 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
             f"{name} keeps no cache that several ids at once can be forwarded behind, so no guess can be checked by it. "
             f"Use another model as {role}."
         )
+    if not forgets:
+        raise UnsupportedModelError(_REMEMBERS.format(name, role))
     _CONTINUES.add(model)
 
 
@@ -125,11 +131,11 @@ _TRIED = 4
 
 
 @torch.no_grad()
-def _continues(model: PreTrainedModel) -> tuple[bool, bool]:
-    """Whether the logits of an id stay what they are when more follow, and whether a text forwarded in rounds has the logits
-    that it has as a whole. In the round here, one of two guesses is taken back.
+def _continues(model: PreTrainedModel) -> tuple[bool, bool, bool]:
+    """Whether the logits of an id stay what they are when more follow; whether a text forwarded in rounds has the logits that
+    it has as a whole; and whether the cache keeps nothing beside its layers, which alone are taken back.
 
-    They may differ by rounding, which is little beside their spread.
+    In the round here, one of two guesses is taken back. Logits may differ by rounding, which is little beside their spread.
     """
     text = torch.tensor([[3, 5, 7, 11]], device=device_of(model)) % vocabulary_size(model)
     whole = cached_model(model, new_cache(model)).forward(text, rows=3).float()
@@ -139,4 +145,5 @@ def _continues(model: PreTrainedModel) -> tuple[bool, bool]:
     rows.append(cached.forward(text[:, 3:], rows=1))
     errors = (whole - torch.cat(rows).float()).abs().amax(dim=1)
     allowed = (whole.max() - whole.min()) * _rounding(model.dtype)
-    return bool(errors[0] <= allowed), bool((errors <= allowed).all())
+    forgets = not any(isinstance(kept, Tensor) for kept in vars(cached.cache).values())
+    return bool(errors[0] <= allowed), bool((errors <= allowed).all()), forgets
