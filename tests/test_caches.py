@@ -245,7 +245,7 @@ def test_a_model_that_cant_check_guesses_is_refused_by_name(name: str, reason: s
 
 def test_what_a_cache_keeps_beside_its_layers_is_found_out() -> None:
     """Found with transformers 5.20: what Qwen4 kept there wasn't taken back, and behind wrong guesses it picked other ids."""
-    lm = deepcopy(model("Llama", VOCABULARY, 0))
+    lm = deepcopy(model("Llama", VOCABULARY, 0, torch.float64))
     check_continues(lm, "target")
 
     def keeps(_: Any, args: Any, kwargs: Any) -> None:
