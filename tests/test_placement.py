@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, disk_offload
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -58,17 +58,22 @@ def test_models_behind_the_hooks_of_accelerate() -> None:
     check(load(TARGET, device_map={"": "cpu"}), load(DRAFT, device_map={"": "cpu"}))
 
 
-@pytest.mark.parametrize("held", ["1KB", "9MB", "20MB"])
-@pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_models_whose_weights_lie_on_the_disk(role: str, held: str, tmp_path: Path) -> None:
+def test_models_whose_weights_lie_on_the_disk(tmp_path: Path) -> None:
     """Found here: they are nowhere, by what transformers says of their device, so their ids were put nowhere."""
-    lying = load(TARGET if role == "target" else DRAFT, device_map="auto", max_memory={"cpu": held}, offload_folder=tmp_path)
-    check(lying if role == "target" else load(TARGET), load(DRAFT) if role == "target" else lying, length=8)
-    if role == "target":
-        heads = XTokAssisted(lying, HeadsDrafter(HEADS)).generate(TEXT, max_new_tokens=8, do_sample=False)
-        assert heads.token_ids == XTokAssisted(lying).generate(TEXT, max_new_tokens=8, do_sample=False).token_ids
-        assert heads.stats.draft_error is None
+    target, draft = load(TARGET), load(DRAFT)
+    for model, _ in (target, draft):
+        disk_offload(model, str(tmp_path / type(model).__name__), torch.device("cpu"))
+        assert model.device.type == "meta"
+    check(target, draft, length=8)
+    heads = XTokAssisted(target, HeadsDrafter(HEADS)).generate(TEXT, max_new_tokens=8, do_sample=False)
+    assert heads.token_ids == XTokAssisted(target).generate(TEXT, max_new_tokens=8, do_sample=False).token_ids
+    assert heads.stats.draft_error is None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_target_of_which_a_part_fits_the_memory(tmp_path: Path) -> None:
+    check(load(TARGET, device_map="auto", max_memory={"cpu": "20MB"}, offload_folder=tmp_path), load(DRAFT), length=8)
 
 
 def test_models_whose_weights_are_fetched_for_each_forward() -> None:
