@@ -58,7 +58,7 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
     """The model and the tokenizer of a source. `role` ("target" or "draft") is for the message of an error."""
     if isinstance(source, (str, PathLike)):
         with _loading(source, role):
-            _check_source(source, role)
+            _checked(source, role)
             model, found = AutoModelForCausalLM.from_pretrained(
                 source, use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
@@ -81,8 +81,7 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
 def load_without_weights(source: str, role: str) -> tuple[Any, int | None]:
     """A model's tokenizer and context window. Raises `UnsupportedModelError` where it can't play its role."""
     with _loading(source, role):
-        _check_source(source, role)
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = _checked(source, role)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         check_rolls_back(model, role)
@@ -148,8 +147,8 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
         raise InvalidInputError(f"The {role} {source} can't be loaded: {told}. {remedy}") from error
 
 
-def _check_source(source: str | PathLike[str], role: str) -> None:
-    """What transformers would say less plainly."""
+def _checked(source: str | PathLike[str], role: str) -> Any:
+    """The configuration of a source. Refuses what transformers would refuse less plainly, or open."""
     looks_like_a_path = isinstance(source, PathLike) or source.startswith(("/", ".", "~")) or source.count("/") > 1
     if looks_like_a_path and not Path(source).exists():
         raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")
@@ -162,6 +161,7 @@ def _check_source(source: str | PathLike[str], role: str) -> None:
                 f"The {role} {source} names {file} for its weights, which aren't in safetensors, and others aren't opened. "
                 + _REMEDY.format(role=role)
             )
+    return config
 
 
 def _check_complete(source: str | PathLike[str], role: str, missing: list[str]) -> None:

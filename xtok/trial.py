@@ -63,8 +63,11 @@ def _rounding(dtype: torch.dtype) -> float:
 def rolls_back(cache: Cache) -> bool:
     """Whether positions can be taken back from `cache`: a window's or a recurrent layer's by what is remembered of them.
 
-    Layers of unknown kinds forget in ways of their own. Some layer has to tell how many positions were forwarded.
+    Layers of unknown kinds forget in ways of their own. Some layer has to tell how many positions were forwarded. What a model
+    keeps beside the layers isn't taken back.
     """
+    if any(isinstance(kept, Tensor) for kept in vars(cache).values()):
+        return False
     kinds = {type(layer).__name__ for layer in cache.layers}
     attention = {*_ATTENTION, *(_INDEXED if hasattr(cache, "is_croppable") else ())}
     return kinds <= {*attention, *_OTHERS} and not kinds.isdisjoint(attention)
@@ -105,7 +108,7 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
         return
     name = type(model).__name__
     try:
-        causal, continues, forgets = _continues(model)
+        causal, continues, able = _continues(model)
     except Exception as error:
         raise UnsupportedModelError(
             f"{name} can't be forwarded behind its own cache ({type(error).__name__}: {error}). Use another model as {role}."
@@ -120,7 +123,7 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
             f"{name} keeps no cache that several ids at once can be forwarded behind, so no guess can be checked by it. "
             f"Use another model as {role}."
         )
-    if not forgets:
+    if not able:
         raise UnsupportedModelError(_REMEMBERS.format(name, role))
     _CONTINUES.add(model)
 
@@ -133,7 +136,7 @@ _TRIED = 4
 @torch.no_grad()
 def _continues(model: PreTrainedModel) -> tuple[bool, bool, bool]:
     """Whether the logits of an id stay what they are when more follow; whether a text forwarded in rounds has the logits that
-    it has as a whole; and whether the cache keeps nothing beside its layers, which alone are taken back.
+    it has as a whole; and whether the cache can be rolled back once it is filled.
 
     In the round here, one of two guesses is taken back. Logits may differ by rounding, which is little beside their spread.
     """
@@ -145,5 +148,4 @@ def _continues(model: PreTrainedModel) -> tuple[bool, bool, bool]:
     rows.append(cached.forward(text[:, 3:], rows=1))
     errors = (whole - torch.cat(rows).float()).abs().amax(dim=1)
     allowed = (whole.max() - whole.min()) * _rounding(model.dtype)
-    forgets = not any(isinstance(kept, Tensor) for kept in vars(cached.cache).values())
-    return bool(errors[0] <= allowed), bool((errors <= allowed).all()), forgets
+    return bool(errors[0] <= allowed), bool((errors <= allowed).all()), rolls_back(cached.cache)

@@ -164,8 +164,9 @@ def accuracies(target: Any, heads: Heads, rows: Sequence[_Row]) -> tuple[tuple[f
     """How often the id that came was a head's first guess, its second, up to its fifth, (heads, 5)."""
     right = torch.zeros(len(heads.weight), _RANKS)
     seen = torch.zeros(len(heads.weight), 1)
+    device = device_of(target)
     for at in range(0, len(rows), _BATCH):
-        inputs = {key: value.to(device_of(target)) for key, value in batch_of(rows[at : at + _BATCH]).items()}
+        inputs = {key: value.to(device) for key, value in batch_of(rows[at : at + _BATCH]).items()}
         for head, (logits, came) in enumerate(_guesses(target, heads, inputs)):
             right[head] += (logits.topk(_RANKS).indices == came[:, None]).sum(dim=0).cpu()
             seen[head] += len(came)
