@@ -22,9 +22,10 @@ from xtok import Budget, XTokAssisted
 from xtok.budget import Account, Ledger
 from xtok.chi_square import chi_square
 from xtok.drafts.merged import Drafts
-from xtok.drafts.projected import ProjectedDrafter, Projection, projection
+from xtok.drafts.projected import ProjectedDrafter
+from xtok.drafts.projection import Candidates, Projection, projection
 from xtok.drafts.reader import Reader
-from xtok.loop import Run, decode
+from xtok.loop import Run, step
 from xtok.noise import Noise, gumbel, noise, spelling_key, spelling_keys
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
@@ -114,10 +115,8 @@ def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> ProjectedDrafter
     return ProjectedDrafter(
         tables,
         TableReader(own),
-        projection(view, DRAFT) if own is DRAFT else same,
+        Candidates(projection(view, DRAFT) if own is DRAFT else same, len(own), keys, tables.ends, END),
         view,
-        keys,
-        END,
         Meter(),
         LogitsProcessorList(),
         independent=mode == "rejection",
@@ -155,8 +154,8 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
         noise=noise(seed, 0, b"B"),
         rejects=mode == "rejection",
     )
-    for _ in decode(run):
-        pass
+    while run.finish_reason is None:
+        step(run)
     LONGEST[mode] = max(LONGEST[mode], *(one.accepted for one in run.meter.rounds))
     return tuple(run.new_ids)
 

@@ -13,7 +13,8 @@ from worlds import FAMILIES, fitting, tokenizer
 from xtok import Budget, Context, Tree
 from xtok.continuation import Continuation
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
-from xtok.drafts.projected import ProjectedDrafter, Projection, projection
+from xtok.drafts.projected import ProjectedDrafter
+from xtok.drafts.projection import Candidates, Projection, projection
 from xtok.drafts.reader import Reader
 from xtok.encoding import encoder
 from xtok.noise import noise, spelling_keys
@@ -149,7 +150,8 @@ def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may
     own = projection(view, made.encoder.view).own
     several = [token for token in range(len(view)) if not made.encoder.view.ids_spelling(view[token] or b"")]
     longer = Projection(own, torch.tensor(several)[torch.arange(len(own)) % len(several)], torch.ones(len(own)).double())
-    drafter = ProjectedDrafter(made, reader, longer, view, keys, END, Meter(), LogitsProcessorList(), independent=False)
+    candidates = Candidates(longer, made.vocabulary, keys, made.ends, END)
+    drafter = ProjectedDrafter(made, reader, candidates, view, Meter(), LogitsProcessorList(), independent=False)
     for seed in range(60):
         data = TEXT[: 1 + seed // 6].encode() + "が".encode()[: seed % 3]
         drafter.propose(Context([5], data, 0, noise=noise(seed, 0, b"")), Budget(50, 1 + seed % 3))

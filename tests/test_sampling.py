@@ -387,7 +387,7 @@ def test_the_likeliest_guess_above_the_threshold_is_typical(
 ) -> None:
     law = torch.tensor(logits).double().softmax(dim=-1).tolist()
     least = min(threshold, alpha * math.exp(sum(p * math.log(p) for p in law if p)))
-    found = typical(torch.tensor([logits]), guesses, threshold, alpha)
+    found = typical(torch.tensor(logits), guesses, threshold, alpha)
     likely = [token for token in guesses if law[token] > least]
     if found is None:
         assert not likely or max(law[token] for token in likely) == pytest.approx(least)

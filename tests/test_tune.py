@@ -18,7 +18,7 @@ from worlds import examples, fitting, texts, tokenizer
 
 from xtok import XTokAssisted, pair, tune, tune_draft
 from xtok.cli import app
-from xtok.drafts.projected import Projection, projection
+from xtok.drafts.projection import Projection, projection
 from xtok.encoding import encoder
 from xtok.errors import InvalidInputError
 from xtok.lessons import NOT_LEARNT, Written, batch, lessons

@@ -28,8 +28,9 @@ from xtok.drafts.merged import Drafts
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.lm import context_window, device_of, ids_read
-from xtok.loop import Run, decode
+from xtok.loop import Run, step
 from xtok.makers import KINDS, Draft, Maker, Task, as_list, check_drafts, of_heads, of_lookup, of_model
+from xtok.processors import warpers
 from xtok.prompts import Chat, is_chat, prompt_ids, reading
 from xtok.recurrent import cached_model
 from xtok.sources import Source, draft_model, target_model
@@ -170,8 +171,8 @@ class XTokAssisted:
 
     def _pieces(self, run: Run) -> Generator[str, None, Generation]:
         pieces = TextPieces(self._target.view, run.data)
-        for block in decode(run):
-            if piece := pieces.add(block):
+        while run.finish_reason is None:
+            if piece := pieces.add(step(run)):
                 yield piece
         bridge.stop_recording(run)
         if rest := pieces.rest():
@@ -265,7 +266,7 @@ class XTokAssisted:
                     processors=bridge.processors_of_row(processors, row) if len(input_ids) > 1 else processors,
                     criteria=bridge.copied(criteria) if len(input_ids) > 1 else criteria,
                     config=config,
-                    drafts=self._drafts(Task(bool(config.do_sample), end, bridge.warpers(processors), meter, prompt)),
+                    drafts=self._drafts(Task(bool(config.do_sample), end, warpers(processors), meter, prompt)),
                     budget=self._chains if self._rejects and config.do_sample else self._budget,
                     branches=not meter.chains_only,
                     deepest=context_window(self.model),

@@ -14,15 +14,8 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
@@ -32,15 +25,6 @@ from xtok.loop import Run, drain
 from xtok.noise import noise
 from xtok.trial import rolls_back
 
-_WARPERS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-)
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
 
@@ -177,14 +161,6 @@ def unpadded(ids: Tensor, inputs: Mapping[str, Any]) -> list[int]:
     mask = inputs.get("attention_mask")
     held: list[int] = (ids if mask is None or mask.shape != (1, *ids.shape) else ids[mask[0] != 0]).tolist()
     return held
-
-
-def warpers(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Those that shape a law by its probabilities alone, and so mean the same in any vocabulary.
-
-    Classes derived from them may keep a state or read ids, so they are the target's alone.
-    """
-    return LogitsProcessorList([processor for processor in processors if type(processor) in _WARPERS])
 
 
 def row_of_inputs(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from xtok.drafts import Drafter
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.heads import Heads, HeadsDrafter, HeadsGuesser
 from xtok.drafts.lookup import Lookup, PromptLookup
-from xtok.drafts.projected import ProjectedDrafter, Projection, projection, same_ids
+from xtok.drafts.projected import ProjectedDrafter
+from xtok.drafts.projection import Candidates, projection, same_ids
 from xtok.drafts.reader import DraftModel, IdReader, Reader
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.lm import device_of
@@ -101,23 +102,21 @@ def of_model(draft: DraftModel, tokenizer: Any, target: TargetModel, *, rejects:
     same = same_tokens(target.tokenizer, target.view, tokenizer, draft.encoder.view)
 
     @cache
-    def projected() -> Projection:
-        return same_ids(target.vocabulary, draft.vocabulary) if same else projection(target.view, draft.encoder.view)
+    def candidates(end: int | None) -> Candidates:
+        seen = same_ids(target.vocabulary, draft.vocabulary) if same else projection(target.view, draft.encoder.view)
+        return Candidates(seen, draft.vocabulary, target.keys.to(device_of(draft.model)), draft.ends, end)
 
     def make(task: Task) -> Drafter:
         model = draft if adapter is None or task.samples else adapter.draft
         reader = IdReader(model, task.meter) if same else Reader(model, task.meter, _own_prompt(tokenizer, task.prompt))
         if not same and not task.samples:
             return CrossTokenizerDrafter(model, reader, Continuation(target.encoder), task.end, task.meter)
-        end = None if same else task.end
         warpers = task.warpers if task.samples else LogitsProcessorList()
         return ProjectedDrafter(
             model,
             reader,
-            projected(),
+            candidates(None if same else task.end),
             target.view,
-            target.keys,
-            end,
             task.meter,
             warpers,
             shares=task.samples,

@@ -18,6 +18,7 @@ from xtok.tokenbytes import TokenBytes
 PICK, GUESS, ACCEPT = range(3)
 """What noise is for. Each has noise of its own."""
 
+_NARROW = 2.0**-64 - 2.0**-88
 _HALF, _SCALE = torch.tensor(0.5, dtype=torch.float64), 2.0**-64 - 2.0**-114
 _MASK = (1 << 64) - 1
 _MULTIPLIERS = tuple(m - (1 << 64) for m in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64's, as signed numbers
@@ -74,27 +75,48 @@ def control_key(token: int) -> int:
 
 def gumbel(keys: Tensor, state: int) -> Tensor:
     """Standard Gumbel noise in float64, one per key: -log of the exponential noise."""
-    return exponential(keys, state).log_().neg_()
+    return gumbel_of(mixed(keys, state))
 
 
-def exponential(keys: Tensor, state: int | Sequence[int]) -> Tensor:
-    """Exponential noise of rate 1 in float64, one per key: -log(u); of several states, a row each."""
+def gumbel_of(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise by its bits, which it rises with."""
+    return _scaled(bits).log_().neg_().log_().neg_()
+
+
+def exponential(keys: Tensor, state: int | Tensor) -> Tensor:
+    """Exponential noise of rate 1 in float64, one per key: -log(u). `state` is as for `mixed`."""
     return uniform(keys, state).log_().neg_()
 
 
-def uniform(keys: Tensor, state: int | Sequence[int]) -> Tensor:
-    """Numbers strictly between 0 and 1 in float64, one per key, the same bits on every device; of several states, a row each.
+def near_exponential(keys: Tensor, state: int | Tensor) -> Tensor:
+    """`exponential` in float32, sooner: near enough for guesses."""
+    return mixed(keys, state).float().mul_(_NARROW).sub_(0.5).log1p_().neg_()
 
-    Two multiplications with an xor-shift between them, in the manner of splitmix64, give 64 bits (a bijection of the key); read
-    as a signed number, they are scaled to 2**-51 … 1 - 2**-51.
+
+def uniform(keys: Tensor, state: int | Tensor) -> Tensor:
+    """Numbers strictly between 0 and 1 in float64, one per key, the same bits on every device. `state` is as for `mixed`."""
+    return _scaled(mixed(keys, state))
+
+
+def mixed(keys: Tensor, state: int | Tensor) -> Tensor:
+    """64 random bits per key, as signed numbers. `state`: one, or a tensor of them (`states_of`) that fits the keys' shape.
+
+    Two multiplications with an xor-shift between them, in the manner of splitmix64: a bijection of the key.
     """
-    if isinstance(state, int):
-        bits = keys ^ _signed(state)
-    else:
-        bits = keys ^ torch.tensor([[_signed(one)] for one in state], device=keys.device)
+    bits = keys ^ (_signed(state) if isinstance(state, int) else state)
     bits *= _MULTIPLIERS[0]
-    bits ^= (bits >> 32) & 0xFFFFFFFF
+    bits ^= (bits >> 32).bitwise_and_(0xFFFFFFFF)
     bits *= _MULTIPLIERS[1]
+    return bits
+
+
+def states_of(states: Sequence[int], device: torch.device) -> Tensor:
+    """Several states, (states, 1), for a row of keys each."""
+    return torch.tensor([[_signed(state)] for state in states], device=device)
+
+
+def _scaled(bits: Tensor) -> Tensor:
+    """Signed numbers of 64 bits scaled to 2**-51 … 1 - 2**-51."""
     return torch.add(_HALF.to(bits.device), bits, alpha=_SCALE)
 
 

@@ -1,77 +1,163 @@
-"""The target's pick: its own next token from its own logits on the committed prefix."""
+"""The target's pick: its own next token from its own logits on the committed prefix.
 
-from collections.abc import Callable, Sequence
-from math import exp
+At a real vocabulary, noise for all ids and a sort of all scores would cost more than all else about a pick. So a draw is looked
+for from the front: noise that can't win isn't computed, and what cuts a law is asked of the draws alone.
+"""
+
+from collections.abc import Sequence
+from math import exp, isinf, log
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.errors import InvalidInputError
+from xtok.largest import largest
+from xtok.noise import gumbel, gumbel_of, mixed
+from xtok.processors import CUTS
+from xtok.tree import Law
+
+_AHEAD = (4, 64)
+"""How many of the best are looked at for one that top-p leaves."""
+_NEAR = 1e-3
+"""Nearer than that to a cut, transformers' own cut decides. Rounding moves it by less."""
+_BLOCK, _BLOCKS = 32, 128
+"""Long scores race in blocks of 32, of which 128 nearly always hold the best two."""
+_ROUNDED = 1e-9
+"""A bound on noise is off by rounding, by less than this."""
 
 
-def process(ids: Tensor, logits: Tensor, processors: LogitsProcessorList) -> Tensor:
+def process(ids: Tensor, logits: Tensor, processors: Sequence[Any]) -> Tensor:
     """Scores of shape (1, vocabulary) in float32, as transformers' own loop computes them.
 
     `ids` is the committed prefix, (1, length). Processors run once per committed token and in order, so those that keep a state
     (grammars, guidance, watermarks) see just what they would see without a draft.
     """
-    scores: Tensor = processors(ids, logits)
+    scores: Tensor = LogitsProcessorList(processors)(ids, logits)
     return scores
 
 
-def best(scores: Tensor) -> int:
-    """The greedy pick."""
-    return int(scores.argmax(dim=-1))
+class Draw(NamedTuple):
+    """A draw, and by how much it beat the next one before any cut, a float64 tensor."""
+
+    token: int
+    margin: Tensor
 
 
-def noisy(scores: Tensor, gumbel: Callable[[Tensor], Tensor]) -> Tensor:
-    """`scores + gumbel(ids)` in float64, (1, vocabulary): the best of them is a draw from softmax(scores).
+def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> Draw | None:
+    """A draw from softmax(scores) as `cuts` leave it: the best of scores + Gumbel noise that is left (Gumbel-max).
 
-    `scores`: (1, vocabulary). `gumbel` gives ids their noise; it is asked only for those that the processors left. The
-    normaliser of the softmax is the same for all ids and so is left out. Raises `InvalidInputError` where nothing is left, and
-    where a score is NaN or infinite, which is no law to draw from.
+    `scores`: (vocabulary,). `keys`: those of the ids for noise, as many. `cuts`: those that `processors.known_cuts` finds.
+    Law: the draw is that of `draw(cut scores, keys, state)`, or None, where it stands so near a cut that rounding decides.
+    Raises `InvalidInputError` where nothing is left, and where a score is NaN or infinite, which is no law to draw from.
     """
-    if not bool(scores.max() < torch.inf):
+    _check(best := float(scores.max()))
+    top_k, top_p, min_p = (next((cut for cut in cuts if type(cut) is kind), None) for kind in CUTS)
+    places = None if top_k is None else _top(scores, top_k.top_k)
+    whole = scores if places is None else scores[places]
+    least = best + log(min_p.min_p) if min_p is not None and min_p.min_p else -torch.inf
+    if least > -torch.inf:
+        likely = (whole > least - _NEAR).nonzero()[:, 0]
+        places = likely if places is None else places[likely]
+    among, keys = (scores, keys) if places is None else (scores[places], keys[places])
+    law = None if top_p is None else whole.softmax(dim=-1)
+    for count in (2,) if law is None else _AHEAD:
+        values, order = race(among, keys, state, count)
+        for place, score in zip(order.tolist(), among[order].tolist(), strict=True):
+            left = True if law is None or top_p is None else _within(whole, law, score, top_p.top_p)
+            if left is None or score < least + _NEAR:
+                return None
+            if left:
+                return Draw(place if places is None else int(places[place]), values[0] - values[:2][-1])
+    return None
+
+
+def _within(scores: Tensor, law: Tensor, score: float, mass: float) -> bool | None:
+    """Whether top-p leaves all ids of that score; None where it leaves some of them, or is too near to tell."""
+    least = float(law.max()) * exp(score - float(scores.max()))  # of the ids that have it, one comes last
+    if float(law @ (scores >= score).to(law.dtype)) - least < mass - _NEAR:
+        return True
+    return False if float(law @ (scores > score).to(law.dtype)) > mass + _NEAR else None
+
+
+def _top(scores: Tensor, count: int) -> Tensor:
+    """Where the `count` largest stand, and all that equal the least of them."""
+    values, places = (found[0] for found in largest(scores[None], count + 1))
+    if len(values) <= count or bool(values[count] < values[count - 1]):
+        return places[:count]
+    return (scores >= values[count - 1]).nonzero()[:, 0]
+
+
+def _check(best: float) -> None:
+    if not best < torch.inf:
         raise InvalidInputError(
             "The scores to draw from hold NaN or infinity. A higher temperature or precision may mend that."
         )
-    left = (scores[0] > -torch.inf).nonzero()[:, 0]
-    if not len(left):
+    if isinf(best):
         raise InvalidInputError("The logits processors left no token to draw. Let them allow at least one.")
-    found = torch.full_like(scores, -torch.inf, dtype=torch.float64)
-    found[0, left] = scores[0, left].double() + gumbel(left)
-    return found
+
+
+def race(scores: Tensor, keys: Tensor, state: int, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best of `scores + gumbel(keys, state)` in float64, falling, and their places; of fewer, all.
+
+    Long scores race in blocks, first by the best score of each and its highest noise together, which no score in it exceeds;
+    the blocks that could hold one of the best are looked at score by score.
+    """
+    return _race(scores, keys, state, count, _BLOCKS)
+
+
+def _race(scores: Tensor, keys: Tensor, state: int, count: int, most: int) -> tuple[Tensor, Tensor]:
+    blocks = len(scores) // _BLOCK
+    if blocks <= most:
+        found = (scores.double() + gumbel(keys, state)).topk(min(count, len(scores)))
+        return found.values, found.indices
+    bits = mixed(keys, state)  # block b holds the places b, b + blocks, b + 2 * blocks, …
+    noise, score = (values[: _BLOCK * blocks].view(_BLOCK, blocks).amax(dim=0) for values in (bits, scores))
+    bound = (score.double() + gumbel_of(noise) + _ROUNDED).topk(most + 1)
+    steps = torch.arange(_BLOCK, device=scores.device)[:, None] * blocks
+    rest = torch.arange(_BLOCK * blocks, len(scores), device=scores.device)
+    places = torch.cat([(bound.indices[:-1] + steps).flatten(), rest])
+    found = (scores[places].double() + gumbel_of(bits[places])).topk(count)
+    if bool(found.values[-1] < bound.values[-1]):
+        return _race(scores, keys, state, count, 4 * most)
+    return found.values, places[found.indices]
 
 
 def margin(scores: Tensor) -> Tensor:
     """By how much the best of each row exceeds the second, the least of all rows. `scores`: (rows, vocabulary)."""
-    best_two = scores.topk(min(2, scores.shape[-1]), dim=-1).values
+    best_two, _ = largest(scores, 2)
     return (best_two[:, 0] - best_two[:, -1]).double().min()
 
 
-def accepts(scores: Tensor, law: Tensor, guess: int, uniform: float) -> bool:
+def accepts(scores: Tensor, law: Law, guess: int, uniform: float) -> bool:
     """Speculative sampling's test (Leviathan et al. 2023, Chen et al. 2023): true with probability min(1, p / q) of `guess`.
 
-    p is softmax(scores), (1, vocabulary); q is `law`, (vocabulary,) in float64, from which `guess` was drawn.
+    p is softmax(scores), (vocabulary,); q is `law`, from which `guess` was drawn.
     """
-    probability = scores[0].double().softmax(dim=-1)[guess]
-    return bool(uniform * law[guess] < probability)
+    given = float(law.probabilities[law.ids == guess].sum())
+    return uniform * given < exp(float(scores[guess]) - float(scores.double().logsumexp(dim=-1)))
+
+
+def residual(scores: Tensor, law: Law) -> Tensor:
+    """Scores in float64 whose softmax is the positive part of p - q, normalised: what is drawn from after a rejection.
+
+    p is softmax(scores), (vocabulary,), and q is `law`. Where nothing is left, p itself.
+    """
+    wide = scores.double()
+    whole = wide.logsumexp(dim=-1)
+    rest = (wide[law.ids] - whole).exp() - law.probabilities
+    found = wide.index_copy(0, law.ids, rest.clamp(min=0).log() + whole)
+    return found if bool(found.max() > -torch.inf) else scores
 
 
 def typical(scores: Tensor, guesses: Sequence[int], threshold: float, alpha: float) -> int | None:
-    """The likeliest of some guesses that are typical of softmax(scores), (1, vocabulary); None where none is.
+    """The likeliest of some guesses that are typical of softmax(scores), (vocabulary,); None where none is.
 
     Lossy: what comes of it are no draws from that law. (Medusa's typical acceptance, Cai et al. 2024, arXiv 2401.10774: a guess
     is typical where its probability is above min(threshold, alpha * exp(-entropy of the law)).)
     """
-    law = scores[0].double().softmax(dim=-1)
+    law = scores.double().softmax(dim=-1)
     entropy = float(torch.special.entr(law).sum())
     likely = [token for token in guesses if law[token] > min(threshold, alpha * exp(-entropy))]
     return max(likely, key=lambda token: float(law[token]), default=None)
-
-
-def residual(scores: Tensor, law: Tensor) -> Tensor:
-    """Scores whose softmax is the positive part of p - q, normalised: what is drawn from where a guess was not accepted."""
-    rest = (scores.double().softmax(dim=-1) - law).clamp_(min=0)
-    return rest.log() if bool(rest.any()) else scores

@@ -2,10 +2,18 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from xtok.errors import InvalidInputError
+
+
+class Law(NamedTuple):
+    """What an id was drawn from: ids of the target, int64, each once, and their probabilities, float64."""
+
+    ids: Tensor
+    probabilities: Tensor
 
 
 @dataclass(frozen=True)
@@ -14,14 +22,13 @@ class Tree:
 
     `guess` holds the bytes that the drafter holds for likeliest; it is for measuring alone.
     `masses`: how probable a drafter thinks it that the target's picks pass through each node; empty where it doesn't say.
-    `laws`, of a chain whose ids were drawn at random: for each node the probabilities, (target's vocabulary,) in float64, from
-    which it was drawn.
+    `laws`, of a chain whose ids were drawn at random: what each node was drawn from.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     guess: bytes = b""
-    laws: tuple[Tensor, ...] = ()
+    laws: tuple[Law, ...] = ()
     masses: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -99,7 +106,7 @@ class Tree:
         return max(children, key=lambda i: self.masses[i] if self.masses else 0.0, default=None)
 
 
-def chain(tokens: Iterable[int], guess: bytes = b"", laws: Sequence[Tensor] = (), masses: Sequence[float] = ()) -> Tree:
+def chain(tokens: Iterable[int], guess: bytes = b"", laws: Sequence[Law] = (), masses: Sequence[float] = ()) -> Tree:
     """A tree without branches."""
     tokens = tuple(tokens)
     return Tree(tokens, tuple(range(-1, len(tokens) - 1)), guess, tuple(laws), tuple(masses))

@@ -7,13 +7,21 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from xtok.budget import Budget
 from xtok.drafts import Context
+from xtok.largest import largest
+from xtok.noise import PICK, near_exponential, states_of
 from xtok.tree import Tree, Trie
 
 CHILDREN = 8
 """How many continuations of a guess are looked at."""
+_SMALL = 8192
+"""Vocabularies up to this size are looked at as a whole."""
+_SEEN, _LEAST, _MOST = 1024, 64, 256
+"""Of larger ones so many ids are looked at in all rows of a forward together, and in one row at least and at most."""
 SHARPNESS = 1 / 0.6
 """A law's best token is the target's best more often than it would be drawn: measured best among 0.5 to 1.25 for the 0.6."""
 
@@ -49,11 +57,31 @@ class IdPath(Path):
     controls: int = 0
 
 
-def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int) -> list[int]:
+def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | None, Tensor]:
+    """The ids that matter in each row and their probabilities in float32, as warpers leave them: (rows, ids) twice.
+
+    None for all ids. Of large vocabularies and of laws that are cut they are some of the likeliest, falling: a guess may be
+    approximate, and to look at a whole vocabulary in every row would cost more than the draft's forward.
+    """
+    ids, values = None, logits
+    if logits.shape[1] > _SMALL or any(type(one) is not TemperatureLogitsWarper for one in warpers):
+        values, ids = largest(logits, max(_LEAST, min(_MOST, _SEEN // len(logits))))
+    return ids, warpers(ids, values.float()).softmax(dim=-1)
+
+
+def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int = PICK) -> list[int]:
     """The states of the target's noise behind each guess."""
     assert context.noise is not None
     offset, at = len(context.data) - context.prompt_size, context.noise.at
     return [at(offset + len(guess.written), context.controls + guess.controls, purpose) for guess in guesses]
+
+
+def noise_behind(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> Tensor:
+    """The target's exponential noise behind each guess, (guesses, ids). `keys`: of the ids, as many or a row for each guess.
+
+    A mass over it is exp(log(mass) + Gumbel noise), so the greatest is the draw where the masses are the target's law.
+    """
+    return near_exponential(keys, states_of(noise_states(context, guesses), keys.device))
 
 
 def check_numbers(logits: Tensor, probabilities: Sequence[Sequence[float]]) -> None:

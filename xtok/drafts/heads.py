@@ -16,9 +16,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.budget import Budget
 from xtok.drafts import Context
-from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, noise_states, tree_of
+from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, tree_of
 from xtok.errors import InvalidInputError
-from xtok.noise import PICK, exponential
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
 from xtok.tree import Tree
@@ -150,31 +149,30 @@ class HeadsGuesser:
             return Tree()
         with self._meter.drafting():
             laws = self._laws(context.hidden)
-            first = self._children(context, laws, [_Ids(1.0, -1, b"", deepest=len(laws))])[0]
+            first = self._children(context, laws, [_Ids(1.0, -1, b"", deepest=len(laws[0]))])[0]
         found = grown(first, budget, lambda front: self._expanded(context, laws, front))
         return tree_of(found, budget)
 
-    def _laws(self, hidden: Tensor) -> Tensor:
-        """What each head says, (heads, vocabulary)."""
+    def _laws(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What each head says: ids and their probabilities, (heads, ids) twice."""
         logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
-        shaped = self._warpers(torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device), logits.float())
-        laws: Tensor = shaped.softmax(dim=-1).to(self._keys.device)
-        return laws
+        ids, law = likeliest(logits.to(self._keys.device), self._warpers)
+        check_numbers(logits, law.tolist())
+        return torch.arange(law.shape[1], device=law.device).expand(len(law), -1) if ids is None else ids, law
 
-    def _expanded(self, context: Context, laws: Tensor, front: Sequence[_Ids]) -> list[list[_Ids]]:
+    def _expanded(self, context: Context, laws: tuple[Tensor, Tensor], front: Sequence[_Ids]) -> list[list[_Ids]]:
         with self._meter.drafting():
             return self._children(context, laws, front)
 
-    def _children(self, context: Context, laws: Tensor, front: Sequence[_Ids]) -> list[list[_Ids]]:
+    def _children(self, context: Context, laws: tuple[Tensor, Tensor], front: Sequence[_Ids]) -> list[list[_Ids]]:
         """The likeliest ids behind each guess, by the law of the next head and the noise there."""
-        own = laws[[len(guess.ids) for guess in front]]
+        heads = [len(guess.ids) for guess in front]
+        ids, own = (part[heads] for part in laws)
         if context.noise is not None:
-            own = own / exponential(self._keys, noise_states(context, front, PICK))
+            own = own / noise_behind(context, front, self._keys[ids])
             own /= own.sum(dim=-1, keepdim=True)
         top = own.topk(min(CHILDREN, own.shape[-1]))
-        probabilities = top.values.tolist()
-        check_numbers(laws, probabilities)
-        values = zip(front, probabilities, top.indices.tolist(), strict=True)
+        values = zip(front, top.values.tolist(), ids.gather(1, top.indices).tolist(), strict=True)
         return [
             [self._child(context, guess, *pair) for pair in zip(ps, tokens, strict=True) if pair[0] > 0]
             for guess, ps, tokens in values

@@ -1,6 +1,7 @@
 """A draft model that guesses the target's ids, step by step, from its own law as the target's vocabulary has it."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -9,61 +10,17 @@ from transformers import LogitsProcessorList
 
 from xtok.budget import Budget
 from xtok.drafts import Context
-from xtok.drafts.growth import CHILDREN, SHARPNESS, IdPath, check_numbers, grown, noise_states, tree_of
+from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, noise_states, tree_of
+from xtok.drafts.projection import Candidates
 from xtok.drafts.reader import DraftModel, Reader
-from xtok.lm import device_of
-from xtok.noise import GUESS, PICK, exponential
+from xtok.noise import GUESS
+from xtok.pick import race
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
-from xtok.tree import Tree, chain
+from xtok.tree import Law, Tree, chain
 
 _PENDING = 3
 """The bytes of an unfinished character, at most."""
-
-
-_SPANNING = 0.05
-"""The share of a draft token's probability that an id is given which goes on behind it, for want of a look at what follows."""
-
-
-@dataclass(frozen=True)
-class Projection:
-    """The draft's ids seen from the target's vocabulary, by bytes: what each begins with, as far as the target can tell.
-
-    Of equal length: id `own[i]` of the draft, int64, gives `weights[i]` of its probability, float64, to id `theirs[i]` of the
-    target, int64. That is the first id of the longest spelling that the draft's token begins with; and an id that no token of
-    the draft begins with has a share of the longest token that it begins with.
-    """
-
-    own: Tensor
-    theirs: Tensor
-    weights: Tensor
-
-
-def same_ids(target: int, draft: int) -> Projection:
-    """The projection between vocabularies of such sizes in which each id is itself."""
-    ids = torch.arange(min(target, draft))
-    return Projection(ids, ids, torch.ones(len(ids), dtype=torch.float64))
-
-
-def projection(target: TokenBytes, draft: TokenBytes) -> Projection:
-    """What each of the draft's tokens begins with in the target's vocabulary; tokens that spell nothing are left out."""
-    theirs, own = _first_ids(target), _first_ids(draft)
-    begun = [(token, _longest_beginning(piece, theirs)) for token, piece in enumerate(draft.table) if piece]
-    pairs = [(token, other, 1.0) for token, other in begun if other is not None]
-    known = {other for _, other, _ in pairs}
-    spanning = [(_longest_beginning(piece, own), other) for piece, other in theirs.items() if other not in known]
-    pairs += [(token, other, _SPANNING) for token, other in spanning if token is not None]
-    ids = torch.tensor([pair[:2] for pair in pairs], dtype=torch.int64).reshape(-1, 2).T.contiguous()
-    return Projection(ids[0], ids[1], torch.tensor([weight for _, _, weight in pairs], dtype=torch.float64))
-
-
-def _first_ids(view: TokenBytes) -> dict[bytes, int]:
-    """The first id of each spelling."""
-    return {piece: token for token, piece in reversed(list(enumerate(view.table))) if piece}
-
-
-def _longest_beginning(piece: bytes, ids: dict[bytes, int]) -> int | None:
-    return next((ids[piece[:size]] for size in range(len(piece), 0, -1) if piece[:size] in ids), None)
 
 
 @dataclass
@@ -71,13 +28,12 @@ class _Draw(IdPath):
     """A guess in the target's ids.
 
     `own`: the draft's ids for the last of them. `size`: how many of its own the draft has read when it has read those.
-    `laws`: what each was drawn from, (target's vocabulary,) in float64, where draws
-    are judged by that.
+    `laws`: what each was drawn from, where draws are judged by that.
     """
 
     own: tuple[int, ...] = ()
     size: int = 0
-    laws: tuple[Tensor, ...] = ()
+    laws: tuple[Law, ...] = ()
 
     @property
     def is_open(self) -> bool:
@@ -99,19 +55,15 @@ class ProjectedDrafter:
         self,
         draft: DraftModel,
         reader: Reader,
-        projected: Projection,
+        candidates: Candidates,
         target: TokenBytes,
-        keys: Tensor,
-        target_end: int | None,
         meter: Meter,
         warpers: LogitsProcessorList,
         *,
         independent: bool,
         shares: bool = True,
     ) -> None:
-        """`shares`: whether it looks at the target's noise, if there is any. `keys` are those of the target's ids,
-        (vocabulary,). The draft's ends of text become `target_end`.
-        """
+        """`shares`: whether it looks at the target's noise, if there is any."""
         self._draft = draft
         self._reader = reader
         self._target = target
@@ -120,13 +72,7 @@ class ProjectedDrafter:
         self._independent = independent
         self._shares = shares
         self._failure: Exception | None = None
-        ends = torch.tensor([] if target_end is None else sorted(draft.ends), dtype=torch.int64)
-        own, theirs = torch.cat([projected.own, ends]), torch.cat([projected.theirs, torch.full_like(ends, target_end or 0)])
-        weights = torch.cat([projected.weights, torch.ones(len(ends), dtype=torch.float64)])
-        held = (own < draft.vocabulary) & (theirs < len(keys))
-        device = device_of(draft.model)
-        self._keys = keys.to(device)
-        self._own, self._theirs, self._weights = own[held].to(device), theirs[held].to(device), weights[held].to(device)
+        self._candidates = candidates
 
     @torch.no_grad()
     def propose(self, context: Context, budget: Budget) -> Tree:
@@ -183,18 +129,33 @@ class ProjectedDrafter:
 
     def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> list[list[_Draw]]:
         """The likeliest ids behind each guess, by the law and the noise there. Nothing behind laws of nothing."""
-        laws = self._laws(logits)
-        races = laws**SHARPNESS if context.noise is None or not self._shares else laws / self._exponential(context, draws)
-        top = (races / races.sum(dim=-1, keepdim=True)).topk(1 if chained else CHILDREN)
-        probabilities = top.values.tolist()
-        check_numbers(logits, probabilities)
-        values = zip(draws, laws, probabilities, top.indices.tolist(), strict=True)
+        ids, law = likeliest(logits, self._warpers)
+        if self._independent:
+            check_numbers(logits, law[:, :1].tolist())
+            return [self._drawn(context, draws[0], self._candidates.law(None if ids is None else ids[0], law[0]))]
+        noise = partial(self._noise, context, draws) if context.noise is not None and self._shares else None
+        found = self._candidates.raced(ids, law, noise)
+        check_numbers(logits, [[mass for _, mass in row] for row in found])
         return [
-            [self._child(context, draw, law, mass, token) for mass, token in zip(masses, tokens, strict=True) if mass > 0]
-            for draw, law, masses, tokens in values
+            [self._child(context, draw, *one) for one in row[: 1 if chained else CHILDREN] if one[1] > 0]
+            for draw, row in zip(draws, found, strict=True)
         ]
 
-    def _child(self, context: Context, draw: _Draw, law: Tensor, mass: float, token: int) -> _Draw:
+    def _noise(self, context: Context, draws: list[_Draw], keys: Tensor) -> Tensor:
+        with self._meter.timing("noise"):
+            return noise_behind(context, draws, keys)
+
+    def _drawn(self, context: Context, draw: _Draw, law: Law) -> list[_Draw]:
+        """The guess that is drawn from a law; none of a law of nothing."""
+        if not len(law.ids):
+            return []
+        (state,) = noise_states(context, [draw], GUESS)
+        with self._meter.timing("noise"):
+            _, places = race(law.probabilities.log(), self._candidates.keys[law.ids], state, 1)
+        child = self._child(context, draw, int(law.ids[places[0]]), float(law.probabilities[places[0]]))
+        return [replace(child, laws=(*draw.laws, law))]
+
+    def _child(self, context: Context, draw: _Draw, token: int, mass: float) -> _Draw:
         piece = self._target.to_bytes([token], before=draw.written or context.data)
         own = self._reader.reads(token, piece)
         held = own if self._reader.holds(draw.size + len(own)) else ()
@@ -207,25 +168,9 @@ class ProjectedDrafter:
             own=tuple(held),
             size=draw.size + len(own),
             controls=draw.controls + (not piece),
-            laws=(*draw.laws, law) if self._independent else (),
         )
 
     @staticmethod
     def _chain(draws: list[_Draw]) -> Tree:
         """The longest guess, with its laws."""
         return chain(draws[-1].ids, draws[-1].written, draws[-1].laws) if draws else Tree()
-
-    def _laws(self, logits: Tensor) -> Tensor:
-        """The probabilities of the next id over the target's vocabulary, row by row; nan where they share nothing likely."""
-        probabilities = self._warpers(self._own[None], logits.float()).double().softmax(dim=-1)
-        laws = torch.zeros(len(logits), len(self._keys), dtype=torch.float64, device=logits.device)
-        laws.index_add_(1, self._theirs, probabilities[:, self._own] * self._weights)
-        return laws / laws.sum(dim=-1, keepdim=True)
-
-    def _exponential(self, context: Context, draws: list[_Draw]) -> Tensor:
-        """Exponential noise of the target's ids behind each guess, of which the Gumbel noise is -log.
-
-        An id's law over it is exp(log(law) + Gumbel noise), so the greatest is the draw, and a sum over all ids normalises.
-        """
-        with self._meter.timing("noise"):
-            return exponential(self._keys, noise_states(context, draws, GUESS if self._independent else PICK))

@@ -61,6 +61,7 @@ class Reader:
         self._ids = list(draft.lead if prompt is None else prompt)
         self._start = self._held = 0  # the cache holds `_held` ids from `_start` on, as far as they are read alike
         self._lm = cached_model(draft.model, new_cache(draft.model), snapshots=_SNAPSHOTS)
+        self._spelled: dict[bytes, list[int] | None] = {}
 
     @property
     def size(self) -> int:
@@ -99,6 +100,11 @@ class Reader:
 
     def spelled(self, piece: bytes) -> list[int] | None:
         """The draft's ids for some bytes: one that spells them, else those of its tokenizer, else one for each byte."""
+        if piece not in self._spelled:
+            self._spelled[piece] = self._spell(piece)
+        return self._spelled[piece]
+
+    def _spell(self, piece: bytes) -> list[int] | None:
         if (one := self._one(piece)) is not None:
             return [one]
         try:

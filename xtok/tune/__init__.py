@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
-from xtok.drafts.projected import projection
+from xtok.drafts.projection import projection
 from xtok.errors import InvalidInputError
 from xtok.lessons import lessons
 from xtok.sources import Source, draft_model, load

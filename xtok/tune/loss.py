@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from xtok.drafts.projected import Projection
+from xtok.drafts.projection import Projection
 from xtok.lessons import NOT_LEARNT
 
 _HARD = 0.5

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from xtok.adapt import with_lora
-from xtok.drafts.projected import Projection
+from xtok.drafts.projection import Projection
 from xtok.lessons import Lesson, batch
 from xtok.tune.loss import guessing_loss
 

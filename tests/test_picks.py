@@ -1,0 +1,131 @@
+"""Picks from long rows: what is looked for from the front is what a sort of everything gives."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TypicalLogitsWarper,
+)
+from worlds import examples
+
+from xtok.errors import InvalidInputError
+from xtok.largest import best, largest
+from xtok.noise import gumbel, noise
+from xtok.pick import draw, race
+from xtok.processors import known_cuts, stretch
+
+SIZES = st.sampled_from([1, 2, 7, 4096, 4097, 5000, 8192, 20011, 48586])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
+
+
+def scores_of(seed: int, rows: int, size: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def keys_of(seed: int, size: int) -> torch.Tensor:
+    return torch.randint(-(2**62), 2**62, (size,), generator=torch.Generator().manual_seed(seed))
+
+
+@examples(60)
+@given(st.integers(0, 99), st.integers(1, 4), SIZES, st.sampled_from([1, 2, 8, 64, 300]), DTYPES)
+def test_the_largest_are_those_of_topk(seed: int, rows: int, size: int, count: int, dtype: torch.dtype) -> None:
+    scores = scores_of(seed, rows, size).to(dtype)
+    values, places = largest(scores, count)
+    assert torch.equal(values, scores.topk(min(count, size)).values)
+    assert torch.equal(scores.gather(1, places), values)
+    assert all(len(set(row)) == len(row) for row in places.tolist())
+
+
+@examples(60)
+@given(st.integers(0, 99), st.integers(1, 4), SIZES, DTYPES, st.booleans())
+def test_the_best_is_that_of_argmax_and_the_first_of_equal_ones(
+    seed: int, rows: int, size: int, dtype: torch.dtype, broken: bool
+) -> None:
+    scores = scores_of(seed, rows, size, spread=0.7).round().to(dtype)
+    if broken:
+        scores[0, size // 2 :] = torch.nan
+    assert torch.equal(best(scores), scores.argmax(dim=-1))
+
+
+@examples(60)
+@given(st.integers(0, 99), SIZES, st.sampled_from([0.1, 1.0, 3.0, 8.0]), st.sampled_from([1, 2, 4, 64]), st.booleans())
+def test_a_race_ends_as_a_sort_of_all_scores_with_their_noise(
+    seed: int, size: int, spread: float, count: int, banned: bool
+) -> None:
+    scores, keys = scores_of(seed, 1, size, spread)[0], keys_of(seed, size)
+    if banned:
+        scores[: size - size // 3] = -torch.inf
+    state = noise(seed, 0, b"").at(3, 0)
+    sums = scores.double() + gumbel(keys, state)
+    values, places = race(scores, keys, state, count)
+    assert torch.equal(values, sums.topk(min(count, size)).values)
+    assert torch.equal(sums[places], values)
+
+
+CUTS = st.tuples(
+    st.lists(st.sampled_from([1, 3, 50, 10**6]).map(TopKLogitsWarper), max_size=1),
+    st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]).map(TopPLogitsWarper), max_size=1),
+    st.lists(st.sampled_from([0.0, 0.05, 1.0]).map(MinPLogitsWarper), max_size=1),
+).map(lambda given: [one for some in given for one in some])
+
+
+@examples(100)
+@given(st.integers(0, 999), SIZES, st.sampled_from([0.0, 0.5, 2.0, 6.0]), CUTS, st.booleans())
+@example(0, 48586, 0.5, [TopPLogitsWarper(0.5)], False)  # more ids than are looked at fail the cut
+@example(0, 7, 0.0, [TopPLogitsWarper(0.1)], False)  # the cut parts equal scores
+def test_what_cuts_a_law_may_be_asked_of_the_draw_alone(
+    seed: int, size: int, spread: float, cuts: list[LogitsProcessor], tied: bool
+) -> None:
+    scores, keys = scores_of(seed, 1, size, spread), keys_of(seed, size)
+    scores = (scores * 2).round() / 2 if tied else scores
+    state = noise(seed, 0, b"").at(3, 0)
+    cut = LogitsProcessorList(cuts)(torch.zeros(1, 1, dtype=torch.int64), scores)
+    expected = draw(cut[0], keys, state)
+    assert expected is not None
+    found = draw(scores[0], keys, state, cuts)
+    assert found is None or found.token == expected.token
+
+
+def test_a_draw_is_seldom_left_to_transformers_cut() -> None:
+    scores, keys = scores_of(0, 1, 48586)[0], keys_of(0, 48586)
+    for cuts in ([TopPLogitsWarper(0.9)], [TopKLogitsWarper(50), TopPLogitsWarper(0.9)], [MinPLogitsWarper(0.05)]):
+        assert sum(draw(scores, keys, seed, cuts) is None for seed in range(100)) < 5
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("size", [10, 48586])
+def test_scores_that_are_no_law_are_refused(wrong: float, size: int) -> None:
+    scores = scores_of(0, 1, size)[0]
+    scores[size // 2] = wrong
+    with pytest.raises(InvalidInputError, match="NaN or infinity"):
+        draw(scores, keys_of(0, size), 1, [MinPLogitsWarper(0.1)])
+    with pytest.raises(InvalidInputError, match="left no token"):
+        draw(torch.full((size,), -torch.inf), keys_of(0, size), 1)
+
+
+class Own(TopPLogitsWarper):
+    """Who knows what it does."""
+
+
+def test_cuts_are_known_by_their_very_kinds_at_the_end_and_in_the_usual_order() -> None:
+    top_k, top_p, min_p = TopKLogitsWarper(5), TopPLogitsWarper(0.9), MinPLogitsWarper(0.1)
+    assert known_cuts([TemperatureLogitsWarper(0.5), top_k, top_p, min_p]) == 3
+    assert known_cuts([top_p, top_k]) == 1
+    assert known_cuts([top_p, TypicalLogitsWarper(0.9)]) == 0
+    assert known_cuts([Own(0.9)]) == 0
+    assert known_cuts([TopPLogitsWarper(0.9, min_tokens_to_keep=2)]) == 0
+    assert known_cuts([TopPLogitsWarper(0.9, filter_value=-1e4)]) == 0
+    assert known_cuts([]) == 0
+
+
+def test_margins_are_measured_in_logits_where_processors_can_be_seen_through() -> None:
+    assert stretch([]) == 1
+    assert stretch([TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.25)]) == pytest.approx(2.5)
+    assert stretch([NoBadWordsLogitsProcessor([[3]])]) == 1
+    assert stretch([TopKLogitsWarper(5)]) is None
+    assert stretch([Own(0.9)]) is None

@@ -1,0 +1,137 @@
+"""The draft's ids seen from the target's vocabulary, by bytes, and how what they stand for races under noise."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xtok.drafts.growth import CHILDREN, SHARPNESS
+from xtok.largest import largest
+from xtok.tokenbytes import TokenBytes
+from xtok.tree import Law
+
+_SPANNING = 0.05
+"""The share of a draft token's probability that an id is given which goes on behind it, for want of a look at what follows."""
+_RACING, _CONTINUED = 32, 64
+"""Among how many of the draft's ids the best are looked for, and behind how many of them longer ones."""
+_IDS = 8
+"""How many ids of the target are looked at for one of the draft's: the weightiest, and of equal ones the first."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The draft's ids seen from the target's vocabulary, by bytes: what each begins with, as far as the target can tell.
+
+    Of equal length: id `own[i]` of the draft, int64, gives `weights[i]` of its probability, float64, to id `theirs[i]` of the
+    target, int64. That is the first id of the longest spelling that the draft's token begins with; and an id that no token of
+    the draft begins with has a share of the longest token that it begins with.
+    """
+
+    own: Tensor
+    theirs: Tensor
+    weights: Tensor
+
+
+def same_ids(target: int, draft: int) -> Projection:
+    """The projection between vocabularies of such sizes in which each id is itself."""
+    ids = torch.arange(min(target, draft))
+    return Projection(ids, ids, torch.ones(len(ids), dtype=torch.float64))
+
+
+def projection(target: TokenBytes, draft: TokenBytes) -> Projection:
+    """What each of the draft's tokens begins with in the target's vocabulary; tokens that spell nothing are left out."""
+    theirs, own = _first_ids(target), _first_ids(draft)
+    begun = [(token, _longest_beginning(piece, theirs)) for token, piece in enumerate(draft.table) if piece]
+    pairs = [(token, other, 1.0) for token, other in begun if other is not None]
+    known = {other for _, other, _ in pairs}
+    spanning = [(_longest_beginning(piece, own), other) for piece, other in theirs.items() if other not in known]
+    pairs += [(token, other, _SPANNING) for token, other in spanning if token is not None]
+    ids = torch.tensor([pair[:2] for pair in pairs], dtype=torch.int64).reshape(-1, 2).T.contiguous()
+    return Projection(ids[0], ids[1], torch.tensor([weight for _, _, weight in pairs], dtype=torch.float64))
+
+
+def _first_ids(view: TokenBytes) -> dict[bytes, int]:
+    """The first id of each spelling."""
+    return {piece: token for token, piece in reversed(list(enumerate(view.table))) if piece}
+
+
+def _longest_beginning(piece: bytes, ids: dict[bytes, int]) -> int | None:
+    return next((ids[piece[:size]] for size in range(len(piece), 0, -1) if piece[:size] in ids), None)
+
+
+def _table(projected: Projection, own: int, theirs: int) -> tuple[Tensor, Tensor]:
+    """The weightiest ids for each of the draft's, and their weights: (own, few) twice; `theirs`, of no weight, for none."""
+    order = torch.argsort(projected.theirs, stable=True)
+    order = order[torch.argsort(projected.weights[order], descending=True, stable=True)]
+    order = order[torch.argsort(projected.own[order], stable=True)]
+    rows = projected.own[order]
+    rank = torch.arange(len(rows)) - torch.searchsorted(rows, rows)
+    held = (rank < _IDS) & (rows < own) & (projected.theirs[order] < theirs)
+    ids = torch.full((own, _IDS), theirs)
+    weights = torch.zeros(own, _IDS)
+    ids[rows[held], rank[held]] = projected.theirs[order][held]
+    weights[rows[held], rank[held]] = projected.weights[order][held].float()
+    return ids, weights
+
+
+class Candidates:
+    """What laws of a draft stand for in the target's vocabulary. Made once for a pair; nothing in it changes."""
+
+    def __init__(self, projected: Projection, size: int, keys: Tensor, ends: Iterable[int], target_end: int | None) -> None:
+        """`size`: how many ids the draft has. `keys`: those of the target's ids for noise, (vocabulary,), where the draft is.
+
+        The draft's `ends` of text stand for `target_end`.
+        """
+        ids, weights = _table(projected, size, len(keys))
+        if target_end is not None:
+            own = [end for end in ends if end < size]
+            ids[own, 0], weights[own, 0] = target_end, 1.0
+        ids, weights = ids.to(keys.device), weights.to(keys.device)
+        self.keys = torch.nn.functional.pad(keys, (0, 1))
+        self._first, self._longer = ids[:, 0].contiguous(), ids[:, 1:].contiguous()
+        self._first_weights, self._longer_weights = weights[:, 0].contiguous(), weights[:, 1:].contiguous()
+        self._first_keys = self.keys[self._first]
+
+    def raced(self, ids: Tensor | None, law: Tensor, noise: Callable[[Tensor], Tensor] | None) -> list[list[tuple[int, float]]]:
+        """The target's ids that are likeliest to be drawn, and how likely, row by row, falling.
+
+        `law`: probabilities of the draft's `ids`, (rows, ids) both, or of all. `noise` gives ids exponential noise by their
+        keys, (rows, ids); without it the likeliest ids count, as a greedy target picks them.
+        """
+        weights, keys = (part if ids is None else part[ids] for part in (self._first_weights, self._first_keys))
+        first = _wins(law * weights, keys, noise)
+        best, places = largest(first, _RACING)
+        likely, own = largest(law, _CONTINUED)
+        if ids is not None:
+            places, own = ids.gather(1, places), ids.gather(1, own)
+        longer = self._longer[own].flatten(1)
+        more = _wins((likely[..., None] * self._longer_weights[own]).flatten(1), self.keys[longer], noise)
+        next_best = more.topk(min(CHILDREN, more.shape[1]))
+        tokens = torch.cat([self._first[places], longer.gather(1, next_best.indices)], dim=1)
+        whole = first.sum(dim=-1, keepdim=True) + more.sum(dim=-1, keepdim=True)
+        masses = torch.cat([best, next_best.values], dim=1) / whole
+        return [_summed(*row) for row in zip(tokens.tolist(), masses.tolist(), strict=True)]
+
+    def law(self, ids: Tensor | None, law: Tensor) -> Law:
+        """The law of the target's ids that one of the draft's stands for: `ids` and their probabilities, (ids,), or all."""
+        first, longer, weights, more = self._first, self._longer, self._first_weights, self._longer_weights
+        if ids is not None:
+            first, longer, weights, more = first[ids], longer[ids], weights[ids], more[ids]
+        masses = torch.zeros(len(self.keys), dtype=torch.float64, device=law.device)
+        masses.index_add_(0, first, (law * weights).double())
+        masses.index_add_(0, longer.flatten(), (law[:, None] * more).flatten().double())
+        theirs = (masses[:-1] > 0).nonzero()[:, 0]
+        return Law(theirs, masses[theirs] / masses[theirs].sum())
+
+
+def _wins(masses: Tensor, keys: Tensor, noise: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return masses**SHARPNESS if noise is None else masses / noise(keys)
+
+
+def _summed(tokens: Sequence[int], masses: Sequence[float]) -> list[tuple[int, float]]:
+    """Each id once, with the sum of its masses, falling."""
+    sums: dict[int, float] = {}
+    for token, mass in zip(tokens, masses, strict=True):
+        sums[token] = sums.get(token, 0.0) + mass
+    return [(token, sums[token]) for token in sorted(sums, key=lambda token: -sums[token])]

@@ -1,0 +1,56 @@
+"""The largest of long rows: what `torch.topk` and `torch.argmax` give, in a tenth of the time at real vocabularies.
+
+One pass over a row finds the maxima of blocks of it; all else is looked for in the few blocks whose maxima are largest.
+"""
+
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+_SHORT = 4096
+"""Rows up to that length are left to torch."""
+_WIDE, _HIGH = 512, 64
+"""The sizes of blocks that are reduced fastest: of neighbours, and of places far apart."""
+
+
+def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest values of each row, falling, and their places: (rows, count) twice. Of fewer, all.
+
+    Law: the values are those of `rows.topk(count)`; of equal ones, any. NaN counts as larger than any number.
+    """
+    length = rows.shape[-1]
+    count = min(count, length)
+    size = min(_HIGH, 1 << isqrt(length // max(1, count)).bit_length() - 1)
+    if length <= _SHORT or size < 4:
+        found = rows.topk(count)
+        return found.values, found.indices
+    blocks = length // size  # block b holds the places b, b + blocks, b + 2 * blocks, …
+    maxima = rows[:, : size * blocks].view(-1, size, blocks).amax(dim=1)
+    chosen = maxima.topk(count, sorted=False).indices
+    steps = torch.arange(size, device=rows.device)[:, None] * blocks
+    return _among(rows, (chosen[:, None] + steps).flatten(1), size * blocks, count)
+
+
+def best(rows: Tensor) -> Tensor:
+    """The place of each row's largest value, (rows,): the first of equal ones. Law: it is `rows.argmax(dim=-1)`."""
+    length = rows.shape[-1]
+    if length <= _SHORT:
+        return rows.argmax(dim=-1)
+    blocks = length // _WIDE  # block b holds the places b * 512, b * 512 + 1, …
+    maxima = rows[:, : _WIDE * blocks].view(-1, blocks, _WIDE).amax(dim=-1)
+    first = maxima.argmax(dim=-1, keepdim=True)
+    places = _with_rest(rows, first * _WIDE + torch.arange(_WIDE, device=rows.device), _WIDE * blocks)
+    return places.gather(1, rows.gather(1, places).argmax(dim=-1, keepdim=True))[:, 0]
+
+
+def _among(rows: Tensor, places: Tensor, covered: int, count: int) -> tuple[Tensor, Tensor]:
+    places = _with_rest(rows, places, covered)
+    found = rows.gather(1, places).topk(count)
+    return found.values, places.gather(1, found.indices)
+
+
+def _with_rest(rows: Tensor, places: Tensor, covered: int) -> Tensor:
+    """Some places and those behind all blocks, which `covered` values are in."""
+    rest = torch.arange(covered, rows.shape[-1], device=rows.device)
+    return torch.cat([places, rest.expand(len(rows), -1)], dim=1)
