@@ -694,7 +694,8 @@ def test_a_model_without_a_language_model_head_is_refused() -> None:
 
 def test_a_cache_that_cant_be_rolled_back_is_refused(xt: XTokAssisted) -> None:
     cache = transformers.StaticCache(config=TARGET.config, max_cache_len=64)
-    with forwards(TARGET) as seen, pytest.raises(UnsupportedModelError, match=r"StaticCache .* Use a DynamicCache"):
+    remedy = r"Leave past_key_values out, or use DynamicCache\(config=model\.config\)"
+    with forwards(TARGET) as seen, pytest.raises(UnsupportedModelError, match=f"StaticCache .* {remedy}"):
         xt.generate(PROMPT, past_key_values=cache, **GREEDY)
     assert not seen
 

@@ -35,7 +35,7 @@ from xtok.recurrent import cached_model
 from xtok.sources import Source, draft_model, target_model
 from xtok.text import TextPieces
 from xtok.trace import Meter, Round, Stats
-from xtok.trial import takes_trees
+from xtok.trial import check_cache, fits_trees, takes_trees
 
 Acceptance = Literal["match", "rejection", "typical"]
 
@@ -246,14 +246,16 @@ class XTokAssisted:
         bridge.check_config(config, inputs, criteria, rows=len(input_ids))
         bridge.check_ids(input_ids, ids_read(self.model))
         bridge.check_boundary(self.model, input_ids.shape[1], config.max_length)
-        cache = inputs.pop("past_key_values")
+        cache = inputs.pop("past_key_values", None)
+        check_cache(self.model, cache)
+        branches = self._branches and fits_trees(self.model, cache)
         inputs.pop("use_cache", None)
         records = bool(config.return_dict_in_generate)
         ends = config._eos_token_tensor
         end = None if ends is None or not ends.numel() or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
         runs = []
         for row in range(len(input_ids)):
-            meter = Meter(chains_only=not self._branches, exact=not (self._typical and config.do_sample))
+            meter = Meter(chains_only=not branches, exact=not (self._typical and config.do_sample))
             own_inputs = bridge.row_of_inputs(inputs, row)
             own_cache = cache if len(input_ids) == 1 else bridge.cache_of_row(cache, row)
             runs.append(
@@ -267,7 +269,7 @@ class XTokAssisted:
                     config=config,
                     drafts=self._drafts(Task(bool(config.do_sample), end, bridge.warpers(processors), meter, prompt)),
                     budget=self._chains if self._rejects and config.do_sample else self._budget,
-                    branches=not meter.chains_only,
+                    branches=branches,
                     deepest=context_window(self.model),
                     meter=meter,
                     rejects=self._rejects,

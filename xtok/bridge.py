@@ -26,11 +26,10 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
-from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
+from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.lm import longrope_boundary
 from xtok.loop import Run, drain
 from xtok.noise import noise
-from xtok.trial import rolls_back
 
 _WARPERS = (
     TemperatureLogitsWarper,
@@ -122,9 +121,6 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: 
     for fault, applies in faults.items():
         if applies:
             raise UnsupportedArgumentError(f"{fault}.")
-    cache = inputs.get("past_key_values")
-    if cache is None or not rolls_back(cache):
-        raise UnsupportedModelError(f"A cache of type {type(cache).__name__} can't be rolled back. Use a DynamicCache.")
 
 
 def check_ids(ids: Tensor, size: int) -> None:
