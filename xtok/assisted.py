@@ -200,6 +200,7 @@ class XTokAssisted:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
         bridge.check_arguments({name: bridge.callers(name) for name in ("assistant_model", "synced_gpus")})
         criteria = self._with_stop_strings(stopping_criteria, stop_strings)
+        bridge.check_rows(generation_config, criteria, rows=len(input_ids))
         runs = self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs)
         bridge.sow(runs, seed, lambda: self._target.keys)
         bridge.complete(runs, bridge.callers("streamer"))
@@ -243,7 +244,7 @@ class XTokAssisted:
         prompt: Any = None,
     ) -> list[Run]:
         """One run per row of a batch that transformers prepared."""
-        bridge.check_config(config, inputs, criteria, rows=len(input_ids))
+        bridge.check_config(config, inputs, rows=len(input_ids))
         bridge.check_ids(input_ids, ids_read(self.model))
         bridge.check_boundary(self.model, input_ids.shape[1], config.max_length)
         cache = inputs.pop("past_key_values", None)

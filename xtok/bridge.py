@@ -96,7 +96,7 @@ def check_streamer(streamer: Any, *, several: bool) -> None:
         raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
 
 
-def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: StoppingCriteriaList, rows: int) -> None:
+def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int) -> None:
     """Refuse what can't give exactly what the target alone gives. Raises `UnsupportedArgumentError`."""
     mode = config.get_generation_mode()
     faults = {
@@ -109,15 +109,26 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: 
         "output_attentions and output_hidden_states are not supported. Leave them out": (
             bool(config.output_attentions or config.output_hidden_states)
         ),
-        "output_scores and output_logits are for one text at a time. Call generate once per row": (
-            rows > 1 and bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
-        ),
         "guidance_scale with several rows is not supported. Call generate once per row": (
             rows > 1 and config.guidance_scale not in (None, 1)
         ),
-        "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported. "
-        "Call generate once per row": rows > 1 and not _ends_rows(criteria),
     }
+    _refuse(faults)
+
+
+def check_rows(config: GenerationConfig, criteria: StoppingCriteriaList, rows: int) -> None:
+    """Refuse what rows of transformers' batches can't be given as texts of their own. Raises `UnsupportedArgumentError`."""
+    scores = config.output_scores or config.output_logits
+    faults = {
+        "output_scores and output_logits are for one text at a time": bool(config.return_dict_in_generate and scores),
+        "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported": (
+            not _ends_rows(criteria)
+        ),
+    }
+    _refuse({f"{fault}. Call generate once per row": applies for fault, applies in faults.items() if rows > 1})
+
+
+def _refuse(faults: Mapping[str, bool]) -> None:
     for fault, applies in faults.items():
         if applies:
             raise UnsupportedArgumentError(f"{fault}.")
