@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Generator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from numbers import Real
@@ -282,10 +281,10 @@ class XTokAssisted:
         return runs
 
     def _drafts(self, task: Task) -> Drafts | None:
-        """The drafters of one generation, which begin with what the ones before it learnt."""
+        """The drafters of one generation, which share what all of this instance learn of costs and gains."""
         if not self._makers:
             return None
-        drafts = Drafts(deepcopy(self._ledger), task.meter, self._target.vocabulary)
+        drafts = Drafts(self._ledger, task.meter, self._target.vocabulary)
         for make in self._makers:
             drafts.add(partial(make, task))
         return drafts
@@ -315,8 +314,7 @@ class XTokAssisted:
         return StoppingCriteriaList([*criteria, stops])
 
     def _learn(self, run: Run) -> None:
-        """Learn from a text that is done: the ledger what guesses cost and gain, an adapting draft the text."""
-        self._ledger = run.drafts.ledger if run.drafts else self._ledger
+        """Let an adapting draft learn from a text that is done."""
         if self.adapter is not None and run.noise is None:
             start, text = (part.decode(errors="ignore") for part in (run.data[: run.prompt_size], run.new_data))
             self.adapter.learn(start, text, run.meter.seconds["all"])
