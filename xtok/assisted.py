@@ -245,7 +245,7 @@ class XTokAssisted:
         """One run per row of a batch that transformers prepared."""
         bridge.check_config(config, inputs, rows=len(input_ids))
         bridge.check_ids(input_ids, ids_read(self.model))
-        bridge.check_boundary(self.model, input_ids.shape[1], config.max_length)
+        bridge.check_boundary(self.model, input_ids, inputs, config.max_length)
         cache = inputs.pop("past_key_values", None)
         check_cache(self.model, cache)
         branches = self._branches and fits_trees(self.model, cache)

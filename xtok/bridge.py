@@ -27,9 +27,9 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
-from xtok.lm import longrope_boundary
 from xtok.loop import Run, drain
 from xtok.noise import noise
+from xtok.rope import dynamic_boundary, longrope_boundary
 
 _WARPERS = (
     TemperatureLogitsWarper,
@@ -146,14 +146,38 @@ def check_ids(ids: Tensor, size: int) -> None:
         )
 
 
-def check_boundary(model: PreTrainedModel, prompt: int, longest: int) -> None:
-    """Refuse a text that crosses a longrope model's boundary: there, what is cached depends on how it was forwarded."""
-    boundary = longrope_boundary(model)
-    if boundary is not None and prompt <= boundary < longest:
+def check_boundary(model: PreTrainedModel, ids: Tensor, inputs: Mapping[str, Any], longest: int) -> None:
+    """Refuse texts that depend on how, or beside which rows, they are forwarded: beyond the boundary of rotary embeddings.
+
+    Where a text crosses that of `longrope`, what is cached depends on what was forwarded at once. Transformers reads all
+    rows of a batch as the longest of them, which a row that runs for itself isn't.
+    """
+    long, dynamic = longrope_boundary(model), dynamic_boundary(model)
+    if long is None and dynamic is None:
+        return
+    rows, name = _lengths(ids, inputs), type(model).__name__
+    ends = [row + longest - ids.shape[1] for row in rows]
+    crossing = [end for row, end in zip(rows, ends, strict=True) if long is not None and row <= long < end]
+    if crossing:
         raise UnsupportedArgumentError(
-            f"max_length={longest} crosses position {boundary}, where {type(model).__name__} changes its rotary factors. "
-            f"Keep prompt and new tokens within {boundary}, or begin with a prompt beyond it."
+            f"max_length={crossing[0]} crosses position {long}, where {name} changes its rotary factors. "
+            f"Keep prompt and new tokens within {long}, or begin with a prompt beyond it."
         )
+    apart = long is not None and min(rows) <= long < max(rows)
+    if apart or (dynamic is not None and min(rows) < max(rows) and max(ends) > dynamic):
+        raise UnsupportedArgumentError(
+            f"Rows of {min(rows)} to {max(rows)} ids would all be read as the longest, which goes beyond position "
+            f"{long if apart else dynamic} of {name}. Call generate once per row, or xt.generate with a list of texts."
+        )
+
+
+def _lengths(ids: Tensor, inputs: Mapping[str, Any]) -> list[int]:
+    """How many positions each row has, without padding, and with what a filled cache holds of it."""
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return [ids.shape[1]] * len(ids)
+    lengths: list[int] = (mask != 0).sum(dim=1).tolist()
+    return lengths
 
 
 def check_seed(seed: Any) -> None:

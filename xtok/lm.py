@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from xtok.rope import turns
+
 
 def new_cache(model: PreTrainedModel) -> Cache:
     """An empty cache for `model`, ready to be rolled back."""
@@ -57,15 +59,6 @@ def ids_read(model: PreTrainedModel) -> int:
     return int(rows or model.config.get_text_config(decoder=True).vocab_size)
 
 
-def longrope_boundary(model: PreTrainedModel) -> int | None:
-    """The position from which a model with `longrope` reads all positions by other factors; None for other models."""
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return None
-    return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-
-
 class CachedModel:
     """A causal LM and its KV cache.
 
@@ -80,6 +73,7 @@ class CachedModel:
         self, model: PreTrainedModel, cache: Cache, inputs: dict[str, Any] | None = None, *, shows_hidden: bool = False
     ) -> None:
         self._model = model
+        self._turn = turns(model)
         rows = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
@@ -112,7 +106,8 @@ class CachedModel:
         """Forward a prompt as transformers does (in chunks, behind a filled cache). Returns the logits of its last position."""
         held = self._held
         inputs = {**self._inputs, "past_key_values": self.cache}
-        outputs = self._model._prefill(ids, config, inputs)
+        with self._turn():
+            outputs = self._model._prefill(ids, config, inputs)
         record_past(self.cache)
         self._prefilled = self._recorded = self._held
         self.forwards += ceil((self._held - held) / (config.prefill_chunk_size or self._held))
@@ -168,7 +163,10 @@ class CachedModel:
     def _forward(self, inputs: dict[str, Any], rows: int) -> Tensor:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = rows
-        outputs = self._model(**inputs, return_dict=True, **({"output_hidden_states": True} if self._shows_hidden else {}))
+        if self._shows_hidden:
+            inputs["output_hidden_states"] = True
+        with self._turn():
+            outputs = self._model(**inputs, return_dict=True)
         self.hidden = outputs.hidden_states[-1][0, -rows:] if self._shows_hidden else None
         self.forwards += 1
         return self._last(outputs.logits, rows)
