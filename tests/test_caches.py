@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 import torch
 from architectures import tiny
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tokenizer
 
-from xtok import Budget, Context, PromptLookup, XTokAssisted
+from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted
 from xtok.continuation import Continuation
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.reader import Reader
+from xtok.drafts.scripted import ScriptedDrafter
 from xtok.encoding import encoder
-from xtok.errors import UnsupportedModelError
+from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.lm import CachedModel, context_window, new_cache
 from xtok.recurrent import cached_model
 from xtok.sources import draft_model, target_model
@@ -225,6 +226,101 @@ def test_a_prefill_behind_a_filled_cache_forwards_the_rest_only() -> None:
     lm(ids[:, :3], past_key_values=cache)
     logits = CachedModel(lm, cache, {"attention_mask": torch.ones_like(ids)}).prefill(ids, lm.generation_config)
     assert_close(logits, lm(ids).logits[0, -1:])
+
+
+# caches that callers hand in
+
+LENGTH = 24
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": None, "pad_token_id": 0}
+PROMPT = "吾輩は猫である。名前はまだ無い"
+IDS = torch.tensor([TOKENS(PROMPT).input_ids])
+
+
+@cache
+def windowed(name: str) -> PreTrainedModel:
+    """A target with a window of nine positions in all layers, or, where it has two kinds of layers, in the first."""
+    return tiny(name, len(TOKENS)).double()
+
+
+def filled(lm: PreTrainedModel, made: DynamicCache, length: int) -> DynamicCache:
+    with torch.no_grad():
+        lm(IDS[:, :length], past_key_values=made) if length else None
+    return made
+
+
+def branching(lm: PreTrainedModel, wrong: int) -> ScriptedDrafter:
+    """Guesses what the model alone would write, behind and beside wrong ids."""
+    truth = lm.generate(IDS, **GREEDY)[0].tolist()
+
+    def guess(context: Context) -> Tree:
+        right = truth[len(context.ids) :][:3]
+        parents = [-1] * (wrong + 1) + list(range(wrong, wrong + len(right) - 1))
+        return Tree((*[7] * wrong, *right, 9, 9), (*parents[: wrong + len(right)], wrong, -1)) if right else Tree()
+
+    return ScriptedDrafter(guess)
+
+
+def behind(lm: PreTrainedModel, kept: DynamicCache, wrong: int = 1) -> Generation:
+    """A generation behind a cache that holds a part of the prompt."""
+    xt = XTokAssisted((lm, TOKENS), branching(lm, wrong), budget=Budget(4))
+    return xt.generate(PROMPT, past_key_values=kept, **GREEDY)
+
+
+@examples(12)
+@example("mistral", 12, 1)
+@example("gemma2", 12, 1)
+@example("gemma3_text", 0, 2)
+@given(st.sampled_from(["mistral", "gemma2", "gemma3_text"]), st.integers(0, IDS.shape[1] - 1), st.integers(0, 2))
+def test_a_cache_without_a_configuration_gives_what_the_target_gives_behind_it(name: str, length: int, wrong: int) -> None:
+    """Found in review: such a cache keeps all positions, and branches saw those, too, that the target's window hides."""
+    lm = windowed(name)
+    expected = lm.generate(IDS, past_key_values=filled(lm, DynamicCache(), length), **GREEDY)[0, IDS.shape[1] :].tolist()
+    generation = behind(lm, filled(lm, DynamicCache(), length), wrong)
+    assert generation.token_ids == expected
+    assert not generation.stats.chains_only
+    assert generation.stats.accepted > 12
+
+
+def with_window(lm: PreTrainedModel, size: int | None) -> Any:
+    config = deepcopy(lm.config)
+    config.sliding_window = size
+    return config
+
+
+def test_a_cache_that_remembers_more_than_the_targets_window_is_good_for_chains() -> None:
+    lm = windowed("mistral")
+    kept = [filled(lm, DynamicCache(config=with_window(lm, 14)), 12) for _ in range(2)]
+    expected = lm.generate(IDS, past_key_values=kept[0], **GREEDY)[0, IDS.shape[1] :].tolist()
+    generation = behind(lm, kept[1], wrong=0)
+    assert generation.token_ids == expected
+    assert generation.stats.chains_only
+    assert generation.stats.accepted
+
+
+@pytest.mark.parametrize(("name", "window"), [("llama", 9), ("mistral", 5)])
+@pytest.mark.parametrize("length", [0, 12])
+def test_a_cache_that_forgets_what_the_target_sees_is_refused(name: str, window: int, length: int) -> None:
+    """What several ids at once see of it is more than each would have seen alone."""
+    lm = windowed(name)
+    kept = filled(lm, DynamicCache(config=with_window(windowed("mistral"), window)), length)
+    with pytest.raises(UnsupportedArgumentError, match=rf"keeps {window} .* DynamicCache\(config=model\.config\)"):
+        behind(lm, kept)
+
+
+def test_a_cache_of_another_model_is_refused() -> None:
+    config = deepcopy(windowed("llama").config)
+    config.num_hidden_layers = 3
+    with pytest.raises(UnsupportedArgumentError, match=r"has 3 layers, .* has 2\. Leave"):
+        behind(windowed("llama"), DynamicCache(config=config))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_an_empty_cache_without_a_configuration_is_refused_for_other_layers_than_those_of_attention(name: str) -> None:
+    lm = tiny(name, len(TOKENS)).float()
+    xt = XTokAssisted((lm, TOKENS), PromptLookup())
+    with pytest.raises(UnsupportedArgumentError, match=r"no layers yet.* Leave past_key_values out, or use DynamicCache\(conf"):
+        xt.generate(PROMPT, past_key_values=DynamicCache(), **GREEDY)
+    assert xt.generate(PROMPT, past_key_values=DynamicCache(config=lm.config), **GREEDY).token_ids
 
 
 @pytest.mark.parametrize(

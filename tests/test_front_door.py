@@ -620,6 +620,29 @@ def test_custom_generate_refuses_for_a_batch_what_it_can_honour_for_one_row(xt: 
         assert not seen
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stop_strings": [STOP]},
+        {"stopping_criteria": StoppingCriteriaList([StopsOn(alone()[6])])},
+        {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+    ],
+)
+def test_the_texts_of_num_return_sequences_are_those_of_the_prompt_as_often_in_a_list(asked: dict[str, Any]) -> None:
+    """Found in review: without an end of text, criteria were refused that a list of prompts may have."""
+    model = deepcopy(TARGET)
+    model.generation_config.eos_token_id = None
+    sampled = {**GREEDY, "do_sample": True, "seed": 3, **asked}
+    for draft in DRAFTS.values():
+        xt = XTokAssisted((model, TOKENS), draft, budget=Budget(4))
+        together, listed = xt.generate(PROMPT, num_return_sequences=3, **sampled), xt.generate([PROMPT] * 3, **sampled)
+        assert [one.token_ids for one in together] == [one.token_ids for one in listed]
+        assert [one.finish_reason for one in together] == [one.finish_reason for one in listed]
+        for one, other in zip(together, listed, strict=True):
+            torch.testing.assert_close(one.scores, other.scores)
+            torch.testing.assert_close(one.logits, other.logits)
+
+
 def test_custom_generate_refuses_another_model(xt: XTokAssisted) -> None:
     with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=r"another model .* Call target\.generate"):
         OTHER.generate(**encoded(PROMPT, tokens=BYTES), custom_generate=xt, **GREEDY)
@@ -694,7 +717,8 @@ def test_a_model_without_a_language_model_head_is_refused() -> None:
 
 def test_a_cache_that_cant_be_rolled_back_is_refused(xt: XTokAssisted) -> None:
     cache = transformers.StaticCache(config=TARGET.config, max_cache_len=64)
-    with forwards(TARGET) as seen, pytest.raises(UnsupportedModelError, match=r"StaticCache .* Use a DynamicCache"):
+    remedy = r"Leave past_key_values out, or use DynamicCache\(config=model\.config\)"
+    with forwards(TARGET) as seen, pytest.raises(UnsupportedModelError, match=f"StaticCache .* {remedy}"):
         xt.generate(PROMPT, past_key_values=cache, **GREEDY)
     assert not seen
 

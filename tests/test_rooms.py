@@ -14,7 +14,7 @@ ROOMS = (
     ("encoding",),
     ("reencode", "continuation", "text"),
     ("tree", "trace", "noise"),
-    ("budget",),
+    ("budget", "rope"),
     ("pick", "lm"),
     ("recurrent",),
     ("trial",),

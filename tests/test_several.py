@@ -1,7 +1,10 @@
 """Several drafts at once, drafts with the target's own ids, and schedules."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from itertools import accumulate, count, zip_longest
 from random import Random
 from statistics import mean
 from typing import Any
@@ -14,10 +17,10 @@ from test_identity import CLOSE_CALL, alone, arguments, fresh, honoured
 from test_sampling import samplings, without_batch_limits
 from test_trees import paths_of
 from transformers import LogitsProcessorList
-from worlds import KINDS, budgets, examples, fitting, make_dear, texts, tokenizer
+from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, tokenizer
 
-from xtok import Budget, Context, PromptLookup, Tree, XTokAssisted, pair
-from xtok.budget import Account, Asked, Ledger
+from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, pair
+from xtok.budget import Account, Asked, Ledger, Pace
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
 from xtok.drafts.merged import Drafts
@@ -469,3 +472,85 @@ def test_the_first_time_in_a_generation_is_marked() -> None:
     assert [one.first for one in drafts.asked] == [True, True]
     drafts.propose(Context([], b"", 0), Budget())
     assert [one.first for one in drafts.asked] == [False, False]
+
+
+# one ledger for all texts of an instance
+
+PROMPTS = ["吾輩は", "The quick brown", "🍣", "メロス"]
+
+
+def rounds_in(ledger: Ledger) -> int:
+    return sum(count for count, _, _ in ledger.target.cells.values())
+
+
+def judged(generations: Sequence[Generation], length: int) -> int:
+    """How many rounds could have had a guess: not the prefill, and not the one that the last id is left for."""
+    committed = [list(accumulate(one.committed for one in text.rounds)) for text in generations]
+    return sum(before < length - 1 for text in committed for before in text[:-1])
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock by which all takes equally long: nothing is far off, and so nothing is forgotten."""
+    ticks = count()
+    monkeypatch.setattr("xtok.trace.perf_counter", lambda: next(ticks) / 1e3)
+
+
+@pytest.mark.usefixtures("steady")
+@pytest.mark.parametrize("schedule", ["cost", "constant"])
+@pytest.mark.parametrize("way", ["list", "one by one", "samples", "batch", "streams"])
+def test_all_rounds_of_all_texts_are_in_the_ledger(way: str, schedule: Any) -> None:
+    """Found in review: each text of a list had a ledger of its own, and the last to end replaced those of the others."""
+    xt = XTokAssisted((TARGET, TOKENS), [OTHER, PromptLookup()], budget=Budget(3, schedule=schedule))
+    generations: list[Generation] = []
+    if way == "list":
+        generations = xt.generate(PROMPTS, **GREEDY)
+    elif way == "one by one":
+        generations = [xt.generate(prompt, **GREEDY) for prompt in PROMPTS]
+    elif way == "samples":
+        generations = xt.generate("吾輩は", **{**GREEDY, "do_sample": True, "num_return_sequences": 4, "seed": 3})
+    elif way == "batch":
+        TARGET.generate(torch.tensor([[5, 6], [7, 8]]), custom_generate=xt, pad_token_id=0, **GREEDY)
+    else:
+        list(zip_longest(*(ended(xt.stream(prompt, **GREEDY), generations) for prompt in PROMPTS)))
+    if generations:
+        assert rounds_in(xt._ledger) == judged(generations, 24)
+    else:
+        assert rounds_in(xt._ledger) > 24, "more than one row can have"
+
+
+def ended(pieces: Any, generations: list[Generation]) -> Iterator[str]:
+    """A stream that leaves behind what it returns."""
+    generations.append((yield from pieces))
+
+
+def test_no_round_of_any_thread_is_lost() -> None:
+    ledger, threads, rounds = Ledger([Account(), Account()]), 8, scaled(2000)
+    tree = Tree((1, 2), (-1, 0), masses=(0.9, 0.5))
+
+    def play(thread: int) -> None:
+        pace = Pace(ledger, ledger.accounts[0])
+        for step in range(rounds):
+            ledger.asks(0, 0.0), pace.expanded([0.9, 0.5]), pace.verified([0.9, 0.5]), ledger.masses(1, tree)
+            asked = [Asked(tree, 0.0, [(1 << step % 6, 0.1)], own=frozenset([draft])) for draft in range(2)]
+            ledger.observe(tree.within(step % 3), [1, 2, 3], [-1, 0, 1], 1.0, asked)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(play, range(threads)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert rounds_in(ledger) == threads * rounds
+    assert [sum(n for n, _, _ in account.forward.cells.values()) for account in ledger.accounts] == [threads * rounds] * 2
+
+
+def test_a_copy_of_an_instance_learns_for_itself() -> None:
+    xt = XTokAssisted((TARGET, TOKENS), [PromptLookup()])
+    xt.generate("吾輩は", **GREEDY)
+    before, other = rounds_in(xt._ledger), deepcopy(xt)
+    assert rounds_in(other._ledger) == before
+    assert other.generate("吾輩は", **GREEDY).token_ids == xt.generate("吾輩は", **GREEDY).token_ids
+    assert xt._ledger.lock is not other._ledger.lock
+    assert rounds_in(xt._ledger) > before

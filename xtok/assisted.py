@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Generator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from numbers import Real
@@ -36,7 +35,7 @@ from xtok.recurrent import cached_model
 from xtok.sources import Source, draft_model, target_model
 from xtok.text import TextPieces
 from xtok.trace import Meter, Round, Stats
-from xtok.trial import takes_trees
+from xtok.trial import check_cache, fits_trees, takes_trees
 
 Acceptance = Literal["match", "rejection", "typical"]
 
@@ -201,6 +200,7 @@ class XTokAssisted:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
         bridge.check_arguments({name: bridge.callers(name) for name in ("assistant_model", "synced_gpus")})
         criteria = self._with_stop_strings(stopping_criteria, stop_strings)
+        bridge.check_rows(generation_config, criteria, rows=len(input_ids))
         runs = self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs)
         bridge.sow(runs, seed, lambda: self._target.keys)
         bridge.complete(runs, bridge.callers("streamer"))
@@ -244,17 +244,19 @@ class XTokAssisted:
         prompt: Any = None,
     ) -> list[Run]:
         """One run per row of a batch that transformers prepared."""
-        bridge.check_config(config, inputs, criteria, rows=len(input_ids))
+        bridge.check_config(config, inputs, rows=len(input_ids))
         bridge.check_ids(input_ids, ids_read(self.model))
-        bridge.check_boundary(self.model, input_ids.shape[1], config.max_length)
-        cache = inputs.pop("past_key_values")
+        bridge.check_boundary(self.model, input_ids, inputs, config.max_length)
+        cache = inputs.pop("past_key_values", None)
+        check_cache(self.model, cache)
+        branches = self._branches and fits_trees(self.model, cache)
         inputs.pop("use_cache", None)
         records = bool(config.return_dict_in_generate)
         ends = config._eos_token_tensor
         end = None if ends is None or not ends.numel() or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
         runs = []
         for row in range(len(input_ids)):
-            meter = Meter(chains_only=not self._branches, exact=not (self._typical and config.do_sample))
+            meter = Meter(chains_only=not branches, exact=not (self._typical and config.do_sample))
             own_inputs = bridge.row_of_inputs(inputs, row)
             own_cache = cache if len(input_ids) == 1 else bridge.cache_of_row(cache, row)
             runs.append(
@@ -268,7 +270,7 @@ class XTokAssisted:
                     config=config,
                     drafts=self._drafts(Task(bool(config.do_sample), end, warpers(processors), meter, prompt)),
                     budget=self._chains if self._rejects and config.do_sample else self._budget,
-                    branches=not meter.chains_only,
+                    branches=branches,
                     deepest=context_window(self.model),
                     meter=meter,
                     rejects=self._rejects,
@@ -280,10 +282,10 @@ class XTokAssisted:
         return runs
 
     def _drafts(self, task: Task) -> Drafts | None:
-        """The drafters of one generation, which begin with what the ones before it learnt."""
+        """The drafters of one generation, which share what all of this instance learn of costs and gains."""
         if not self._makers:
             return None
-        drafts = Drafts(deepcopy(self._ledger), task.meter, self._target.vocabulary)
+        drafts = Drafts(self._ledger, task.meter, self._target.vocabulary)
         for make in self._makers:
             drafts.add(partial(make, task))
         return drafts
@@ -313,8 +315,7 @@ class XTokAssisted:
         return StoppingCriteriaList([*criteria, stops])
 
     def _learn(self, run: Run) -> None:
-        """Learn from a text that is done: the ledger what guesses cost and gain, an adapting draft the text."""
-        self._ledger = run.drafts.ledger if run.drafts else self._ledger
+        """Let an adapting draft learn from a text that is done."""
         if self.adapter is not None and run.noise is None:
             start, text = (part.decode(errors="ignore") for part in (run.data[: run.prompt_size], run.new_data))
             self.adapter.learn(start, text, run.meter.seconds["all"])

@@ -19,11 +19,10 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
-from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
-from xtok.lm import longrope_boundary
+from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.loop import Run, drain
 from xtok.noise import noise
-from xtok.trial import rolls_back
+from xtok.rope import dynamic_boundary, longrope_boundary
 
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
@@ -81,7 +80,7 @@ def check_streamer(streamer: Any, *, several: bool) -> None:
         raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
 
 
-def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: StoppingCriteriaList, rows: int) -> None:
+def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int) -> None:
     """Refuse what can't give exactly what the target alone gives. Raises `UnsupportedArgumentError`."""
     mode = config.get_generation_mode()
     faults = {
@@ -94,21 +93,29 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], criteria: 
         "output_attentions and output_hidden_states are not supported. Leave them out": (
             bool(config.output_attentions or config.output_hidden_states)
         ),
-        "output_scores and output_logits are for one text at a time. Call generate once per row": (
-            rows > 1 and bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
-        ),
         "guidance_scale with several rows is not supported. Call generate once per row": (
             rows > 1 and config.guidance_scale not in (None, 1)
         ),
-        "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported. "
-        "Call generate once per row": rows > 1 and not _ends_rows(criteria),
     }
+    _refuse(faults)
+
+
+def check_rows(config: GenerationConfig, criteria: StoppingCriteriaList, rows: int) -> None:
+    """Refuse what rows of transformers' batches can't be given as texts of their own. Raises `UnsupportedArgumentError`."""
+    scores = config.output_scores or config.output_logits
+    faults = {
+        "output_scores and output_logits are for one text at a time": bool(config.return_dict_in_generate and scores),
+        "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported": (
+            not _ends_rows(criteria)
+        ),
+    }
+    _refuse({f"{fault}. Call generate once per row": applies for fault, applies in faults.items() if rows > 1})
+
+
+def _refuse(faults: Mapping[str, bool]) -> None:
     for fault, applies in faults.items():
         if applies:
             raise UnsupportedArgumentError(f"{fault}.")
-    cache = inputs.get("past_key_values")
-    if cache is None or not rolls_back(cache):
-        raise UnsupportedModelError(f"A cache of type {type(cache).__name__} can't be rolled back. Use a DynamicCache.")
 
 
 def check_ids(ids: Tensor, size: int) -> None:
@@ -123,14 +130,38 @@ def check_ids(ids: Tensor, size: int) -> None:
         )
 
 
-def check_boundary(model: PreTrainedModel, prompt: int, longest: int) -> None:
-    """Refuse a text that crosses a longrope model's boundary: there, what is cached depends on how it was forwarded."""
-    boundary = longrope_boundary(model)
-    if boundary is not None and prompt <= boundary < longest:
+def check_boundary(model: PreTrainedModel, ids: Tensor, inputs: Mapping[str, Any], longest: int) -> None:
+    """Refuse texts that depend on how, or beside which rows, they are forwarded: beyond the boundary of rotary embeddings.
+
+    Where a text crosses that of `longrope`, what is cached depends on what was forwarded at once. Transformers reads all
+    rows of a batch as the longest of them, which a row that runs for itself isn't.
+    """
+    long, dynamic = longrope_boundary(model), dynamic_boundary(model)
+    if long is None and dynamic is None:
+        return
+    rows, name = _lengths(ids, inputs), type(model).__name__
+    ends = [row + longest - ids.shape[1] for row in rows]
+    crossing = [end for row, end in zip(rows, ends, strict=True) if long is not None and row <= long < end]
+    if crossing:
         raise UnsupportedArgumentError(
-            f"max_length={longest} crosses position {boundary}, where {type(model).__name__} changes its rotary factors. "
-            f"Keep prompt and new tokens within {boundary}, or begin with a prompt beyond it."
+            f"max_length={crossing[0]} crosses position {long}, where {name} changes its rotary factors. "
+            f"Keep prompt and new tokens within {long}, or begin with a prompt beyond it."
         )
+    apart = long is not None and min(rows) <= long < max(rows)
+    if apart or (dynamic is not None and min(rows) < max(rows) and max(ends) > dynamic):
+        raise UnsupportedArgumentError(
+            f"Rows of {min(rows)} to {max(rows)} ids would all be read as the longest, which goes beyond position "
+            f"{long if apart else dynamic} of {name}. Call generate once per row, or xt.generate with a list of texts."
+        )
+
+
+def _lengths(ids: Tensor, inputs: Mapping[str, Any]) -> list[int]:
+    """How many positions each row has, without padding, and with what a filled cache holds of it."""
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return [ids.shape[1]] * len(ids)
+    lengths: list[int] = (mask != 0).sum(dim=1).tolist()
+    return lengths
 
 
 def check_seed(seed: Any) -> None:

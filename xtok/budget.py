@@ -2,10 +2,12 @@
 
 from bisect import bisect
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from math import log2
 from numbers import Real
-from typing import Literal, get_args
+from threading import RLock
+from typing import Any, Literal, get_args
 
 from xtok.errors import InvalidInputError
 from xtok.tree import Tree
@@ -263,7 +265,8 @@ class Asked:
 class Ledger:
     """What forwards cost and what guesses are worth on this machine, with these drafts, lately. One account per draft.
 
-    Law: it decides how much is guessed, and so how fast a text comes, never what it says.
+    Law: it decides how much is guessed, and so how fast a text comes, never what it says. One serves all texts of an instance,
+    those of several threads, too: no round of any of them is lost.
 
     A round is worth what it adds to the picks per second: more is guessed as long as the picks expected from it, per second of
     what it costs, are more than the run has on the whole. A draft that doesn't pay, beside those that are cheaper, is left
@@ -273,35 +276,59 @@ class Ledger:
     accounts: list[Account]
     target: Line = field(default_factory=Line)
     lately: Speed = field(default_factory=Speed)
+    lock: Any = field(default_factory=RLock, init=False, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ledger":
+        """A copy with a lock of its own, for locks can't be copied."""
+        with self.lock:
+            return Ledger(*deepcopy((self.accounts, self.target, self.lately), memo))
 
     def ready(self) -> bool:
         """Whether to guess at all. The target's forward of one row is measured before the first guess."""
         return bool(self.target.cells)
 
+    def asks(self, draft: int, hope: float) -> bool:
+        """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `hope`."""
+        with self.lock:
+            return self.ready() and self.accounts[draft].trial(hope).asks()
+
     @property
     def rate(self) -> float:
         """Picks per second: what the run has lately, and at least what the target alone has."""
-        alone = self.target.at(1)
-        return max(self.lately.rate, 1 / alone if alone else 0.0)
+        with self.lock:
+            alone = self.target.at(1)
+            return max(self.lately.rate, 1 / alone if alone else 0.0)
 
     def cheapest_first(self) -> list[int]:
         """The drafts by what asking them takes."""
-        return sorted(range(len(self.accounts)), key=lambda draft: self.accounts[draft].lately.cost)
+        with self.lock:
+            return sorted(range(len(self.accounts)), key=lambda draft: self.accounts[draft].lately.cost)
+
+    def masses(self, draft: int, tree: Tree) -> list[float]:
+        """What is believed of each node of a draft's guess."""
+        with self.lock:
+            return self.accounts[draft].record.masses(tree)
 
     def verified(self, masses: Sequence[float]) -> int:
         """How many guessed ids, whose probabilities fall, are worth a row of the target's forward."""
-        row = self.rate * self.target.fit()[1]
-        return sum(mass > row for mass in masses)
+        with self.lock:
+            row = self.rate * self.target.fit()[1]
+            return sum(mass > row for mass in masses)
 
     def adjust(self, depth: int, block: Sequence[int], asked: Sequence[Asked]) -> None:
         """The heuristic schedule, for each draft that guessed: `depth` is what it begins with."""
-        for account, one in zip(self.accounts, asked, strict=True):
-            if one.tree:
-                full = len(one.tree.along(block)) == one.tree.depth
-                account.depth = max(1, (account.depth or depth) + (2 if full else -1))
+        with self.lock:
+            for account, one in zip(self.accounts, asked, strict=True):
+                if one.tree:
+                    full = len(one.tree.along(block)) == one.tree.depth
+                    account.depth = max(1, (account.depth or depth) + (2 if full else -1))
 
     def observe(self, tree: Tree, block: Sequence[int], path: Sequence[int], seconds: float, asked: Sequence[Asked]) -> None:
         """A round is over, in which the target took `seconds`, and `block` was picked along the nodes `path`, from -1 on."""
+        with self.lock:
+            self._observe(tree, block, path, seconds, asked)
+
+    def _observe(self, tree: Tree, block: Sequence[int], path: Sequence[int], seconds: float, asked: Sequence[Asked]) -> None:
         self.target.add(1 + len(tree), seconds)
         rows = right = 0
         spent = 0.0
@@ -342,18 +369,20 @@ class Pace:
 
         A path is worth what its next id brings beyond the row of the target that checks it.
         """
-        if not self.account.forward.cells:
-            return 0
-        start, slope = self.account.forward.fit()
-        rate, record = self.ledger.rate, self.account.record
-        row = rate * self.ledger.target.fit()[1]
-        worth = [record.believed(mass) * record.onward - row for mass in masses]
+        with self.ledger.lock:
+            if not self.account.forward.cells:
+                return 0
+            start, slope = self.account.forward.fit()
+            rate, record = self.ledger.rate, self.account.record
+            row = rate * self.ledger.target.fit()[1]
+            worth = [record.believed(mass) * record.onward - row for mass in masses]
         count = sum(gain > rate * slope for gain in worth)
         return count if sum(worth[:count]) > rate * start + rate * slope * count else 0
 
     def verified(self, masses: Sequence[float]) -> int:
         """How many guessed ids are worth a row of the target's forward."""
-        return self.ledger.verified([self.account.record.believed(mass) for mass in masses])
+        with self.ledger.lock:
+            return self.ledger.verified([self.account.record.believed(mass) for mass in masses])
 
 
 def _bin(mass: float) -> int:

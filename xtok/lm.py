@@ -1,6 +1,7 @@
 """One model with its cache. Target and draft are both held by it."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from xtok.rope import turns
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
@@ -23,6 +26,11 @@ def record_past(cache: Cache) -> None:
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.activate_past_recording()
+
+
+def windows(cache: Cache) -> list[int | None]:
+    """For each layer, of how many positions it keeps what is needed; None for all."""
+    return [layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in cache.layers]
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -51,15 +59,6 @@ def ids_read(model: PreTrainedModel) -> int:
     return int(rows or model.config.get_text_config(decoder=True).vocab_size)
 
 
-def longrope_boundary(model: PreTrainedModel) -> int | None:
-    """The position from which a model with `longrope` reads all positions by other factors; None for other models."""
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return None
-    return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-
-
 class CachedModel:
     """A causal LM and its KV cache.
 
@@ -74,6 +73,7 @@ class CachedModel:
         self, model: PreTrainedModel, cache: Cache, inputs: dict[str, Any] | None = None, *, shows_hidden: bool = False
     ) -> None:
         self._model = model
+        self._turn = turns(model)
         rows = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
@@ -106,7 +106,8 @@ class CachedModel:
         """Forward a prompt as transformers does (in chunks, behind a filled cache). Returns the logits of its last position."""
         held = self._held
         inputs = {**self._inputs, "past_key_values": self.cache}
-        outputs = self._model._prefill(ids, config, inputs)
+        with self._turn():
+            outputs = self._model._prefill(ids, config, inputs)
         record_past(self.cache)
         self._prefilled = self._recorded = self._held
         self.forwards += ceil((self._held - held) / (config.prefill_chunk_size or self._held))
@@ -162,7 +163,10 @@ class CachedModel:
     def _forward(self, inputs: dict[str, Any], rows: int) -> Tensor:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = rows
-        outputs = self._model(**inputs, return_dict=True, **({"output_hidden_states": True} if self._shows_hidden else {}))
+        if self._shows_hidden:
+            inputs["output_hidden_states"] = True
+        with self._turn():
+            outputs = self._model(**inputs, return_dict=True)
         self.hidden = outputs.hidden_states[-1][0, -rows:] if self._shows_hidden else None
         self.forwards += 1
         return self._last(outputs.logits, rows)
@@ -170,12 +174,17 @@ class CachedModel:
     def _tree_masks(self, held: int, new: slice, padding: Tensor | None) -> Any:
         """What each new node sees, (1, 1, new, keys), additive: one mask, or one for each kind of layer that a model names."""
         kinds = getattr(self._model.config.get_text_config(decoder=True), "layer_types", None) or [""]
-        layers = dict(zip(kinds, self.cache.layers, strict=False))
+        layers = dict(zip(kinds, zip(self.cache.layers, self._windows, strict=False), strict=False))
         padded = None if padding is None or bool(padding.all()) else padding[0].cpu().numpy() == 0
-        masks = {kind: self._tree_mask(layer, held, new, padded) for kind, layer in layers.items()}
+        masks = {kind: self._tree_mask(layer, window, held, new, padded) for kind, (layer, window) in layers.items()}
         return masks if len(masks) > 1 else masks.popitem()[1]
 
-    def _tree_mask(self, layer: Any, held: int, new: slice, padded: Any) -> Tensor:
+    @cached_property
+    def _windows(self) -> list[int | None]:
+        """The model's own: a cache that a caller made may keep more."""
+        return windows(new_cache(self._model))
+
+    def _tree_mask(self, layer: Any, window: int | None, held: int, new: slice, padded: Any) -> Tensor:
         size, first = layer.get_mask_sizes(new.stop - new.start)
         trunk, nodes = slice(0, max(0, held - first)), self._nodes
         visible = np.ones((new.stop - new.start, size), dtype=bool)
@@ -183,9 +192,9 @@ class CachedModel:
         visible[nodes.shortened[new], trunk.stop - 1 : trunk.stop] = False
         if padded is not None:
             visible[:, trunk] &= ~padded[first : first + trunk.stop]
-        if layer.is_sliding:
+        if window is not None:
             positions = np.concatenate([np.arange(-trunk.stop, 0), nodes.depths[max(0, first - held) :]])
-            visible &= positions > nodes.depths[new, None] - layer.sliding_window
+            visible &= positions > nodes.depths[new, None] - window
         mask = torch.zeros(visible.shape, dtype=self._model.dtype)
         return mask.masked_fill_(torch.from_numpy(~visible), torch.finfo(mask.dtype).min)[None, None].to(self.device)
 

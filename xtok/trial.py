@@ -1,5 +1,6 @@
 """What a model can do, found out by trying."""
 
+from math import inf
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -7,8 +8,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from xtok.errors import UnsupportedModelError
-from xtok.lm import context_window, device_of, new_cache, vocabulary_size
+from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
+from xtok.lm import context_window, device_of, new_cache, vocabulary_size, windows
 from xtok.recurrent import cached_model
 
 
@@ -39,7 +40,7 @@ def _branches_as_it_should(model: PreTrainedModel) -> bool:
     They may differ by rounding, which is little beside what it would change if the node saw the other branch, too.
     """
     cached = cached_model(model, new_cache(model))
-    if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cached.cache.layers):
+    if not _is_plain(cached.cache):
         return False
     first, other, *rest = (torch.tensor([[token % cached.vocabulary]], device=cached.device) for token in (3, 5, 7, 11, 13))
     try:
@@ -77,6 +78,45 @@ _ATTENTION = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFu
 _INDEXED = ("DynamicIndexedLayer",)
 """What transformers takes back rightly since its caches say whether they can."""
 _OTHERS = ("LinearAttentionLayer", "DummyLayer")
+
+
+def check_cache(model: PreTrainedModel, cache: Cache | None) -> None:
+    """Refuse what guesses can't be taken back from, and caches made for other models, before any forward.
+
+    Raises `UnsupportedModelError` or `UnsupportedArgumentError`. A cache that keeps less than the model sees shows several ids
+    at once more than it would show each alone.
+    """
+    if cache is None or not (rolls_back(cache) or (not cache.layers and _grows(cache))):
+        raise UnsupportedModelError(f"A cache of type {type(cache).__name__} can't be rolled back. {_REMEDY}")
+    own, name = new_cache(model), type(model).__name__
+    kept, seen = windows(cache), windows(own)
+    if not kept and not _is_plain(own):
+        fault = f"has no layers yet, and those of {name} aren't all plain attention"
+    elif len(kept) > len(seen) or (len(kept) < len(seen) and not _grows(cache)):
+        fault = f"has {len(kept)} layers, and {name} has {len(seen)}"
+    elif less := [pair for pair in zip(kept, seen, strict=False) if pair[0] and pair[0] < (pair[1] or inf)]:
+        fault = f"keeps {less[0][0]} positions in a layer where {name} sees {less[0][1] or 'all'}"
+    else:
+        return
+    raise UnsupportedArgumentError(f"past_key_values {fault}. {_REMEDY}")
+
+
+def fits_trees(model: PreTrainedModel, cache: Cache) -> bool:
+    """Whether each layer keeps just what `model` sees there, or all: by that, masks for trees are made."""
+    kept, seen = windows(cache), windows(new_cache(model))
+    return not kept or (len(kept) == len(seen) and all(one in (None, most) for one, most in zip(kept, seen, strict=True)))
+
+
+def _grows(cache: Cache) -> bool:
+    """Whether a cache was made without a configuration, and makes plain layers as they are filled."""
+    return getattr(cache, "layer_class_to_replicate", None) is DynamicLayer
+
+
+def _is_plain(cache: Cache) -> bool:
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+_REMEDY = "Leave past_key_values out, or use DynamicCache(config=model.config)."
 
 
 def check_rolls_back(model: PreTrainedModel, role: str) -> None:

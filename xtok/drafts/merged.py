@@ -15,7 +15,7 @@ from xtok.tree import Tree, Trie
 
 @dataclass
 class Drafts:
-    """The drafters of one generation, and the ledger of what they cost and gain, with an account for each.
+    """The drafters of one generation, and the ledger of what they and those of others cost and gain, with an account for each.
 
     A drafter that can't be made, or raises, is told of once and not asked again.
     """
@@ -41,7 +41,7 @@ class Drafts:
         for draft in self.ledger.cheapest_first():
             if (drafter := self.drafters[draft]) and (own := self._own(draft, budget, hope)):
                 self.asked[draft] = self._ask(draft, drafter, context, own, hope)
-                hope = max([hope, *self.ledger.accounts[draft].record.masses(self.asked[draft].tree or Tree())])
+                hope = max([hope, *self.ledger.masses(draft, self.asked[draft].tree or Tree())])
         tree = self._merged(budget)
         return self._chained(tree, budget.longest) if budget.width == 1 else tree
 
@@ -62,7 +62,7 @@ class Drafts:
             return replace(budget, depth=account.depth or budget.depth)
         if budget.schedule == "constant":
             return budget
-        return replace(budget, pace=Pace(self.ledger, account)) if self.ledger.ready() and account.trial(hope).asks() else None
+        return replace(budget, pace=Pace(self.ledger, account)) if self.ledger.asks(draft, hope) else None
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, budget: Budget, hope: float) -> Asked:
         """A guess, as far as it can be checked."""
@@ -94,7 +94,7 @@ class Drafts:
             return guessed[0][1] if guessed else Tree()
         trie = Trie()
         for draft, tree in guessed:
-            trie.mix(tree, self.ledger.accounts[draft].record.masses(tree), owner=draft)
+            trie.mix(tree, self.ledger.masses(draft, tree), owner=draft)
         worth = self.ledger.verified if budget.schedule == "cost" else len
         nodes = trie.likeliest(lambda masses: worth(masses[: budget.nodes]))
         for draft, _ in guessed:

@@ -1,0 +1,101 @@
+"""Rotary embeddings that turn by how long a text is: where they do, and whose length it is."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import RLock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+
+def longrope_boundary(model: PreTrainedModel) -> int | None:
+    """The position from which a model with `longrope` reads all positions by other factors; None for other models."""
+    config, name = model.config.get_text_config(decoder=True), "original_max_position_embeddings"
+    longs = [rope for rope in _ropes(model) if rope["rope_type"] == "longrope"]
+    return min((int(size) for rope in longs if (size := rope.get(name) or getattr(config, name, None))), default=None)
+
+
+def dynamic_boundary(model: PreTrainedModel) -> int | None:
+    """The position from which a model's `dynamic` frequencies depend on how long the text is; None for other models."""
+    return min((int(module.original_max_seq_len) for module in _dynamic_modules(model)), default=None)
+
+
+def _ropes(model: PreTrainedModel) -> list[Mapping[str, Any]]:
+    """The kinds of rotary embedding that a model has: one, or one for each kind of layer."""
+    ropes = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [rope for rope in (ropes, *ropes.values()) if isinstance(rope, Mapping) and rope.get("rope_type")]
+
+
+def turns(model: PreTrainedModel) -> Callable[[], AbstractContextManager[None]]:
+    """For one text: a context to forward `model` in, as if that text were the only one it was ever given.
+
+    Rotary embeddings remember the longest text (`dynamic`), or are set anew by each forward (`longrope`). So texts take turns,
+    those of other threads, too, and each finds what it left, at first what a new model has. In between, what a `dynamic` model
+    remembers is what it did when it was handed in.
+    """
+    modules = _dynamic_modules(model)
+    if not modules and longrope_boundary(model) is None:
+        return nullcontext
+    lock = _LOCKS.setdefault(model, RLock())
+    own: list[_State] = []
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        nonlocal own
+        with lock:
+            before = [_state(module) for module in modules]
+            _put(modules, own or [_fresh(module) for module in modules])
+            try:
+                yield
+            finally:
+                own = [_state(module) for module in modules]
+                _put(modules, before)
+
+    return turn
+
+
+_State = dict[str, Any]
+_LOCKS: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
+_ORIGINAL, _FREQUENCIES, _LONGEST = "original_inv_freq", "inv_freq", "max_seq_len_cached"
+
+
+def _dynamic_modules(model: PreTrainedModel) -> list[Any]:
+    """Those that remember. A model may call frequencies dynamic that are fixed (HunYuan), and then its modules know better."""
+    if not any("dynamic" in rope["rope_type"] for rope in _ropes(model)):
+        return []
+    return [module for module in model.modules() if hasattr(module, _LONGEST) and _is_dynamic(getattr(module, "rope_type", ""))]
+
+
+def _is_dynamic(kind: Any) -> bool:
+    return any(map(_is_dynamic, kind.values())) if isinstance(kind, Mapping) else "dynamic" in kind
+
+
+def _prefixes(module: Any) -> list[str]:
+    """What the names of the frequencies begin with, for each kind of layer; nothing where there is one."""
+    return [name.removesuffix(_ORIGINAL) for name in (*vars(module), *module._buffers) if name.endswith(_ORIGINAL)]
+
+
+def _state(module: Any) -> _State:
+    """The frequencies, and the longest text that they are made for."""
+    found = {}
+    for prefix in _prefixes(module):
+        found[prefix + _FREQUENCIES] = getattr(module, prefix + _FREQUENCIES)
+        found[prefix + _LONGEST] = getattr(module, prefix + _LONGEST, getattr(module, _LONGEST))
+    return found
+
+
+def _fresh(module: Any) -> _State:
+    """The state of a new model. Frequencies that no long text has changed are new ones."""
+    state, first = _state(module), module.original_max_seq_len
+    for prefix in _prefixes(module):
+        if state[prefix + _LONGEST] > first:
+            original = getattr(module, prefix + _ORIGINAL)
+            state |= {prefix + _FREQUENCIES: original.to(state[prefix + _FREQUENCIES].device), prefix + _LONGEST: first}
+    return state
+
+
+def _put(modules: list[Any], states: list[_State]) -> None:
+    for module, state in zip(modules, states, strict=True):
+        for name, value in state.items():
+            setattr(module, name, value)
