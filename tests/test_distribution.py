@@ -75,6 +75,7 @@ class TableReader(Reader):
 
     def __init__(self, view: TokenBytes) -> None:
         self.view = view
+        self._spelled = {}
         self._draft: Any = SimpleNamespace(encoder=SimpleNamespace(view=view), vocabulary=len(view))
 
     def longest(self, guess: int) -> int:
@@ -98,6 +99,14 @@ class TableReader(Reader):
         return DRAFT_LOGITS[tokens]
 
 
+@cache
+def candidates(view: TokenBytes, own: TokenBytes, keys: tuple[int, ...]) -> Candidates:
+    ids = torch.arange(2, len(view))
+    same = Projection(ids, ids, torch.ones(len(ids), dtype=torch.float64))
+    seen = projection(view, DRAFT) if own is DRAFT else same
+    return Candidates(seen, len(own), torch.tensor(keys), [DRAFT_END] if own is DRAFT else [], END)
+
+
 def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> ProjectedDrafter | None:
     """What a drafter asks of a draft's tables is little."""
     if mode == "no draft":
@@ -110,12 +119,10 @@ def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> ProjectedDrafter
         branches=True,
         ends=frozenset([DRAFT_END] if own is DRAFT else []),
     )
-    ids = torch.arange(2, len(view))
-    same = Projection(ids, ids, torch.ones(len(ids), dtype=torch.float64))
     return ProjectedDrafter(
         tables,
         TableReader(own),
-        Candidates(projection(view, DRAFT) if own is DRAFT else same, len(own), keys, tables.ends, END),
+        candidates(view, own, tuple(keys.tolist())),
         view,
         Meter(),
         LogitsProcessorList(),

@@ -973,3 +973,56 @@ def test_a_target_is_tried_out_once() -> None:
         once = len(seen)
         XTokAssisted((target, TOKENS))
     assert len(seen) == once == 4
+
+
+# what transformers takes, in its own way
+
+
+class Stops(StoppingCriteria):
+    """Says so by a plain bool, as transformers takes it."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
+        return input_ids.shape[1] % 7 == 0
+
+
+def test_a_criterion_may_answer_by_a_plain_bool() -> None:
+    ids = torch.tensor([prompt_ids(TOKENS, PROMPT)])
+    asked: dict[str, Any] = {**GREEDY, "stopping_criteria": StoppingCriteriaList([Stops()])}
+    expected = TARGET.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+    found = TARGET.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=XTokAssisted((TARGET, TOKENS)), **asked)
+    assert torch.equal(found, expected)
+
+
+class RunsOut(LogitsProcessor):
+    """A processor over an iterator of its own, which ends."""
+
+    def __init__(self) -> None:
+        self._biases = iter([0.0] * 5)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + next(self._biases)
+
+
+@pytest.mark.parametrize("prompts", [PROMPT, [PROMPT, PROMPT]])
+def test_what_a_processor_raises_arrives_as_it_is_though_it_be_stop_iteration(prompts: Any) -> None:
+    with pytest.raises(StopIteration):
+        XTokAssisted((TARGET, TOKENS), (OTHER, BYTES)).generate(
+            prompts, logits_processor=LogitsProcessorList([RunsOut()]), **GREEDY
+        )
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"return_dict_in_generate": True, "output_scores": True}, {"repetition_penalty": 1.0}]
+)
+def test_a_target_in_float64_is_picked_from_in_float32_as_transformers_does(arguments: dict[str, Any]) -> None:
+    """Two logits that differ in float64 alone are equal there, and the first of them is picked."""
+    model = fitting(TOKENS, "Llama", 0, dtype=torch.float64)
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight[40] = head.weight[30] * (1 + 1e-12)
+        head.weight[30] *= 50
+        head.weight[40] *= 50
+    ids = torch.tensor([prompt_ids(TOKENS, PROMPT)])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)[0, ids.shape[1] :].tolist()
+    assert XTokAssisted((model, TOKENS)).generate(PROMPT, **GREEDY, **arguments).token_ids == expected
+    assert {30, 40} & set(expected)

@@ -24,7 +24,7 @@ from xtok.budget import Account, Asked, Ledger, Pace
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
 from xtok.drafts.merged import Drafts
-from xtok.drafts.projected import same_ids
+from xtok.drafts.projection import same_ids
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
 from xtok.prompts import prompt_ids

@@ -26,9 +26,10 @@ class Stats:
     `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it. `seconds_noise`, of sampling: drawing
     under the noise, of which the draft's part lies within `seconds_draft`. `chains_only`: whether the target can check no tree,
     so that all guesses were chains. `earned`: for each draft, in order, the accepted ids that no cheaper one guessed; a model
-    given by itself is followed by prompt lookup. `min_margin`: the smallest gap between the two best scores of a pick,
-    processors and noise included; where it is above what forwards of several rows and of one differ in, the ids are surely the
-    target's own. `exact`: whether the text is the target's own. False only for sampled ones under `acceptance="typical"`.
+    given by itself is followed by prompt lookup. `min_margin`: the smallest gap between the two best scores of a pick, noise
+    included, in logits: what a temperature or penalty stretches is taken back. Where it is above twice what forwards of several
+    rows and of one differ in, the ids are surely the target's own. None where no gap says so: under processors that cut a law
+    or are of unknown kinds, and where guesses are accepted by a law. `exact`: whether the text is the target's own. False only for sampled ones under `acceptance="typical"`.
     """
 
     new_tokens: int

@@ -55,7 +55,7 @@ def tune_draft(
     *,
     starts: int = 8,
     max_new_tokens: int = 64,
-    sampled: float = 0.0,
+    sampled: float = 0.5,
     temperature: float | None = None,
     epochs: int = 6,
     learning_rate: float | None = None,

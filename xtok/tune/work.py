@@ -11,7 +11,7 @@ from typing import Any
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.sources import Source
-from xtok.tune.writing import beginnings, drawn, save
+from xtok.tune.writing import beginnings, save, way
 
 _MEASURED = 40
 """Behind how many beginnings of prompts at most tokens per forward are measured."""
@@ -57,8 +57,8 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def per_forward(xt: XTokAssisted, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any) -> float:
-    """New tokens per forward of the target; every so many prompts as `sampled` says are sampled."""
-    stats = [xt.generate(prompt, do_sample=drawn(i, sampled), seed=i, **arguments).stats for i, prompt in enumerate(prompts)]
+    """New tokens per forward of the target, over all ways of picking, of which as many are sampled as `sampled` says."""
+    stats = [xt.generate(prompt, seed=i, **way(i, sampled), **arguments).stats for i, prompt in enumerate(prompts)]
     return sum(one.new_tokens for one in stats) / sum(one.target_forwards for one in stats)
 
 

@@ -18,6 +18,7 @@ from xtok.prompts import prompt_ids
 from xtok.tokenbytes import TokenBytes, token_bytes
 
 _BATCH = 16
+PENALTY = 1.2
 _FEW = 32
 """Of how many ids the target's law is kept."""
 _KEPT = ("ids", "likeliest", "probabilities")
@@ -33,30 +34,43 @@ def drawn(index: int, share: float) -> bool:
     return int((index + 1) * share) > int(index * share)
 
 
+def way(index: int, sampled: float) -> dict[str, Any]:
+    """How the text of that index is picked, as arguments of `generate`: at random, greedily, or greedily without repeating.
+
+    Greedy texts of small models go round in circles, from which there is nothing to learn; so every other of those is written
+    under a penalty for what it has.
+    """
+    if drawn(index, sampled):
+        return {"do_sample": True}
+    before = index - int(index * sampled)  # so many of those before it are greedy
+    return {"do_sample": False, "repetition_penalty": PENALTY if before % 2 else 1.0}
+
+
 def write(target: tuple[Any, Any], starts: Sequence[str], into: Path, *, sampled: float, **arguments: Any) -> list[Written]:
     """The target's continuation of each start, batch by batch, each batch kept in a file of its own.
 
     Law: the texts are those of the starts, `arguments`, and torch's version alone, however often the writing was stopped in
-    between. `sampled` is the share of the texts that are drawn at random, evenly among the starts; the others are greedy.
-    `arguments` are those of transformers' `generate`.
+    between. Each is picked in a `way` of its own. `arguments` are those of transformers' `generate`.
     """
     into.mkdir(parents=True, exist_ok=True)
     view, ends = token_bytes(target[1]), _ends(target)
     texts: list[Written] = []
-    for index, (kind, batch) in enumerate(track(_batches(starts, sampled), description="the target writes", transient=True)):
+    for index, (picked, batch) in enumerate(track(_batches(starts, sampled), description="the target writes", transient=True)):
         file = into / f"{index:05}.safetensors"
         if not file.exists():
-            tensors = _continued(target, batch, index, do_sample=kind, **arguments)
+            tensors = _continued(target, batch, index, **picked, **arguments)
             save(file, lambda half, tensors=tensors: save_file(tensors, half))  # type: ignore[misc]
         rows = load_file(file)
         texts += [_written(start, view, ends, *row) for start, *row in zip(batch, *(rows[name] for name in _KEPT), strict=True)]
     return texts
 
 
-def _batches(starts: Sequence[str], sampled: float) -> list[tuple[bool, list[str]]]:
-    """The starts in batches, and whether each is to be sampled."""
-    kinds = {kind: [start for i, start in enumerate(starts) if drawn(i, sampled) == kind] for kind in (False, True)}
-    return [(kind, some[at : at + _BATCH]) for kind, some in kinds.items() for at in range(0, len(some), _BATCH)]
+def _batches(starts: Sequence[str], sampled: float) -> list[tuple[dict[str, Any], list[str]]]:
+    """The starts in batches, and in which way each is to be picked."""
+    ways = [way(index, sampled) for index in range(len(starts))]
+    kinds = [kind for i, kind in enumerate(ways) if kind not in ways[:i]]
+    alike = [(kind, [start for start, own in zip(starts, ways, strict=True) if own == kind]) for kind in kinds]
+    return [(kind, some[at : at + _BATCH]) for kind, some in alike for at in range(0, len(some), _BATCH)]
 
 
 def save(file: Path, write: Callable[[Path], object]) -> None:
@@ -67,16 +81,20 @@ def save(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **arguments: Any) -> dict[str, Tensor]:
-    """One batch, padded on the left, by transformers' own `generate`: new ids and the laws that they were picked from."""
+    """One batch, padded on the left, by transformers' own `generate`: new ids and the laws that they were picked from.
+
+    A law is the target's own, at temperature 1, or what a penalty makes of it.
+    """
     model, tokenizer = target
     ids = [torch.tensor(prompt_ids(tokenizer, start)) for start in starts]
     padded = pad_sequence(ids, batch_first=True, padding_side="left").to(device_of(model))
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(padded.device)
-    kept: dict[str, Any] = {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    kept: dict[str, Any] = {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         output = model.generate(padded, attention_mask=mask, **kept, **arguments)
-    laws = [logits.float().softmax(dim=-1).topk(min(_FEW, logits.shape[-1])) for logits in output.logits]
+    shaped = output.logits if arguments["do_sample"] else output.scores
+    laws = [logits.float().softmax(dim=-1).topk(min(_FEW, logits.shape[-1])) for logits in shaped]
     return {
         "ids": output.sequences[:, padded.shape[1] :].cpu().contiguous(),
         "likeliest": torch.stack([law.indices for law in laws], dim=1).to(torch.int32).cpu(),
