@@ -29,7 +29,8 @@ class Stats:
     given by itself is followed by prompt lookup. `min_margin`: the smallest gap between the two best scores of a pick, noise
     included, in logits: what a temperature or penalty stretches is taken back. Where it is above twice what forwards of several
     rows and of one differ in, the ids are surely the target's own. None where no gap says so: under processors that cut a law
-    or are of unknown kinds, and where guesses are accepted by a law. `exact`: whether the text is the target's own. False only for sampled ones under `acceptance="typical"`.
+    or are of unknown kinds, and where guesses are accepted by a law. `exact`: whether the text is the
+    target's own. False only for sampled ones under `acceptance="typical"`.
     """
 
     new_tokens: int
