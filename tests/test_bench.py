@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 from worlds import ARCHITECTURES, examples, fitting, model, tokenizer
 
-from xtok import pair
-from xtok.bench import ALONE, CHAIN, TREE, UAG, XTOK, compare, tuned
+from xtok import XTokAssisted, pair
+from xtok.bench import ALONE, CHAIN, DRAFT, LOOKUP, NONE, SETTINGS, TREE, UAG, XTOK, Timed, compare, speed, tuned
 from xtok.bench_context import compare_contexts
 from xtok.bench_drafters import compare_drafters
 from xtok.bench_sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
@@ -24,20 +24,24 @@ from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.sources import load
 from xtok.stretch import blocks_of, shortened, sized, stretch, stretched_to
 
+OWN = [ALONE, NONE, LOOKUP, XTOK, DRAFT, CHAIN.format(5), TREE.format(5)]
+
 
 def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(pair.prompts()[:4]), encoding="utf-8")
-    result = CliRunner().invoke(app, ["bench", "--prompts", str(file), "--max-new-tokens", "8", "--json"])
+    asked = ["bench", "--prompts", str(file), "--max-new-tokens", "8", "--setting", "greedy", "--json"]
+    result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["drafts"]["as it is"]
+    rows = json.loads(result.stdout)["settings"]["greedy"]["as it is"]
     systems = [row["system"] for row in rows]
-    assert systems[:5] == [ALONE, XTOK, CHAIN.format(5), TREE.format(5), UAG]
-    assert "UAG, length 5" in systems[5:]
-    assert len(systems) <= 7
-    assert all(sum(row["split"].values()) == pytest.approx(1) for row in rows[1:4])
-    alone, mine = rows[0], rows[2]
+    assert systems[:8] == [*OWN, UAG]
+    assert "UAG, length 5" in systems[8:]
+    assert len(systems) <= 10
+    assert all(sum(row["split"].values()) == pytest.approx(1) for row in rows[1:7])
+    alone, none, mine = rows[0], rows[1], rows[5]
     assert (alone["target_forwards"], alone["tokens_per_forward"], alone["speed"]) == (16, 1.0, 1.0)
+    assert (none["target_forwards"], none["draft_forwards"]) == (16, 0)
     assert all(row["identical"] == row["prompts"] == 2 and row["new_tokens"] == 16 for row in rows)
     assert mine["target_forwards"] <= 16 < mine["draft_forwards"]
 
@@ -45,9 +49,44 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
 def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "Llama", 0)
-    rows = compare((model, tokens), (deepcopy(model), tokens), ["吾輩は"], max_new_tokens=6, guess_length=3)
-    assert [row.system for row in rows] == [ALONE, XTOK, CHAIN.format(3), TREE.format(3)]
+    rows = compare((model, tokens), (deepcopy(model), tokens), ["吾輩は"], "greedy", max_new_tokens=6, guess_length=5)
+    assert [row.system for row in rows] == OWN
     assert all(row.identical == 1 for row in rows)
+
+
+@pytest.mark.parametrize("setting", ["penalty", "sampled"])
+def test_text_that_does_not_loop_is_that_of_the_target_whatever_guesses(setting: str) -> None:
+    target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
+    rows = compare(target, draft, pair.prompts()[:2], setting, max_new_tokens=12, guess_length=5, repeats=2)
+    assert [row.system for row in rows[:7]] == OWN
+    others = [row for row in rows if row.system == ALONE or row.system.startswith("UAG")]
+    assert len(others) >= 2
+    assert all(row.identical == 4 == row.prompts for row in rows if row not in others)
+    assert all(row.identical == (None if setting == "sampled" else 4) for row in others)
+
+
+def test_the_penalty_and_the_noise_change_the_text() -> None:
+    target = load(pair.TARGET, "target")
+    texts = {
+        name: XTokAssisted(target).generate(pair.prompts()[0], max_new_tokens=24, seed=0, **one.arguments).text
+        for name, one in SETTINGS.items()
+    }
+    assert len(set(texts.values())) == len(SETTINGS) == 3
+
+
+def test_speed_is_seconds_per_token_beside_the_target_alone() -> None:
+    alone = [Timed([1, 2], 2.0, 2, 0, None), Timed([1], 1.0, 1, 0, None), Timed([1], 1.0, 1, 0, None)]
+    mine = [Timed([1, 2, 3, 4], 1.0, 2, 0, None), Timed([1], 0.5, 1, 0, None), Timed([1, 2], 8.0, 2, 0, None)]
+    assert speed(alone, alone) == 1.0
+    assert speed(mine, alone) == 2.0
+
+
+def test_all_settings_are_measured_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("xtok.cli.compare", lambda target, draft, texts, setting, **_: asked.append(setting) or [])
+    assert CliRunner().invoke(app, ["bench", "--json"]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "--setting", "sampled", "--setting", "greedy", "--json"]).exit_code == 0
+    assert asked == ["greedy", "penalty", "sampled", "greedy", "sampled"]
 
 
 def test_the_benchmark_tunes_a_copy_of_the_draft() -> None:
@@ -147,7 +186,7 @@ def test_the_bench_draws_a_picture_of_an_enlarged_target_and_of_useless_drafts(t
     prompts, picture = tmp_path / "prompts.txt", tmp_path / "bench.svg"
     prompts.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
     asked = ["--prompts", str(prompts), "--max-new-tokens", "4", "--ratio", "1", "--dtype", "bfloat16", "--useless"]
-    result = CliRunner().invoke(app, ["bench", *asked, "--plot", str(picture)])
+    result = CliRunner().invoke(app, ["bench", *asked, "--setting", "sampled", "--plot", str(picture)])
     assert result.exit_code == 0, result.output
     assert "with random weights" in result.stdout
     assert "as dear as the target" in result.stdout
@@ -155,7 +194,12 @@ def test_the_bench_draws_a_picture_of_an_enlarged_target_and_of_useless_drafts(t
 
 
 @pytest.mark.parametrize(
-    ("option", "told"), [(["--plot", "x.gif"], "ends in .png or .svg"), (["--dtype", "int3"], "use float32")]
+    ("option", "told"),
+    [
+        (["--plot", "x.gif"], "ends in .png or .svg"),
+        (["--dtype", "int3"], "use float32"),
+        (["--setting", "warm"], "greedy, penalty, sampled"),
+    ],
 )
 def test_a_bench_that_makes_no_sense_is_refused_before_it_runs(option: list[str], told: str) -> None:
     result = CliRunner().invoke(app, ["bench", *option])

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from xtok.assisted import Generation, XTokAssisted
-from xtok.bench import Row, build_seconds, compare, tuned, useless_drafts
+from xtok.bench import SETTINGS, Row, build_seconds, check_settings, compare, tuned, useless_drafts
 from xtok.bench_context import ContextRow, compare_contexts
 from xtok.bench_drafters import DrafterRow, compare_drafters
 from xtok.bench_plot import check_drawable, draw
@@ -353,7 +353,15 @@ def bench(
     guess_length: Annotated[int, typer.Option(min=1, help="How many draft tokens a fixed guess has.")] = GUESS_LENGTH,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
     tune: Annotated[bool, typer.Option("--tune", help="Also with the draft tuned on the target's text, in minutes.")] = False,
-    sampled: Annotated[bool, typer.Option("--sampled", help="Sample, at four temperatures, instead of greedily.")] = False,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only that way to ask for texts: greedy, penalty or sampled. May be given again.", show_default="all"
+        ),
+    ] = None,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="Only sampling, at four temperatures: are the texts draws from the law?")
+    ] = False,
     ratio: Annotated[
         float | None, typer.Option(min=1, help="Enlarge the target until its forward costs so many of the draft's.")
     ] = None,
@@ -373,7 +381,8 @@ def bench(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Run the target alone, transformers' universal assisted generation and xtok side by side, greedily or sampled."""
+    """Run the target alone, transformers' universal assisted generation and xtok side by side."""
+    check_settings(setting or [])
     if plot is not None:
         check_drawable(plot)
     if tune:
@@ -390,16 +399,24 @@ def bench(
     if sampled:
         rows = compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
         return _tell(rows, _print_sampled, as_json)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
-    report: dict[str, Any] = {"build_seconds": build_seconds(*pair), "drafts": {"as it is": compare(*pair, texts, **settings)}}
-    if tune:
-        report["drafts"]["fine-tuned"] = compare(pair[0], tuned(*pair, others), texts, **settings)
-    if useless:
-        for name, other in useless_drafts(*pair).items():
-            report["drafts"][name] = compare(pair[0], other, texts, **settings)
+    compared = _drafts_to_compare(pair, others, tune=tune, useless=useless)
+    shape = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
+    settings = {
+        name: {kind: compare(pair[0], one, texts, name, **shape) for kind, one in compared.items()}
+        for name in SETTINGS
+        if name in (setting or SETTINGS)
+    }
     if plot is not None:
-        draw(report["drafts"], plot)
-    return _tell(report, _print_bench, as_json)
+        draw(next(iter(settings.values())), plot)
+    return _tell({"build_seconds": build_seconds(*pair), "settings": settings}, _print_bench, as_json)
+
+
+def _drafts_to_compare(pair: tuple[Any, Any], others: list[str], *, tune: bool, useless: bool) -> dict[str, Any]:
+    """The draft, and where they are asked for, the one tuned on `others` and the useless ones."""
+    drafts = {"as it is": pair[1]}
+    if tune:
+        drafts["fine-tuned"] = tuned(*pair, others)
+    return drafts | (useless_drafts(*pair) if useless else {})
 
 
 def _tell(found: Found, show: Callable[[Found], None], as_json: bool) -> None:
@@ -463,18 +480,25 @@ def _print_drafters(rows: list[DrafterRow]) -> None:
 
 def _print_bench(report: dict[str, Any]) -> None:
     typer.echo(f"Making an instance of the loaded models takes {report['build_seconds']:.2f} s.")
-    for kind, rows in report["drafts"].items():
-        table = Table(title=f"the draft {kind}")
-        for name in ("", "same ids", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"):
-            table.add_column(name, justify="right" if name else "left", no_wrap=not name)
-        for row in rows:
-            table.add_row(*_bench_cells(row))
-        Console(highlight=False, width=100).print(table)
-        _print_split([row for row in rows if row.split is not None])
+    for setting, drafts in report["settings"].items():
+        for kind, rows in drafts.items():
+            _print_rows(f"{SETTINGS[setting].title}, the draft {kind}", rows)
+    typer.echo("same ids: as the target alone; of sampled texts, as xtok without a draft for the same seeds.")
+    typer.echo("chain, tree: of the draft alone, without prompt lookup, as much guessed in every round.")
     typer.echo("UAG: transformers' universal assisted generation.")
-    typer.echo("speed: median over prompts of the seconds of the target alone ÷ those of the system.")
+    typer.echo("speed: median over prompts of the seconds per token of the target alone ÷ those of the system.")
     typer.echo("lost: the target's tokens inside what the draft guessed right, yet not accepted.")
     typer.echo("ceiling: the share of both models' forwards; at 100% all else would be free.")
+
+
+def _print_rows(title: str, rows: list[Row]) -> None:
+    table = Table(title=title)
+    for name in ("", "same ids", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+    for row in rows:
+        table.add_row(*_bench_cells(row))
+    Console(highlight=False, width=100).print(table)
+    _print_split([row for row in rows if row.split is not None])
 
 
 def _print_split(rows: list[Row]) -> None:
@@ -519,7 +543,7 @@ def _sampled_cells(row: SampledRow) -> tuple[str, ...]:
 def _bench_cells(row: Row) -> tuple[str, ...]:
     return (
         row.system,
-        f"{row.identical}/{row.prompts}",
+        "" if row.identical is None else f"{row.identical}/{row.prompts}",
         f"{row.tokens_per_forward:.2f}",
         str(row.target_forwards),
         str(row.draft_forwards),
