@@ -27,7 +27,7 @@ from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
 from xtok.pair import DRAFT, HEADS, TARGET, TUNED, prompts, quoting, technical
 from xtok.sources import load, load_without_weights
-from xtok.stretch import forward_seconds, shortened, sized, stretched_to
+from xtok.stretch import forward_seconds, shortened, sized, stretched_to, with_vocabulary
 from xtok.trace import Stats
 from xtok.tune import check_tunable, train_heads, tune_draft
 from xtok.version import __version__
@@ -369,6 +369,10 @@ def bench(
         bool,
         typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB."),
     ] = False,
+    vocabularies: Annotated[
+        tuple[int, int] | None,
+        typer.Option(help="Enlarge the vocabularies of target and draft to so many ids.", show_default=False),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="The precision of both models: float32, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="Where both models are: cpu, cuda, …")] = "cpu",
     useless: Annotated[bool, typer.Option("--useless", help="Also with useless drafts: a random one, and a dear one.")] = False,
@@ -382,16 +386,13 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Run the target alone, transformers' universal assisted generation and xtok side by side."""
-    check_settings(setting or [])
-    if plot is not None:
-        check_drawable(plot)
-    if tune:
-        check_tunable()
+    _check_asked(setting or [], plot, tune=tune, unsaved=large and vocabularies is not None)
     pair = _placed(load(target, "target"), load(draft, "draft"), dtype, device)
     texts, others = _bench_prompts(file)
     if contexts:
         return _tell(compare_contexts(pair[0][1], pair[1][1], texts), _print_contexts, as_json)
-    own = _own_drafts(pair, (target, draft))
+    narrow, pair = pair[1], _widened(pair, vocabularies)
+    own = {"draft": pair[1]} if vocabularies else _own_drafts(pair, (target, draft))
     pair = _enlarged(*pair, ratio, large)
     if drafters:
         kinds: dict[str, Any] = {"prose": texts, "technical": technical(), "quoting": quoting(texts)}
@@ -399,7 +400,8 @@ def bench(
     if sampled:
         rows = compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
         return _tell(rows, _print_sampled, as_json)
-    compared = _drafts_to_compare(pair, others, tune=tune, useless=useless)
+    compared = {"as it is": pair[1]} | (_tuned(pair, narrow, others, vocabularies) if tune else {})
+    compared |= useless_drafts(*pair) if useless else {}
     shape = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
     settings = {
         name: {kind: compare(pair[0], one, texts, name, **shape) for kind, one in compared.items()}
@@ -411,12 +413,22 @@ def bench(
     return _tell({"build_seconds": build_seconds(*pair), "settings": settings}, _print_bench, as_json)
 
 
-def _drafts_to_compare(pair: tuple[Any, Any], others: list[str], *, tune: bool, useless: bool) -> dict[str, Any]:
-    """The draft, and where they are asked for, the one tuned on `others` and the useless ones."""
-    drafts = {"as it is": pair[1]}
+def _check_asked(settings: list[str], plot: Path | None, *, tune: bool, unsaved: bool) -> None:
+    """Raises `InvalidInputError` for what can't be done, before anything is loaded."""
+    check_settings(settings)
+    if plot is not None:
+        check_drawable(plot)
     if tune:
-        drafts["fine-tuned"] = tuned(*pair, others)
-    return drafts | (useless_drafts(*pair) if useless else {})
+        check_tunable()
+    if tune and unsaved:
+        raise InvalidInputError("A draft is tuned before its vocabulary is enlarged. Leave --large or --vocabularies out.")
+
+
+def _tuned(pair: tuple[Any, Any], narrow: Any, others: list[str], vocabularies: tuple[int, int] | None) -> dict[str, Any]:
+    """The draft, tuned before its vocabulary is enlarged: a model of an enlarged one can't be saved."""
+    model, tokenizer = tuned(pair[0], pair[1] if vocabularies is None else narrow, others)
+    model = model.to(pair[1][0].device, pair[1][0].dtype)
+    return {"fine-tuned": (model, tokenizer) if vocabularies is None else with_vocabulary(model, tokenizer, vocabularies[1])}
 
 
 def _tell(found: Found, show: Callable[[Found], None], as_json: bool) -> None:
@@ -446,6 +458,14 @@ def _placed(target: Any, draft: Any, dtype: str, device: str) -> tuple[Any, Any]
     except (RuntimeError, AssertionError) as error:  # torch's own ways to say so
         raise InvalidInputError(f"device is {device!r}, which can't be used: {error}") from error
     return (big, target[1]), (small, draft[1])
+
+
+def _widened(pair: tuple[Any, Any], vocabularies: tuple[int, int] | None) -> tuple[Any, Any]:
+    """The pair with vocabularies of such sizes."""
+    if vocabularies is None:
+        return pair
+    target, draft = (with_vocabulary(model, tokenizer, n) for (model, tokenizer), n in zip(pair, vocabularies, strict=True))
+    return target, draft
 
 
 def _enlarged(target: Any, draft: Any, ratio: float | None, large: bool) -> tuple[Any, Any]:
