@@ -21,6 +21,7 @@ from xtok.bench_context import compare_contexts
 from xtok.bench_drafters import compare_drafters
 from xtok.bench_sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
 from xtok.bench_sampled import TREE as TREE_SAMPLED
+from xtok.bench_vocabulary import compare_vocabularies
 from xtok.cli import app
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
 from xtok.lm import ids_read, vocabulary_size
@@ -368,3 +369,15 @@ def test_the_bench_widens_the_vocabularies_of_an_enlarged_target_and_of_all_draf
     found = json.loads(result.stdout)["settings"]["greedy"]
     assert set(found) == {"as it is", "with random weights", "as dear as the target"}
     assert all(row["identical"] == row["prompts"] for rows in found.values() for row in rows)
+
+
+def test_what_is_computed_over_vocabularies_has_a_row_per_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.cli.compare_vocabularies", partial(compare_vocabularies, sizes=[(8000, 4096), (9000, 5000)]))
+    monkeypatch.setattr("xtok.bench_vocabulary._REPEATS", 2)
+    result = CliRunner().invoke(app, ["bench", "--rows", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert {(row["target"], row["draft"]) for row in rows} == {(8000, 4096), (9000, 5000)}
+    assert len(rows) == 2 * 12
+    assert all(row["milliseconds"] > 0 for row in rows if "level" not in row["what"])  # those are differences
+    assert "a pick, top-p 0.95" in CliRunner().invoke(app, ["bench", "--rows"]).stdout

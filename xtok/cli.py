@@ -21,6 +21,7 @@ from xtok.bench_context import ContextRow, compare_contexts
 from xtok.bench_drafters import DrafterRow, compare_drafters
 from xtok.bench_plot import check_drawable, draw
 from xtok.bench_sampled import SampledRow, compare_sampled
+from xtok.bench_vocabulary import VocabularyRow, compare_vocabularies
 from xtok.budget import Budget
 from xtok.drafts.heads import HeadsDrafter
 from xtok.errors import InvalidInputError, XTokError
@@ -380,6 +381,9 @@ def bench(
     contexts: Annotated[
         bool, typer.Option("--contexts", help="Only what a round costs beside the models, by the length of the context.")
     ] = False,
+    by_vocabulary: Annotated[
+        bool, typer.Option("--rows", help="Only what is computed over vocabularies beside the models, by their sizes.")
+    ] = False,
     drafters: Annotated[
         bool, typer.Option("--drafters", help="All ways to guess and mixtures of them, on three kinds of prompts.")
     ] = False,
@@ -391,6 +395,8 @@ def bench(
     texts, others = _bench_prompts(file)
     if contexts:
         return _tell(compare_contexts(pair[0][1], pair[1][1], texts), _print_contexts, as_json)
+    if by_vocabulary:
+        return _tell(compare_vocabularies(pair[0][1], pair[1][1]), _print_vocabularies, as_json)
     narrow, pair = pair[1], _widened(pair, vocabularies)
     own = {"draft": pair[1]} if vocabularies else _own_drafts(pair, (target, draft))
     pair = _enlarged(*pair, ratio, large)
@@ -537,6 +543,17 @@ def _print_contexts(rows: list[ContextRow]) -> None:
         table.add_column(name, justify="right" if name else "left")
     for row in rows:
         table.add_row(f"{row.context:,}", row.budget, *(f"{part:.2f}" for part in (row.align, row.guess, row.pick)))
+    Console(highlight=False, width=100).print(table)
+
+
+def _print_vocabularies(rows: list[VocabularyRow]) -> None:
+    sizes = list(dict.fromkeys((row.target, row.draft) for row in rows))
+    times = {(row.what, row.target, row.draft): f"{row.milliseconds:,.2f}" for row in rows}
+    table = Table(title="milliseconds beside the models' forwards, by the ids of target and draft")
+    for name in ("", *(f"{target:,} × {draft:,}" for target, draft in sizes)):
+        table.add_column(name, justify="right" if name else "left")
+    for what in dict.fromkeys(row.what for row in rows):
+        table.add_row(what, *(times[(what, *size)] for size in sizes))
     Console(highlight=False, width=100).print(table)
 
 
