@@ -2,42 +2,51 @@
 
 import json
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, CohereConfig
 from typer.testing import CliRunner
-from worlds import ARCHITECTURES, examples, fitting, model, tokenizer
+from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tokenizer
 
-from xtok import pair
-from xtok.bench import ALONE, CHAIN, TREE, UAG, XTOK, compare, tuned
+from xtok import Budget, XTokAssisted, pair
+from xtok.bench import ALONE, CHAIN, DRAFT, LOOKUP, NONE, SETTINGS, TREE, UAG, XTOK, Timed, compare, speed, tuned
 from xtok.bench_context import compare_contexts
 from xtok.bench_drafters import compare_drafters
 from xtok.bench_sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
 from xtok.bench_sampled import TREE as TREE_SAMPLED
+from xtok.bench_vocabulary import compare_vocabularies
 from xtok.cli import app
-from xtok.errors import InvalidInputError, UnsupportedModelError
+from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
+from xtok.lm import ids_read, vocabulary_size
 from xtok.sources import load
-from xtok.stretch import blocks_of, shortened, sized, stretch, stretched_to
+from xtok.stretch import blocks_of, shortened, sized, stretch, stretched_to, with_pieces, with_vocabulary
+from xtok.tokenbytes import token_bytes
+
+OWN = [ALONE, NONE, LOOKUP, XTOK, DRAFT, CHAIN.format(5), TREE.format(5)]
 
 
 def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(pair.prompts()[:4]), encoding="utf-8")
-    result = CliRunner().invoke(app, ["bench", "--prompts", str(file), "--max-new-tokens", "8", "--json"])
+    asked = ["bench", "--prompts", str(file), "--max-new-tokens", "8", "--setting", "greedy", "--json"]
+    result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["drafts"]["as it is"]
+    rows = json.loads(result.stdout)["settings"]["greedy"]["as it is"]
     systems = [row["system"] for row in rows]
-    assert systems[:5] == [ALONE, XTOK, CHAIN.format(5), TREE.format(5), UAG]
-    assert "UAG, length 5" in systems[5:]
-    assert len(systems) <= 7
-    assert all(sum(row["split"].values()) == pytest.approx(1) for row in rows[1:4])
-    alone, mine = rows[0], rows[2]
+    assert systems[:8] == [*OWN, UAG]
+    assert "UAG, length 5" in systems[8:]
+    assert len(systems) <= 10
+    assert all(sum(row["split"].values()) == pytest.approx(1) for row in rows[1:7])
+    alone, none, mine = rows[0], rows[1], rows[5]
     assert (alone["target_forwards"], alone["tokens_per_forward"], alone["speed"]) == (16, 1.0, 1.0)
+    assert (none["target_forwards"], none["draft_forwards"]) == (16, 0)
     assert all(row["identical"] == row["prompts"] == 2 and row["new_tokens"] == 16 for row in rows)
     assert mine["target_forwards"] <= 16 < mine["draft_forwards"]
 
@@ -45,9 +54,44 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
 def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "Llama", 0)
-    rows = compare((model, tokens), (deepcopy(model), tokens), ["吾輩は"], max_new_tokens=6, guess_length=3)
-    assert [row.system for row in rows] == [ALONE, XTOK, CHAIN.format(3), TREE.format(3)]
+    rows = compare((model, tokens), (deepcopy(model), tokens), ["吾輩は"], "greedy", max_new_tokens=6, guess_length=5)
+    assert [row.system for row in rows] == OWN
     assert all(row.identical == 1 for row in rows)
+
+
+@pytest.mark.parametrize("setting", ["penalty", "sampled"])
+def test_text_that_does_not_loop_is_that_of_the_target_whatever_guesses(setting: str) -> None:
+    target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
+    rows = compare(target, draft, pair.prompts()[:2], setting, max_new_tokens=12, guess_length=5, repeats=2)
+    assert [row.system for row in rows[:7]] == OWN
+    others = [row for row in rows if row.system == ALONE or row.system.startswith("UAG")]
+    assert len(others) >= 2
+    assert all(row.identical == 4 == row.prompts for row in rows if row not in others)
+    assert all(row.identical == (None if setting == "sampled" else 4) for row in others)
+
+
+def test_the_penalty_and_the_noise_change_the_text() -> None:
+    target = load(pair.TARGET, "target")
+    texts = {
+        name: XTokAssisted(target).generate(pair.prompts()[0], max_new_tokens=24, seed=0, **one.arguments).text
+        for name, one in SETTINGS.items()
+    }
+    assert len(set(texts.values())) == len(SETTINGS) == 3
+
+
+def test_speed_is_seconds_per_token_beside_the_target_alone() -> None:
+    alone = [Timed([1, 2], 2.0, 2, 0, None), Timed([1], 1.0, 1, 0, None), Timed([1], 1.0, 1, 0, None)]
+    mine = [Timed([1, 2, 3, 4], 1.0, 2, 0, None), Timed([1], 0.5, 1, 0, None), Timed([1, 2], 8.0, 2, 0, None)]
+    assert speed(alone, alone) == 1.0
+    assert speed(mine, alone) == 2.0
+
+
+def test_all_settings_are_measured_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("xtok.cli.compare", lambda target, draft, texts, setting, **_: asked.append(setting) or [])
+    assert CliRunner().invoke(app, ["bench", "--json"]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "--setting", "sampled", "--setting", "greedy", "--json"]).exit_code == 0
+    assert asked == ["greedy", "penalty", "sampled", "greedy", "sampled"]
 
 
 def test_the_benchmark_tunes_a_copy_of_the_draft() -> None:
@@ -147,7 +191,7 @@ def test_the_bench_draws_a_picture_of_an_enlarged_target_and_of_useless_drafts(t
     prompts, picture = tmp_path / "prompts.txt", tmp_path / "bench.svg"
     prompts.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
     asked = ["--prompts", str(prompts), "--max-new-tokens", "4", "--ratio", "1", "--dtype", "bfloat16", "--useless"]
-    result = CliRunner().invoke(app, ["bench", *asked, "--plot", str(picture)])
+    result = CliRunner().invoke(app, ["bench", *asked, "--setting", "sampled", "--plot", str(picture)])
     assert result.exit_code == 0, result.output
     assert "with random weights" in result.stdout
     assert "as dear as the target" in result.stdout
@@ -155,7 +199,13 @@ def test_the_bench_draws_a_picture_of_an_enlarged_target_and_of_useless_drafts(t
 
 
 @pytest.mark.parametrize(
-    ("option", "told"), [(["--plot", "x.gif"], "ends in .png or .svg"), (["--dtype", "int3"], "use float32")]
+    ("option", "told"),
+    [
+        (["--plot", "x.gif"], "ends in .png or .svg"),
+        (["--dtype", "int3"], "use float32"),
+        (["--setting", "warm"], "greedy, penalty, sampled"),
+        (["--vocabularies", "7999", "4096"], "7999"),
+    ],
 )
 def test_a_bench_that_makes_no_sense_is_refused_before_it_runs(option: list[str], told: str) -> None:
     result = CliRunner().invoke(app, ["bench", *option])
@@ -193,3 +243,141 @@ def test_the_command_compares_drafters(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "--drafters", "--prompts", str(file), "--max-new-tokens", "4"])
     assert done.exit_code == 0, done.output
     assert all(name in done.stdout for name in ("prose", "technical", "quoting", "tuned draft + prompt lookup", "heads"))
+
+
+WIDE = (9000, 5000)
+
+
+@cache
+def widened() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    loaded = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
+    wide = [with_vocabulary(*one, size) for one, size in zip(loaded, WIDE, strict=True)]
+    return wide[0], wide[1]
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_a_larger_vocabulary_changes_no_logits_and_its_ids_are_improbable(role: int) -> None:
+    small, tokens = load((pair.TARGET, pair.DRAFT)[role], "model")
+    big = widened()[role][0]
+    assert vocabulary_size(big) == ids_read(big) == big.config.vocab_size == WIDE[role]
+    ids = torch.tensor([tokens(pair.prompts()[0], add_special_tokens=False).input_ids])
+    with torch.no_grad():
+        old, new = small(ids).logits, big(ids).logits
+    assert torch.allclose(new[..., : old.shape[-1]], old, atol=1e-4)
+    assert (new[..., : old.shape[-1]].argmax(-1) == old.argmax(-1)).all()
+    added = new.double().softmax(-1)[..., old.shape[-1] :].sum(-1)
+    assert float(added.max()) < 1e-4
+    assert float(new[..., old.shape[-1] :].std(-1).min()) > 0.5  # spread as the others are
+
+
+@cache
+def narrow(role: int) -> Any:
+    return load((pair.TARGET, pair.DRAFT)[role], "model")[1]
+
+
+@examples(200)
+@given(role=st.sampled_from([0, 1]), text=texts() | st.sampled_from(pair.prompts()))
+def test_a_larger_vocabulary_encodes_texts_as_before(role: int, text: str) -> None:
+    assert widened()[role][1](text).input_ids == narrow(role)(text).input_ids
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "BPE" in name or "Unigram" in name])
+@examples(20)
+@given(text=texts())
+def test_tokenizers_of_both_families_take_pieces_that_they_never_write(family: str, text: str) -> None:
+    wide = more_pieces(family)
+    assert wide(text).input_ids == tokenizer(family)(text).input_ids
+    assert len(token_bytes(wide)) == 1000
+
+
+@cache
+def more_pieces(family: str) -> Any:
+    return with_pieces(tokenizer(family), 1000)
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_a_larger_vocabulary_spells_more(role: int) -> None:
+    tokens, wide = narrow(role), widened()[role][1]
+    old, new = token_bytes(tokens), token_bytes(wide)
+    assert (new.table[: len(old)], len(new), new.family) == (old.table, WIDE[role], old.family)
+    added = [piece for piece in new.table[len(old) :] if piece]
+    assert len({*added}) == len(added) == WIDE[role] - len(old)
+    assert not {*added} & {*old.table}
+    start = wide("猫", add_special_tokens=False).input_ids
+    for token in range(len(old), WIDE[role], 97):
+        assert wide.decode([*start, token]) == f"猫{(new[token] or b'').decode()}"
+
+
+def test_a_pair_of_larger_vocabularies_writes_what_it_wrote() -> None:
+    small = load(pair.TARGET, "target")
+    xt = XTokAssisted(*widened(), budget=Budget(3, width=3))
+    for prompt in pair.prompts()[:4]:
+        asked = {"max_new_tokens": 16, "do_sample": False}
+        assert xt.generate(prompt, **asked).token_ids == XTokAssisted(small).generate(prompt, **asked).token_ids
+        asked = {"max_new_tokens": 16, "do_sample": True, "top_k": 0, "seed": 3}
+        drawn = xt.generate(prompt, **asked)
+        assert drawn.token_ids == XTokAssisted(widened()[0]).generate(prompt, **asked).token_ids
+        assert drawn.stats.proposed > 0
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_a_model_of_a_larger_vocabulary_is_copied_and_enlarged_like_any_other(role: int) -> None:
+    big = widened()[role][0]
+    ids = torch.arange(40)[None]
+    assert torch.equal(deepcopy(big)(ids).logits, big(ids).logits)
+    assert torch.equal(stretch(big, 2, width=64)(ids).logits, big(ids).logits)
+    assert vocabulary_size(shortened(big, 1)) == WIDE[role]
+
+
+def test_a_larger_vocabulary_is_the_same_each_time() -> None:
+    one, other = (with_pieces(load(pair.DRAFT, "draft")[1], 4200) for _ in range(2))
+    assert one.get_vocab() == other.get_vocab()
+
+
+@pytest.mark.parametrize("size", [7999, 10**9])
+def test_a_vocabulary_that_cannot_be_had_is_refused(size: int) -> None:
+    with pytest.raises(InvalidInputError, match=str(size)):
+        with_vocabulary(*load(pair.TARGET, "target"), size)
+
+
+def test_a_model_whose_head_takes_no_bias_has_no_larger_vocabulary() -> None:
+    target, tokens = load(pair.TARGET, "target")
+    target.lm_head = torch.nn.Sequential(target.lm_head)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+        with_vocabulary(target, tokens, 9000)
+
+
+def test_logits_that_a_model_shapes_further_have_no_larger_vocabulary() -> None:
+    tokens = tokenizer("byte-level BPE")
+    config = CohereConfig(vocab_size=len(tokens), **ARCHITECTURES["Llama"], logit_scale=0.0625)
+    with pytest.raises(UnsupportedModelError, match="CohereForCausalLM"):
+        with_vocabulary(AutoModelForCausalLM.from_config(config), tokens, 500)
+
+
+@pytest.mark.parametrize("family", ["WordPiece", "characters"])
+def test_a_tokenizer_of_another_family_has_no_larger_vocabulary(family: str) -> None:
+    with pytest.raises(UnsupportedTokenizerError, match="surely never writes"):
+        with_pieces(tokenizer(family), 5000)
+
+
+def test_the_bench_widens_the_vocabularies_of_an_enlarged_target_and_of_all_drafts(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(pair.prompts()[:12]), encoding="utf-8")
+    asked = ["--prompts", str(prompts), "--max-new-tokens", "4", "--setting", "greedy", "--vocabularies", *map(str, WIDE)]
+    result = CliRunner().invoke(app, ["bench", *asked, "--ratio", "2", "--useless", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["settings"]["greedy"]
+    assert set(found) == {"as it is", "with random weights", "as dear as the target"}
+    assert all(row["identical"] == row["prompts"] for rows in found.values() for row in rows)
+
+
+def test_what_is_computed_over_vocabularies_has_a_row_per_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.cli.compare_vocabularies", partial(compare_vocabularies, sizes=[(8000, 4096), (9000, 5000)]))
+    monkeypatch.setattr("xtok.bench_vocabulary._REPEATS", 2)
+    result = CliRunner().invoke(app, ["bench", "--rows", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert {(row["target"], row["draft"]) for row in rows} == {(8000, 4096), (9000, 5000)}
+    assert len(rows) == 2 * 12
+    assert all(row["milliseconds"] > 0 for row in rows if "level" not in row["what"])  # those are differences
+    assert "a pick, top-p 0.95" in CliRunner().invoke(app, ["bench", "--rows"]).stdout

@@ -37,6 +37,7 @@ ROOMS = (
     ("", "pair", "fit", "stretch"),
     ("bench",),
     ("bench_sampled", "bench_context", "bench_plot", "bench_drafters"),
+    ("bench_vocabulary",),
     ("cli",),
     ("__main__",),
 )

@@ -193,6 +193,19 @@ def test_each_tokenizer_is_read_and_written_by_a_draft_model(target: str, draft:
     assert drawn.stats.proposed > 0
 
 
+@pytest.mark.parametrize("target", ["llm-jp-v2.2", "llm-jp-v3"])
+def test_a_pair_of_real_vocabularies_writes_and_draws_what_the_target_does_without_a_draft(target: str) -> None:
+    """48,586 or 99,574 ids against 50,277, as it comes and in trees."""
+    lm, tokens = tiny(target)
+    for budget in (None, Budget(3, width=4)):
+        xt = XTokAssisted((lm, tokens), tiny("gpt-neox-20b", 1), budget=budget)
+        for asked in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": 0.8, "seed": 5}):
+            for text in (sample("aozora", 60), sample(TEXTS["English"], 60)):
+                found = xt.generate(text, max_new_tokens=12, **asked)
+                assert found.token_ids == XTokAssisted((lm, tokens)).generate(text, max_new_tokens=12, **asked).token_ids
+                assert budget is None or found.stats.proposed > 0
+
+
 @pytest.mark.parametrize(
     ("target", "draft"), list(permutations(["llm-jp-v2.2", "gpt-neox-20b", "llama2", "starcoder (gguf)"], 2))
 )

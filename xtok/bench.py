@@ -3,14 +3,13 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from xtok.assisted import Generation, XTokAssisted
 from xtok.budget import Budget
+from xtok.drafts.lookup import PromptLookup
 from xtok.errors import InvalidInputError
 from xtok.prompts import prompt_ids
 from xtok.sources import load
@@ -29,9 +29,28 @@ from xtok.tune import tune_draft
 __all__ = ["compare", "stretch", "tuned", "useless_drafts"]
 
 ALONE = "target alone"
-XTOK, CHAIN, TREE = "xtok", "xtok, chain of {}", "xtok, tree of depth {}"
+NONE, LOOKUP, XTOK, DRAFT = "xtok, no draft", "xtok, lookup alone", "xtok", "xtok, draft alone"
+CHAIN, TREE = "xtok, chain of {}", "xtok, tree of depth {}"
 UAG = "UAG, its defaults"
 LENGTHS = (1, 2, 3, 8, 20)
+PLAIN: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
+PLAIN |= {"eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Sampling in which nothing but a temperature shapes the law, whatever the target's own configuration says."""
+
+
+class Setting(NamedTuple):
+    """How texts are asked for: what a table is headed by, and the arguments of `generate`."""
+
+    title: str
+    arguments: dict[str, Any]
+
+
+SETTINGS = {
+    "greedy": Setting("greedily", {"do_sample": False}),
+    "penalty": Setting("greedily, repetition penalty 1.2", {"do_sample": False, "repetition_penalty": 1.2}),
+    "sampled": Setting("sampled, T = 0.8", {**PLAIN, "temperature": 0.8}),
+}
+"""Greedy texts of small models repeat themselves, which prompt lookup earns most by; those of the other two don't."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +66,17 @@ class Timed:
 
 @dataclass(frozen=True)
 class Row:
-    """One system over all prompts. `speed` is the median over prompts of the seconds of the target alone ÷ its own.
+    """One system over all prompts.
 
-    `lost_per_round`: tokens of the target's own text that lie wholly inside the bytes that the draft guessed right and yet were
-    not accepted, per round. `split`: the shares of the time that its parts take; the shares of the two models' forwards are the
-    ceiling, at which all else would be free. Both are known for xtok alone.
+    `identical`: how many texts are those of the target alone; of sampled ones, those of `XTokAssisted(target)` for the same
+    seeds, and None for transformers, whose draws are others. `speed`: the median over prompts of the seconds per new token of
+    the target alone ÷ its own. `lost_per_round`: tokens of the target's own text that lie wholly inside the bytes that the
+    draft guessed right and yet were not accepted, per round. `split`: the shares of the time that its parts take; the shares of
+    the two models' forwards are the ceiling, at which all else would be free. Both are known for xtok alone.
     """
 
     system: str
-    identical: int
+    identical: int | None
     prompts: int
     new_tokens: int
     tokens_per_forward: float
@@ -75,33 +96,44 @@ def compare(
     target: tuple[Any, Any],
     draft: tuple[Any, Any],
     prompts: Sequence[str],
+    setting: str,
     *,
     max_new_tokens: int,
     guess_length: int,
     repeats: int = 1,
 ) -> list[Row]:
-    """Generate every prompt by every system in turn, greedily, and give a row per system.
+    """Generate every prompt by every system in turn, as one of `SETTINGS` has it, and give a row per system.
 
-    xtok runs as it comes, and with chains and trees of `guess_length` draft tokens. transformers' universal assisted generation
-    runs with its defaults, with constant guesses of that length, and with those of the length that is fastest on three of the
-    prompts. It changes its draft, so it gets a copy of it; where it refuses the pair (vocabularies of one size), it has no row.
+    xtok runs without a draft, by prompt lookup alone, as it comes, by the draft alone, and by that in chains and trees of
+    `guess_length` draft tokens. transformers' universal assisted generation runs with its defaults, with constant guesses of
+    that length, and with those of the length that is fastest on three of the prompts. It changes its draft, so it gets a copy
+    of it; where it refuses the pair (vocabularies of one size), it has no row. A prompt's number is its seed.
     """
+    check_settings([setting])
     if not prompts:
         raise InvalidInputError("There are no prompts. Give a file with one prompt per line.")
-    systems = _systems(target, draft, max_new_tokens, guess_length)
+    arguments = {**SETTINGS[setting].arguments, "max_new_tokens": max_new_tokens}
+    systems = _systems(target, draft, guess_length, arguments)
     systems = {name: system for name, system in systems.items() if _warms_up(name, system, prompts[0])}
     systems = _fastest(systems, guess_length, prompts[:3])
     runs: dict[str, list[Timed]] = {name: [] for name in systems}
-    for prompt in track(list(prompts) * repeats, description="bench", transient=True):
+    for seed, prompt in track(list(enumerate(prompts)) * repeats, description=f"bench, {setting}", transient=True):
         for name, system in systems.items():
-            runs[name].append(system(prompt))
+            runs[name].append(system(prompt, seed))
     view = token_bytes(target[1])
-    return [_row(name, timed, runs[ALONE], view) for name, timed in runs.items()]
+    return [_row(name, runs, view, sampled=bool(arguments["do_sample"])) for name in runs]
+
+
+def check_settings(names: Sequence[str]) -> None:
+    """Raises `InvalidInputError` for a name that isn't among `SETTINGS`."""
+    for name in names:
+        if name not in SETTINGS:
+            raise InvalidInputError(f"setting is {name!r}; use one of {', '.join(SETTINGS)}.")
 
 
 def _warms_up(name: str, system: "System", prompt: str) -> bool:
     try:
-        system(prompt)
+        system(prompt, 0)
     except ValueError:
         if not name.startswith("UAG"):
             raise
@@ -116,34 +148,52 @@ def build_seconds(target: tuple[Any, Any], draft: tuple[Any, Any]) -> float:
     return perf_counter() - start
 
 
-System = Callable[[str], Timed]
+System = Callable[[str, int], Timed]
+"""Of a prompt and a seed."""
 
 
-def _systems(target: Any, draft: Any, max_new_tokens: int, guess_length: int) -> dict[str, System]:
-    greedy: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, Any]) -> dict[str, System]:
+    def xtok(drafts: Any, budget: Budget | None = None) -> System:
+        xt = XTokAssisted(target, drafts, budget=budget)
+        return lambda prompt, seed: by_xtok(xt, prompt, seed=seed, **arguments)
 
-    def xtok(budget: Budget | None) -> System:
-        return partial(by_xtok, XTokAssisted(target, draft, budget=budget), **greedy)
+    def transformers(**assistant: Any) -> System:
+        def system(prompt: str, seed: int) -> Timed:
+            torch.manual_seed(seed)
+            return by_transformers(target, prompt, **arguments, **assistant)
 
-    def universal(length: int | None) -> System:
-        return partial(by_transformers, target, **greedy, **uag(target[1], draft, length))
+        return system
 
     own: dict[str, System] = {
-        ALONE: partial(by_transformers, target, **greedy),
-        XTOK: xtok(None),
-        CHAIN.format(guess_length): xtok(Budget(guess_length, width=1)),
-        TREE.format(guess_length): xtok(Budget(guess_length, width=4, nodes=32)),
-        UAG: universal(None),
+        ALONE: transformers(),
+        NONE: xtok(None),
+        LOOKUP: xtok(PromptLookup()),
+        XTOK: xtok(draft),
+        DRAFT: xtok([draft]),
+        CHAIN.format(guess_length): xtok([draft], Budget(guess_length, width=1)),
+        TREE.format(guess_length): xtok([draft], Budget(guess_length, width=4, nodes=32)),
+        UAG: transformers(**uag(target[1], draft, None)),
     }
-    return own | {f"UAG, length {length}": universal(length) for length in sorted({guess_length, *LENGTHS})}
+    lengths = sorted({guess_length, *LENGTHS})
+    return own | {f"UAG, length {length}": transformers(**uag(target[1], draft, length)) for length in lengths}
 
 
 def _fastest(systems: dict[str, System], guess_length: int, prompts: Sequence[str]) -> dict[str, System]:
     """The systems without those constant lengths of UAG that are neither `guess_length` nor the fastest on some prompts."""
     lengths = [name for name in systems if name.startswith("UAG, length")]
-    seconds = {name: sum(systems[name](prompt).seconds for prompt in prompts) for name in lengths}
+    seconds = {name: sum(_pace(systems[name](prompt, seed)) for seed, prompt in enumerate(prompts)) for name in lengths}
     kept = {f"UAG, length {guess_length}", min(seconds, key=lambda name: seconds[name], default="")}
     return {name: system for name, system in systems.items() if name not in lengths or name in kept}
+
+
+def _pace(run: Timed) -> float:
+    """Seconds per new token."""
+    return run.seconds / len(run.ids)
+
+
+def speed(runs: Sequence[Timed], alone: Sequence[Timed]) -> float:
+    """The median over prompts of the seconds per new token of the target alone ÷ those of some system."""
+    return median(_pace(other) / _pace(run) for run, other in zip(runs, alone, strict=True))
 
 
 def by_transformers(target: tuple[Any, Any], prompt: str, **arguments: Any) -> Timed:
@@ -166,13 +216,16 @@ def by_xtok(xt: XTokAssisted, prompt: str, **arguments: Any) -> Timed:
 
 
 def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
-    """The arguments of transformers' universal assisted generation. It changes its draft, so it gets a copy."""
+    """The arguments of transformers' universal assisted generation.
+
+    It changes its draft, and remembers by its tokenizers what it changed in which, so it gets copies.
+    """
     model = deepcopy(draft[0])
     if guess_length is not None:
         model.generation_config.num_assistant_tokens = guess_length
         model.generation_config.num_assistant_tokens_schedule = "constant"
         model.generation_config.assistant_confidence_threshold = 0.0
-    return {"assistant_model": model, "tokenizer": tokenizer, "assistant_tokenizer": draft[1]}
+    return {"assistant_model": model, "tokenizer": copy(tokenizer), "assistant_tokenizer": copy(draft[1])}
 
 
 @contextmanager
@@ -191,21 +244,23 @@ def _counting(model: Any) -> Iterator[list[None]]:
         hook.remove()
 
 
-def _row(name: str, runs: list[Timed], alone: list[Timed], view: Any) -> Row:
-    tokens = sum(len(run.ids) for run in runs)
-    forwards = sum(run.target_forwards for run in runs)
-    generations = [run.generation for run in runs if run.generation is not None]
+def _row(name: str, runs: dict[str, list[Timed]], view: Any, *, sampled: bool) -> Row:
+    own = runs[name]
+    tokens = sum(len(run.ids) for run in own)
+    forwards = sum(run.target_forwards for run in own)
+    generations = [run.generation for run in own if run.generation is not None]
     stats = [generation.stats for generation in generations]
     rounds = sum(len(generation.rounds) for generation in generations)
+    pairs = zip(own, runs[NONE if sampled else ALONE], strict=True)
     return Row(
         system=name,
-        identical=sum(run.ids == other.ids for run, other in zip(runs, alone, strict=True)),
-        prompts=len(runs),
+        identical=None if sampled and not generations else sum(run.ids == other.ids for run, other in pairs),
+        prompts=len(own),
         new_tokens=tokens,
         tokens_per_forward=tokens / forwards,
         target_forwards=forwards,
-        draft_forwards=sum(run.draft_forwards for run in runs),
-        speed=median(other.seconds / run.seconds for run, other in zip(runs, alone, strict=True)),
+        draft_forwards=sum(run.draft_forwards for run in own),
+        speed=speed(own, runs[ALONE]),
         lost_per_round=sum(lost_to_boundaries(one, view) for one in generations) / rounds if rounds else None,
         split=_split(stats) if stats else None,
     )

@@ -41,7 +41,7 @@ def compare_contexts(
     What a generation takes besides its rounds, such as its prompt, cancels out: the figures are differences of a long and a
     short one, each the least of a few.
     """
-    target, draft = (_random(tokenizer, max(sizes) + 2 * _MANY) for tokenizer in (target_tokenizer, draft_tokenizer))
+    target, draft = (random_model(tokenizer, max(sizes) + 2 * _MANY) for tokenizer in (target_tokenizer, draft_tokenizer))
     ids = prompt_ids(target_tokenizer, "".join(texts))
     ids = ids * (max(sizes) // len(ids) + 1)
     cases = [(size, name) for size in sizes for name in BUDGETS]
@@ -55,7 +55,8 @@ def compare_contexts(
     return rows
 
 
-def _random(tokenizer: Any, positions: int) -> Any:
+def random_model(tokenizer: Any, positions: int) -> Any:
+    """A random model of one layer, with a row for each id of the tokenizer."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=2 * positions, **sizes)

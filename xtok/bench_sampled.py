@@ -1,7 +1,6 @@
 """The benchmark of sampled generation: shared noise, the draft's mode, rejection, and transformers' assisted sampling."""
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.progress import track
 from torch import Tensor
 
 from xtok.assisted import XTokAssisted
-from xtok.bench import Timed, by_transformers, by_xtok, uag
+from xtok.bench import PLAIN, Timed, by_transformers, by_xtok, uag
 from xtok.budget import Budget
 from xtok.chi_square import chi_square
 from xtok.drafts.merged import Drafts
@@ -22,9 +21,6 @@ SHARED, TREE, MODE, REJECTION = "shared noise", "shared noise, tree", "the draft
 ASSISTED = "transformers' assisted sampling"
 _FEW = 6
 """How many ids are sampled to see the law of the first: transformers guesses nothing where one id is asked for."""
-_PLAIN = {"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
-_PLAIN |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-"""Nothing but a temperature shapes the law, whatever the target's own configuration says."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def compare_sampled(
     """
     rows = []
     for temperature in TEMPERATURES:
-        systems = _systems(target, draft, guess_length, {**_PLAIN, "temperature": temperature})
+        systems = _systems(target, draft, guess_length, {**PLAIN, "temperature": temperature})
         for name, system in track(systems.items(), description=f"T = {temperature}", transient=True):
             rows.append(_measured(name, system, target, prompts, max_new_tokens, temperature, draws))
     return rows
@@ -82,8 +78,7 @@ class _ModeAssisted(XTokAssisted):
 
 
 def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, System]:
-    # Its tokenizers and models are remembered by it and changed, so each temperature has copies of its own.
-    assistant = uag(deepcopy(target[1]), (draft[0], deepcopy(draft[1])), guess_length)
+    assistant = uag(target[1], draft, guess_length)
 
     def sampled(xt: XTokAssisted) -> System:
         return lambda prompt, seed, length: by_xtok(xt, prompt, max_new_tokens=length, seed=seed, **asked)

@@ -16,18 +16,19 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from xtok.assisted import Generation, XTokAssisted
-from xtok.bench import Row, build_seconds, compare, tuned, useless_drafts
+from xtok.bench import SETTINGS, Row, build_seconds, check_settings, compare, tuned, useless_drafts
 from xtok.bench_context import ContextRow, compare_contexts
 from xtok.bench_drafters import DrafterRow, compare_drafters
 from xtok.bench_plot import check_drawable, draw
 from xtok.bench_sampled import SampledRow, compare_sampled
+from xtok.bench_vocabulary import VocabularyRow, compare_vocabularies
 from xtok.budget import Budget
 from xtok.drafts.heads import HeadsDrafter
 from xtok.errors import InvalidInputError, XTokError
 from xtok.fit import Fit, Side, fit
 from xtok.pair import DRAFT, HEADS, TARGET, TUNED, prompts, quoting, technical
 from xtok.sources import load, load_without_weights
-from xtok.stretch import forward_seconds, shortened, sized, stretched_to
+from xtok.stretch import forward_seconds, shortened, sized, stretched_to, with_vocabulary
 from xtok.trace import Stats
 from xtok.tune import check_tunable, train_heads, tune_draft
 from xtok.version import __version__
@@ -353,7 +354,15 @@ def bench(
     guess_length: Annotated[int, typer.Option(min=1, help="How many draft tokens a fixed guess has.")] = GUESS_LENGTH,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
     tune: Annotated[bool, typer.Option("--tune", help="Also with the draft tuned on the target's text, in minutes.")] = False,
-    sampled: Annotated[bool, typer.Option("--sampled", help="Sample, at four temperatures, instead of greedily.")] = False,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only that way to ask for texts: greedy, penalty or sampled. May be given again.", show_default="all"
+        ),
+    ] = None,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="Only sampling, at four temperatures: are the texts draws from the law?")
+    ] = False,
     ratio: Annotated[
         float | None, typer.Option(min=1, help="Enlarge the target until its forward costs so many of the draft's.")
     ] = None,
@@ -361,6 +370,10 @@ def bench(
         bool,
         typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB."),
     ] = False,
+    vocabularies: Annotated[
+        tuple[int, int] | None,
+        typer.Option(help="Enlarge the vocabularies of target and draft to so many ids.", show_default=False),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="The precision of both models: float32, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="Where both models are: cpu, cuda, …")] = "cpu",
     useless: Annotated[bool, typer.Option("--useless", help="Also with useless drafts: a random one, and a dear one.")] = False,
@@ -368,21 +381,24 @@ def bench(
     contexts: Annotated[
         bool, typer.Option("--contexts", help="Only what a round costs beside the models, by the length of the context.")
     ] = False,
+    by_vocabulary: Annotated[
+        bool, typer.Option("--rows", help="Only what is computed over vocabularies beside the models, by their sizes.")
+    ] = False,
     drafters: Annotated[
         bool, typer.Option("--drafters", help="All ways to guess and mixtures of them, on three kinds of prompts.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Run the target alone, transformers' universal assisted generation and xtok side by side, greedily or sampled."""
-    if plot is not None:
-        check_drawable(plot)
-    if tune:
-        check_tunable()
+    """Run the target alone, transformers' universal assisted generation and xtok side by side."""
+    _check_asked(setting or [], plot, tune=tune, unsaved=large and vocabularies is not None)
     pair = _placed(load(target, "target"), load(draft, "draft"), dtype, device)
     texts, others = _bench_prompts(file)
     if contexts:
         return _tell(compare_contexts(pair[0][1], pair[1][1], texts), _print_contexts, as_json)
-    own = _own_drafts(pair, (target, draft))
+    if by_vocabulary:
+        return _tell(compare_vocabularies(pair[0][1], pair[1][1]), _print_vocabularies, as_json)
+    narrow, pair = pair[1], _widened(pair, vocabularies)
+    own = {"draft": pair[1]} if vocabularies else _own_drafts(pair, (target, draft))
     pair = _enlarged(*pair, ratio, large)
     if drafters:
         kinds: dict[str, Any] = {"prose": texts, "technical": technical(), "quoting": quoting(texts)}
@@ -390,16 +406,35 @@ def bench(
     if sampled:
         rows = compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
         return _tell(rows, _print_sampled, as_json)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
-    report: dict[str, Any] = {"build_seconds": build_seconds(*pair), "drafts": {"as it is": compare(*pair, texts, **settings)}}
-    if tune:
-        report["drafts"]["fine-tuned"] = compare(pair[0], tuned(*pair, others), texts, **settings)
-    if useless:
-        for name, other in useless_drafts(*pair).items():
-            report["drafts"][name] = compare(pair[0], other, texts, **settings)
+    compared = {"as it is": pair[1]} | (_tuned(pair, narrow, others, vocabularies) if tune else {})
+    compared |= useless_drafts(*pair) if useless else {}
+    shape = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
+    settings = {
+        name: {kind: compare(pair[0], one, texts, name, **shape) for kind, one in compared.items()}
+        for name in SETTINGS
+        if name in (setting or SETTINGS)
+    }
     if plot is not None:
-        draw(report["drafts"], plot)
-    return _tell(report, _print_bench, as_json)
+        draw(next(iter(settings.values())), plot)
+    return _tell({"build_seconds": build_seconds(*pair), "settings": settings}, _print_bench, as_json)
+
+
+def _check_asked(settings: list[str], plot: Path | None, *, tune: bool, unsaved: bool) -> None:
+    """Raises `InvalidInputError` for what can't be done, before anything is loaded."""
+    check_settings(settings)
+    if plot is not None:
+        check_drawable(plot)
+    if tune:
+        check_tunable()
+    if tune and unsaved:
+        raise InvalidInputError("A draft is tuned before its vocabulary is enlarged. Leave --large or --vocabularies out.")
+
+
+def _tuned(pair: tuple[Any, Any], narrow: Any, others: list[str], vocabularies: tuple[int, int] | None) -> dict[str, Any]:
+    """The draft, tuned before its vocabulary is enlarged: a model of an enlarged one can't be saved."""
+    model, tokenizer = tuned(pair[0], pair[1] if vocabularies is None else narrow, others)
+    model = model.to(pair[1][0].device, pair[1][0].dtype)
+    return {"fine-tuned": (model, tokenizer) if vocabularies is None else with_vocabulary(model, tokenizer, vocabularies[1])}
 
 
 def _tell(found: Found, show: Callable[[Found], None], as_json: bool) -> None:
@@ -429,6 +464,14 @@ def _placed(target: Any, draft: Any, dtype: str, device: str) -> tuple[Any, Any]
     except (RuntimeError, AssertionError) as error:  # torch's own ways to say so
         raise InvalidInputError(f"device is {device!r}, which can't be used: {error}") from error
     return (big, target[1]), (small, draft[1])
+
+
+def _widened(pair: tuple[Any, Any], vocabularies: tuple[int, int] | None) -> tuple[Any, Any]:
+    """The pair with vocabularies of such sizes."""
+    if vocabularies is None:
+        return pair
+    target, draft = (with_vocabulary(model, tokenizer, n) for (model, tokenizer), n in zip(pair, vocabularies, strict=True))
+    return target, draft
 
 
 def _enlarged(target: Any, draft: Any, ratio: float | None, large: bool) -> tuple[Any, Any]:
@@ -463,18 +506,25 @@ def _print_drafters(rows: list[DrafterRow]) -> None:
 
 def _print_bench(report: dict[str, Any]) -> None:
     typer.echo(f"Making an instance of the loaded models takes {report['build_seconds']:.2f} s.")
-    for kind, rows in report["drafts"].items():
-        table = Table(title=f"the draft {kind}")
-        for name in ("", "same ids", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"):
-            table.add_column(name, justify="right" if name else "left", no_wrap=not name)
-        for row in rows:
-            table.add_row(*_bench_cells(row))
-        Console(highlight=False, width=100).print(table)
-        _print_split([row for row in rows if row.split is not None])
+    for setting, drafts in report["settings"].items():
+        for kind, rows in drafts.items():
+            _print_rows(f"{SETTINGS[setting].title}, the draft {kind}", rows)
+    typer.echo("same ids: as the target alone; of sampled texts, as xtok without a draft for the same seeds.")
+    typer.echo("chain, tree: of the draft alone, without prompt lookup, as much guessed in every round.")
     typer.echo("UAG: transformers' universal assisted generation.")
-    typer.echo("speed: median over prompts of the seconds of the target alone ÷ those of the system.")
+    typer.echo("speed: median over prompts of the seconds per token of the target alone ÷ those of the system.")
     typer.echo("lost: the target's tokens inside what the draft guessed right, yet not accepted.")
     typer.echo("ceiling: the share of both models' forwards; at 100% all else would be free.")
+
+
+def _print_rows(title: str, rows: list[Row]) -> None:
+    table = Table(title=title)
+    for name in ("", "same ids", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+    for row in rows:
+        table.add_row(*_bench_cells(row))
+    Console(highlight=False, width=100).print(table)
+    _print_split([row for row in rows if row.split is not None])
 
 
 def _print_split(rows: list[Row]) -> None:
@@ -493,6 +543,17 @@ def _print_contexts(rows: list[ContextRow]) -> None:
         table.add_column(name, justify="right" if name else "left")
     for row in rows:
         table.add_row(f"{row.context:,}", row.budget, *(f"{part:.2f}" for part in (row.align, row.guess, row.pick)))
+    Console(highlight=False, width=100).print(table)
+
+
+def _print_vocabularies(rows: list[VocabularyRow]) -> None:
+    sizes = list(dict.fromkeys((row.target, row.draft) for row in rows))
+    times = {(row.what, row.target, row.draft): f"{row.milliseconds:,.2f}" for row in rows}
+    table = Table(title="milliseconds beside the models' forwards, by the ids of target and draft")
+    for name in ("", *(f"{target:,} × {draft:,}" for target, draft in sizes)):
+        table.add_column(name, justify="right" if name else "left")
+    for what in dict.fromkeys(row.what for row in rows):
+        table.add_row(what, *(times[(what, *size)] for size in sizes))
     Console(highlight=False, width=100).print(table)
 
 
@@ -519,7 +580,7 @@ def _sampled_cells(row: SampledRow) -> tuple[str, ...]:
 def _bench_cells(row: Row) -> tuple[str, ...]:
     return (
         row.system,
-        f"{row.identical}/{row.prompts}",
+        "" if row.identical is None else f"{row.identical}/{row.prompts}",
         f"{row.tokens_per_forward:.2f}",
         str(row.target_forwards),
         str(row.draft_forwards),

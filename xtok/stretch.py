@@ -1,17 +1,31 @@
-"""A small trained model made as dear as a big one, with the same picks."""
+"""A small trained model made as dear as a big one, or given a vocabulary as large, with the same picks."""
 
+import json
+from collections.abc import Mapping
 from copy import deepcopy
+from math import ceil, log
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from xtok.errors import UnsupportedModelError
+from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
+from xtok.tokenbytes import TokenBytes, token_bytes
 
 _OUTPUTS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj", "out_proj", "fc2")
 """What attention and MLPs call the projection that they add to the residual stream by."""
 _WIDTH = 16384
+_SEED = 0
+_SHARE = 1e-5
+"""The probability that ids which are added have together, at most."""
+_ROUNDED = 1.0
+"""By how much their logits may be off: by less, they stay as improbable as is promised."""
+_NO_ROWS = "{} can't be given further ids: its logits are no plain product of its last hidden states and a row for each id."
 
 
 def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrainedModel:
@@ -32,18 +46,145 @@ def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrai
             setattr(config, name, width)
     if getattr(config, "layer_types", None):
         config.layer_types = [*config.layer_types, *config.layer_types[-1:] * blocks]
-    with model.device:
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+    made = _made(config, model)
     own = blocks_of(made)
-    shapes = {name: value.shape for name, value in made.state_dict().items()}
-    kept = {name: value for name, value in model.state_dict().items() if value.shape == shapes[name]}
-    made.load_state_dict(kept, strict=False)
     for index, block in enumerate(blocks_of(model)):
         own[index] = deepcopy(block)
     for block in own[depth:]:
         _silence(block)
+    return made
+
+
+def _made(config: Any, model: PreTrainedModel) -> PreTrainedModel:
+    """A model of that configuration, with those weights of `model` that fit."""
+    with model.device:
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+    if not getattr(config, "tie_word_embeddings", True):  # a head may have a bias, which its class doesn't give it
+        made.set_output_embeddings(deepcopy(model.get_output_embeddings()))
+    shapes = {name: value.shape for name, value in made.state_dict().items()}
+    kept = {name: value for name, value in model.state_dict().items() if value.shape == shapes.get(name)}
+    made.load_state_dict(kept, strict=False)
     made.generation_config = deepcopy(model.generation_config)
     return made
+
+
+def with_vocabulary(model: PreTrainedModel, tokenizer: Any, size: int) -> tuple[PreTrainedModel, Any]:
+    """A model and its tokenizer with further ids, `size` in all.
+
+    Law: texts are encoded as before and the logits of the tokenizer's own ids are what they were, within rounding. The ids
+    that are added have together a probability below 1e-4 where nothing but a temperature of 1 or less shapes the law, and
+    among themselves they are as unlike as the own ones. Each spells two pieces in a row. All of it is the same each time.
+
+    Saved and loaded again, the model would lose the bias by which they are improbable: transformers' class has none.
+    Raises `UnsupportedModelError`, `UnsupportedTokenizerError`, or `InvalidInputError` for a `size` that can't be had.
+    """
+    wide = with_pieces(tokenizer, size)
+    return _with_rows(model, len(token_bytes(tokenizer)), size), wide
+
+
+def with_pieces(tokenizer: Any, size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer with further pieces, `size` ids in all; law and errors are those of `with_vocabulary`.
+
+    A Unigram would rather write the two pieces that one consists of, by their scores; and no merge of a BPE leads to one.
+    """
+    view, state = token_bytes(tokenizer), _parts_of(tokenizer)
+    if size < len(view):
+        raise InvalidInputError(f"size is {size}, and the tokenizer has {len(view)} ids already. Give as many or more.")
+    vocab = state["model"]["vocab"]
+    ids = vocab if isinstance(vocab, dict) else {piece: token for token, (piece, _) in enumerate(vocab)}
+    if isinstance(vocab, dict):  # ids of added tokens that a vocabulary lacks are counted on from its end
+        added = {token["content"]: token["id"] for token in state["added_tokens"]}
+        more = zip(_joined(ids, view, size), range(len(view), size), strict=True)
+        state["model"]["vocab"] = vocab | added | dict(more)
+    else:
+        scores = dict(vocab)
+        vocab += [(piece, sum(scores[part] for part in parts) - 1) for piece, parts in _joined(ids, view, size).items()]
+    return _remade(tokenizer, state)
+
+
+def _parts_of(tokenizer: Any) -> dict[str, Any]:
+    """The parts of a tokenizer, as it saves them. Refuses those that might write pieces which are added."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state: dict[str, Any] = {"model": {}} if backend is None else json.loads(backend.to_str())
+    model = state["model"]
+    marked = any(model.get(name) for name in ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"))
+    if (model.get("type") == "BPE" and not marked) or (model.get("type") == "Unigram" and _covers(tokenizer, model["vocab"])):
+        return state
+    raise UnsupportedTokenizerError(
+        f"{type(tokenizer).__name__} can't be given pieces that it surely never writes. "
+        "Use a fast tokenizer that is a Unigram, or a BPE that goes by its merges."
+    )
+
+
+def _covers(tokenizer: Any, vocab: list[tuple[str, float]]) -> bool:
+    """Whether a Unigram has all characters of its pieces, and all ids in its vocabulary.
+
+    Its score for an unknown character is below the least of all pieces, so it falls with those that are added. Where such a
+    character is part of no piece, that makes no difference between two ways to write a text.
+    """
+    view, pieces = token_bytes(tokenizer), {piece for piece, _ in vocab}
+    texts = (piece for token, (piece, _) in enumerate(vocab) if _is_text(view[token]))
+    return len(view) == len(vocab) and all(character in pieces for piece in texts for character in piece)
+
+
+def _is_text(spelled: bytes | None) -> bool:
+    """Whether some bytes are whole characters; not of a single byte, which may have an id by that beside the character's."""
+    try:
+        return spelled is not None and len(spelled) > 1 and bool(spelled.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _joined(ids: Mapping[str, int], view: TokenBytes, size: int) -> dict[str, tuple[str, str]]:
+    """As many pieces as `size` ids need, none of them among `ids`, and the two of those that each consists of."""
+    firsts = [piece for piece, token in ids.items() if _is_text(view[token])]
+    seconds = [piece for piece in firsts if not (view[ids[piece]] or b"").startswith(b" ")]
+    if size - len(view) > len(firsts) * len(seconds) // 4:
+        raise InvalidInputError(f"size is {size}, and the tokenizer's pieces don't make as many others. Give less.")
+    random, found = Random(_SEED), dict[str, tuple[str, str]]()
+    while len(found) < size - len(view):
+        parts = random.choice(firsts), random.choice(seconds)
+        if (piece := "".join(parts)) not in ids:
+            found[piece] = parts
+    return found
+
+
+def _remade(tokenizer: Any, state: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """A tokenizer of other parts, with all settings of that one."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        (Path(folder) / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@torch.no_grad()
+def _with_rows(model: PreTrainedModel, own: int, size: int) -> PreTrainedModel:
+    """The model with rows for `size` ids. Those behind its `own` are rows of them, each about as often as any other."""
+    reads, writes = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = type(reads) is nn.Embedding and type(writes) is nn.Linear and writes.out_features >= own
+    if not plain:
+        raise UnsupportedModelError(_NO_ROWS.format(type(model).__name__))
+    config = deepcopy(model.config)
+    config.vocab_size, config.tie_word_embeddings = size, False
+    made = _made(config, model)
+    random, copies = torch.Generator().manual_seed(_SEED), ceil((size - own) / own)
+    rows = torch.cat([torch.arange(own), *(torch.randperm(own, generator=random) for _ in range(copies))])[:size]
+    rows = rows.to(model.device)
+    lowered = (torch.arange(size, device=model.device) >= own) * log(max(1, copies) / _SHARE)
+    made.get_input_embeddings().weight.copy_(reads.weight[rows])
+    made.set_output_embeddings(_head(writes, rows, lowered))
+    ids = rows[None, :2]
+    if not float((made(ids).logits - model(ids).logits[..., rows] + lowered).abs().max()) < _ROUNDED:
+        raise UnsupportedModelError(_NO_ROWS.format(type(model).__name__))
+    return made
+
+
+def _head(writes: nn.Linear, rows: Tensor, lowered: Tensor) -> nn.Linear:
+    """Some rows of an output layer, as often as they are named, their logits lowered."""
+    head = nn.Linear(writes.in_features, len(rows), device=writes.weight.device, dtype=writes.weight.dtype)
+    head.weight.copy_(writes.weight[rows])
+    head.bias.copy_(-lowered if writes.bias is None else writes.bias[rows] - lowered)
+    return head
 
 
 def sized(model: PreTrainedModel, parameters: float, depth: int) -> PreTrainedModel:
