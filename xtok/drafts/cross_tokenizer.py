@@ -11,8 +11,12 @@ from xtok.continuation import Continuation
 from xtok.drafts import Context
 from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, check_numbers, grown
 from xtok.drafts.reader import DraftModel, Reader
+from xtok.largest import largest
 from xtok.trace import Meter
 from xtok.tree import Tree, Trie
+
+_SEEN = 64
+"""Of how many ids the probabilities are told: the others have next to none, once they are sharpened."""
 
 
 @dataclass
@@ -107,15 +111,14 @@ class CrossTokenizerDrafter:
 
     def _children(self, logits: Tensor, texts: list[_Text], count: int) -> list[list[_Text]]:
         """The `count` likeliest continuations of each text by its row of logits. Where a text ends, it has none."""
+        missing = [text.given[len(text.written) :] for text in texts]
         allowed = [
-            self._only(row, self._view.compatible(missing)) if (missing := text.given[len(text.written) :]) else row
-            for row, text in zip(logits, texts, strict=True)
+            self._only(row, self._view.compatible(rest)) if rest else row for row, rest in zip(logits, missing, strict=True)
         ]
-        laws = torch.stack(allowed).softmax(dim=-1)
-        top = laws.topk(min(count, laws.shape[1]))
-        probabilities = top.values.tolist()
+        likely, ids = largest(torch.stack(allowed) if any(missing) else logits, _SEEN)
+        probabilities = likely.softmax(dim=-1)[:, :count].tolist()
         check_numbers(logits, probabilities)
-        values = zip(texts, probabilities, top.indices.tolist(), strict=True)
+        values = zip(texts, probabilities, ids[:, :count].tolist(), strict=True)
         return [
             [child for p, token in zip(ps, tokens, strict=True) if (child := self._child(text, p, token))]
             for text, ps, tokens in values
