@@ -1,6 +1,7 @@
 """Tuning: what is learnt, that it can be stopped anywhere, and that it changes no text."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from itertools import count, product
 from pathlib import Path
@@ -27,7 +28,7 @@ from xtok.tokenbytes import TokenBytes, token_bytes
 from xtok.tune import split
 from xtok.tune.loss import guessing_loss
 from xtok.tune.training import train
-from xtok.tune.writing import beginnings, drawn, write
+from xtok.tune.writing import beginnings, called, drawn, way, write
 
 PROMPTS = pair.prompts()[:9]
 SETTINGS: dict[str, Any] = {"starts": 1, "max_new_tokens": 8, "sampled": 0.5, "epochs": 3, "learning_rate": 2e-3}
@@ -321,3 +322,18 @@ def test_the_command_tunes_and_tells_what_was_gained(tmp_path: Path) -> None:
     assert "epoch 1: " in result.output
     assert "tokens per forward of the target" in result.output
     assert json.loads((out / "config.json").read_text())["model_type"] == "gpt_neox"
+
+
+# the ways of picking
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_texts_are_picked_in_all_ways_as_evenly_as_the_share_allows(share: float) -> None:
+    counts = Counter(called(way(index, share)) for index in range(80))
+    assert counts["sampled"] == 80 * share
+    assert abs(counts["greedy"] - counts["greedy, repetition penalty 1.2"]) <= 1
+
+
+def test_a_card_tells_each_way_of_picking_apart(whole: Path) -> None:
+    card = (whole / "README.md").read_text(encoding="utf-8")
+    assert all(f"\n| {name} | " in card for name in ("greedy", "sampled", "greedy, repetition penalty 1.2"))

@@ -292,7 +292,7 @@ def tune(
     draft: DraftOption = str(DRAFT),
     starts: Annotated[int, typer.Option(min=1, help="Behind how many beginnings of each prompt the target writes.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes at a time.")] = 64,
-    sampled: Annotated[float, typer.Option(min=0, max=1, help="The share of texts to sample; 0: all are greedy.")] = 0.0,
+    sampled: Annotated[float, typer.Option(min=0, max=1, help="The share of texts to sample; 0: all are greedy.")] = 0.5,
     temperature: Annotated[float | None, typer.Option(help="Of the sampled ones.", show_default="the target's")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="At most; it stops where nothing is gained.")] = 6,
     learning_rate: Annotated[float | None, typer.Option(help="Of the training.", show_default="by the draft's size")] = None,
@@ -309,6 +309,8 @@ def tune(
         f"{out}: tokens per forward of the target, on prompts kept apart: {done.after:.2f} with it, {done.before:.2f} with the "
         f"draft as it was ({done.texts} texts learnt)."
     )
+    for way, (before, after) in done.ways.items():
+        typer.echo(f"  {way}: {after:.2f}, before {before:.2f}")
 
 
 @app.command("train-heads")

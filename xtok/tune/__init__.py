@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -20,7 +21,7 @@ from xtok.sources import Source, draft_model, load
 from xtok.tokenbytes import token_bytes
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import train
-from xtok.tune.work import Settings, begun, check, digest, name, per_forward, split
+from xtok.tune.work import Settings, begun, check, digest, name, per_forward, per_way, split
 from xtok.tune.writing import beginnings, write
 
 __all__ = ["TrainedHeads", "Tuned", "check_tunable", "split", "tokens_per_forward", "train_heads", "tune_draft"]
@@ -28,10 +29,11 @@ __all__ = ["TrainedHeads", "Tuned", "check_tunable", "split", "tokens_per_forwar
 
 @dataclass(frozen=True)
 class Tuned:
-    """A tuned draft. `before`, `after`: tokens per forward of the target, on prompts that nothing was learnt or chosen by.
+    """A tuned draft. `before`, `after`: tokens per forward of the target, on prompts that nothing was learnt or chosen by, the
+    mean of all ways of picking.
 
     `texts`: how many were learnt. `epochs`: tokens per forward on the prompts that told when to stop, at first and after each
-    epoch; the best of them is what was kept.
+    epoch; the best of them is what was kept. `ways`: before and after, for each way of picking.
     """
 
     path: Path
@@ -39,6 +41,7 @@ class Tuned:
     before: float
     after: float
     epochs: tuple[float, ...]
+    ways: dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,10 @@ def tune_draft(
     Law: `XTokAssisted(target, out)` gives what `XTokAssisted(target, draft)` gives, the sooner the more the two agree.
 
     A tenth of the prompts tells when to stop, and another one what was gained; neither is learnt from. The target writes behind
-    `starts` beginnings of each of the others, `max_new_tokens` at a time: greedily but for a share of `sampled`, drawn at
-    `temperature`, which is best the share that it will be used with. `lora`: small matrices learn beside the draft's own
-    (Hu et al. 2021, arXiv 2106.09685) and are merged; the default for drafts of more than 500 M parameters.
+    `starts` beginnings of each of the others, `max_new_tokens` at a time: half of the texts at random, by its own generation
+    settings (`sampled` and `temperature` say otherwise), the others greedily, every other of them under a repetition penalty of
+    1.2, for greedy texts of small models go round in circles. `lora`: small matrices learn beside the draft's own (Hu et al.
+    2021, arXiv 2106.09685) and are merged; the default for drafts of more than 500 M parameters.
 
     Called again after it was stopped, it goes on where it was, to the same weights (in float32 on a CPU).
     Raises `InvalidInputError` for settings that make no sense, for an `out` that holds something else, and for a draft whose
@@ -86,14 +90,19 @@ def tune_draft(
     view = token_bytes(pair[1])
     rows, seen = lessons(learner, view, texts), projection(view, learner.encoder.view)
 
-    def measured(model: PreTrainedModel, on: Sequence[str] = stopping) -> float:
-        return tokens_per_forward(pair, (model, tokenizer), settings.measured(on), **settings.writing)
+    def measured(model: PreTrainedModel) -> float:
+        return tokens_per_forward(pair, (model, tokenizer), settings.measured(stopping), **settings.writing)
+
+    def by_ways(model: PreTrainedModel) -> dict[str, float]:
+        return per_way(_by_trees(pair, (model, tokenizer)), settings.measured(kept), **settings.writing)
 
     first = measured(learner.model)
     copy = deepcopy(learner.model).float()
     model, found = train(copy, rows, seen, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora)
     model = model.to(learner.model.dtype) if max(found) > first else learner.model
-    result = Tuned(Path(out), len(rows), measured(learner.model, kept), measured(model, kept), (first, *found))
+    before, after = by_ways(learner.model), by_ways(model)
+    ways = {way: (before[way], after[way]) for way in before}
+    result = Tuned(Path(out), len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)
     _finish(model, tokenizer, settings, result, work)
     return result
 
@@ -106,7 +115,11 @@ def check_tunable() -> None:
 
 def tokens_per_forward(target: Any, draft: Any, prompts: Sequence[str], **arguments: Any) -> float:
     """As `per_forward`, by a tree of depth 5."""
-    return per_forward(XTokAssisted(target, draft, budget=Budget(5)), prompts, **arguments)
+    return per_forward(_by_trees(target, draft), prompts, **arguments)
+
+
+def _by_trees(target: Any, draft: Any) -> XTokAssisted:
+    return XTokAssisted(target, draft, budget=Budget(5))
 
 
 def _begun(out: Path, settings: _Settings) -> Path:
@@ -130,6 +143,7 @@ def _finish(model: PreTrainedModel, tokenizer: Any, settings: _Settings, result:
 
 def _card(settings: _Settings, result: Tuned) -> str:
     rows = "\n".join(f"| {key} | {value} |" for key, value in asdict(settings).items() if value is not None)
+    ways = "\n".join(f"| {way} | {before:.2f} | {after:.2f} |" for way, (before, after) in result.ways.items())
     epochs = ", ".join(f"{value:.2f}" for value in result.epochs)
     return f"""---
 base_model: {settings.draft}
@@ -141,10 +155,9 @@ library_name: transformers
 `{settings.draft}`, fine-tuned by xtok on {result.texts} texts that `{settings.target}` wrote, to guess what that writes
 next. What the target generates doesn't depend on its draft.
 
-| tokens per forward of the target, on prompts kept apart | |
-|---|---|
-| before | {result.before:.2f} |
-| after | {result.after:.2f} |
+| tokens per forward of the target, on prompts kept apart | before | after |
+|---|---|---|
+{ways}
 
 On the prompts that told when to stop, at first and after each epoch: {epochs}. The best of them was kept.
 

@@ -11,9 +11,10 @@ from typing import Any
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.sources import Source
-from xtok.tune.writing import beginnings, save, way
+from xtok.trace import Stats
+from xtok.tune.writing import beginnings, called, save, way
 
-_MEASURED = 40
+_MOST = 40
 """Behind how many beginnings of prompts at most tokens per forward are measured."""
 
 
@@ -38,7 +39,7 @@ class Settings:
 
     def measured(self, prompts: Sequence[str]) -> list[str]:
         """Some beginnings of prompts, evenly spread."""
-        return beginnings(prompts, self.starts)[:: max(1, len(prompts) * self.starts // _MEASURED)]
+        return beginnings(prompts, self.starts)[:: max(1, len(prompts) * self.starts // _MOST)]
 
 
 def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -58,8 +59,26 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 def per_forward(xt: XTokAssisted, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any) -> float:
     """New tokens per forward of the target, over all ways of picking, of which as many are sampled as `sampled` says."""
-    stats = [xt.generate(prompt, seed=i, **way(i, sampled), **arguments).stats for i, prompt in enumerate(prompts)]
-    return sum(one.new_tokens for one in stats) / sum(one.target_forwards for one in stats)
+    return _over(_measured(xt, prompts, sampled, arguments))
+
+
+def per_way(xt: XTokAssisted, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any) -> dict[str, float]:
+    """As `per_forward`, for each way of picking."""
+    found = _measured(xt, prompts, sampled, arguments)
+    return {name: _over([one for one in found if one[0] == name]) for name in dict.fromkeys(name for name, _ in found)}
+
+
+def _measured(xt: XTokAssisted, prompts: Sequence[str], sampled: float, arguments: dict[str, Any]) -> list[tuple[str, Stats]]:
+    """Each prompt's way of picking and figures."""
+    ways = [way(i, sampled) for i in range(len(prompts))]
+    return [
+        (called(own), xt.generate(prompt, seed=i, **own, **arguments).stats)
+        for i, (prompt, own) in enumerate(zip(prompts, ways, strict=True))
+    ]
+
+
+def _over(found: Sequence[tuple[str, Stats]]) -> float:
+    return sum(one.new_tokens for _, one in found) / sum(one.target_forwards for _, one in found)
 
 
 def name(source: Source) -> str:

@@ -46,6 +46,12 @@ def way(index: int, sampled: float) -> dict[str, Any]:
     return {"do_sample": False, "repetition_penalty": PENALTY if before % 2 else 1.0}
 
 
+def called(way: dict[str, Any]) -> str:
+    """The name of a way of picking."""
+    penalty = way.get("repetition_penalty", 1.0)
+    return "sampled" if way["do_sample"] else "greedy" if penalty == 1 else f"greedy, repetition penalty {penalty}"
+
+
 def write(target: tuple[Any, Any], starts: Sequence[str], into: Path, *, sampled: float, **arguments: Any) -> list[Written]:
     """The target's continuation of each start, batch by batch, each batch kept in a file of its own.
 
