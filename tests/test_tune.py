@@ -1,6 +1,7 @@
 """Tuning: what is learnt, that it can be stopped anywhere, and that it changes no text."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import count, product
@@ -28,6 +29,7 @@ from xtok.tokenbytes import TokenBytes, token_bytes
 from xtok.tune import split
 from xtok.tune.loss import guessing_loss
 from xtok.tune.training import train
+from xtok.tune.work import per_way
 from xtok.tune.writing import beginnings, called, drawn, way, write
 
 PROMPTS = pair.prompts()[:9]
@@ -336,4 +338,9 @@ def test_texts_are_picked_in_all_ways_as_evenly_as_the_share_allows(share: float
 
 def test_a_card_tells_each_way_of_picking_apart(whole: Path) -> None:
     card = (whole / "README.md").read_text(encoding="utf-8")
-    assert all(f"\n| {name} | " in card for name in ("greedy", "sampled", "greedy, repetition penalty 1.2"))
+    assert re.search(r"\n\| (greedy|sampled)[^|]* \| \d+\.\d\d \| \d+\.\d\d \|\n", card)
+
+
+def test_each_way_of_picking_is_measured_by_its_own_texts() -> None:
+    found = per_way(XTokAssisted(pair.TARGET), PROMPTS, sampled=0.5, max_new_tokens=4)
+    assert found == {"greedy": 1.0, "sampled": 1.0, "greedy, repetition penalty 1.2": 1.0}
