@@ -129,3 +129,16 @@ def test_margins_are_measured_in_logits_where_processors_can_be_seen_through() -
     assert stretch([NoBadWordsLogitsProcessor([[3]])]) == 1
     assert stretch([TopKLogitsWarper(5)]) is None
     assert stretch([Own(0.9)]) is None
+
+
+@examples(30)
+@given(st.integers(0, 999), st.sampled_from([1e3, 1e5, 1e6]))
+@example(1, 1e6)  # the least score that min-p leaves was rounded up to float32
+def test_min_p_is_asked_of_large_scores_too(seed: int, size: float) -> None:
+    scores = torch.zeros(10)
+    scores[3], scores[5] = size, size - 0.6875
+    cut = MinPLogitsWarper(0.5)(torch.zeros(1, 1, dtype=torch.int64), scores[None].clone())
+    expected = draw(cut[0], keys_of(seed, 10), noise(seed, 0, b"").at(0, 0))
+    found = draw(scores, keys_of(seed, 10), noise(seed, 0, b"").at(0, 0), [MinPLogitsWarper(0.5)])
+    assert expected is not None
+    assert found is None or found.token == expected.token

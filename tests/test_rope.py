@@ -13,7 +13,7 @@ import torch
 from architectures import tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, DynamicCache, Phi3Config, PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from worlds import CORPUS, examples, tokenizer
@@ -269,3 +269,37 @@ def test_a_row_that_crosses_the_boundary_of_longrope_is_refused_behind_any_paddi
     with pytest.raises(UnsupportedArgumentError, match=f"crosses position {BOUNDARY}"):
         xt.model.generate(**batch(BOUNDARY - 1, BOUNDARY + 9), custom_generate=xt, **GREEDY)
     assert texts(xt, [3], "list") == [list(truth(rope, 3)[3:])]
+
+
+def phi3() -> PreTrainedModel:
+    """A model that leaves the cache it is given where a text crosses the boundary, and fills one of its own."""
+    config = Phi3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        vocab_size=len(TOKENS) + 5,
+        pad_token_id=0,
+        max_position_embeddings=192,
+        original_max_position_embeddings=BOUNDARY,
+        rope_parameters=LONG,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("held", [0, BOUNDARY - 4])
+def test_a_model_that_fills_a_cache_of_its_own_goes_on_with_that(held: int) -> None:
+    model, ids = phi3(), torch.tensor([[3 + i % 40 for i in range(BOUNDARY + 16)]])
+
+    def asked() -> dict[str, Any]:
+        kept = DynamicCache(config=model.config)
+        if held:
+            with torch.no_grad():
+                model(ids[:, :held], past_key_values=kept)
+        return {**GREEDY, "attention_mask": torch.ones_like(ids), **({"past_key_values": kept} if held else {})}
+
+    expected = model.generate(ids, **asked())
+    xt = XTokAssisted((model, TOKENS), ScriptedDrafter(lambda context: expected[0, len(context.ids) :].tolist()[:3]))
+    assert model.generate(ids, custom_generate=xt, **asked()).tolist() == expected.tolist()

@@ -108,6 +108,7 @@ class CachedModel:
         inputs = {**self._inputs, "past_key_values": self.cache}
         with self._turn():
             outputs = self._model._prefill(ids, config, inputs)
+        self._adopt(outputs)
         record_past(self.cache)
         self._prefilled = self._recorded = self._held
         self.forwards += ceil((self._held - held) / (config.prefill_chunk_size or self._held))
@@ -167,9 +168,17 @@ class CachedModel:
             inputs["output_hidden_states"] = True
         with self._turn():
             outputs = self._model(**inputs, return_dict=True)
+        self._adopt(outputs)
         self.hidden = outputs.hidden_states[-1][0, -rows:] if self._shows_hidden else None
         self.forwards += 1
         return self._last(outputs.logits, rows)
+
+    def _adopt(self, outputs: Any) -> None:
+        """Go on with the cache that the model filled: Phi-3 begins one of its own where a text crosses longrope's boundary."""
+        filled = getattr(outputs, "past_key_values", None)
+        if filled is not None and filled is not self.cache:
+            self.cache = filled
+            record_past(filled)
 
     def _tree_masks(self, held: int, new: slice, padding: Tensor | None) -> Any:
         """What each new node sees, (1, 1, new, keys), additive: one mask, or one for each kind of layer that a model names."""

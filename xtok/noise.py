@@ -74,7 +74,7 @@ def control_key(token: int) -> int:
 
 
 def gumbel(keys: Tensor, state: int) -> Tensor:
-    """Standard Gumbel noise in float64, one per key: -log of the exponential noise."""
+    """Standard Gumbel noise in float64, one per key: -log of exponential noise."""
     return gumbel_of(mixed(keys, state))
 
 
@@ -83,13 +83,8 @@ def gumbel_of(bits: Tensor) -> Tensor:
     return _scaled(bits).log_().neg_().log_().neg_()
 
 
-def exponential(keys: Tensor, state: int | Tensor) -> Tensor:
-    """Exponential noise of rate 1 in float64, one per key: -log(u). `state` is as for `mixed`."""
-    return uniform(keys, state).log_().neg_()
-
-
 def near_exponential(keys: Tensor, state: int | Tensor) -> Tensor:
-    """`exponential` in float32, sooner: near enough for guesses."""
+    """Exponential noise of rate 1, -log(u), one per key, in float32: near enough for guesses. `state` is as for `mixed`."""
     return mixed(keys, state).float().mul_(_NARROW).sub_(0.5).log1p_().neg_()
 
 

@@ -52,7 +52,7 @@ def warpers(processors: Sequence[Any]) -> LogitsProcessorList:
 
 
 def known_cuts(processors: Sequence[Any]) -> int:
-    """How many of the last do nothing but cut a law by its scores, in the order top-k, top-p, min-p."""
+    """How many of the last do nothing but cut a law by its scores, in the order top-k, top-p, min-p; none before others."""
     found = list[int]()
     for one in reversed(processors):
         plain = type(one) in CUTS and one.min_tokens_to_keep == 1 and one.filter_value == -torch.inf

@@ -157,7 +157,7 @@ class HeadsGuesser:
         """What each head says: ids and their probabilities, (heads, ids) twice."""
         logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
         ids, law = likeliest(logits.to(self._keys.device), self._warpers)
-        check_numbers(logits, law.tolist())
+        check_numbers(logits, law[:, :1].tolist())
         return torch.arange(law.shape[1], device=law.device).expand(len(law), -1) if ids is None else ids, law
 
     def _expanded(self, context: Context, laws: tuple[Tensor, Tensor], front: Sequence[_Ids]) -> list[list[_Ids]]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.sources import Source
 from xtok.trace import Stats
-from xtok.tune.writing import beginnings, called, save, way
+from xtok.tune.writing import PENALTY, beginnings, called, save, way
 
 _MOST = 40
 """Behind how many beginnings of prompts at most tokens per forward are measured."""
@@ -30,6 +30,7 @@ class Settings:
     temperature: float | None
     epochs: int
     learning_rate: float | None
+    penalty: float = field(default=PENALTY, init=False)
 
     @property
     def writing(self) -> dict[str, Any]:
@@ -100,16 +101,16 @@ def check_trains() -> None:
 
 def check(settings: Settings, *counts: str) -> None:
     """Raises `InvalidInputError` for settings that make no sense. `counts` name those that are whole numbers from 1 on."""
-    for field in counts:
-        value = getattr(settings, field)
+    for name in counts:
+        value = getattr(settings, name)
         if not isinstance(value, int) or value < 1:
-            raise InvalidInputError(f"{field} is {value!r}; it must be a whole number, 1 or more.")
+            raise InvalidInputError(f"{name} is {value!r}; it must be a whole number, 1 or more.")
     if not 0 <= settings.sampled <= 1:
         raise InvalidInputError(f"sampled is {settings.sampled!r}; it is a share of the texts, from 0 to 1.")
-    for field in ("temperature", "learning_rate"):
-        value = getattr(settings, field)
+    for name in ("temperature", "learning_rate"):
+        value = getattr(settings, name)
         if value is not None and not value > 0:
-            raise InvalidInputError(f"{field} is {value!r}; it must be above 0, or left out.")
+            raise InvalidInputError(f"{name} is {value!r}; it must be above 0, or left out.")
 
 
 def begun(work: Path, settings: Settings, out: Path) -> Path:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from xtok.lessons import Written
 from xtok.lm import device_of
@@ -25,8 +28,11 @@ _KEPT = ("ids", "likeliest", "probabilities")
 
 
 def beginnings(prompts: Sequence[str], count: int) -> list[str]:
-    """`count` beginnings of each prompt, evenly long up to the whole one; each once."""
-    return list(dict.fromkeys(prompt[: ceil(len(prompt) * part / count)] for prompt in prompts for part in range(1, count + 1)))
+    """`count` beginnings of each prompt, evenly long up to the whole one; each once, in no order."""
+    found = [prompt[: ceil(len(prompt) * part / count)] for prompt in prompts for part in range(1, count + 1)]
+    found = list(dict.fromkeys(found))
+    Random(0).shuffle(found)
+    return found
 
 
 def drawn(index: int, share: float) -> bool:
@@ -43,13 +49,13 @@ def way(index: int, sampled: float) -> dict[str, Any]:
     if drawn(index, sampled):
         return {"do_sample": True}
     before = index - int(index * sampled)  # so many of those before it are greedy
-    return {"do_sample": False, "repetition_penalty": PENALTY if before % 2 else 1.0}
+    return {"do_sample": False} | ({"repetition_penalty": PENALTY} if before % 2 else {})
 
 
 def called(way: dict[str, Any]) -> str:
     """The name of a way of picking."""
-    penalty = way.get("repetition_penalty", 1.0)
-    return "sampled" if way["do_sample"] else "greedy" if penalty == 1 else f"greedy, repetition penalty {penalty}"
+    penalised = f"greedy, repetition penalty {PENALTY}"
+    return "sampled" if way["do_sample"] else penalised if "repetition_penalty" in way else "greedy"
 
 
 def write(target: tuple[Any, Any], starts: Sequence[str], into: Path, *, sampled: float, **arguments: Any) -> list[Written]:
@@ -95,6 +101,10 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **argu
     ids = [torch.tensor(prompt_ids(tokenizer, start)) for start in starts]
     padded = pad_sequence(ids, batch_first=True, padding_side="left").to(device_of(model))
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(padded.device)
+    penalty = arguments.pop("repetition_penalty", None)
+    if penalty is not None:  # padding is no text that could be repeated
+        penalties = RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=(mask == 0).sum(dim=1))
+        arguments["logits_processor"] = LogitsProcessorList([penalties])
     kept: dict[str, Any] = {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
