@@ -126,7 +126,10 @@ def test_any_mixture_of_drafts_leaves_sampled_ids_as_they_are_without_a_draft(
         make_dear(xt)
     generation = xt.generate(prompt, **fresh(drawn))
     assert generation.token_ids == expected.token_ids
-    assert generation.stats.min_margin == pytest.approx(expected.stats.min_margin, rel=1e-3, abs=1e-4)
+    mine, closest = generation.stats.min_margin, expected.stats.min_margin
+    assert (mine is None) == (closest is None)
+    if closest is not None:
+        assert mine == pytest.approx(closest, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
