@@ -1016,7 +1016,7 @@ def test_what_a_processor_raises_arrives_as_it_is_though_it_be_stop_iteration(pr
 )
 def test_a_target_in_float64_is_picked_from_in_float32_as_transformers_does(arguments: dict[str, Any]) -> None:
     """Two logits that differ in float64 alone are equal there, and the first of them is picked."""
-    model = fitting(TOKENS, "Llama", 0, dtype=torch.float64)
+    model = deepcopy(fitting(TOKENS, "Llama", 0, dtype=torch.float64))
     head = model.get_output_embeddings()
     with torch.no_grad():
         head.weight[40] = head.weight[30] * (1 + 1e-12)

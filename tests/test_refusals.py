@@ -125,7 +125,7 @@ SETTINGS: dict[str, Refused] = {
         r"no-heads holds no heads.*train-heads",
     ),
     "nothing to compare": (
-        lambda: compare(PAIR, (OTHER, BYTES), [], max_new_tokens=3, guess_length=3),
+        lambda: compare(PAIR, (OTHER, BYTES), [], "greedy", max_new_tokens=3, guess_length=3),
         InvalidInputError,
         r"no prompts\. Give a file",
     ),

@@ -154,7 +154,7 @@ def _remade(tokenizer: Any, state: dict[str, Any]) -> PreTrainedTokenizerFast:
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         (Path(folder) / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
 
 
 @torch.no_grad()
