@@ -2,17 +2,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 LOWEST := .venv-lowest/installed
+PARALLEL := -n auto --dist worksteal
 
-.PHONY: demo test test-lowest lint clean
+.PHONY: demo test test-deep test-lowest lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m xtok demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest $(PARALLEL) -m "not deep"
+
+test-deep: $(INSTALLED)
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest $(PARALLEL)
 
 test-lowest: $(LOWEST)
-	.venv-lowest/bin/python -m pytest -n auto --dist loadfile
+	.venv-lowest/bin/python -m pytest $(PARALLEL) -m "not deep"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -52,6 +52,7 @@ def test_a_draft_that_learns_changes_no_text(
     assert all(torch.equal(now[name][0], weight) and now[name][1] == asks for name, (weight, asks) in before.items())
 
 
+@pytest.mark.deep
 def test_it_guesses_better_the_more_it_has_seen(generous: None) -> None:
     target = load(pair.TARGET, "target")
     forwards = {}

@@ -59,6 +59,7 @@ def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
     assert all(row.identical == 1 for row in rows)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("setting", ["penalty", "sampled"])
 def test_text_that_does_not_loop_is_that_of_the_target_whatever_guesses(setting: str) -> None:
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
@@ -94,6 +95,7 @@ def test_all_settings_are_measured_where_none_is_named(monkeypatch: pytest.Monke
     assert asked == ["greedy", "penalty", "sampled", "greedy", "sampled"]
 
 
+@pytest.mark.deep
 def test_the_benchmark_tunes_a_copy_of_the_draft() -> None:
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
     before = {name: weight.clone() for name, weight in draft[0].state_dict().items()}
@@ -102,6 +104,7 @@ def test_the_benchmark_tunes_a_copy_of_the_draft() -> None:
     assert better[0].config.to_dict().keys() == draft[0].config.to_dict().keys()
 
 
+@pytest.mark.deep
 def test_the_sampled_benchmark_has_a_row_per_system_and_temperature() -> None:
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
     rows = compare_sampled(target, draft, pair.prompts()[:2], max_new_tokens=8, guess_length=3, draws=3)
@@ -158,6 +161,7 @@ def test_a_model_is_enlarged_to_a_number_of_parameters(architecture: str) -> Non
     assert len(blocks_of(big)) == 5
 
 
+@pytest.mark.deep
 def test_what_contexts_cost_has_a_row_per_length_and_kind_of_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.cli.compare_contexts", partial(compare_contexts, sizes=(16, 64)))
     result = CliRunner().invoke(app, ["bench", "--contexts", "--json"])
@@ -187,6 +191,7 @@ def test_a_model_of_unknown_blocks_is_not_stretched(monkeypatch: pytest.MonkeyPa
         stretch(model("Llama", 40, 0, torch.float32), 1)
 
 
+@pytest.mark.deep
 def test_the_bench_draws_a_picture_of_an_enlarged_target_and_of_useless_drafts(tmp_path: Path) -> None:
     prompts, picture = tmp_path / "prompts.txt", tmp_path / "bench.svg"
     prompts.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
@@ -237,6 +242,7 @@ def test_what_is_quoted_differs_from_the_passage_in_one_character() -> None:
         assert [a != b for a, b in zip(passage, answer, strict=True)].count(True) == 1
 
 
+@pytest.mark.deep
 def test_the_command_compares_drafters(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(pair.prompts()[:6]), encoding="utf-8")
@@ -360,6 +366,7 @@ def test_a_tokenizer_of_another_family_has_no_larger_vocabulary(family: str) -> 
         with_pieces(tokenizer(family), 5000)
 
 
+@pytest.mark.deep
 def test_the_bench_widens_the_vocabularies_of_an_enlarged_target_and_of_all_drafts(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(pair.prompts()[:12]), encoding="utf-8")

@@ -217,16 +217,19 @@ def test_without_a_draft_the_ids_have_their_exact_joint_law() -> None:
     assert p_value(reference()) > PASSES
 
 
+@pytest.mark.deep
 def test_a_draft_under_shared_noise_changes_no_text() -> None:
     assert texts_of("match", seeds=FEWER) == reference()[:FEWER]
     assert LONGEST["match"] == GUESS_LENGTH
 
 
+@pytest.mark.deep
 def test_a_tree_under_shared_noise_changes_no_text() -> None:
     assert texts_of("tree", seeds=FEWER) == reference()[:FEWER]
     assert LONGEST["tree"] >= GUESS_LENGTH
 
 
+@pytest.mark.deep
 def test_rejection_gives_the_exact_joint_law_by_other_texts() -> None:
     texts = texts_of("rejection")
     assert p_value(texts) > PASSES
@@ -234,11 +237,13 @@ def test_rejection_gives_the_exact_joint_law_by_other_texts() -> None:
     assert LONGEST["rejection"] == GUESS_LENGTH
 
 
+@pytest.mark.deep
 def test_rejection_is_exact_where_a_token_adds_fewer_bytes_than_its_own() -> None:
     """Found in review: guesses counted the token's bytes, the loop those added, and so two guesses shared their noise."""
     assert p_value(texts_of("rejection", view=JOINED, seeds=FEWER)) > PASSES
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
 def test_rejection_is_exact_with_a_draft_that_fails_behind_one_of_its_own_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found in review: a guess that is thrown away because of what it says leaves others to be accepted too often."""
@@ -268,11 +273,13 @@ def test_noise_repeated_across_control_tokens_is_found_out(monkeypatch: pytest.M
     assert p_value(texts_of("no draft", seeds=ENOUGH)) < FAILS
 
 
+@pytest.mark.deep
 def test_a_residual_of_the_wrong_law_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.loop.residual", lambda scores, law: scores)
     assert p_value(texts_of("rejection", seeds=ENOUGH)) < FAILS
 
 
+@pytest.mark.deep
 def test_a_guess_drawn_under_the_noise_that_judges_it_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejection needs noise of its own for guesses: with the target's, what is redrawn depends on what was rejected."""
     monkeypatch.setattr("xtok.drafts.projected.GUESS", 0)
@@ -305,10 +312,12 @@ def float32_tail(keys: torch.Tensor, state: int) -> torch.Tensor:
     return -torch.log(-torch.log(((bits >> 40 & 0xFFFFFF).float() * 2.0**-24).clamp(2.0**-24, 1 - 2.0**-24).double()))
 
 
+@pytest.mark.deep
 def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should_be() -> None:
     assert rare_draws(gumbel) > TAIL
 
 
+@pytest.mark.deep
 def test_a_tail_of_float32_is_found_out() -> None:
     assert rare_draws(float32_tail) < TAIL
 
@@ -321,6 +330,7 @@ def vocabulary() -> Any:
     return tokenizer("byte-level BPE")
 
 
+@pytest.mark.deep
 def test_a_real_models_first_two_ids_have_the_law_that_transformers_draws_from() -> None:
     """With temperature, top-k and top-p, against exact probabilities; transformers' own draws pass the same test."""
     tokens = vocabulary()

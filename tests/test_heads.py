@@ -43,6 +43,7 @@ def test_heads_begin_as_the_target_itself() -> None:
     assert torch.equal(Heads(2, 8)(hidden), hidden[:, None].expand(3, 2, 8))
 
 
+@pytest.mark.deep
 def test_training_teaches_heads_what_the_target_writes(whole: TrainedHeads, tmp_path: Path) -> None:
     untaught = trained(tmp_path / "h", epochs=1, learning_rate=1e-12)
     assert whole.accuracy[0][0] > 0.15 > 0.1 > untaught.accuracy[0][0]
@@ -133,6 +134,7 @@ def test_a_file_that_holds_no_heads_is_refused(tmp_path: Path) -> None:
             HeadsDrafter(file)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("place", "call"),
     [

@@ -83,6 +83,7 @@ def test_guesses_keep_coming_far_beyond_the_drafts_window(budget: Budget, archit
     check(xt, "吾輩は", SPOKEN("吾輩は").input_ids)
 
 
+@pytest.mark.deep
 def test_a_prompt_of_32_thousand_tokens() -> None:
     target = fitting(BYTES, "Llama", 0, dtype=torch.float32, window=40_000)
     prompt = "".join(CORPUS) * 135

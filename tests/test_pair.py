@@ -41,6 +41,7 @@ def test_it_gives_what_the_target_alone_gives_on_100_held_out_prompts_in_fewer_f
     assert tokens / forwards > FLOORS[budget]
 
 
+@pytest.mark.deep
 def test_few_right_guesses_are_lost_to_token_boundaries() -> None:
     generations = assisted().generate(PROMPTS[100:], max_new_tokens=LENGTH, do_sample=False)
     view = token_bytes(assisted().tokenizer)
@@ -85,6 +86,7 @@ def test_a_round_that_loses_a_right_guess_is_counted() -> None:
     assert pytest.approx(generation.stats.accepted) == sum(one.accepted for one in generation.rounds)
 
 
+@pytest.mark.deep
 def test_the_tuned_draft_guesses_more_of_what_the_same_target_writes() -> None:
     stats = {}
     for draft in (pair.DRAFT, pair.TUNED):

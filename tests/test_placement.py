@@ -83,6 +83,7 @@ def test_models_whose_weights_are_fetched_for_each_forward() -> None:
     check(target, draft, length=8)
 
 
+@pytest.mark.deep
 def test_compiled_models() -> None:
     """What `torch.compile` makes of a forward; here without a compiler, which a machine may lack."""
     target, draft = load(TARGET), load(DRAFT)

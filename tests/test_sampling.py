@@ -125,6 +125,7 @@ def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
     assert all(one.stats.draft_error is None for one in (mine if isinstance(mine, list) else [mine]))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_the_shipped_pair_in_float32_draws_the_same_with_and_without_its_draft_in_fewer_forwards(temperature: float) -> None:
     alone, mine = XTokAssisted(pair.TARGET), XTokAssisted(pair.TARGET, pair.DRAFT, budget=Budget(4))
@@ -268,6 +269,7 @@ def test_control_tokens_in_a_row_are_drawn_independently() -> None:
     assert 16 < drawn.count(controls[0]) < 48
 
 
+@pytest.mark.deep
 def test_ties_at_the_edge_of_top_k_are_drawn_the_same_with_and_without_a_draft() -> None:
     class Flat(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

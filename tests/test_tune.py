@@ -79,6 +79,7 @@ def test_a_training_that_is_killed_leaves_no_bar_behind(tmp_path: Path, monkeypa
     assert not [thread for thread in threads() if type(thread).__module__.startswith("rich")]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("what", "call"),
     [
@@ -107,6 +108,7 @@ def test_a_draft_whose_tuning_was_killed_becomes_the_one_of_a_tuning_that_was_no
     assert not (out / "work").exists()
 
 
+@pytest.mark.deep
 def test_a_training_that_had_ended_by_itself_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {"learning_rate": 1e-9, "epochs": 9}
     kill(monkeypatch, "xtok.tune._card", 1, tmp_path, **changed)
@@ -129,6 +131,7 @@ def test_a_tuned_draft_loads_as_any_other_and_has_a_card(whole: Path) -> None:
     assert load_file(whole / "model.safetensors").keys() == load_file(pair.DRAFT / "model.safetensors").keys()
 
 
+@pytest.mark.deep
 @examples(30)
 @given(start=texts(), seed=st.integers(0, 99), sampled=st.booleans())
 def test_what_is_generated_does_not_depend_on_the_tuning(whole: Path, start: str, seed: int, sampled: bool) -> None:
@@ -147,6 +150,7 @@ def load_once(source: str) -> Any:
     return LOADED[source]
 
 
+@pytest.mark.deep
 def test_a_draft_learns_what_the_target_writes(tmp_path: Path) -> None:
     target, (learner, tokens) = load(pair.TARGET, "target"), draft_model(pair.DRAFT)
     before = {name: weight.clone() for name, weight in learner.model.state_dict().items()}

@@ -35,8 +35,10 @@ _NEAREST, _FURTHEST = 4, 512
 """Rounds without guesses before it is tried again."""
 _HOPES = (0.3, 0.6, 0.85)
 """A draft is judged apart where cheaper ones are sure of a guess, and where they have none."""
-_PROBES = 0.005
+_PROBES = 0.01
 """How much of the time such trials may take."""
+_ROW = 0.02
+"""What a row more is taken to cost, as a share of a forward, until forwards of other numbers of rows were measured."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Line:
         self._line = None
 
     def fit(self) -> tuple[float, float]:
-        """Seconds of a forward of no rows, and per row, neither below 0. Where all had as many rows, those are free."""
+        """Seconds of a forward of no rows, and per row, neither below 0. Where all had as many rows, a row's are guessed."""
         if self._line is None:
             self._line = self._fit()
         return self._line
@@ -122,8 +124,9 @@ class Line:
         seconds = sum(weight * second for weight, _, second in weights) / total
         variance = sum(weight * (row - rows) ** 2 for weight, row, _ in weights)
         if not variance:
-            return seconds, 0.0
-        slope = sum(weight * (row - rows) * (second - seconds) for weight, row, second in weights) / variance
+            slope = _ROW * seconds
+        else:
+            slope = sum(weight * (row - rows) * (second - seconds) for weight, row, second in weights) / variance
         slope = min(max(slope, 0.0), seconds / rows)
         return seconds - slope * rows, slope
 
