@@ -1,10 +1,13 @@
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from worlds import MADE, written
 
 torch.set_num_threads(1)
 
@@ -14,3 +17,10 @@ for _name, _examples in (("quick", 40), ("deep", 200), ("more", 2000)):
         _name, max_examples=_examples, deadline=None, suppress_health_check=_SLOW, derandomize=_name != "more"
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def weights_stay_as_they_are() -> Iterator[None]:
+    """A test that changed a model which others share would make those fail, or never end."""
+    yield
+    assert all(written(model) == before for model, before in MADE)

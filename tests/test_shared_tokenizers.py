@@ -167,6 +167,7 @@ def written(target: str, text: str) -> Written:
     return Written(XTokAssisted((lm, tokens), speaker, budget=Budget(5)), speaker, arguments, alone)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("target", "draft"), list(permutations(NAMES, 2)))
 def test_every_pair_generates_what_the_target_alone_generates_in_fewer_forwards(target: str, draft: str) -> None:
     """The draft speaks the text in its own tokens. Two in five forwards are saved at least, but for what is lost on the way."""

@@ -239,7 +239,17 @@ def model(
     for name, weight in made.named_parameters():
         if weight.dim() > 1:
             weight.data.normal_(0, 1.0 if "embed" in name or "wte" in name else 0.3)
+    MADE.append((made, written(made)))
     return made
+
+
+MADE: list[tuple[PreTrainedModel, int]] = []
+"""All models that tests share, and how often their weights were written to when they were made."""
+
+
+def written(model: PreTrainedModel) -> int:
+    """How often a model's weights were written to."""
+    return sum(weight._version for weight in model.parameters())
 
 
 def fitting(tokenizer: PreTrainedTokenizerFast, architecture: str, seed: int, **more: Any) -> PreTrainedModel:

@@ -123,11 +123,10 @@ class Line:
         rows = sum(weight * row for weight, row, _ in weights) / total
         seconds = sum(weight * second for weight, _, second in weights) / total
         variance = sum(weight * (row - rows) ** 2 for weight, row, _ in weights)
-        if not variance:
-            slope = _ROW * seconds
-        else:
+        slope = _ROW * seconds
+        if variance:
             slope = sum(weight * (row - rows) * (second - seconds) for weight, row, second in weights) / variance
-        slope = min(max(slope, 0.0), seconds / rows)
+        slope = min(max(slope, 0.0), seconds / max(rows, 1.0))
         return seconds - slope * rows, slope
 
     def at(self, rows: float) -> float:
