@@ -6,7 +6,7 @@ from xtok.pair import HEADS, TARGET, prompts
 heads = HeadsDrafter(HEADS)
 for number, ranks in enumerate(heads.trained.accuracy, start=1):
     print(f"head {number}: right at first guess {ranks[0]:.0%}, among five guesses {sum(ranks):.0%}")
-xt = XTokAssisted(TARGET, heads, budget=Budget(depth=4, width=8, nodes=32))
+xt = XTokAssisted(TARGET, heads, budget=Budget(depth=4, width=8, nodes=32, schedule="constant"))
 g = xt.generate(prompts()[0], max_new_tokens=64, do_sample=False)
 same = g.token_ids == XTokAssisted(TARGET).generate(prompts()[0], max_new_tokens=64, do_sample=False).token_ids
 print(f"{g.stats.tokens_per_forward:.2f} tokens per forward of the target, the same ids: {'yes' if same else 'no'}")

@@ -14,7 +14,7 @@ target, tokenizer = AutoModelForCausalLM.from_pretrained(TARGET), AutoTokenizer.
 draft = deepcopy(target)
 draft.model.layers = draft.model.layers[:3]
 draft.config.num_hidden_layers = 3
-g = XTokAssisted((target, tokenizer), [(draft, tokenizer)], budget=Budget(3)).generate(
+g = XTokAssisted((target, tokenizer), [(draft, tokenizer)], budget=Budget(3, width=4, schedule="constant")).generate(
     prompts()[0], max_new_tokens=64, do_sample=False
 )
 alone = XTokAssisted((target, tokenizer)).generate(prompts()[0], max_new_tokens=64, do_sample=False)

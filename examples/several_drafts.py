@@ -15,6 +15,8 @@ mixtures = {
     "a draft, the target's own heads, and what the text repeats": [TUNED, HeadsDrafter(HEADS), PromptLookup()],
 }
 for name, drafts in mixtures.items():
-    g = XTokAssisted(TARGET, drafts, budget=Budget(5)).generate(prompt, max_new_tokens=64, do_sample=False)
+    g = XTokAssisted(TARGET, drafts, budget=Budget(5, width=4, schedule="constant")).generate(
+        prompt, max_new_tokens=64, do_sample=False
+    )
     same = "yes" if g.token_ids == alone.token_ids else "no"
     print(f"{name}: {g.stats.tokens_per_forward:.2f} tokens per forward of the target, the same ids: {same}")

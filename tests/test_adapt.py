@@ -57,7 +57,7 @@ def test_it_guesses_better_the_more_it_has_seen(generous: None) -> None:
     target = load(pair.TARGET, "target")
     forwards = {}
     for adapts in (False, True):
-        xt = XTokAssisted(target, pair.DRAFT, budget=Budget(5, width=1), adapt=adapts)
+        xt = XTokAssisted(target, pair.DRAFT, budget=Budget(5, width=1, schedule="constant"), adapt=adapts)
         for prompt in PROMPTS[:8]:
             xt.generate(prompt, **ASKED)
         forwards[adapts] = sum(xt.generate(prompt, **ASKED).stats.target_forwards for prompt in PROMPTS[:8])
@@ -75,7 +75,7 @@ def test_sampled_texts_are_guessed_by_the_draft_as_it_was(generous: None) -> Non
 
 
 def made() -> Adapter:
-    draft, _ = draft_model(pair.DRAFT)
+    draft = draft_model(pair.DRAFT)
     return Adapter(draft, token_bytes(load(pair.TARGET, "target")[1]))
 
 
@@ -117,7 +117,7 @@ def test_what_was_learnt_can_be_kept(generous: None, tmp_path: Path) -> None:
 def test_a_file_that_is_no_adapter_of_the_draft_is_refused(tmp_path: Path) -> None:
     adapter = made()
     tokens = tokenizer("byte-level BPE")
-    another = Adapter(draft_model((fitting(tokens, "Llama", 0), tokens))[0], token_bytes(tokens))
+    another = Adapter(draft_model((fitting(tokens, "Llama", 0), tokens)), token_bytes(tokens))
     another.save(tmp_path / "another.safetensors")
     (tmp_path / "text").write_text("text")
     for name, told in (("another.safetensors", "of another draft"), ("text", "can't be read"), ("missing", "can't be read")):

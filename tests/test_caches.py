@@ -196,14 +196,14 @@ def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
     tokens, draft_tokens = tokenizer(target), tokenizer(draft[1])
     draft_lm = fitting(draft_tokens, draft[0], 0, window=window)
     continuation = Continuation(encoder(tokens, token_bytes(tokens)))
-    made, _ = draft_model((draft_lm, draft_tokens))
+    made = draft_model((draft_lm, draft_tokens))
     reader = Reader(made, Meter())
     drafter = CrossTokenizerDrafter(made, reader, continuation, 2, Meter())
     data = b""
     for piece in pieces:
         data += piece.encode()
         ids = tokens(data.decode(), add_special_tokens=False).input_ids
-        tree = drafter.propose(Context(ids, data, 0), Budget(4, width, longest=6))
+        tree = drafter.propose(Context(ids, data, 0), Budget(4, width, longest=6, schedule="constant"))
         assert len(tree.within(6)) == len(tree)
         if not reader._lm.roll_back(reader._lm.length - reader._lm.branched):
             assert reader._lm._has_slid()
@@ -262,7 +262,7 @@ def branching(lm: PreTrainedModel, wrong: int) -> ScriptedDrafter:
 
 def behind(lm: PreTrainedModel, kept: DynamicCache, wrong: int = 1) -> Generation:
     """A generation behind a cache that holds a part of the prompt."""
-    xt = XTokAssisted((lm, TOKENS), branching(lm, wrong), budget=Budget(4))
+    xt = XTokAssisted((lm, TOKENS), branching(lm, wrong), budget=Budget(4, width=4, schedule="constant"))
     return xt.generate(PROMPT, past_key_values=kept, **GREEDY)
 
 

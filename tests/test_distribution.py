@@ -19,14 +19,18 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from worlds import fitting, scaled, tokenizer
 
 from xtok import Budget, XTokAssisted
-from xtok.budget import Account, Ledger
 from xtok.chi_square import chi_square
-from xtok.drafts.merged import Drafts
+from xtok.decode import drain
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.projection import Candidates, Projection, projection
 from xtok.drafts.reader import Reader
-from xtok.loop import Run, step
+from xtok.drafts.session import Session
+from xtok.ledger import Account, Ledger
 from xtok.noise import Noise, gumbel, noise, spelling_key, spelling_keys
+from xtok.pick import Acceptance, Picker
+from xtok.sequence import Sequence as Written
+from xtok.target import Target as Checking
+from xtok.text import Text
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
 
@@ -58,6 +62,7 @@ class TableModel:
 
     def __init__(self) -> None:
         self.length = 0
+        self.hidden, self.device = None, torch.device("cpu")
 
     def prefill(self, ids: torch.Tensor, config: Any) -> torch.Tensor:
         self.length = ids.shape[1]
@@ -76,7 +81,7 @@ class TableReader(Reader):
     def __init__(self, view: TokenBytes) -> None:
         self.view = view
         self._spelled = {}
-        self._draft: Any = SimpleNamespace(encoder=SimpleNamespace(view=view), vocabulary=len(view))
+        self._draft: Any = SimpleNamespace(vocabulary=SimpleNamespace(view=view, size=len(view), ends=frozenset()))
 
     def longest(self, guess: int) -> int:
         return guess
@@ -114,10 +119,8 @@ def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> ProjectedDrafter
     own = DRAFT if view is TARGET else MARKS
     tables: Any = SimpleNamespace(
         model=SimpleNamespace(device=torch.device("cpu")),
-        encoder=SimpleNamespace(view=own),
-        vocabulary=len(own),
+        vocabulary=SimpleNamespace(view=own, size=len(own), ends=frozenset([DRAFT_END] if own is DRAFT else [])),
         branches=True,
-        ends=frozenset([DRAFT_END] if own is DRAFT else []),
     )
     return ProjectedDrafter(
         tables,
@@ -130,12 +133,19 @@ def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> ProjectedDrafter
     )
 
 
-def drafts_of(made: ProjectedDrafter | None, vocabulary: int) -> Drafts | None:
-    if made is None:
-        return None
-    drafts = Drafts(Ledger([Account()]), Meter(), vocabulary)
-    drafts.add(lambda: made)
-    return drafts
+class Made:
+    """A draft that starts one drafter."""
+
+    def __init__(self, drafter: ProjectedDrafter) -> None:
+        self.drafter = drafter
+
+    def start(self, request: Any) -> ProjectedDrafter:
+        return self.drafter
+
+
+def session_of(made: ProjectedDrafter | None, view: TokenBytes, root: Noise) -> Session | None:
+    request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=len(view), view=view))
+    return None if made is None else Session([Made(made)], request, Ledger([Account()]), [5], root)
 
 
 LONGEST: Counter[str] = Counter()
@@ -144,27 +154,22 @@ LONGEST: Counter[str] = Counter()
 def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET) -> tuple[int, ...]:
     model: Any = TableModel()
     prompt = torch.tensor([[5]])
-    run = Run(
-        target=model,
-        view=view,
+    root, meter = noise(seed, 0, b"B"), Meter()
+    text = Written(
+        slot=model,
         ids=prompt,
-        prompt=[5],
-        processors=LogitsProcessorList(),
+        text=Text(view, [5]),
+        picker=Picker(LogitsProcessorList(), meter, root, keys, Acceptance(rejects=mode == "rejection")),
         criteria=StoppingCriteriaList([MaxLengthCriteria(1 + LENGTH), EosTokenCriteria(END)]),
         config=GenerationConfig(max_length=1 + LENGTH, do_sample=True),
-        drafts=drafts_of(drafter(mode, keys, view), len(view)),
-        budget=Budget(GUESS_LENGTH, width=3 if mode == "tree" else 1),
-        branches=True,
+        session=session_of(drafter(mode, keys, view), view, root),
+        budget=Budget(GUESS_LENGTH, width=3 if mode == "tree" else 1, schedule="constant"),
         deepest=None,
-        meter=Meter(),
-        keys=keys,
-        noise=noise(seed, 0, b"B"),
-        rejects=mode == "rejection",
+        meter=meter,
     )
-    while run.finish_reason is None:
-        step(run)
-    LONGEST[mode] = max(LONGEST[mode], *(one.accepted for one in run.meter.rounds))
-    return tuple(run.new_ids)
+    drain(Checking(model, SimpleNamespace()), [text])  # type: ignore[arg-type]
+    LONGEST[mode] = max(LONGEST[mode], *(one.accepted for one in meter.rounds))
+    return tuple(text.new_ids)
 
 
 def texts_of(
@@ -275,7 +280,7 @@ def test_noise_repeated_across_control_tokens_is_found_out(monkeypatch: pytest.M
 
 @pytest.mark.deep
 def test_a_residual_of_the_wrong_law_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.loop.residual", lambda scores, law: scores)
+    monkeypatch.setattr("xtok.pick.residual", lambda scores, law: scores)
     assert p_value(texts_of("rejection", seeds=ENOUGH)) < FAILS
 
 
@@ -344,7 +349,7 @@ def test_a_real_models_first_two_ids_have_the_law_that_transformers_draws_from()
     texts = {"transformers": theirs}
     for acceptance in ("match", "rejection"):
         made = XTokAssisted(
-            (model, tokens), (deepcopy(model), tokens), budget=Budget(2, width=2), acceptance=acceptance
+            (model, tokens), (deepcopy(model), tokens), budget=Budget(2, width=2, schedule="constant"), acceptance=acceptance
         ).generate("吾輩は", seed=1, **asked)
         assert sum(one.stats.accepted for one in made) > 0
         texts[acceptance] = [one.token_ids for one in made]

@@ -60,9 +60,9 @@ class Speaker(Reader):
 
 def speaker(target: str, draft: str, text: str = TEXT) -> CrossTokenizerDrafter:
     tokens, draft_tokens = tokenizer(target), tokenizer(draft)
-    made, _ = draft_model((fitting(draft_tokens, "Llama", 0), draft_tokens))
+    made = draft_model((fitting(draft_tokens, "Llama", 0), draft_tokens))
     reader = Speaker(made, Meter())
-    reader.truth = (*made.lead, *made.encoder.ids(text))
+    reader.truth = (*made.lead, *made.vocabulary.encoder.ids(text))
     return CrossTokenizerDrafter(made, reader, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
 
 
@@ -70,7 +70,9 @@ def proposed(
     drafter: CrossTokenizerDrafter, target: str, before: str, draft_tokens: int = 4, target_tokens: int = 20, width: int = 1
 ) -> Tree:
     ids = tokenizer(target)(before, add_special_tokens=False).input_ids
-    return drafter.propose(Context(ids, before.encode(), 0), Budget(draft_tokens, width, longest=target_tokens))
+    return drafter.propose(
+        Context(ids, before.encode(), 0), Budget(draft_tokens, width, longest=target_tokens, schedule="constant")
+    )
 
 
 NORMAL = sorted(set(FAMILIES) - {"WordPiece", "byte-level BPE with a prefix space"})
@@ -133,26 +135,26 @@ def test_a_guess_is_cut_in_place_by_a_tokenizer_that_strips_spaces() -> None:
 @pytest.mark.parametrize("window", [1, 2, 3, 8])
 def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(window: int) -> None:
     tokens = tokenizer("byte-level BPE")
-    made, _ = draft_model((fitting(tokens, "GPT2", 0, window=window), tokens))
+    made = draft_model((fitting(tokens, "GPT2", 0, window=window), tokens))
     reader = Reader(made, Meter())
     drafter = CrossTokenizerDrafter(made, reader, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
     for size in range(1, 12):
-        drafter.propose(Context([5], TEXT[:size].encode(), 0), Budget(50, 1 + size % 3))
+        drafter.propose(Context([5], TEXT[:size].encode(), 0), Budget(50, 1 + size % 3, schedule="constant"))
         assert reader._lm.length - reader._lm.branched + max(reader._lm._nodes.depths, default=-1) < window
 
 
 @pytest.mark.parametrize("window", [2, 3, 8])
 def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may_take_several_of_its_own(window: int) -> None:
     tokens, draft_tokens = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
-    made, _ = draft_model((fitting(draft_tokens, "GPT2", 0, window=window), draft_tokens))
+    made = draft_model((fitting(draft_tokens, "GPT2", 0, window=window), draft_tokens))
     view, reader = token_bytes(tokens), Reader(made, Meter())
     keys = spelling_keys(view, len(view))
-    own = projection(view, made.encoder.view).own
-    several = [token for token in range(len(view)) if not made.encoder.view.ids_spelling(view[token] or b"")]
+    own = projection(view, made.vocabulary.view).own
+    several = [token for token in range(len(view)) if not made.vocabulary.view.ids_spelling(view[token] or b"")]
     longer = Projection(own, torch.tensor(several)[torch.arange(len(own)) % len(several)], torch.ones(len(own)).double())
-    candidates = Candidates(longer, made.vocabulary, keys, made.ends, END)
+    candidates = Candidates(longer, made.vocabulary.size, keys, made.vocabulary.ends, END)
     drafter = ProjectedDrafter(made, reader, candidates, view, Meter(), LogitsProcessorList(), independent=False)
     for seed in range(60):
         data = TEXT[: 1 + seed // 6].encode() + "が".encode()[: seed % 3]
-        drafter.propose(Context([5], data, 0, noise=noise(seed, 0, b"")), Budget(50, 1 + seed % 3))
+        drafter.propose(Context([5], data, 0, noise=noise(seed, 0, b"")), Budget(50, 1 + seed % 3, schedule="constant"))
         assert reader._lm.length - reader._lm.branched + max(reader._lm._nodes.depths, default=-1) < window

@@ -39,7 +39,7 @@ def test_the_guides_own_draft_is_a_draft() -> None:
 
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "Llama", 0)
-    generation = XTokAssisted((model, tokens), Repeats(), budget=Budget(4)).generate(
+    generation = XTokAssisted((model, tokens), Repeats(), budget=Budget(4, width=4, schedule="constant")).generate(
         "吾輩は", max_new_tokens=20, do_sample=False
     )
     assert (

@@ -93,7 +93,7 @@ DRAFTS: dict[str, Callable[[], Any]] = {
     "both": lambda: [(OTHER, BYTES), (SIBLING, TOKENS)],
 }
 INSTANCES = {
-    (kind, width): XTokAssisted((TARGET, TOKENS), make(), budget=Budget(3, width=width))
+    (kind, width): XTokAssisted((TARGET, TOKENS), make(), budget=Budget(3, width=width, schedule="constant"))
     for kind, make in DRAFTS.items()
     for width in (1, 4)
 }
@@ -136,7 +136,7 @@ def test_a_draft_that_says_nothing_but_nan_is_told_of(fault: str, mode: str, wid
 @pytest.mark.parametrize("fault", sorted(FAULTS))
 @pytest.mark.parametrize("when", [0, 1, 5])
 def test_rejection_sampling_ends_well_though_its_draft_fails(fault: str, when: int) -> None:
-    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), acceptance="rejection", budget=Budget(3))
+    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), acceptance="rejection", budget=Budget(3, width=4, schedule="constant"))
     expected = answer(xt, "sampled")[0].token_ids
     with failing(OTHER, when, FAULTS[fault]):
         generation, _ = answer(xt, "sampled")
@@ -299,7 +299,7 @@ def test_a_draft_that_takes_as_long_as_many_forwards_of_the_target_is_left_alone
         for _ in range(3):
             assert xt.generate(PROMPT, **asked).token_ids == expected
     assert calls[TARGET] > 60
-    assert 1 <= calls[OTHER] <= 8, "of which there is one for each degree of what cheaper drafts hope for"
+    assert 1 <= calls[OTHER] <= 8, "of which there is one for each degree of how sure cheaper drafts are"
 
 
 def test_a_draft_that_begins_to_hang_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,9 @@ def use(xt: XTokAssisted, turn: int) -> None:
 
 def grown(turns: int) -> tuple[int, int]:
     """By how many tensors, and by how many objects at all, so many generations grow what is alive."""
-    xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES), PromptLookup(corpus=[PROMPT])], budget=Budget(2, schedule="cost"))
+    xt = XTokAssisted(
+        (TARGET, TOKENS), [(OTHER, BYTES), PromptLookup(corpus=[PROMPT])], budget=Budget(2, schedule="cost", width=4)
+    )
     counts = []
     for turn in range(2 * turns):
         use(xt, turn)
@@ -384,7 +386,10 @@ def test_many_generations_leave_nothing_behind() -> None:
 
 
 def test_eight_threads_get_what_each_would_get_alone() -> None:
-    draft, made = [(OTHER, BYTES), PromptLookup(corpus=["吾輩は猫である。名前はまだ無い。"])], Budget(3, schedule="cost")
+    draft, made = (
+        [(OTHER, BYTES), PromptLookup(corpus=["吾輩は猫である。名前はまだ無い。"])],
+        Budget(3, schedule="cost", width=4),
+    )
     xt = XTokAssisted((TARGET, TOKENS), draft, budget=made)
     make_dear(xt)
     tasks = [(way, mode, length) for way in ("generate", "stream", "custom") for mode in SETTINGS for length in (3, 12, 20)]

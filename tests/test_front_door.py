@@ -64,7 +64,7 @@ DRAFTS: dict[str, Any] = {"no draft": None, "an unrelated draft": (OTHER, BYTES)
 
 @pytest.fixture(params=DRAFTS, scope="module")
 def xt(request: pytest.FixtureRequest) -> XTokAssisted:
-    return XTokAssisted((TARGET, TOKENS), DRAFTS[request.param], budget=Budget(4))
+    return XTokAssisted((TARGET, TOKENS), DRAFTS[request.param], budget=Budget(4, width=4, schedule="constant"))
 
 
 def encoded(*prompts: str, tokens: Any = TOKENS) -> dict[str, torch.Tensor]:
@@ -242,7 +242,11 @@ def test_the_stats_are_frozen_and_agree_with_each_other_and_with_the_forwards_ma
 
 
 def test_a_draft_that_agrees_saves_target_forwards() -> None:
-    stats = XTokAssisted((TARGET, TOKENS), oracle(TARGET), budget=Budget(4)).generate(PROMPT, **GREEDY).stats
+    stats = (
+        XTokAssisted((TARGET, TOKENS), oracle(TARGET), budget=Budget(4, width=4, schedule="constant"))
+        .generate(PROMPT, **GREEDY)
+        .stats
+    )
     assert (stats.new_tokens, stats.target_forwards) == (24, 7)
     assert stats.acceptance_rate == 1
     assert stats.tokens_per_forward == 24 / 7
@@ -262,7 +266,7 @@ def test_stop_strings_of_the_models_own_generation_config_are_honoured() -> None
     model.generation_config.stop_strings = [STOP]
     expected = alone(stop_strings=model.generation_config.stop_strings, tokenizer=TOKENS)
     assert len(expected) < 24
-    xt = XTokAssisted((model, TOKENS), (TARGET, TOKENS), budget=Budget(4))
+    xt = XTokAssisted((model, TOKENS), (TARGET, TOKENS), budget=Budget(4, width=4, schedule="constant"))
     assert xt.generate(PROMPT, **GREEDY).token_ids == expected
     assert xt.generate(PROMPT, generation_config=GenerationConfig(**GREEDY)).token_ids == expected
 
@@ -280,7 +284,7 @@ def test_a_chat_is_read_in_the_targets_template_and_in_the_drafts_own(draft_temp
     draft_tokens = with_template(BYTES, draft_template) if draft_template else BYTES
     ids = chat_ids(tokens)
     expected = TARGET.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist()
-    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4))
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
     xt.generate(CHAT, **GREEDY)  # what is found out about models once is found out here
     with forwards(TARGET) as of_target, forwards(OTHER) as of_draft:
         generation = xt.generate(CHAT, **GREEDY)
@@ -320,7 +324,7 @@ def test_streamed_pieces_are_the_text_and_never_half_a_character(draft: str, len
         "itself": (deepcopy(OTHER), BYTES),
         "oracle": ScriptedDrafter(lambda context: script[len(context.ids) - start :][:3]),
     }
-    xt = XTokAssisted((OTHER, BYTES), drafts[draft], budget=Budget(4))
+    xt = XTokAssisted((OTHER, BYTES), drafts[draft], budget=Budget(4, width=4, schedule="constant"))
     arguments = {**GREEDY, "max_new_tokens": length, "prefix_allowed_tokens_fn": forced(text, start, BYTES)}
     pieces = list(xt.stream(PROMPT, **arguments))
     whole = xt.generate(PROMPT, **arguments).text
@@ -440,7 +444,7 @@ def test_custom_generate_gives_what_generate_gives_for_padded_rows_of_any_archit
     model = fitting(TOKENS, architecture, 2)
     inputs = encoded(*PROMPTS[:3])
     expected = model.generate(**inputs, **GREEDY)
-    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4))
+    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4, width=4, schedule="constant"))
     assert model.generate(**inputs, **GREEDY, custom_generate=xt).tolist() == expected.tolist()
 
 
@@ -486,7 +490,7 @@ def test_transformers_own_text_streamer_ends(xt: XTokAssisted) -> None:
 @pytest.mark.parametrize("arguments", ["plain", "repetition penalty", "an early end"])
 def test_the_returned_dictionary_is_that_of_transformers(architecture: str, arguments: str) -> None:
     model = fitting(TOKENS, architecture, 0)
-    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4))
+    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4, width=4, schedule="constant"))
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     inputs = encoded(PROMPT)
     everything = {**GREEDY, **asked, **HF_ARGUMENTS[arguments]()}
@@ -518,7 +522,7 @@ def test_scores_are_recorded_only_where_they_were_asked_for(xt: XTokAssisted) ->
 @pytest.mark.parametrize("only_new", [False, True])
 def test_a_filled_cache_is_continued(architecture: str, rows: int, only_new: bool) -> None:
     model = fitting(TOKENS, architecture, 0)
-    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4))
+    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4, width=4, schedule="constant"))
     inputs = encoded(*[prompt * 2 for prompt in PROMPTS[:rows]])
     seen = inputs["input_ids"].shape[1] - 4
 
@@ -634,7 +638,7 @@ def test_the_texts_of_num_return_sequences_are_those_of_the_prompt_as_often_in_a
     model.generation_config.eos_token_id = None
     sampled = {**GREEDY, "do_sample": True, "seed": 3, **asked}
     for draft in DRAFTS.values():
-        xt = XTokAssisted((model, TOKENS), draft, budget=Budget(4))
+        xt = XTokAssisted((model, TOKENS), draft, budget=Budget(4, width=4, schedule="constant"))
         together, listed = xt.generate(PROMPT, num_return_sequences=3, **sampled), xt.generate([PROMPT] * 3, **sampled)
         assert [one.token_ids for one in together] == [one.token_ids for one in listed]
         assert [one.finish_reason for one in together] == [one.finish_reason for one in listed]
@@ -800,7 +804,7 @@ def test_the_tokenizers_settings_are_left_as_they_are() -> None:
         made.backend_tokenizer.enable_padding(length=9, pad_id=0, pad_token="<unk>", direction="left")
         made.backend_tokenizer.encode_special_tokens = True
     before = settings()
-    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4))
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
     assert settings() == before
     for splits in (None, True, False):
         for prompt in (PROMPT, CHAT):
@@ -829,7 +833,7 @@ def in_eight_threads(ask: Callable[[int], Any]) -> list[Any]:
 
 def test_one_instance_serves_eight_threads() -> None:
     tokens, draft_tokens = with_template(TOKENS, TEMPLATE), with_template(BYTES, OTHER_TEMPLATE)
-    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4))
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
     asked: list[tuple[Any, dict[str, Any]]] = [
         *((prompt, {}) for prompt in PROMPTS),
         (CHAT, {}),
@@ -895,7 +899,7 @@ def test_the_models_handed_in_are_never_changed() -> None:
         after = [snapshot(target, tokens), snapshot(draft, draft_tokens)]
         return [name for old, new in zip(before, after, strict=True) for name in old if old[name] != new[name]]
 
-    xt = XTokAssisted((target, tokens), (draft, draft_tokens), budget=Budget(4))
+    xt = XTokAssisted((target, tokens), (draft, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
     assert not changed()
     xt.generate(PROMPTS, repetition_penalty=1.5, eos_token_id=[5, 6], **GREEDY)
     assert not changed()
@@ -916,13 +920,15 @@ def test_models_and_tokenizers_are_loaded_from_local_paths(tmp_path: Path) -> No
     for name, model, tokens in (("target", TARGET, TOKENS), ("draft", OTHER, BYTES)):
         model.save_pretrained(tmp_path / name)
         tokens.save_pretrained(tmp_path / name)
-    expected = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(4)).generate(PROMPT, **GREEDY)
+    expected = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(4, width=4, schedule="constant")).generate(
+        PROMPT, **GREEDY
+    )
     for sources in (
         (str(tmp_path / "target"), tmp_path / "draft"),
         (tmp_path / "target", str(tmp_path / "draft")),
         ((TARGET, TOKENS), tmp_path / "draft"),
     ):
-        generation = XTokAssisted(*sources, budget=Budget(4)).generate(PROMPT, **GREEDY)
+        generation = XTokAssisted(*sources, budget=Budget(4, width=4, schedule="constant")).generate(PROMPT, **GREEDY)
         assert generation.token_ids == expected.token_ids == alone()
         assert generation.rounds == expected.rounds
 
@@ -953,7 +959,9 @@ def test_an_encoder_that_is_loaded_as_a_language_model_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"BertLMHeadModel isn't causal.*is_decoder=True"):
         XTokAssisted((encoder_model(), TOKENS))
     decoder = encoder_model(is_decoder=True)
-    generation = XTokAssisted((decoder, TOKENS), (OTHER, BYTES), budget=Budget(3)).generate(PROMPT, **GREEDY)
+    generation = XTokAssisted((decoder, TOKENS), (OTHER, BYTES), budget=Budget(3, width=4, schedule="constant")).generate(
+        PROMPT, **GREEDY
+    )
     assert generation.token_ids == XTokAssisted((decoder, TOKENS)).generate(PROMPT, **GREEDY).token_ids
 
 

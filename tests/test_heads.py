@@ -13,11 +13,11 @@ from test_tune import Killed, killed_at
 from typer.testing import CliRunner
 from worlds import fitting, tokenizer
 
-from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
+from xtok import Budget, HeadsDrafter, XTokAssisted, hf, pair, train_heads
 from xtok.cli import app
+from xtok.decode import prefill, step
 from xtok.drafts.heads import Heads, Trained, described, save_heads
 from xtok.errors import InvalidInputError
-from xtok.loop import step
 from xtok.sources import load
 from xtok.tokenbytes import token_bytes
 from xtok.tune.heads import TrainedHeads, _Row, batch_of, loss_of
@@ -66,7 +66,7 @@ def test_the_loss_falls_as_heads_learn() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("budget", [None, Budget(4), Budget(4, width=1)])
+@pytest.mark.parametrize("budget", [None, Budget(4, width=4, schedule="constant"), Budget(4, width=1, schedule="constant")])
 def test_what_is_generated_does_not_depend_on_heads(whole: TrainedHeads, budget: Budget | None, sampled: bool) -> None:
     target = load(pair.TARGET, "target")
     asked: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, "seed": 5} | ({"temperature": 0.7} if sampled else {})
@@ -80,14 +80,18 @@ def test_what_is_generated_does_not_depend_on_heads(whole: TrainedHeads, budget:
 
 def test_hidden_states_are_those_behind_which_the_last_id_was_picked() -> None:
     head: Any = TARGET.get_output_embeddings()
-    xt = XTokAssisted((TARGET, TOKENS), (deepcopy(TARGET), TOKENS), budget=Budget(3))
+    xt = XTokAssisted((TARGET, TOKENS), (deepcopy(TARGET), TOKENS), budget=Budget(3, width=4, schedule="constant"))
     xt._shows_hidden = True
-    (run,) = xt._runs("吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
+    prepared = hf.prepare(xt._target, "吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
+    (text,) = xt._begin(prepared, None)
+    prefill(xt._target, [text])
     shown = []
-    while run.finish_reason is None:
-        step(run)
-        if run.hidden is not None:
-            shown.append(int(head(run.hidden).argmax()) == run.new_ids[-1])
+    while text.finish_reason is None:
+        step(xt._target, [text])
+        assert text.session is not None
+        hidden = text.session._hidden
+        assert hidden is not None
+        shown.append(int(head(hidden).argmax()) == text.new_ids[-1])
     assert len(shown) > 3
     assert all(shown)
 
@@ -107,7 +111,7 @@ def test_heads_of_another_size_than_they_say_are_refused(tmp_path: Path) -> None
 
 def test_a_target_may_change_its_precision_after_it_was_handed_in(tmp_path: Path) -> None:
     target = deepcopy(TARGET)
-    xt = XTokAssisted((target, TOKENS), HeadsDrafter(heads_for(tmp_path / "h")), budget=Budget(2))
+    xt = XTokAssisted((target, TOKENS), HeadsDrafter(heads_for(tmp_path / "h")), budget=Budget(2, width=4, schedule="constant"))
     for dtype in (torch.float64, torch.float32, torch.float64):
         target.to(dtype)
         assert xt.generate("吾輩は", max_new_tokens=8, do_sample=False).stats.draft_error is None

@@ -144,7 +144,9 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
     if gap < CLOSE_CALL[dtype]:
         SEEN["close calls"] += 1
         return
-    xt = XTokAssisted((model, tokens), drafts(expected, ids.shape[1], noise, branches), budget=Budget(4))
+    xt = XTokAssisted(
+        (model, tokens), drafts(expected, ids.shape[1], noise, branches), budget=Budget(4, width=4, schedule="constant")
+    )
     generation = xt.generate(prompt, pad_token_id=0, **fresh(drawn))
     assert generation.token_ids == expected
     assert generation.stats.new_tokens == len(expected)
@@ -213,7 +215,7 @@ def test_a_draft_that_raises_costs_speed_only_and_is_told_of_once(when: int) -> 
     def script(context: Context) -> list[int]:
         return raises(context) if len(context.ids) >= ids.shape[1] + when else []
 
-    xt = XTokAssisted((model, tokens), ScriptedDrafter(script), budget=Budget(4))
+    xt = XTokAssisted((model, tokens), ScriptedDrafter(script), budget=Budget(4, width=4, schedule="constant"))
     for _ in range(2):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -228,7 +230,9 @@ def test_a_draft_that_talks_nonsense_costs_speed_only(nonsense: list[int]) -> No
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "GPT2", 0)
     expected, _ = alone(model, tokens, torch.tensor([tokens("吾輩は").input_ids]), {"max_new_tokens": 20})
-    xt = XTokAssisted((model, tokens), ScriptedDrafter(lambda context: nonsense), budget=Budget(4))
+    xt = XTokAssisted(
+        (model, tokens), ScriptedDrafter(lambda context: nonsense), budget=Budget(4, width=4, schedule="constant")
+    )
     generation = xt.generate("吾輩は", max_new_tokens=20, do_sample=False)
     assert generation.token_ids == expected
     assert generation.stats.draft_error is None
@@ -258,7 +262,7 @@ def test_a_draft_that_answers_with_anything_or_changes_what_it_is_shown_costs_sp
     drawn |= {"logits_processor": AddsByPosition, "repetition_penalty": 1.3} if processor else {}
     ids = torch.tensor([tokens("吾輩は").input_ids])
     expected, _ = alone(model, tokens, ids, drawn)
-    xt = XTokAssisted((model, tokens), Vandal(answer), budget=Budget(4))
+    xt = XTokAssisted((model, tokens), Vandal(answer), budget=Budget(4, width=4, schedule="constant"))
     assert xt.generate("吾輩は", pad_token_id=0, **fresh(drawn)).token_ids == expected
     rows = model.generate(ids, custom_generate=xt, pad_token_id=0, **fresh(drawn))
     assert rows[0, ids.shape[1] :].tolist() == expected
@@ -269,7 +273,9 @@ def test_a_target_generates_up_to_its_last_learned_position() -> None:
     model = fitting(tokens, "GPT2", 0, window=32)
     ids = torch.tensor([tokens("吾輩は猫").input_ids])
     expected, _ = alone(model, tokens, ids, {"max_length": 32})
-    xt = XTokAssisted((model, tokens), ScriptedDrafter(lambda context: [5] * 40), budget=Budget(4))
+    xt = XTokAssisted(
+        (model, tokens), ScriptedDrafter(lambda context: [5] * 40), budget=Budget(4, width=4, schedule="constant")
+    )
     assert xt.generate("吾輩は猫", max_length=32, do_sample=False).token_ids == expected
 
 
@@ -281,7 +287,7 @@ def test_a_perfect_draft_is_accepted_whole() -> None:
     expected, _ = alone(model, tokens, ids, {"max_new_tokens": 21, "eos_token_id": None})
     perfect = ScriptedDrafter(lambda context: expected[len(context.ids) - ids.shape[1] :][:4])
     stats = (
-        XTokAssisted((model, tokens), perfect, budget=Budget(4))
+        XTokAssisted((model, tokens), perfect, budget=Budget(4, width=4, schedule="constant"))
         .generate("吾輩は", max_new_tokens=21, do_sample=False, eos_token_id=None)
         .stats
     )
@@ -299,7 +305,9 @@ def test_a_text_that_crosses_the_boundary_of_a_longrope_target_is_refused_and_on
     model = AutoModelForCausalLM.from_config(config).double().eval()
     ids = torch.tensor([tokens("あ").input_ids])
     expected, _ = alone(model, tokens, ids, {"max_length": 24, "eos_token_id": None})
-    xt = XTokAssisted((model, tokens), drafts(expected, ids.shape[1], [(9, 7)] * 9), budget=Budget(4))
+    xt = XTokAssisted(
+        (model, tokens), drafts(expected, ids.shape[1], [(9, 7)] * 9), budget=Budget(4, width=4, schedule="constant")
+    )
     assert xt.generate("あ", max_length=24, do_sample=False, eos_token_id=None).token_ids == expected
     with pytest.raises(UnsupportedArgumentError, match="crosses position 24"):
         xt.generate("あ", max_length=25, do_sample=False)
@@ -310,7 +318,7 @@ def test_scores_and_logits_are_handed_out_where_they_are_asked_for() -> None:
     model = fitting(tokens, "Llama", 0)
     asked = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True, "repetition_penalty": 1.2}
     theirs = model.generate(torch.tensor([tokens("吾輩").input_ids]), output_scores=True, output_logits=True, **asked)
-    mine = XTokAssisted((model, tokens), (deepcopy(model), tokens), budget=Budget(4)).generate(
+    mine = XTokAssisted((model, tokens), (deepcopy(model), tokens), budget=Budget(4, width=4, schedule="constant")).generate(
         "吾輩", output_scores=True, output_logits=True, **asked
     )
     torch.testing.assert_close(mine.scores, theirs.scores)

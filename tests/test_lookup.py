@@ -125,13 +125,17 @@ def spelled(ids: Sequence[int]) -> str:
 
 
 def test_a_corpus_is_quoted_in_the_targets_ids() -> None:
-    tree = lookup("吾輩は猫である。名前はまだ無い。").propose(context("昔々、吾輩は猫"), Budget(width=1, longest=20))
+    tree = lookup("吾輩は猫である。名前はまだ無い。").propose(
+        context("昔々、吾輩は猫"), Budget(width=1, longest=20, depth=5, schedule="constant")
+    )
     assert "である。名前はまだ無い。".startswith(spelled(tree.tokens))
     assert len(spelled(tree.tokens)) > 3
 
 
 def test_several_continuations_are_branches() -> None:
-    tree = lookup("赤い猫が走る。赤い猫が眠る。").propose(context("むかし赤い猫が"), Budget(width=2, nodes=100))
+    tree = lookup("赤い猫が走る。赤い猫が眠る。").propose(
+        context("むかし赤い猫が"), Budget(width=2, nodes=100, depth=5, schedule="constant")
+    )
     first = [spelled([token]) for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]
     assert len(first) == 2
     assert sum(mass for mass, parent in zip(tree.masses, tree.parents, strict=True) if parent == -1) <= 1
@@ -142,7 +146,7 @@ def test_a_lookup_learns_how_far_it_is_to_be_believed() -> None:
         tokens, mass = tokenizer("byte-level BPE"), 0.0
         guesser = Lookup(None, encoder(tokens, token_bytes(tokens)))
         for size in range(2, len(ids)):
-            tree = guesser.propose(Context(ids[:size], b"", 0), Budget(width=1, longest=3))
+            tree = guesser.propose(Context(ids[:size], b"", 0), Budget(width=1, longest=3, depth=5, schedule="constant"))
             mass = tree.masses[0] if len(tree) else mass
         return mass
 

@@ -53,7 +53,7 @@ def alone(model: PreTrainedModel, tokens: Any) -> list[int]:
 def helped(target: tuple[Any, Any], draft: tuple[Any, Any]) -> str:
     """ "tree" or "chain", by which the target's own ids came; else why the pair is refused."""
     try:
-        generation = XTokAssisted(target, [draft], budget=Budget(3)).generate(TEXT, **PLAIN)
+        generation = XTokAssisted(target, [draft], budget=Budget(3, width=4, schedule="constant")).generate(TEXT, **PLAIN)
     except UnsupportedModelError as error:
         return str(error)
     assert generation.token_ids == alone(*target)

@@ -29,7 +29,7 @@ DRAFTS: dict[str, Any] = {
     "the target's ids": (fitting(SPOKEN, "GPTNeoX", 1), SPOKEN),
     "no bytes": (fitting(tokenizer("characters"), "Qwen2", 1), tokenizer("characters")),
 }
-CHAINS, TREES = Budget(4, width=1), Budget(4, width=3)
+CHAINS, TREES = Budget(4, width=1, schedule="constant"), Budget(4, width=3, schedule="constant")
 
 
 def alone(model: Any, ids: list[int], **arguments: Any) -> list[int]:

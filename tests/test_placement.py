@@ -32,7 +32,7 @@ def load(source: Any, **how: Any) -> tuple[PreTrainedModel, Any]:
 
 def check(target: tuple[PreTrainedModel, Any], draft: tuple[PreTrainedModel, Any], length: int = 20) -> None:
     """Greedily the target's own ids, sampled those of no draft, where no pick was too close to call in that precision."""
-    helped = XTokAssisted(target, [draft], budget=Budget(3))
+    helped = XTokAssisted(target, [draft], budget=Budget(3, width=4, schedule="constant"))
     for how in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "seed": 5}):
         mine = helped.generate(TEXT, max_new_tokens=length, **how)
         alone = XTokAssisted(target).generate(TEXT, max_new_tokens=length, **how)
@@ -105,7 +105,11 @@ def test_models_whose_layers_can_not_be_run_in_inference_mode(draft: Any) -> Non
         for layer in model.modules():
             layer.register_forward_pre_hook(fails)
     for how in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
-        stats = XTokAssisted(target, drafts, budget=Budget(3)).generate(TEXT, max_new_tokens=8, **how).stats
+        stats = (
+            XTokAssisted(target, drafts, budget=Budget(3, width=4, schedule="constant"))
+            .generate(TEXT, max_new_tokens=8, **how)
+            .stats
+        )
         assert stats.draft_error is None
         assert stats.proposed > 0
 

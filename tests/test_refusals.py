@@ -24,7 +24,7 @@ from xtok.tune.work import check_trains
 PAIR = (TARGET, TOKENS)
 SMALL = model("Llama", 50, 0, torch.float64)
 """Of fewer ids than any tokenizer here writes."""
-XT = XTokAssisted(PAIR, (OTHER, BYTES), budget=Budget(4))
+XT = XTokAssisted(PAIR, (OTHER, BYTES), budget=Budget(4, width=4, schedule="constant"))
 for one in (XT, XTokAssisted((OTHER, BYTES))):
     one.generate(PROMPT, **GREEDY)  # what is found out about models once is found out here
 
@@ -52,9 +52,13 @@ Refused = tuple[Callable[[], Any], type[XTokError], str]
 
 SETTINGS: dict[str, Refused] = {
     "a budget that is a number": (lambda: XTokAssisted(PAIR, budget=3), InvalidInputError, r"budget is 3; give a Budget"),
-    "a negative length": (lambda: Budget(longest=-1), InvalidInputError, r"longest of the budget is -1; .* 0 or more"),
+    "a negative length": (
+        lambda: Budget(longest=-1, depth=5, width=4, schedule="constant"),
+        InvalidInputError,
+        r"longest of the budget is -1; .* 0 or more",
+    ),
     "a confidence that is text": (
-        lambda: Budget(confidence="high"),
+        lambda: Budget(confidence="high", depth=5, width=4, schedule="constant"),
         InvalidInputError,
         r"confidence is 'high'; .* 0 to 1",
     ),
@@ -233,7 +237,7 @@ def test_half_a_new_token_is_a_whole_one_as_transformers_has_it() -> None:
     """Found by trying out bad settings: the draft failed of a length that is no whole number."""
     asked = {**GREEDY, "max_new_tokens": 8.5}
     ids = torch.tensor([TOKENS(PROMPT).input_ids])
-    generation = XTokAssisted(PAIR, (OTHER, BYTES), budget=Budget(4)).generate(PROMPT, **asked)
+    generation = XTokAssisted(PAIR, (OTHER, BYTES), budget=Budget(4, width=4, schedule="constant")).generate(PROMPT, **asked)
     assert generation.token_ids == TARGET.generate(ids, **asked)[0, ids.shape[1] :].tolist()
     assert generation.stats.draft_error is None
     assert generation.stats.proposed

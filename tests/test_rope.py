@@ -93,7 +93,7 @@ def assisted(rope: str, used: tuple[int, ...] = ()) -> XTokAssisted:
     model = deepcopy(made(rope))
     for size in used:
         model.generate(torch.tensor([truth(rope, size)[:size]]), **GREEDY)
-    return XTokAssisted((model, TOKENS), guess(rope), budget=Budget(4))
+    return XTokAssisted((model, TOKENS), guess(rope), budget=Budget(4, width=4, schedule="constant"))
 
 
 def remembered(model: PreTrainedModel) -> list[Any]:
@@ -191,7 +191,15 @@ def test_a_text_behind_a_filled_cache_is_what_a_new_model_writes() -> None:
             kept = DynamicCache(config=model.config)
             with torch.no_grad():
                 model(ids[:, :held], past_key_values=kept)
-            how = {"custom_generate": XTokAssisted((model, TOKENS), guess("dynamic"), budget=Budget(4))} if helped else {}
+            how = (
+                {
+                    "custom_generate": XTokAssisted(
+                        (model, TOKENS), guess("dynamic"), budget=Budget(4, width=4, schedule="constant")
+                    )
+                }
+                if helped
+                else {}
+            )
             written.append(model.generate(ids, past_key_values=kept, **GREEDY, **how)[0].tolist())
         assert written[0] == written[1]
 

@@ -82,9 +82,9 @@ def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     reference = XTokAssisted((model, tokens))
     expected = reference.generate(prompt, **fresh(drawn))
     start = len(prompt_ids(tokens, prompt, split_special_tokens=False))
-    mine = XTokAssisted((model, tokens), drafts(expected.token_ids, start, spoilt, branches), budget=Budget(4)).generate(
-        prompt, **fresh(drawn)
-    )
+    mine = XTokAssisted(
+        (model, tokens), drafts(expected.token_ids, start, spoilt, branches), budget=Budget(4, width=4, schedule="constant")
+    ).generate(prompt, **fresh(drawn))
     assert mine.token_ids == expected.token_ids
     assert mine.seed == expected.seed == sampling["seed"]
 
@@ -128,7 +128,10 @@ def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
 @pytest.mark.deep
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_the_shipped_pair_in_float32_draws_the_same_with_and_without_its_draft_in_fewer_forwards(temperature: float) -> None:
-    alone, mine = XTokAssisted(pair.TARGET), XTokAssisted(pair.TARGET, pair.DRAFT, budget=Budget(4))
+    alone, mine = (
+        XTokAssisted(pair.TARGET),
+        XTokAssisted(pair.TARGET, pair.DRAFT, budget=Budget(4, width=4, schedule="constant")),
+    )
     tokens = forwards = 0
     for seed, prompt in enumerate(pair.prompts()[:12]):
         asked = {"max_new_tokens": 40, "do_sample": True, "temperature": temperature, "seed": seed}
@@ -142,7 +145,7 @@ def test_the_shipped_pair_in_float32_draws_the_same_with_and_without_its_draft_i
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
 def test_a_draft_that_is_the_target_itself_guesses_nearly_every_draw(acceptance: Any) -> None:
     """The figures can fail: with noise of its own where it should share, a guess would be right as often as two draws agree."""
-    same = XTokAssisted(pair.TARGET, pair.TARGET, budget=Budget(5, width=1), acceptance=acceptance)
+    same = XTokAssisted(pair.TARGET, pair.TARGET, budget=Budget(5, width=1, schedule="constant"), acceptance=acceptance)
     asked = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
     stats = [same.generate(prompt, seed=seed, **asked).stats for seed, prompt in enumerate(pair.prompts()[:8])]
     assert sum(one.accepted for one in stats) > 0.8 * sum(one.proposed for one in stats)
@@ -153,7 +156,9 @@ def test_a_draft_that_is_the_target_itself_guesses_nearly_every_draw(acceptance:
 
 @pytest.fixture(params=["no draft", "a draft"], scope="module")
 def xt(request: pytest.FixtureRequest) -> XTokAssisted:
-    return XTokAssisted((TARGET, TOKENS), DRAFT if request.param == "a draft" else None, budget=Budget(4, width=3))
+    return XTokAssisted(
+        (TARGET, TOKENS), DRAFT if request.param == "a draft" else None, budget=Budget(4, width=3, schedule="constant")
+    )
 
 
 def test_a_prompt_has_the_same_text_alone_and_in_a_list_and_again_another(xt: XTokAssisted) -> None:
@@ -255,7 +260,9 @@ def test_an_end_drawn_inside_an_accepted_block_ends_the_text() -> None:
         expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **{**asked, "seed": seed})
         truth = [*expected.token_ids, 50, 51, 52]
         oracle = ScriptedDrafter(lambda context, truth=truth: truth[len(context.ids) - start :][:6])
-        mine = XTokAssisted((TARGET, TOKENS), oracle, budget=Budget(4)).generate("吾輩は", **{**asked, "seed": seed})
+        mine = XTokAssisted((TARGET, TOKENS), oracle, budget=Budget(4, width=4, schedule="constant")).generate(
+            "吾輩は", **{**asked, "seed": seed}
+        )
         assert (mine.token_ids, mine.finish_reason) == (expected.token_ids, expected.finish_reason)
 
 
@@ -275,7 +282,10 @@ def test_ties_at_the_edge_of_top_k_are_drawn_the_same_with_and_without_a_draft()
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return (scores * 2).round() / 2
 
-    alone, mine = XTokAssisted((TARGET, TOKENS)), XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4))
+    alone, mine = (
+        XTokAssisted((TARGET, TOKENS)),
+        XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4, width=4, schedule="constant")),
+    )
     flat = LogitsProcessorList([Flat()])
     for seed in range(10):
         asked = {**SETTINGS, "logits_processor": flat, "top_k": 5, "max_new_tokens": 24, "seed": seed}
@@ -284,7 +294,9 @@ def test_ties_at_the_edge_of_top_k_are_drawn_the_same_with_and_without_a_draft()
 
 def test_a_temperature_near_0_is_greedy() -> None:
     greedy = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", do_sample=False, max_new_tokens=16)
-    cold = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4)).generate("吾輩は", **{**SETTINGS, "temperature": 1e-4})
+    cold = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4, width=4, schedule="constant")).generate(
+        "吾輩は", **{**SETTINGS, "temperature": 1e-4}
+    )
     assert cold.token_ids == greedy.token_ids
 
 
@@ -299,7 +311,7 @@ def test_a_warper_with_a_state_is_the_targets_alone() -> None:
             return scores / (0.3 + 0.3 * self.calls)
 
     alone, mine = (
-        XTokAssisted((TARGET, TOKENS), draft, budget=Budget(4)).generate(
+        XTokAssisted((TARGET, TOKENS), draft, budget=Budget(4, width=4, schedule="constant")).generate(
             "吾輩は", logits_processor=LogitsProcessorList([Annealed(1.0)]), **SETTINGS
         )
         for draft in (None, DRAFT)
@@ -308,7 +320,9 @@ def test_a_warper_with_a_state_is_the_targets_alone() -> None:
 
 
 def test_a_negative_end_means_none() -> None:
-    generation = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4)).generate("吾輩は", eos_token_id=-1, **SETTINGS)
+    generation = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4, width=4, schedule="constant")).generate(
+        "吾輩は", eos_token_id=-1, **SETTINGS
+    )
     assert generation.stats.draft_error is None
     assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", eos_token_id=-1, **SETTINGS).token_ids
 
@@ -348,7 +362,12 @@ def test_laws_from_a_draft_of_ones_own_are_not_believed() -> None:
             return chain([5, 5], b"", [law, law])
 
     expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **SETTINGS).token_ids
-    assert XTokAssisted((TARGET, TOKENS), Liar(), budget=Budget(4)).generate("吾輩は", **SETTINGS).token_ids == expected
+    assert (
+        XTokAssisted((TARGET, TOKENS), Liar(), budget=Budget(4, width=4, schedule="constant"))
+        .generate("吾輩は", **SETTINGS)
+        .token_ids
+        == expected
+    )
 
 
 # lossy on request
@@ -358,13 +377,15 @@ def test_typical_acceptance_is_lossy_and_says_so() -> None:
     """A guess that the target would seldom draw is taken all the same."""
     with pytest.warns(LossyWarning, match="sampled texts are not the target's own"):
         least = {"posterior_threshold": 1e-200, "posterior_alpha": 1e-200}
-        xt = XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="typical", budget=Budget(4), **least)
+        xt = XTokAssisted(
+            (TARGET, TOKENS), DRAFT, acceptance="typical", budget=Budget(4, width=4, schedule="constant"), **least
+        )
     generation = xt.generate("吾輩は", **SETTINGS)
     reference = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **SETTINGS)
     assert not generation.stats.exact
     assert reference.stats.exact
     assert generation.token_ids != reference.token_ids
-    exact = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4)).generate("吾輩は", **SETTINGS)
+    exact = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4, width=4, schedule="constant")).generate("吾輩は", **SETTINGS)
     assert generation.stats.accepted > 2 * exact.stats.accepted
 
 

@@ -7,6 +7,7 @@ from copy import deepcopy
 from itertools import accumulate, count, zip_longest
 from random import Random
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,14 @@ from transformers import LogitsProcessorList
 from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, pair
-from xtok.budget import Account, Asked, Ledger, Pace
+from xtok.drafts import Drafter, Request
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
-from xtok.drafts.merged import Drafts
 from xtok.drafts.projection import same_ids
 from xtok.drafts.scripted import ScriptedDrafter
+from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
+from xtok.ledger import Account, Ledger, Pace, Proposal
 from xtok.prompts import prompt_ids
 from xtok.tokenbytes import same_tokens, token_bytes
 from xtok.trace import Meter
@@ -136,7 +138,7 @@ def test_any_mixture_of_drafts_leaves_sampled_ids_as_they_are_without_a_draft(
 def test_heads_among_others_leave_the_ids_as_they_are(heads: HeadsDrafter, sampled: bool) -> None:
     asked = GREEDY | ({"do_sample": True, "seed": 3} if sampled else {})
     expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **asked)
-    for budget in (None, Budget(3), Budget(3, width=1)):
+    for budget in (None, Budget(3, width=4, schedule="constant"), Budget(3, width=1, schedule="constant")):
         generation = XTokAssisted((TARGET, TOKENS), [heads, OTHER, PromptLookup()], budget=budget).generate("吾輩は", **asked)
         assert generation.token_ids == expected.token_ids
         assert generation.stats.draft_error is None
@@ -154,13 +156,20 @@ def tree_of(guesses: list[tuple[list[int], float]]) -> Tree:
     return trie.best(len)
 
 
-def merged(guesses: Sequence[Tree], budget: Budget) -> tuple[Tree, Drafts]:
-    drafters = [ScriptedDrafter(lambda context, tree=tree: tree) for tree in guesses]
-    drafts = Drafts(Ledger([Account() for _ in guesses]), Meter(), 9)
-    for drafter in drafters:
-        drafts.add(lambda drafter=drafter: drafter)
-    drafts.meter.begin()
-    return drafts.propose(Context([], b"", 0), budget), drafts
+class Guesses:
+    """A draft that guesses the same whatever it reads."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+
+    def start(self, request: Request) -> Drafter:
+        return ScriptedDrafter(lambda context: self.tree)
+
+
+def merged(guesses: Sequence[Tree], budget: Budget) -> tuple[Tree, Session]:
+    request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=9, view=token_bytes(TOKENS)))
+    session = Session([Guesses(tree) for tree in guesses], request, Ledger([Account() for _ in guesses]), [])
+    return session.propose(budget), session
 
 
 @examples(300)
@@ -169,22 +178,22 @@ def test_merging_loses_no_candidate_and_adds_none(found: list[list[tuple[list[in
     guesses = [tree_of(one) for one in found]
     if silent:  # a drafter that doesn't say how probable its guesses are
         guesses[0] = Tree(guesses[0].tokens, guesses[0].parents)
-    tree, drafts = merged(guesses, Budget(nodes=1000))
+    tree, session = merged(guesses, Budget(nodes=1000, depth=5, width=4, schedule="constant"))
     assert set(paths_of(tree)) == {path for one in guesses for path in paths_of(one)}
-    assert sorted(node for one in drafts.asked for node in one.own) == list(range(len(tree)))
+    assert sorted(node for one in session.proposals for node in one.own) == list(range(len(tree)))
 
 
 @examples(200)
 @given(st.lists(trees, min_size=2, max_size=4), st.integers(1, 12))
 def test_a_merged_tree_keeps_within_the_budget(found: list[list[tuple[list[int], float]]], nodes: int) -> None:
     guesses = [tree_of(one) for one in found]
-    tree, _ = merged(guesses, Budget(nodes=nodes))
+    tree, _ = merged(guesses, Budget(nodes=nodes, depth=5, width=4, schedule="constant"))
     assert len(tree) == min(nodes, len({path for one in guesses for path in paths_of(one)}))
 
 
 def test_what_two_drafts_guess_is_believed_more_than_what_one_does() -> None:
     one, both = tree_of([([1], 0.2)]), tree_of([([1], 0.2), ([2], 0.2)])
-    tree, _ = merged([one, both], Budget(nodes=1))
+    tree, _ = merged([one, both], Budget(nodes=1, depth=5, width=4, schedule="constant"))
     assert tree.tokens == (1,)
 
 
@@ -196,9 +205,9 @@ def test_a_draft_that_raises_takes_none_of_the_others_with_it() -> None:
     start = len(prompt_ids(TOKENS, "吾輩は"))
     oracle = ScriptedDrafter(lambda context: truth[len(context.ids) - start :][:4])
     with pytest.warns(DraftFailedWarning, match="simulated"):
-        generation = XTokAssisted((TARGET, TOKENS), [ScriptedDrafter(fails), oracle], budget=Budget(4)).generate(
-            "吾輩は", **GREEDY
-        )
+        generation = XTokAssisted(
+            (TARGET, TOKENS), [ScriptedDrafter(fails), oracle], budget=Budget(4, width=4, schedule="constant")
+        ).generate("吾輩は", **GREEDY)
     assert generation.token_ids == truth
     assert generation.stats.tokens_per_forward > 3
 
@@ -212,7 +221,11 @@ def test_each_draft_is_told_what_it_earned() -> None:
 
     drafts = [right(1), ScriptedDrafter(lambda context: [7]), right(3)]
     for width in (1, 4):
-        stats = XTokAssisted((TARGET, TOKENS), drafts, budget=Budget(4, width)).generate("吾輩は", **GREEDY).stats
+        stats = (
+            XTokAssisted((TARGET, TOKENS), drafts, budget=Budget(4, width, schedule="constant"))
+            .generate("吾輩は", **GREEDY)
+            .stats
+        )
         assert sum(stats.earned) == stats.accepted > 8
         assert stats.earned[1] == 0
         assert stats.earned[2] > 5
@@ -224,14 +237,14 @@ def test_a_draft_that_earns_nothing_is_asked_ever_less_and_another_goes_on() -> 
     for _ in range(600):
         tree = Tree((1,), (-1,), masses=(0.5,))
         right = random.random() < 0.8
-        shares, path = [], [-1, 0] if right else [-1]
+        shares = []
         for draft, account in enumerate(ledger.accounts):
-            on = ledger.ready() and account.trial(0.0).asks()
+            on = ledger.ready() and account.backoff(0.0).asks()
             asked[draft] += on
             own = frozenset([0]) if draft == 1 else frozenset()
             guess = tree if draft == 1 else Tree((2,), (-1,), masses=(0.5,))
-            shares.append(Asked(guess, 0.0, [(1, 0.05)], own=own) if on else Asked())
-        ledger.observe(tree, [1 if right else 3], path, 1.0, shares)
+            shares.append(Proposal(guess, 0.0, [(1, 0.05)], own=own) if on else Proposal())
+        ledger.observe(tree, [1, 5] if right else [3], (2, 1.0), shares)
     assert asked[0] < 150
     assert asked[1] > 590
 
@@ -266,7 +279,9 @@ def test_tokenizers_are_the_same_by_their_tokens_and_not_by_their_sizes() -> Non
 def test_a_draft_with_the_targets_ids_that_is_the_target_is_always_right(width: int, sampled: bool) -> None:
     """In sampled texts, too: both look at the same noise. It reads ids, so nothing is lost on the way."""
     asked = GREEDY | ({"do_sample": True, "seed": 3, "temperature": 1.5} if sampled else {})
-    xt = XTokAssisted((TARGET, TOKENS), [(deepcopy(TARGET), padded(TOKENS))], budget=Budget(3, width=width, nodes=200))
+    xt = XTokAssisted(
+        (TARGET, TOKENS), [(deepcopy(TARGET), padded(TOKENS))], budget=Budget(3, width=width, nodes=200, schedule="constant")
+    )
     for prompt in ("吾輩は", "The quick brown", "🍣"):
         generation = xt.generate(prompt, **asked)
         assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate(prompt, **asked).token_ids
@@ -282,7 +297,7 @@ def test_a_draft_with_the_targets_ids_and_less_of_them_guesses_what_it_knows() -
     wide = fitting(padded(TOKENS), "Llama", 0)
     assert wide.config.vocab_size > small.config.vocab_size
     for target, draft in ((wide, small), (small, wide)):
-        xt = XTokAssisted((target, TOKENS), [(draft, TOKENS)], budget=Budget(3))
+        xt = XTokAssisted((target, TOKENS), [(draft, TOKENS)], budget=Budget(3, width=4, schedule="constant"))
         again = LogitsProcessorList([PicksAll()])
         generation = xt.generate("吾輩は", logits_processor=again, **GREEDY)
         assert (
@@ -304,16 +319,17 @@ class PicksAll:
 def test_a_draft_with_the_targets_ids_sees_no_padding() -> None:
     inputs = TOKENS(["吾輩は", "吾輩は猫である。名前はまだ無い"], return_tensors="pt", padding=True, padding_side="left")
     inputs.pop("token_type_ids", None)
-    xt = XTokAssisted((TARGET, TOKENS), [(deepcopy(TARGET), TOKENS)], budget=Budget(3, width=1))
+    xt = XTokAssisted((TARGET, TOKENS), [(deepcopy(TARGET), TOKENS)], budget=Budget(3, width=1, schedule="constant"))
     seen = []
-    original = xt._makers[0]
+    original = xt._drafts[0]
 
-    def noted(task: Any) -> Any:
-        made = original(task)
-        seen.append(made._reader)
-        return made
+    class Noted:
+        def start(self, request: Request) -> Drafter:
+            made: Any = original.start(request)
+            seen.append(made._reader)
+            return made
 
-    xt._makers = [noted]
+    xt._drafts = [Noted()]
     output = TARGET.generate(**inputs, custom_generate=xt, pad_token_id=0, **GREEDY)
     expected = TARGET.generate(**inputs, pad_token_id=0, **GREEDY)
     assert torch.equal(output, expected)
@@ -333,12 +349,12 @@ def test_the_projection_of_the_same_ids_is_each_to_itself() -> None:
 
 def test_a_model_guesses_together_with_what_the_text_repeats_and_a_list_is_taken_as_it_is() -> None:
     target = (TARGET, TOKENS)
-    assert len(XTokAssisted(target, OTHER)._makers) == 2
-    assert len(XTokAssisted(target, [OTHER])._makers) == 1
-    assert len(XTokAssisted(target, OTHER, budget=Budget(5, width=1))._makers) == 1
-    assert len(XTokAssisted(target, PromptLookup())._makers) == 1
-    assert len(XTokAssisted(target, [OTHER, OTHER, PromptLookup()])._makers) == 3
-    assert not XTokAssisted(target, [])._makers
+    assert len(XTokAssisted(target, OTHER)._drafts) == 2
+    assert len(XTokAssisted(target, [OTHER])._drafts) == 1
+    assert len(XTokAssisted(target, OTHER, budget=Budget(5, width=1, schedule="constant"))._drafts) == 1
+    assert len(XTokAssisted(target, PromptLookup())._drafts) == 1
+    assert len(XTokAssisted(target, [OTHER, OTHER, PromptLookup()])._drafts) == 3
+    assert not XTokAssisted(target, [])._drafts
 
 
 def test_what_takes_one_model_refuses_several() -> None:
@@ -373,14 +389,15 @@ def test_a_draft_goes_on_only_behind_tokens_that_it_is_confident_of() -> None:
     def expand(front: list[Path]) -> list[list[Path]]:
         return [[Path(path.mass * 0.5, 0, path.written + b"a", 0.5)] for path in front]
 
-    assert len(grown([Path(0.9, -1, b"x", 0.9)], Budget(9, confidence=0.6), expand)) == 2
-    assert len(grown([Path(0.9, -1, b"x", 0.9)], Budget(9, confidence=0.4), expand)) == 9
-    assert len(grown([Path(0.3, -1, b"x", 0.3)], Budget(9, confidence=0.4), expand)) == 1
+    assert len(grown([Path(0.9, -1, b"x", 0.9)], Budget(9, confidence=0.6, width=4, schedule="constant"), expand)) == 2
+    assert len(grown([Path(0.9, -1, b"x", 0.9)], Budget(9, confidence=0.4, width=4, schedule="constant"), expand)) == 9
+    assert len(grown([Path(0.3, -1, b"x", 0.3)], Budget(9, confidence=0.4, width=4, schedule="constant"), expand)) == 1
 
 
 def test_a_confident_draft_drafts_less_than_one_that_never_stops() -> None:
     runs = [
-        XTokAssisted(pair.TARGET, pair.DRAFT, budget=Budget(12, width=1, confidence=confidence)) for confidence in (0.0, 0.5)
+        XTokAssisted(pair.TARGET, pair.DRAFT, budget=Budget(12, width=1, confidence=confidence, schedule="constant"))
+        for confidence in (0.0, 0.5)
     ]
     stats = [xt.generate(pair.prompts()[0], max_new_tokens=40, do_sample=False).stats for xt in runs]
     assert stats[1].draft_forwards < 0.8 * stats[0].draft_forwards
@@ -412,7 +429,7 @@ def test_schedules_that_make_no_sense_are_refused(wrong: dict[str, Any], told: s
 )
 def test_masses_that_are_no_probabilities_are_taken_for_the_nearest(odd: Tree) -> None:
     for schedule in ("cost", "constant", "heuristic"):
-        budget = Budget(3, schedule=schedule)
+        budget = Budget(3, schedule=schedule, width=4)
         generation = XTokAssisted((TARGET, TOKENS), [ScriptedDrafter(lambda _: odd), PromptLookup()], budget=budget).generate(
             "吾輩は", **GREEDY
         )
@@ -441,7 +458,9 @@ def test_a_draft_that_can_not_be_made_costs_speed_only(monkeypatch: pytest.Monke
         raise MemoryError("simulated")
 
     monkeypatch.setattr("xtok.drafts.lookup.Corpus", full)
-    xt = XTokAssisted((TARGET, TOKENS), [PromptLookup(corpus=["吾輩は猫である。"]), OTHER], budget=Budget(3))
+    xt = XTokAssisted(
+        (TARGET, TOKENS), [PromptLookup(corpus=["吾輩は猫である。"]), OTHER], budget=Budget(3, width=4, schedule="constant")
+    )
     with pytest.warns(DraftFailedWarning, match="simulated"):
         generation = xt.generate("吾輩は", **GREEDY)
     assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
@@ -464,17 +483,17 @@ def test_reading_a_long_prompt_is_no_reason_to_leave_a_draft_alone() -> None:
     for generation in range(3):
         for turn in range(20):
             first = turn == 0
-            asked = Asked(tree, 0.0, (), 30.0 if first else 1e-4, first, frozenset([0]))
-            on = not ledger.ready() or ledger.accounts[0].trial(0.0).asks()
+            asked = Proposal(tree, 0.0, (), 30.0 if first else 1e-4, first, frozenset([0]))
+            on = not ledger.ready() or ledger.accounts[0].backoff(0.0).asks()
             assert on, (generation, turn)
-            ledger.observe(tree, [1, 5], [-1, 0], 1.0, [asked])
+            ledger.observe(tree, [1, 5], (2, 1.0), [asked])
 
 
 def test_the_first_time_in_a_generation_is_marked() -> None:
-    _, drafts = merged([tree_of([([1], 0.5)]), tree_of([([2], 0.5)])], Budget())
-    assert [one.first for one in drafts.asked] == [True, True]
-    drafts.propose(Context([], b"", 0), Budget())
-    assert [one.first for one in drafts.asked] == [False, False]
+    _, session = merged([tree_of([([1], 0.5)]), tree_of([([2], 0.5)])], Budget(depth=5, width=4, schedule="constant"))
+    assert [one.first for one in session.proposals] == [True, True]
+    session.propose(Budget(depth=5, width=4, schedule="constant"))
+    assert [one.first for one in session.proposals] == [False, False]
 
 
 # one ledger for all texts of an instance
@@ -504,7 +523,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("way", ["list", "one by one", "samples", "batch", "streams"])
 def test_all_rounds_of_all_texts_are_in_the_ledger(way: str, schedule: Any) -> None:
     """Found in review: each text of a list had a ledger of its own, and the last to end replaced those of the others."""
-    xt = XTokAssisted((TARGET, TOKENS), [OTHER, PromptLookup()], budget=Budget(3, schedule=schedule))
+    xt = XTokAssisted((TARGET, TOKENS), [OTHER, PromptLookup()], budget=Budget(3, schedule=schedule, width=4))
     generations: list[Generation] = []
     if way == "list":
         generations = xt.generate(PROMPTS, **GREEDY)
@@ -535,8 +554,8 @@ def test_no_round_of_any_thread_is_lost() -> None:
         pace = Pace(ledger, ledger.accounts[0])
         for step in range(rounds):
             ledger.asks(0, 0.0), pace.expanded([0.9, 0.5]), pace.verified([0.9, 0.5]), ledger.masses(1, tree)
-            asked = [Asked(tree, 0.0, [(1 << step % 6, 0.1)], own=frozenset([draft])) for draft in range(2)]
-            ledger.observe(tree.within(step % 3), [1, 2, 3], [-1, 0, 1], 1.0, asked)
+            asked = [Proposal(tree, 0.0, [(1 << step % 6, 0.1)], own=frozenset([draft])) for draft in range(2)]
+            ledger.observe(tree.within(step % 3), [1, 2, 3], (3, 1.0), asked)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

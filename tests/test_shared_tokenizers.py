@@ -164,7 +164,9 @@ def written(target: str, text: str) -> Written:
     arguments = {"max_new_tokens": len(ids), "do_sample": False, "logits_processor": processors}
     alone = by_transformers(lm, prompt, arguments)
     speaker = Speaker(target, prompt, ids)
-    return Written(XTokAssisted((lm, tokens), speaker, budget=Budget(5)), speaker, arguments, alone)
+    return Written(
+        XTokAssisted((lm, tokens), speaker, budget=Budget(5, width=4, schedule="constant")), speaker, arguments, alone
+    )
 
 
 @pytest.mark.deep
@@ -184,7 +186,7 @@ def test_each_tokenizer_is_read_and_written_by_a_draft_model(target: str, draft:
     """Greedily and under noise, whose projection needs the bytes of every id. The prompt has all that can be lost."""
     text = "吾輩は🍣ＡＢＣ</s>  x"
     lm, tokens = tiny(target)
-    xt = XTokAssisted((lm, tokens), [tiny(draft, 1)], budget=Budget(2, 2))
+    xt = XTokAssisted((lm, tokens), [tiny(draft, 1)], budget=Budget(2, 2, schedule="constant"))
     greedy, sampled = {"max_new_tokens": 4, "do_sample": False}, {"max_new_tokens": 4, "do_sample": True, "seed": 5}
     assert xt.generate(text, **greedy).token_ids == by_transformers(lm, prompt_ids(tokens, text), greedy)
     drawn = xt.generate(text, **sampled)
@@ -196,7 +198,7 @@ def test_each_tokenizer_is_read_and_written_by_a_draft_model(target: str, draft:
 def test_a_pair_of_real_vocabularies_writes_and_draws_what_the_target_does_without_a_draft(target: str) -> None:
     """48,586 or 99,574 ids against 50,277, as it comes and in trees."""
     lm, tokens = tiny(target)
-    for budget in (None, Budget(3, width=4)):
+    for budget in (None, Budget(3, width=4, schedule="constant")):
         xt = XTokAssisted((lm, tokens), tiny("gpt-neox-20b", 1), budget=budget)
         for asked in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": 0.8, "seed": 5}):
             for text in (sample("aozora", 60), sample(TEXTS["English"], 60)):

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from worlds import ARCHITECTURES, fitting, make_dear, model, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
-from xtok.budget import Account, Asked, Ledger, Line, Pace
+from xtok.costs import ForwardCost
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, InvalidInputError
+from xtok.ledger import Account, Ledger, Limit, Pace, Proposal
 from xtok.tree import Trie, chain
 from xtok.trial import takes_trees
 
@@ -50,7 +51,7 @@ def test_models_whose_keys_count_by_their_order_take_none(name: str) -> None:
     assert not takes_trees(built(name, **more.get(name, {})))
 
 
-@pytest.mark.parametrize("budget", [None, Budget(4)])
+@pytest.mark.parametrize("budget", [None, Budget(4, width=4, schedule="constant")])
 def test_a_target_that_takes_no_tree_checks_the_likeliest_chain(budget: Budget | None) -> None:
     tokens = tokenizer("byte-level BPE")
     torch.manual_seed(0)
@@ -115,7 +116,7 @@ def paths_of(tree: Tree) -> list[tuple[int, ...]]:
 
 
 def test_the_likeliest_guesses_grow_wherever_they_branch_off() -> None:
-    budget = Budget(depth=3, width=2)
+    budget = Budget(depth=3, width=2, schedule="constant")
     calls = []
 
     def expand(front: list[Path]) -> list[list[Path]]:
@@ -142,7 +143,9 @@ def test_what_is_no_tree_is_refused_and_costs_speed_only(wrong: tuple[Any, ...])
     asked = {"max_new_tokens": 12, "do_sample": False}
     broken = ScriptedDrafter(lambda context: Tree(*wrong))
     with pytest.warns(DraftFailedWarning, match="This is no tree"):
-        generation = XTokAssisted((target, tokens), broken, budget=Budget(4)).generate("吾輩は", **asked)
+        generation = XTokAssisted((target, tokens), broken, budget=Budget(4, width=4, schedule="constant")).generate(
+            "吾輩は", **asked
+        )
     assert generation.token_ids == XTokAssisted((target, tokens)).generate("吾輩は", **asked).token_ids
 
 
@@ -152,9 +155,9 @@ def test_what_a_text_repeats_is_guessed_though_the_draft_is_too_dear_to_be_asked
     asked = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None}
     again = LogitsProcessorList([Cycles()])
     expected = XTokAssisted((target, tokens)).generate("吾輩は", logits_processor=again, **asked).token_ids
-    xt = XTokAssisted((target, tokens), (deepcopy(target), tokens), budget=Budget(5, schedule="cost"))
+    xt = XTokAssisted((target, tokens), (deepcopy(target), tokens), budget=Budget(5, schedule="cost", width=4))
     make_dear(xt)
-    for trial in xt._ledger.accounts[0].trials:
+    for trial in xt._ledger.accounts[0].backoffs:
         trial.waiting = 10**6
     generation = xt.generate("吾輩は", logits_processor=again, **asked)
     assert generation.token_ids == expected
@@ -180,10 +183,10 @@ def simulated(ledger: Ledger, *, target: float, draft: float, right: float, roun
     Where the ledger has a second account, what is right is known there, too, for next to nothing.
     """
     random, (account, *others) = Random(seed), ledger.accounts
-    budget, picks, seconds, drafted = Budget(8, 1, schedule="cost", pace=Pace(ledger, account)), 0, 0.0, 0
+    budget, picks, seconds, drafted = Limit(8, 1, schedule="cost", pace=Pace(ledger, account)), 0, 0.0, 0
     for _ in range(rounds):
         calls, masses = 0, list[float]()
-        asked = ledger.ready() and account.trial(0.0).asks()
+        asked = ledger.ready() and account.backoff(0.0).asks()
         if asked:
             calls, masses = 1, [0.6]
             while budget.expanded(calls, masses[-1:]):
@@ -195,8 +198,8 @@ def simulated(ledger: Ledger, *, target: float, draft: float, right: float, roun
         block = [*path[1:], -1]
         took = target * (1 + 0.01 * len(tree))
         nodes = frozenset(range(len(tree)))
-        own = Asked(tree, 0.0, [(1, draft)] * calls, own=frozenset() if others else nodes) if asked else Asked()
-        ledger.observe(tree, block, path, took, [own, *(Asked(tree, rest=1e-9, own=nodes) for _ in others)])
+        own = Proposal(tree, 0.0, [(1, draft)] * calls, own=frozenset() if others else nodes) if asked else Proposal()
+        ledger.observe(tree, block, (1 + len(tree), took), [own, *(Proposal(tree, rest=1e-9, own=nodes) for _ in others)])
         picks, seconds, drafted = picks + len(path), seconds + took + calls * draft, drafted + calls
     return picks * target / seconds, drafted / rounds
 
@@ -247,19 +250,19 @@ def test_bad_luck_stops_no_draft_that_pays() -> None:
 def test_what_a_drafter_says_is_corrected_by_what_comes_of_it() -> None:
     ledger = new_ledger()
     simulated(ledger, target=1.0, draft=0.001, right=0.9, rounds=400)
-    assert ledger.accounts[0].record.believed(0.6) > 0.8
+    assert ledger.accounts[0].calibration.believed(0.6) > 0.8
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.floats(1e-4, 10.0)), max_size=30), st.integers(1, 60))
 def test_a_forward_never_costs_less_than_nothing_nor_less_for_more_rows(measured: list[tuple[int, float]], rows: int) -> None:
-    line = Line()
+    line = ForwardCost()
     for some, seconds in measured:
         line.add(some, seconds)
     assert 0 <= line.at(rows) <= line.at(rows + 1) + 1e-12
 
 
 def test_a_line_finds_what_a_forward_and_a_row_cost() -> None:
-    line = Line()
+    line = ForwardCost()
     for rows in (1, 5, 9, 17, 33) * 10:
         line.add(rows, 0.04 + 0.001 * rows)
     assert line.at(1) == pytest.approx(0.041, rel=0.05)

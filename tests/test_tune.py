@@ -152,21 +152,23 @@ def load_once(source: str) -> Any:
 
 @pytest.mark.deep
 def test_a_draft_learns_what_the_target_writes(tmp_path: Path) -> None:
-    target, (learner, tokens) = load(pair.TARGET, "target"), draft_model(pair.DRAFT)
+    target, learner = load(pair.TARGET, "target"), draft_model(pair.DRAFT)
     before = {name: weight.clone() for name, weight in learner.model.state_dict().items()}
     written = write(target, PROMPTS[:3], tmp_path / "texts", sampled=0.0, max_new_tokens=24)
     alone = XTokAssisted(target).generate(PROMPTS[0], max_new_tokens=24, do_sample=False)
     assert (written[0].text, written[0].ids) == (alone.text, alone.token_ids)
 
     def measure(model: Any) -> float:
-        return tune.tokens_per_forward(target, (model, tokens), PROMPTS[:3], max_new_tokens=24)
+        return tune.tokens_per_forward(target, (model, learner.vocabulary.tokenizer), PROMPTS[:3], max_new_tokens=24)
 
     first = measure(learner.model)
-    done = tune_draft(target, (learner.model, tokens), PROMPTS[:3] * 2 + PROMPTS[3:], tmp_path / "draft", **SETTINGS)
+    done = tune_draft(
+        target, (learner.model, learner.vocabulary.tokenizer), PROMPTS[:3] * 2 + PROMPTS[3:], tmp_path / "draft", **SETTINGS
+    )
     assert done.texts > 0
     assert all(torch.equal(weight, before[name]) for name, weight in learner.model.state_dict().items())
     view = token_bytes(target[1])
-    rows, seen = lessons(learner, view, written), projection(view, learner.encoder.view)
+    rows, seen = lessons(learner, view, written), projection(view, learner.vocabulary.view)
     model, found = train(learner.model.float(), rows, seen, measure, tmp_path / "own", epochs=12, learning_rate=2e-3, lora=None)
     assert max(found) > first
     assert measure(model) == max(found)
@@ -215,9 +217,9 @@ FAMILY = st.sampled_from(["Unigram with byte fallback", "byte-level BPE", "Sente
 @given(start=texts(), text=texts().filter(bool), own=FAMILY, other=FAMILY)
 def test_the_continuation_alone_is_learnt_and_all_of_it(start: str, text: str, own: str, other: str) -> None:
     tokens = tokenizer(own)
-    draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
+    draft = draft_model((fitting(tokens, "Llama", 0), tokens))
     target, one = said(start, text, other)
-    view, whole = draft.encoder.view, draft.encoder.ids(start + text)
+    view, whole = draft.vocabulary.view, draft.vocabulary.encoder.ids(start + text)
     assume(view.to_bytes(whole).endswith(text.encode()))
     (row,) = lessons(draft, target, [one])
     learnt = row.labels[row.labels != NOT_LEARNT].tolist()
@@ -233,7 +235,7 @@ def test_the_continuation_alone_is_learnt_and_all_of_it(start: str, text: str, o
 
 def test_the_laws_of_the_target_stand_where_its_ids_begin() -> None:
     tokens = tokenizer("byte-level BPE")
-    draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
+    draft = draft_model((fitting(tokens, "Llama", 0), tokens))
     target, one = said("吾輩は", "猫である。名前")
     (row,) = lessons(draft, target, [one])
     known = row.likeliest[row.probabilities.sum(dim=-1) > 0][:, 0].tolist()
@@ -265,7 +267,7 @@ def test_the_loss_is_the_cross_entropy_with_what_is_known(seed: int, soft: bool)
 
 def test_rows_are_padded_with_what_is_not_learnt() -> None:
     tokens = tokenizer("byte-level BPE")
-    draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
+    draft = draft_model((fitting(tokens, "Llama", 0), tokens))
     target, one = said("吾輩は", "猫である")
     found = batch(lessons(draft, target, [one, said("", "名前はまだ無い。どこで")[1]]))
     assert len({part.shape[:2] for part in found.values()}) == 1
@@ -274,7 +276,7 @@ def test_rows_are_padded_with_what_is_not_learnt() -> None:
 
 def test_a_draft_that_can_not_spell_the_texts_is_told_so() -> None:
     tokens = tokenizer("WordPiece")
-    draft, _ = draft_model((fitting(tokens, "Llama", 0), tokens))
+    draft = draft_model((fitting(tokens, "Llama", 0), tokens))
     with pytest.raises(InvalidInputError, match="can spell 0 of 2 texts"):
         lessons(draft, said("", "")[0], [said("a", "안녕하세요")[1], said("b", "😀👍")[1]])
 

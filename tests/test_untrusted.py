@@ -33,7 +33,7 @@ TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
 BYTES = tokenizer("byte-level BPE")
 OTHER = fitting(BYTES, "GPTNeoX", 1)
-XT = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(3))
+XT = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(3, width=4, schedule="constant"))
 PROMPT = "吾輩は猫である。名前は"
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
 
@@ -304,13 +304,16 @@ def test_heads_that_say_nonsense_change_no_text(heads: Path, value: float) -> No
         known = json.loads(kept.read(size))["__metadata__"]
     save_file(tensors, heads, metadata=known)
     assert (
-        XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads), budget=Budget(3)).generate(PROMPT, **GREEDY).token_ids == EXPECTED
+        XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads), budget=Budget(3, width=4, schedule="constant"))
+        .generate(PROMPT, **GREEDY)
+        .token_ids
+        == EXPECTED
     )
 
 
 @pytest.fixture(scope="module")
 def adapting() -> XTokAssisted:
-    return XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(3), adapt=True)
+    return XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(3, width=4, schedule="constant"), adapt=True)
 
 
 @pytest.mark.parametrize("fault", garbled(b"\0" * 9))
@@ -473,7 +476,7 @@ def test_any_text_is_read_as_the_target_reads_it_or_refused(prompt: str) -> None
 def chatting() -> XTokAssisted:
     tokens = deepcopy(TOKENS)
     tokens.chat_template = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"
-    return XTokAssisted((TARGET, tokens), (OTHER, BYTES), budget=Budget(3))
+    return XTokAssisted((TARGET, tokens), (OTHER, BYTES), budget=Budget(3, width=4, schedule="constant"))
 
 
 CHATTING = chatting()
@@ -520,7 +523,9 @@ def test_any_corpus_is_looked_up_or_refused(corpus: Any) -> None:
     lookup = tried(lambda: PromptLookup(corpus=corpus))
     assert agree(lookup, None, drawn=True), lookup.error
     if not isinstance(lookup, Gone):
-        generation = XTokAssisted((TARGET, TOKENS), lookup, budget=Budget(3)).generate(PROMPT, **GREEDY)
+        generation = XTokAssisted((TARGET, TOKENS), lookup, budget=Budget(3, width=4, schedule="constant")).generate(
+            PROMPT, **GREEDY
+        )
         assert (generation.token_ids, generation.stats.draft_error) == (EXPECTED, None)
 
 
@@ -534,7 +539,7 @@ def test_any_file_of_heads_is_refused_or_changes_no_text(noise: bytes, flips: li
         for place, byte in flips:
             data[place % len(data)] = byte
         file.write_bytes(bytes(data) if whole else noise)
-        xt = tried(lambda: XTokAssisted((TARGET, TOKENS), HeadsDrafter(file), budget=Budget(2)))
+        xt = tried(lambda: XTokAssisted((TARGET, TOKENS), HeadsDrafter(file), budget=Budget(2, width=4, schedule="constant")))
         assert agree(xt, None, drawn=True), repr(xt.error)
         if not isinstance(xt, Gone):
             with warnings.catch_warnings():

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok import Budget, XTokAssisted
-from xtok.budget import Line, Schedule
+from xtok.budget import Schedule
+from xtok.costs import ForwardCost
 
 SHARED = Path(os.environ.get("XTOK_SHARED", Path(__file__).parents[2] / "shared"))
 
@@ -50,9 +51,9 @@ KINDS = st.deferred(
 
 def make_dear(xt: XTokAssisted) -> None:
     """Let an instance think that its target costs a second, and its drafts a hundredth: then all guessing pays."""
-    xt._ledger.target = Line({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
+    xt._ledger.target = ForwardCost({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
     for account in xt._ledger.accounts:
-        account.forward = Line({1: (99, 1.0, 0.01)})
+        account.forward = ForwardCost({1: (99, 1.0, 0.01)})
 
 
 def budgets() -> st.SearchStrategy[Budget]:

@@ -1,43 +1,42 @@
 """`XTokAssisted`: the front door."""
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections import abc
+from collections.abc import Generator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from numbers import Real
 from typing import Any, Literal, get_args, overload
 
-import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from xtok import bridge
+from xtok import hf
 from xtok.adapt import Adapter
-from xtok.budget import Account, Budget, Ledger
+from xtok.budget import Budget
+from xtok.decode import prefill, step
+from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
-from xtok.drafts.merged import Drafts
+from xtok.drafts.model import ModelDraft
 from xtok.drafts.reader import DraftModel
+from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
-from xtok.lm import context_window, device_of, ids_read
-from xtok.loop import Run, step
-from xtok.makers import KINDS, Draft, Maker, Task, as_list, check_drafts, of_heads, of_lookup, of_model
+from xtok.ledger import Account, Ledger
+from xtok.lm import context_window
+from xtok.noise import Noise
+from xtok.pick import Acceptance, Picker
 from xtok.processors import warpers
-from xtok.prompts import Chat, is_chat, prompt_ids, reading
+from xtok.prompts import Chat, is_chat
 from xtok.recurrent import cached_model
+from xtok.sequence import Sequence
 from xtok.sources import Source, draft_model, target_model
-from xtok.text import TextPieces
+from xtok.text import Text, TextPieces
 from xtok.trace import Meter, Round, Stats
-from xtok.trial import check_cache, fits_trees, takes_trees
+from xtok.trial import fits_trees, takes_trees
 
-Acceptance = Literal["match", "rejection", "typical"]
+Accepts = Literal["match", "rejection", "typical"]
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,10 @@ class XTokAssisted:
     def __init__(
         self,
         target: Source,
-        draft: Draft | list[Any] | None = None,
+        draft: Any = None,
         *,
         budget: Budget | None = None,
-        acceptance: Acceptance = "match",
+        acceptance: Accepts = "match",
         posterior_threshold: float = 0.09,
         posterior_alpha: float = 0.3,
         adapt: bool = False,
@@ -102,34 +101,47 @@ class XTokAssisted:
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
         _check_settings(budget, acceptance, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
-        self._typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
-        if self._typical:
+        typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
+        if typical:
             warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=2)
+        self._acceptance = Acceptance(acceptance == "rejection", typical)
+        self._budget = budget or Budget()
+        given = _as_list(draft, alone=self._acceptance.rejects or self._budget.width == 1)
         self._target = target_model(target)
-        self.model, self.tokenizer = self._target.model, self._target.tokenizer
-        self._rejects = acceptance == "rejection"
-        self._budget = budget or Budget(depth=8, width=8, schedule="cost")
-        self._chains = replace(budget or Budget(), width=1, schedule="constant")
-        drafts = as_list(draft, alone=self._rejects or self._budget.width == 1)
-        models = {i: draft_model(one) for i, one in enumerate(drafts) if not isinstance(one, KINDS)}
-        learners = [one for one, _ in models.values()]
-        check_drafts(drafts, learners, self.model, rejects=self._rejects, adapt=adapt)
-        self.adapter = Adapter(learners[0], self._target.view) if adapt else None
-        self._makers = [self._maker(one, models.get(i)) for i, one in enumerate(drafts)]
-        self._ledger = Ledger([Account() for _ in drafts])
-        self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in drafts)
+        self.model, self.tokenizer = self._target.model, self._target.vocabulary.tokenizer
+        models = {i: draft_model(one) for i, one in enumerate(given) if not isinstance(one, Draft | Drafter)}
+        self._check_drafts(given, list(models.values()), adapt=adapt)
+        self.adapter = Adapter(next(iter(models.values())), self._target.vocabulary.view) if adapt else None
+        self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
+        self._ledger = Ledger([Account() for _ in given])
+        self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in given)
 
-    def _maker(self, draft: Any, model: tuple[DraftModel, Any] | None) -> Maker:
+    def _check_drafts(self, given: list[Any], models: list[DraftModel], *, adapt: bool) -> None:
+        """Raises `InvalidInputError` or `UnsupportedArgumentError` where drafts, models among them, can't do what is asked."""
+        if any(one.model is self.model for one in models):
+            raise InvalidInputError(
+                "The draft is the target itself, which can't guess sooner than it knows. Give a smaller model."
+            )
+        if self._acceptance.rejects and given and (len(given), len(models)) != (1, 1):
+            raise UnsupportedArgumentError(
+                "acceptance='rejection' needs the law that guesses are drawn from, so it takes one draft model alone. "
+                "Give one, or use acceptance='match'."
+            )
+        if adapt and len(models) != 1:
+            raise InvalidInputError(f"adapt=True needs one draft model that can learn, and there are {len(models)}.")
+
+    def _draft(self, given: Any, model: DraftModel | None) -> Draft:
+        """What starts drafters, checked against the target."""
         if model is not None:
-            return of_model(*model, self._target, rejects=self._rejects, adapter=self.adapter)
-        if isinstance(draft, PromptLookup):
-            return of_lookup(draft, self._target)
-        return of_heads(draft, self._target) if isinstance(draft, HeadsDrafter) else lambda task: draft
+            return ModelDraft(model, self._target.vocabulary, self.adapter)
+        if isinstance(given, HeadsDrafter):
+            given.check(self.model, self._target.vocabulary.view)
+        return given if isinstance(given, Draft) else _Shared(given)
 
     @overload
     def generate(self, prompt: str, **arguments: Any) -> Generation: ...
     @overload
-    def generate(self, prompt: Sequence[str] | Sequence[Chat], **arguments: Any) -> list[Generation]: ...
+    def generate(self, prompt: abc.Sequence[str] | abc.Sequence[Chat], **arguments: Any) -> list[Generation]: ...
     @overload
     def generate(self, prompt: Chat, **arguments: Any) -> Generation: ...
     def generate(self, prompt: Any, **arguments: Any) -> Generation | list[Generation]:
@@ -141,19 +153,20 @@ class XTokAssisted:
         else is in the list. The same prompt again, in a list or by `num_return_sequences`, gives further, independent texts.
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
-        many = isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)) and not is_chat(prompt)
+        many = isinstance(prompt, abc.Sequence) and not isinstance(prompt, (str, bytes)) and not is_chat(prompt)
         prompts = list(prompt) if many else [prompt]
         streamer, seed = arguments.pop("streamer", None), arguments.pop("seed", None)
-        bridge.check_seed(seed)
-        bridge.check_streamer(streamer, several=many)
-        runs = [run for one in prompts for run in self._runs(one, bridge.own_arguments(arguments, len(prompts)))]
-        bridge.check_streamer(streamer, several=len(runs) > 1)
+        hf.check_seed(seed)
+        hf.check_streamer(streamer, several=many)
+        own = [hf.own_arguments(arguments, len(prompts)) for _ in prompts]
+        prepared = [one for pair in zip(prompts, own, strict=True) for one in hf.prepare(self._target, *pair)]
+        hf.check_streamer(streamer, several=len(prepared) > 1)
         if streamer is not None:
-            streamer.put(runs[0].ids.cpu())
-        bridge.sow(runs, seed, lambda: self._target.keys)
-        bridge.complete(runs, streamer)
-        results = [self._result(run) for run in runs]
-        return results if many or len(runs) > 1 else results[0]
+            streamer.put(prepared[0].ids.cpu())
+        texts = self._begin(prepared, seed)
+        hf.complete(self._target, texts, streamer)
+        results = [self._result(text) for text in texts]
+        return results if many or len(texts) > 1 else results[0]
 
     def stream(self, prompt: str | Chat, **arguments: Any) -> Generator[str, None, Generation]:
         """Yield the new text in pieces as they are committed, never half a character. Joined, they are `generate(...).text`.
@@ -161,22 +174,22 @@ class XTokAssisted:
         The generator returns (`StopIteration.value`) what `generate` returns.
         """
         seed = arguments.pop("seed", None)
-        bridge.check_seed(seed)
-        runs = self._runs(prompt, arguments)
-        if len(runs) > 1:
-            raise UnsupportedArgumentError(f"num_return_sequences={len(runs)} gives several texts. Call generate for them.")
-        bridge.sow(runs, seed, lambda: self._target.keys)
-        return self._pieces(runs[0])
+        hf.check_seed(seed)
+        prepared = hf.prepare(self._target, prompt, arguments)
+        if len(prepared) > 1:
+            raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")
+        return self._pieces(self._begin(prepared, seed)[0])
 
-    def _pieces(self, run: Run) -> Generator[str, None, Generation]:
-        pieces = TextPieces(self._target.view, run.data)
-        while run.finish_reason is None:
-            if piece := pieces.add(step(run)):
+    def _pieces(self, text: Sequence) -> Generator[str, None, Generation]:
+        pieces = TextPieces(self._target.vocabulary.view, text.text.data)
+        while text.finish_reason is None:
+            (block,) = (step if text.begun else prefill)(self._target, [text])
+            if piece := pieces.add(block):
                 yield piece
-        bridge.stop_recording(run)
+        hf.stop_recording(text)
         if rest := pieces.rest():
             yield rest
-        return self._result(run)
+        return self._result(text)
 
     def __call__(
         self,
@@ -195,148 +208,123 @@ class XTokAssisted:
         them, and it does refuse those of a generation config. Each row of a batch is a generation of its own: processors are
         copied per row, and asked with a batch of one. `seed` is as in `generate`; transformers hands it over.
         """
-        bridge.check_seed(seed)
+        hf.check_seed(seed)
         if model is not self.model:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
-        bridge.check_arguments({name: bridge.callers(name) for name in ("assistant_model", "synced_gpus")})
-        criteria = self._with_stop_strings(stopping_criteria, stop_strings)
-        bridge.check_rows(generation_config, criteria, rows=len(input_ids))
-        runs = self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs)
-        bridge.sow(runs, seed, lambda: self._target.keys)
-        bridge.complete(runs, bridge.callers("streamer"))
-        for run in runs:
-            self._learn(run)
-        return bridge.as_transformers(runs, generation_config)
+        hf.check_arguments({name: hf.callers(name) for name in ("assistant_model", "synced_gpus")})
+        criteria = hf.with_stop_strings(self.tokenizer, stopping_criteria, stop_strings)
+        hf.check_rows(generation_config, criteria, rows=len(input_ids))
+        prepared = hf.rows(self.model, input_ids, logits_processor, criteria, generation_config, model_kwargs)
+        texts = self._begin(prepared, seed)
+        hf.complete(self._target, texts, hf.callers("streamer"))
+        for text in texts:
+            self._learn(text)
+        return hf.as_transformers(texts, generation_config)
 
-    def _runs(self, prompt: str | Chat, arguments: dict[str, Any]) -> list[Run]:
-        """Let transformers prepare the texts for a prompt, and take what it hands to a decoding method."""
-        bridge.check_arguments(arguments)
-        read = prompt_ids(self.tokenizer, prompt, arguments.pop("split_special_tokens", None))
-        ids = torch.tensor([read], device=device_of(self.model))
-        stop_strings = self._take_stop_strings(arguments)
-        if arguments.get("generation_config") is None:
-            arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
-        captured: list[Run] = []
+    def _begin(self, prepared: list[hf.Prepared], seed: int | None) -> list[Sequence]:
+        """The texts of a call, none of which has begun. What those share, such as the seed, is decided here."""
+        seed, noises = hf.noises(prepared, seed)
+        return [self._text(one, noise, seed) for one, noise in zip(prepared, noises, strict=True)]
 
-        def capture(
-            _: Any,
-            input_ids: Any,
-            /,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            **model_kwargs: Any,
-        ) -> Tensor:
-            criteria = self._with_stop_strings(stopping_criteria, stop_strings)
-            captured.extend(self._prepared(input_ids, logits_processor, criteria, generation_config, model_kwargs, prompt))
-            return torch.empty(0)
+    def _text(self, prepared: hf.Prepared, noise: Noise | None, seed: int | None) -> Sequence:
+        vocabulary, prompt = self._target.vocabulary, prepared.unpadded
+        branches = self._branches and fits_trees(self.model, prepared.cache)
+        meter = Meter(chains_only=not branches, exact=not (self._acceptance.typical and prepared.samples))
+        picker = Picker(
+            prepared.processors,
+            meter,
+            noise,
+            None if noise is None else vocabulary.keys.to(prepared.ids.device),
+            self._acceptance,
+            prepared.records("output_scores"),
+            prepared.records("output_logits"),
+        )
+        return Sequence(
+            slot=cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden),
+            ids=prepared.ids,
+            text=Text(vocabulary.view, prompt),
+            picker=picker,
+            criteria=prepared.criteria,
+            config=prepared.config,
+            session=self._session(prepared, prompt, noise, meter),
+            budget=self._budget_of(prepared, branches=branches),
+            deepest=context_window(self.model),
+            meter=meter,
+            seed=seed if prepared.samples else None,
+        )
 
-        self.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
-        return captured
-
-    def _prepared(
-        self,
-        input_ids: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        inputs: dict[str, Any],
-        prompt: Any = None,
-    ) -> list[Run]:
-        """One run per row of a batch that transformers prepared."""
-        bridge.check_config(config, inputs, rows=len(input_ids))
-        bridge.check_ids(input_ids, ids_read(self.model))
-        bridge.check_boundary(self.model, input_ids, inputs, config.max_length)
-        cache = inputs.pop("past_key_values", None)
-        check_cache(self.model, cache)
-        branches = self._branches and fits_trees(self.model, cache)
-        inputs.pop("use_cache", None)
-        records = bool(config.return_dict_in_generate)
-        ends = config._eos_token_tensor
-        end = None if ends is None or not ends.numel() or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
-        runs = []
-        for row in range(len(input_ids)):
-            meter = Meter(chains_only=not branches, exact=not (self._typical and config.do_sample))
-            own_inputs = bridge.row_of_inputs(inputs, row)
-            own_cache = cache if len(input_ids) == 1 else bridge.cache_of_row(cache, row)
-            runs.append(
-                Run(
-                    target=cached_model(self.model, own_cache, own_inputs, shows_hidden=self._shows_hidden),
-                    view=self._target.view,
-                    ids=input_ids[row : row + 1],
-                    prompt=bridge.unpadded(input_ids[row], own_inputs),
-                    processors=bridge.processors_of_row(processors, row) if len(input_ids) > 1 else processors,
-                    criteria=bridge.copied(criteria) if len(input_ids) > 1 else criteria,
-                    config=config,
-                    drafts=self._drafts(Task(bool(config.do_sample), end, warpers(processors), meter, prompt)),
-                    budget=self._chains if self._rejects and config.do_sample else self._budget,
-                    branches=branches,
-                    deepest=context_window(self.model),
-                    meter=meter,
-                    rejects=self._rejects,
-                    typical=self._typical,
-                    scores=() if records and config.output_scores else None,
-                    logits=() if records and config.output_logits else None,
-                )
-            )
-        return runs
-
-    def _drafts(self, task: Task) -> Drafts | None:
-        """The drafters of one generation, which share what all of this instance learn of costs and gains."""
-        if not self._makers:
+    def _session(self, prepared: hf.Prepared, prompt: list[int], noise: Noise | None, meter: Meter) -> Session | None:
+        """The drafting of one text, which shares what all of this instance learn of costs and gains."""
+        if not self._drafts:
             return None
-        drafts = Drafts(self._ledger, task.meter, self._target.vocabulary)
-        for make in self._makers:
-            drafts.add(partial(make, task))
-        return drafts
+        request = Request(
+            self._target.vocabulary,
+            meter,
+            samples=prepared.samples,
+            independent=self._acceptance.rejects,
+            end=prepared.end,
+            warpers=warpers(prepared.processors),
+            prompt=prepared.prompt,
+            model=self.model,
+        )
+        return Session(self._drafts, request, self._ledger, prompt, noise)
+
+    def _budget_of(self, prepared: hf.Prepared, *, branches: bool) -> Budget:
+        """Draws that are judged by their law are chains of one length: what is left out of a guess must not depend on it."""
+        if self._acceptance.rejects and prepared.samples:
+            return replace(self._budget, width=1, schedule="constant")
+        return self._budget if branches else replace(self._budget, width=1)
 
     @cached_property
     def _branches(self) -> bool:
         """Whether the target can check a tree, found out where there is something that guesses one."""
-        return not self._makers or takes_trees(self.model)
+        return not self._drafts or takes_trees(self.model)
 
-    def _take_stop_strings(self, arguments: dict[str, Any]) -> str | list[str] | None:
-        """Stop strings, wherever they were set. Transformers must not see them: it would ask for a tokenizer, and drop it."""
-        given = arguments.pop("stop_strings", None)
-        configs = (arguments.get("generation_config"), self.model.generation_config)
-        configured = next((config.stop_strings for config in configs if config is not None and config.stop_strings), None)
-        if configured is not None:
-            arguments["stop_strings"] = None
-        return configured if given is None else given
-
-    def _with_stop_strings(self, criteria: StoppingCriteriaList, strings: str | list[str] | None) -> StoppingCriteriaList:
-        if strings is None:
-            return criteria
-        try:
-            with reading(self.tokenizer):
-                stops = StopStringCriteria(tokenizer=self.tokenizer, stop_strings=strings)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise InvalidInputError(f"stop_strings is {strings!r}; give a text or a list of texts ({error}).") from error
-        return StoppingCriteriaList([*criteria, stops])
-
-    def _learn(self, run: Run) -> None:
+    def _learn(self, text: Sequence) -> None:
         """Let an adapting draft learn from a text that is done."""
-        if self.adapter is not None and run.noise is None:
-            start, text = (part.decode(errors="ignore") for part in (run.data[: run.prompt_size], run.new_data))
-            self.adapter.learn(start, text, run.meter.seconds["all"])
+        if self.adapter is not None and text.picker.noise is None:
+            size = text.text.prompt_size
+            start, new = (part.decode(errors="ignore") for part in (text.text.data[:size], text.text.data[size:]))
+            self.adapter.learn(start, new, text.meter.seconds["all"])
 
-    def _result(self, run: Run) -> Generation:
-        self._learn(run)
+    def _result(self, text: Sequence) -> Generation:
+        self._learn(text)
+        margin = text.picker.margin
         return Generation(
-            text=run.new_data.decode(errors="replace"),
-            token_ids=run.new_ids,
-            finish_reason=run.finish_reason or "stop",
-            stats=run.meter.stats(run.target.forwards, None if run.margin is None else float(run.margin)),
-            rounds=tuple(run.meter.rounds),
-            seed=run.seed,
-            scores=run.scores,
-            logits=run.logits,
+            text=text.text.new_data.decode(errors="replace"),
+            token_ids=text.new_ids,
+            finish_reason=text.finish_reason or "stop",
+            stats=text.meter.stats(text.slot.forwards, None if margin is None else float(margin)),
+            rounds=tuple(text.meter.rounds),
+            seed=text.seed,
+            scores=text.picker.scores,
+            logits=text.picker.logits,
         )
 
 
+class _Shared:
+    """A drafter of the caller's own that serves all texts."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def start(self, request: Request) -> Drafter:
+        """The drafter itself."""
+        return self._drafter
+
+
+def _as_list(draft: Any, *, alone: bool) -> list[Any]:
+    """A model guesses together with what the text repeats, unless `alone`. Anything else is taken as it is."""
+    if draft is None:
+        return []
+    if isinstance(draft, list):
+        return list(draft)
+    return [draft] if alone or isinstance(draft, Draft | Drafter) else [draft, PromptLookup()]
+
+
 def _check_settings(budget: Any, acceptance: Any, **posterior: Any) -> None:
-    if acceptance not in get_args(Acceptance):
-        raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Acceptance)))}.")
+    if acceptance not in get_args(Accepts):
+        raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Accepts)))}.")
     for name, value in posterior.items():
         if not (isinstance(value, Real) and 0 < float(value) <= 1):
             raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")

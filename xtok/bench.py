@@ -170,8 +170,8 @@ def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, An
         LOOKUP: xtok(PromptLookup()),
         XTOK: xtok(draft),
         DRAFT: xtok([draft]),
-        CHAIN.format(guess_length): xtok([draft], Budget(guess_length, width=1)),
-        TREE.format(guess_length): xtok([draft], Budget(guess_length, width=4, nodes=32)),
+        CHAIN.format(guess_length): xtok([draft], Budget(guess_length, width=1, schedule="constant")),
+        TREE.format(guess_length): xtok([draft], Budget(guess_length, width=4, nodes=32, schedule="constant")),
         UAG: transformers(**uag(target[1], draft, None)),
     }
     lengths = sorted({guess_length, *LENGTHS})

@@ -14,7 +14,10 @@ from xtok.prompts import prompt_ids
 from xtok.trace import Stats
 
 SIZES = (256, 2048, 8192, 32000)
-BUDGETS = {"chain of 5": Budget(5, width=1), "tree of 32": Budget(3, width=4, nodes=32)}
+BUDGETS = {
+    "chain of 5": Budget(5, width=1, schedule="constant"),
+    "tree of 32": Budget(3, width=4, nodes=32, schedule="constant"),
+}
 _FEW, _MANY = 20, 150
 _REPEATS = 3
 

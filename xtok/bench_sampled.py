@@ -1,6 +1,7 @@
 """The benchmark of sampled generation: shared noise, the draft's mode, rejection, and transformers' assisted sampling."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from xtok.assisted import XTokAssisted
 from xtok.bench import PLAIN, Timed, by_transformers, by_xtok, uag
 from xtok.budget import Budget
 from xtok.chi_square import chi_square
-from xtok.drafts.merged import Drafts
-from xtok.makers import Task
+from xtok.drafts.session import Session
+from xtok.hf import Prepared
+from xtok.noise import Noise
 from xtok.prompts import prompt_ids
+from xtok.trace import Meter
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 SHARED, TREE, MODE, REJECTION = "shared noise", "shared noise, tree", "the draft's mode", "rejection"
@@ -73,8 +76,10 @@ def compare_sampled(
 class _ModeAssisted(XTokAssisted):
     """Guesses the draft's likeliest text, whatever the noise."""
 
-    def _drafts(self, task: Task) -> Drafts | None:
-        return super()._drafts(replace(task, samples=False))
+    def _session(self, prepared: Prepared, prompt: list[int], noise: Noise | None, meter: Meter) -> Session | None:
+        config = deepcopy(prepared.config)
+        config.do_sample = False
+        return super()._session(replace(prepared, config=config), prompt, None, meter)
 
 
 def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, System]:
@@ -87,10 +92,10 @@ def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) 
         torch.manual_seed(seed)
         return by_transformers(target, prompt, max_new_tokens=length, **asked, **assistant)
 
-    pair, chain = (target, draft), Budget(guess_length, width=1)
+    pair, chain = (target, draft), Budget(guess_length, width=1, schedule="constant")
     return {
         SHARED: sampled(XTokAssisted(*pair, budget=chain)),
-        TREE: sampled(XTokAssisted(*pair, budget=Budget(guess_length, width=4, nodes=32))),
+        TREE: sampled(XTokAssisted(*pair, budget=Budget(guess_length, width=4, nodes=32, schedule="constant"))),
         MODE: sampled(_ModeAssisted(*pair, budget=chain)),
         REJECTION: sampled(XTokAssisted(*pair, budget=chain, acceptance="rejection")),
         ASSISTED: assisted,

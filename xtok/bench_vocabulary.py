@@ -21,17 +21,18 @@ from transformers.generation.logits_process import (
 from xtok.bench import build_seconds
 from xtok.bench_context import random_model
 from xtok.budget import Budget
-from xtok.drafts import Context
+from xtok.drafts import Context, Request
+from xtok.drafts.model import ModelDraft
 from xtok.drafts.projection import projection
 from xtok.largest import best
-from xtok.makers import Maker, Task, of_model
 from xtok.noise import noise, spelling_keys
 from xtok.pick import draw, process
 from xtok.processors import known_cuts
 from xtok.prompts import prompt_ids
-from xtok.sources import TargetModel, draft_model, target_model
+from xtok.sources import draft_model, target_model
 from xtok.stretch import with_pieces
 from xtok.trace import Meter
+from xtok.vocabulary import Vocabulary
 
 SIZES = ((8_000, 4_096), (48_586, 16_000), (256_000, 151_000))
 _TEMPERATURE = 0.8
@@ -83,37 +84,37 @@ def _pair(tokenizer: Any, size: int) -> tuple[Any, Any]:
 
 def _seconds(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, float]:
     found = {"to build an instance": build_seconds(target, draft)}
-    whole, (own, tokenizer) = target_model(target), draft_model(draft)
-    found["to build its keys for noise"] = _once(lambda: spelling_keys(whole.view, whole.vocabulary))
-    found["to build its projection"] = _once(lambda: projection(whole.view, own.encoder.view))
-    make = of_model(own, tokenizer, whole, rejects=False, adapter=None)
+    whole, own = target_model(target).vocabulary, draft_model(draft)
+    found["to build its keys for noise"] = _once(lambda: spelling_keys(whole.view, whole.size))
+    found["to build its projection"] = _once(lambda: projection(whole.view, own.vocabulary.view))
+    made = ModelDraft(own, whole)
     context = _context(whole)
     for rows in _NOISY:
-        found[f"a level of {rows} under noise"] = _level(make, context, rows, samples=True)
-    found[f"a level of {_GREEDY} greedily"] = _level(make, context, _GREEDY, samples=False)
+        found[f"a level of {rows} under noise"] = _level(made, whole, context, rows, samples=True)
+    found[f"a level of {_GREEDY} greedily"] = _level(made, whole, context, _GREEDY, samples=False)
     found |= {f"a pick, {name}": _pick(whole, cuts) for name, cuts in _CUTS.items()}
-    logits = _SPREAD * torch.randn(_CHECKED, whole.vocabulary)
+    logits = _SPREAD * torch.randn(_CHECKED, whole.size)
     return found | {f"the best of {_CHECKED} rows": _median(lambda _: best(logits).tolist())}
 
 
-def _context(target: TargetModel) -> Context:
+def _context(target: Vocabulary) -> Context:
     ids = prompt_ids(target.tokenizer, "The cat. 吾輩は猫である。")
     data = target.view.to_bytes(ids)
     return Context(ids, data, len(data), noise=noise(0, 0, data))
 
 
-def _level(make: Maker, context: Context, rows: int, *, samples: bool) -> float:
+def _level(draft: ModelDraft, target: Vocabulary, context: Context, rows: int, *, samples: bool) -> float:
     """Seconds of a level of so many guesses besides its forward and alignment.
 
     They are what a deep tree takes longer than one of a single level, per level.
     """
     warpers = LogitsProcessorList([TemperatureLogitsWarper(_TEMPERATURE)] if samples else [])
     meter = Meter()
-    drafter = make(Task(samples, None, warpers, meter))
+    drafter = draft.start(Request(target, meter, samples, warpers=warpers))
 
     def besides(depth: int) -> float:
         before = meter.seconds["reading"] + meter.seconds["align"]
-        whole = _once(lambda: drafter.propose(context, Budget(depth, width=rows)))
+        whole = _once(lambda: drafter.propose(context, Budget(depth, width=rows, schedule="constant")))
         return whole - (meter.seconds["reading"] + meter.seconds["align"] - before)
 
     besides(_LEVELS)  # the first one makes tables
@@ -121,7 +122,7 @@ def _level(make: Maker, context: Context, rows: int, *, samples: bool) -> float:
     return (deep - flat) / (_LEVELS - 1)
 
 
-def _pick(target: TargetModel, cuts: list[Any]) -> float:
+def _pick(target: Vocabulary, cuts: list[Any]) -> float:
     """Seconds of a pick, as the decoding loop makes it."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(_TEMPERATURE), *cuts])
     whole, root, ids = len(processors) - known_cuts(processors), noise(0, 0, b""), torch.zeros((1, 1), dtype=torch.int64)
@@ -131,7 +132,7 @@ def _pick(target: TargetModel, cuts: list[Any]) -> float:
         if draw(scores[0], target.keys, state, processors[whole:]) is None:
             draw(process(ids, scores, processors[whole:])[0], target.keys, state)
 
-    several = [_SPREAD * torch.randn(1, target.vocabulary) for _ in range(_REPEATS)]
+    several = [_SPREAD * torch.randn(1, target.size) for _ in range(_REPEATS)]
     return _median(pick)
 
 

@@ -218,7 +218,9 @@ def demo() -> None:
     First with a draft that is unrelated to the target, then with the same draft tuned on the target's texts.
     """
     target = load(TARGET, "target")
-    halves = {kind: XTokAssisted(target, draft, budget=Budget(5)) for kind, draft in DEMO_DRAFTS.items()}
+    halves = {
+        kind: XTokAssisted(target, draft, budget=Budget(5, width=4, schedule="constant")) for kind, draft in DEMO_DRAFTS.items()
+    }
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
     texts = prompts()[::EVERY][:DEMO_PROMPTS]
     results = []

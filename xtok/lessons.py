@@ -63,15 +63,17 @@ def lessons(draft: DraftModel, target: TokenBytes, texts: Sequence[Written]) -> 
 
 
 def _spells(draft: DraftModel, one: Written) -> bool:
-    return draft.encoder.view.to_bytes(draft.encoder.ids(one.start + one.text)).endswith(one.text.encode())
+    return draft.vocabulary.encoder.view.to_bytes(draft.vocabulary.encoder.ids(one.start + one.text)).endswith(
+        one.text.encode()
+    )
 
 
 def _lesson(draft: DraftModel, target: TokenBytes, one: Written) -> Lesson:
     """The end of a text, if its window has no room for more. An id that reaches into the continuation belongs to it."""
-    ids = draft.encoder.ids(one.start + one.text)
+    ids = draft.vocabulary.encoder.ids(one.start + one.text)
     room = (context_window(draft.model) or len(ids) + len(draft.lead)) - len(draft.lead)
     ids = [*draft.lead, *ids[-room:]]
-    left = _bytes_left(draft.encoder.view, ids)
+    left = _bytes_left(draft.vocabulary.encoder.view, ids)
     size = len(one.text.encode())
     labels = [token if after < size else NOT_LEARNT for token, after in zip(ids, left[1:], strict=True)]
     places = _places(target, one)

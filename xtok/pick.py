@@ -5,6 +5,7 @@ for from the front: noise that can't win isn't computed, and what cuts a law is 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import exp, isinf, log
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.errors import InvalidInputError
-from xtok.largest import largest
-from xtok.noise import gumbel, gumbel_of, mixed
-from xtok.processors import CUTS
-from xtok.tree import Law
+from xtok.largest import best, largest
+from xtok.noise import ACCEPT, Noise, gumbel, gumbel_of, mixed
+from xtok.processors import CUTS, known_cuts, stretch
+from xtok.trace import Meter
+from xtok.tree import Law, Tree
 
 _AHEAD = (4, 16)
 """How many of the best are looked at for one that top-p leaves."""
@@ -26,6 +28,110 @@ _BLOCK, _BLOCKS = 32, 128
 """Long scores race in blocks of 32, of which 128 nearly always hold the best two."""
 _ROUNDED = 1e-9
 """A bound on noise is off by rounding, by less than this."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How the guesses of sampled texts are judged, beside whether the target draws the same.
+
+    `rejects`: guesses that come with the law that they were drawn from are accepted or rejected by it. `typical`, a threshold
+    and alpha: guesses that are typical of the target's law are accepted, which is lossy.
+    """
+
+    rejects: bool = False
+    typical: tuple[float, float] | None = None
+
+
+@dataclass(repr=False)
+class Picker:
+    """Picks the ids of one text from the target's logits. Each pick depends on what is committed, and on no guess.
+
+    `noise` of a sampled text comes with the `keys` of the target's ids; a greedy one has neither. `scores` and `logits` keep
+    those of all picks where they begin as (). `margin`: that of the closest pick so far, in logits; None where nothing says so.
+    """
+
+    processors: LogitsProcessorList
+    meter: Meter
+    noise: Noise | None = None
+    keys: Tensor | None = None
+    acceptance: Acceptance = Acceptance()
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    margin: Tensor | None = None
+    _cuts: int = field(init=False)
+    _stretch: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        judged = self.noise is not None and (self.acceptance.rejects or self.acceptance.typical is not None)
+        late = self.noise is not None and not judged and self.scores is None and self.logits is None
+        self._cuts = known_cuts(self.processors) if late else 0
+        self._stretch = None if judged else stretch(self.processors)
+
+    def greedy(self, logits: Tensor) -> list[int]:
+        """The picks from all rows of `logits`, in one transfer; none where a pick takes more than the logits."""
+        plain = self.noise is None and not self.processors and self.scores is None and self.logits is None
+        return best(single(logits)).tolist() if plain else []
+
+    def note_greedy(self, logits: Tensor) -> None:
+        """Remember how close the greedy picks from these rows were."""
+        self._note(margin(single(logits)))
+
+    def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
+        """One pick, in the order and with the tensors of transformers' own loop; but cuts may be asked of the draw alone.
+
+        `ids`: the committed prefix, (1, length). `logits`: of the position behind it, (1, vocabulary). `place`: where it
+        stands, for noise. What was guessed there are the children of `node` in `tree`.
+        """
+        logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
+        whole = len(self.processors) - self._cuts
+        scores = process(ids, logits, self.processors[:whole])
+        if self._cuts and (token := self._drawn(scores[0], place, self.processors[whole:])) is not None:
+            return token
+        scores = process(ids, scores, self.processors[whole:])
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+        return self._picked(scores[0], place, tree, node)
+
+    def _picked(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
+        """The best id, or the draw that this place's noise decides. A guess drawn from a known law is accepted or redrawn."""
+        if self.noise is None:
+            self._note(margin(scores[None]))
+            return int(best(scores[None]))
+        if self.acceptance.typical is not None:
+            guess = typical(scores, tree.children(node), *self.acceptance.typical)
+            if guess is not None:
+                return guess
+        if self.acceptance.rejects and node + 1 < len(tree.laws):
+            guess, law = tree.tokens[node + 1], Law(*(part.to(scores.device) for part in tree.laws[node + 1]))
+            if accepts(scores, law, guess, self.noise.uniform(*place, ACCEPT)):
+                return guess
+            scores = residual(scores, law)
+        token = self._drawn(scores, place, [])
+        assert token is not None
+        return token
+
+    def _drawn(self, scores: Tensor, place: tuple[int, int], cuts: list[Any]) -> int | None:
+        """What the noise of a place draws of what `cuts` leave; None where it is too near to a cut to tell."""
+        assert self.noise is not None and self.keys is not None
+        with self.meter.timing("noise"):
+            drawn = draw(scores, self.keys, self.noise.at(*place), cuts)
+        if drawn is None:
+            return None
+        self._note(drawn.margin)
+        return drawn.token
+
+    def _note(self, least: Tensor) -> None:
+        """Remember how close the closest pick was. The figure stays where the scores are: reading it would wait for them."""
+        if self._stretch is not None:
+            least = least / self._stretch
+            self.margin = least if self.margin is None else torch.minimum(self.margin, least)
+
+
+def single(logits: Tensor) -> Tensor:
+    """Logits in the precision that transformers picks by: what is narrower has the same order in it."""
+    return logits.float() if logits.dtype == torch.float64 else logits
 
 
 def process(ids: Tensor, logits: Tensor, processors: Sequence[Any]) -> Tensor:

@@ -6,52 +6,25 @@ What is loaded here is data: weights in safetensors, and no code that comes with
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from xtok.drafts.reader import DraftModel
-from xtok.encoding import Encoder, encoder
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
 from xtok.lm import context_window, ids_read, vocabulary_size
-from xtok.noise import spelling_keys
 from xtok.prompts import leading, reading
+from xtok.target import Target
 from xtok.tokenbytes import TokenBytes, token_bytes
 from xtok.trial import check_continues, check_rolls_back
+from xtok.vocabulary import Vocabulary
 
 Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 """A hub id, a local path, or a (model, tokenizer) pair."""
-
-
-@dataclass(frozen=True)
-class TargetModel:
-    """A target and its tables, shared by all generations; each made where it is first asked for."""
-
-    model: PreTrainedModel
-    tokenizer: Any
-    view: TokenBytes
-
-    @cached_property
-    def encoder(self) -> Encoder:
-        """How its tokenizer writes plain text."""
-        return encoder(self.tokenizer, self.view)
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """How many ids the model has logits for."""
-        return vocabulary_size(self.model)
-
-    @cached_property
-    def keys(self) -> Tensor:
-        """The keys of its ids for noise, (vocabulary,)."""
-        return spelling_keys(self.view, self.vocabulary)
 
 
 def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
@@ -93,26 +66,27 @@ def _is_pair(source: Any) -> bool:
     return pair and isinstance(source[0], PreTrainedModel) and callable(getattr(source[1], "get_vocab", None))
 
 
-def target_model(source: Any) -> TargetModel:
-    model, tokenizer = load(source, "target")
-    check_rolls_back(model, "target")
+def target_model(source: Any) -> Target:
+    """A target. Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` for what can't be one."""
+    return Target(*_loaded(source, "target"))
+
+
+def draft_model(source: Any) -> DraftModel:
+    """A draft model; errors are those of `target_model`."""
+    model, vocabulary = _loaded(source, "draft")
+    with reading(vocabulary.tokenizer):
+        return DraftModel(model, vocabulary, tuple(leading(vocabulary.tokenizer)))
+
+
+def _loaded(source: Any, role: str) -> tuple[PreTrainedModel, Vocabulary]:
+    model, tokenizer = load(source, role)
+    check_rolls_back(model, role)
     view = token_bytes(tokenizer)
-    _check_sizes(model, view, "target")
-    check_continues(model, "target")
-    return TargetModel(model, tokenizer, view)
-
-
-def draft_model(source: Any) -> tuple[DraftModel, Any]:
-    model, tokenizer = load(source, "draft")
-    check_rolls_back(model, "draft")
+    _check_sizes(model, view, role)
+    check_continues(model, role)
     ends = model.generation_config.eos_token_id
     ends = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
-    view = token_bytes(tokenizer)
-    _check_sizes(model, view, "draft")
-    with reading(tokenizer):
-        lead = tuple(leading(tokenizer))
-    check_continues(model, "draft")
-    return DraftModel(model, encoder(tokenizer, view), lead, frozenset(end for end in ends if end is not None)), tokenizer
+    return model, Vocabulary(tokenizer, view, vocabulary_size(model), frozenset(end for end in ends if end is not None))
 
 
 def _check_sizes(model: PreTrainedModel, view: TokenBytes, role: str) -> None:

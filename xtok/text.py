@@ -1,9 +1,46 @@
-"""New text in pieces, never half a character."""
+"""A text that grows id by id: what it spells so far, and its new part in pieces, never half a character."""
 
 import codecs
 from collections.abc import Sequence
 
 from xtok.tokenbytes import TokenBytes
+
+
+class Text:
+    """The ids of a prompt, of which none are padding, and those that were committed behind it, with the bytes that they spell.
+
+    `controls` counts the new ids that spell nothing: they move no offset, and yet must not share their noise.
+    """
+
+    def __init__(self, view: TokenBytes, prompt: Sequence[int]) -> None:
+        self._view = view
+        self.ids = list(prompt)
+        self.data = view.to_bytes(self.ids)
+        self.prompt_size = len(self.data)
+        self.prompt_length = len(self.ids)
+        self.controls = 0
+
+    @property
+    def new_ids(self) -> list[int]:
+        """What was committed behind the prompt."""
+        return self.ids[self.prompt_length :]
+
+    @property
+    def new_data(self) -> bytes:
+        """The bytes of the new text."""
+        return self.data[self.prompt_size :]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the next id stands, for noise: how many bytes, and how many ids that spell nothing, the new text has so far."""
+        return len(self.data) - self.prompt_size, self.controls
+
+    def append(self, token: int) -> None:
+        """Commit an id."""
+        piece = self._view.to_bytes([token], before=self.data)
+        self.ids.append(token)
+        self.data += piece
+        self.controls += not piece
 
 
 class TextPieces:

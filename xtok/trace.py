@@ -62,6 +62,23 @@ class Stats:
 
 
 @dataclass
+class Span:
+    """A stretch of time."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def timed() -> Iterator[Span]:
+    """How long the block takes; known behind it."""
+    span, start = Span(), perf_counter()
+    try:
+        yield span
+    finally:
+        span.seconds = perf_counter() - start
+
+
+@dataclass
 class Meter:
     """Counts and times of one generation while it runs."""
 
@@ -73,13 +90,7 @@ class Meter:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
     drafted: list[tuple[int, float]] = field(default_factory=list)
-    latest: dict[str, float] = field(default_factory=dict)
     _rows: int = 0
-
-    def begin(self) -> None:
-        """Begin a round."""
-        self.drafted.clear()
-        self.latest.clear()
 
     def drafts(self, rows: int) -> None:
         """Count a forward of the draft."""
@@ -93,15 +104,20 @@ class Meter:
         yield
         self.drafted.append((self._rows, perf_counter() - start))
 
+    def add(self, seconds: float, *parts: str) -> None:
+        """Add seconds that were measured elsewhere."""
+        for part in parts:
+            self.seconds[part] += seconds
+
     @contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        """Add the seconds that the block takes to `part`."""
-        start = perf_counter()
+    def timing(self, part: str) -> Iterator[Span]:
+        """Add the seconds that the block takes to `part`; they are known behind it."""
+        span = Span()
         try:
-            yield
+            with timed() as span:
+                yield span
         finally:
-            self.latest[part] = perf_counter() - start
-            self.seconds[part] += self.latest[part]
+            self.seconds[part] += span.seconds
 
     def stats(self, target_forwards: int, min_margin: float | None = None) -> Stats:
         """The figures so far."""

@@ -1,16 +1,19 @@
-"""Drafters: whatever guesses what the target is about to write."""
+"""Drafts: whatever guesses what the target is about to write. No target is run here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.budget import Budget
 from xtok.noise import Noise
+from xtok.trace import Meter
 from xtok.tree import Tree
+from xtok.vocabulary import Vocabulary
 
-__all__ = ["Context", "Drafter"]
+__all__ = ["Context", "Draft", "Drafter", "Request"]
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,36 @@ class Drafter(Protocol):
 
         Whatever it returns or raises, the output stays the target's own: a guess only decides how many picks a forward yields.
         """
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text that is to be drafted, as far as drafters have to know of it.
+
+    `vocabulary`: the target's. `samples`: whether the target draws. `independent`: guesses are to be draws of noise of their
+    own, with their laws, for speculative sampling. `end`: the target's end of text. `warpers`: what shapes laws in any
+    vocabulary. `prompt`: a text, a chat, or None where the target was given ids. `model`: the target, for what shares its
+    layers; None where there is none at hand.
+    """
+
+    vocabulary: Vocabulary
+    meter: Meter
+    samples: bool = False
+    independent: bool = False
+    end: int | None = None
+    warpers: LogitsProcessorList | None = None
+    prompt: Any = None
+    model: PreTrainedModel | None = None
+
+    @property
+    def shapes(self) -> LogitsProcessorList:
+        """What a draft's law is shaped by: nothing where the target picks greedily."""
+        return self.warpers if self.samples and self.warpers is not None else LogitsProcessorList()
+
+
+@runtime_checkable
+class Draft(Protocol):
+    """What makes drafters: a model, `PromptLookup`, `HeadsDrafter`, or an object of the caller's own."""
+
+    def start(self, request: Request) -> Drafter:
+        """A drafter for one text."""

@@ -58,7 +58,7 @@ class CrossTokenizerDrafter:
         meter: Meter,
     ) -> None:
         self._draft = draft
-        self._view = draft.encoder.view
+        self._view = draft.vocabulary.view
         self._reader = reader
         self._continuation = continuation
         self._target_end = target_end
@@ -125,7 +125,7 @@ class CrossTokenizerDrafter:
         ]
 
     def _child(self, text: _Text, probability: float, token: int) -> _Text | None:
-        piece, ended = self._view[token], token in self._draft.ends
+        piece, ended = self._view[token], token in self._draft.vocabulary.ends
         if not probability > 0 or (piece is None and not ended):
             return None
         written = text.written + (piece or b"")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from os import PathLike
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.budget import Budget
-from xtok.drafts import Context
+from xtok.drafts import Context, Request
 from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, tree_of
 from xtok.errors import InvalidInputError
+from xtok.lm import device_of
 from xtok.tokenbytes import TokenBytes
 from xtok.trace import Meter
 from xtok.tree import Tree
@@ -71,6 +73,7 @@ class HeadsDrafter:
             _check_shapes(weight, bias)
             self.heads = Heads(*weight.shape[:2])
             self.heads.load_state_dict({"weight": weight, "bias": bias})
+            self._copies = dict[tuple[torch.device, torch.dtype], Heads]()
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise InvalidInputError(f"{self.file} holds no heads: {error}. Make one with: xtok train-heads") from error
 
@@ -83,6 +86,19 @@ class HeadsDrafter:
                     f"{self.file} holds heads for a target whose {name.replace('_', ' ')} is {getattr(mine, name)!r}; "
                     f"this one's is {getattr(found, name)!r}. Train heads for it with: xtok train-heads"
                 )
+
+    def start(self, request: Request) -> "HeadsGuesser":
+        """A drafter for one text of the target that the heads were trained for."""
+        assert request.model is not None, "without a target there is nothing to guess from"
+        device, head = device_of(request.model), request.model.get_output_embeddings()
+        heads = self._placed(device, request.model.dtype)
+        keys = request.vocabulary.keys.to(device)
+        return HeadsGuesser(heads, keys, head, request.vocabulary.view, request.meter, request.shapes)
+
+    def _placed(self, device: torch.device, dtype: torch.dtype) -> Heads:
+        if (device, dtype) not in self._copies:
+            self._copies[device, dtype] = deepcopy(self.heads).to(device, dtype)
+        return self._copies[device, dtype]
 
 
 def _check_shapes(weight: Tensor, bias: Tensor) -> None:
@@ -132,7 +148,7 @@ class HeadsGuesser:
     """`HeadsDrafter` for one generation."""
 
     def __init__(
-        self, heads: Heads, keys: Tensor, head: nn.Module, view: TokenBytes, meter: Meter, warpers: LogitsProcessorList
+        self, heads: Heads, keys: Tensor, head: Any, view: TokenBytes, meter: Meter, warpers: LogitsProcessorList
     ) -> None:
         """`head`: the target's output embedding. `keys`: those of its ids for noise, (vocabulary,)."""
         self._heads = heads

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from threading import Lock
+from typing import Any
 
 from xtok.budget import Budget
 from xtok.continuation import Continuation
-from xtok.drafts import Context
+from xtok.drafts import Context, Request
 from xtok.drafts.corpus import Corpus
 from xtok.drafts.repeats import Repeats
 from xtok.encoding import Encoder
@@ -48,6 +49,17 @@ class PromptLookup:
             if self._index is None and self._texts:
                 self._index = Corpus(self._texts)
             return self._index
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has a lock of its own, for locks can't be copied."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=Lock())
+
+    def start(self, request: Request) -> "Lookup":
+        """A drafter for one text."""
+        return Lookup(self.index, request.vocabulary.encoder)
 
 
 class Lookup:

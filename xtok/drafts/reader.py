@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from xtok.drafts import Context
-from xtok.encoding import Encoder
-from xtok.lm import context_window, new_cache, vocabulary_size
+from xtok.lm import context_window, new_cache
 from xtok.recurrent import cached_model
 from xtok.reencode import Reencoder
 from xtok.trace import Meter
 from xtok.trial import takes_trees
+from xtok.vocabulary import Vocabulary
 
 _SNAPSHOTS = 16
 """Of two rounds: what is read in one may be read otherwise in the next."""
@@ -22,20 +22,11 @@ _SNAPSHOTS = 16
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft and its tables, shared by all generations.
-
-    `lead`: the ids that its tokenizer puts in front of every text. `ends`: its ids that end a text.
-    """
+    """A draft model and its tables, shared by all texts. `lead`: the ids that its tokenizer puts in front of every text."""
 
     model: PreTrainedModel
-    encoder: Encoder
+    vocabulary: Vocabulary
     lead: tuple[int, ...]
-    ends: frozenset[int]
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """How many ids the model knows, those without a token included."""
-        return vocabulary_size(self.model)
 
     @cached_property
     def branches(self) -> bool:
@@ -54,7 +45,7 @@ class Reader:
         self._draft = draft
         self._meter = meter
         self._own_prompt = prompt is not None
-        self._text = Reencoder(draft.encoder)
+        self._text = Reencoder(draft.vocabulary.encoder)
         self._read: int | None = None
         self._window = context_window(draft.model)
         self._lead = len(draft.lead if prompt is None else prompt)
@@ -108,16 +99,18 @@ class Reader:
         if (one := self._one(piece)) is not None:
             return [one]
         try:
-            ids = self._draft.encoder.ids_behind(piece.decode())
+            ids = self._draft.vocabulary.encoder.ids_behind(piece.decode())
         except UnicodeDecodeError:
             single = [self._one(bytes([byte])) for byte in piece]
             ids = [token for token in single if token is not None]
             return ids if len(ids) == len(single) else None
-        return ids if ids and max(ids) < self._draft.vocabulary else None
+        return ids if ids and max(ids) < self._draft.vocabulary.size else None
 
     def _one(self, piece: bytes) -> int | None:
         """The draft's first id that spells some bytes and that the model knows."""
-        return next((token for token in self._draft.encoder.view.ids_spelling(piece) if token < self._draft.vocabulary), None)
+        return next(
+            (token for token in self._draft.vocabulary.view.ids_spelling(piece) if token < self._draft.vocabulary.size), None
+        )
 
     def _follow(self, context: Context) -> tuple[int, bytes]:
         """Take in what is new. Returns how many ids stay what they were, and the bytes of a character left unfinished."""
@@ -173,10 +166,10 @@ class IdReader(Reader):
 
     def reads(self, token: int, piece: bytes) -> Sequence[int]:
         """The id itself, where the model has it and goes on behind it."""
-        return (token,) if token < self._draft.vocabulary and token not in self._draft.ends else ()
+        return (token,) if token < self._draft.vocabulary.size and token not in self._draft.vocabulary.ends else ()
 
     def _follow(self, context: Context) -> tuple[int, bytes]:
         same = len(self._ids)
-        self._ids += [token for token in context.ids[self._read :] if token < self._draft.vocabulary]
+        self._ids += [token for token in context.ids[self._read :] if token < self._draft.vocabulary.size]
         self._read = len(context.ids)
         return same, b""

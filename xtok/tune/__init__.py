@@ -84,17 +84,17 @@ def tune_draft(
     check_tunable()
     check(settings, "starts", "max_new_tokens", "epochs")
     stopping, kept, learnt = split(prompts)
-    pair, (learner, tokenizer) = load(target, "target"), draft_model(draft)
+    pair, learner = load(target, "target"), draft_model(draft)
     work = _begun(Path(out), settings)
     texts = write(pair, beginnings(learnt, starts), work / "texts", **settings.writing)
     view = token_bytes(pair[1])
-    rows, seen = lessons(learner, view, texts), projection(view, learner.encoder.view)
+    rows, seen = lessons(learner, view, texts), projection(view, learner.vocabulary.view)
 
     def measured(model: PreTrainedModel) -> float:
-        return tokens_per_forward(pair, (model, tokenizer), settings.measured(stopping), **settings.writing)
+        return tokens_per_forward(pair, (model, learner.vocabulary.tokenizer), settings.measured(stopping), **settings.writing)
 
     def by_ways(model: PreTrainedModel) -> dict[str, float]:
-        return per_way(_by_trees(pair, (model, tokenizer)), settings.measured(kept), **settings.writing)
+        return per_way(_by_trees(pair, (model, learner.vocabulary.tokenizer)), settings.measured(kept), **settings.writing)
 
     first = measured(learner.model)
     copy = deepcopy(learner.model).float()
@@ -103,7 +103,7 @@ def tune_draft(
     before, after = by_ways(learner.model), by_ways(model)
     ways = {way: (before[way], after[way]) for way in before}
     result = Tuned(Path(out), len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)
-    _finish(model, tokenizer, settings, result, work)
+    _finish(model, learner.vocabulary.tokenizer, settings, result, work)
     return result
 
 
@@ -119,7 +119,7 @@ def tokens_per_forward(target: Any, draft: Any, prompts: Sequence[str], **argume
 
 
 def _by_trees(target: Any, draft: Any) -> XTokAssisted:
-    return XTokAssisted(target, draft, budget=Budget(5))
+    return XTokAssisted(target, draft, budget=Budget(5, width=4, schedule="constant"))
 
 
 def _begun(out: Path, settings: _Settings) -> Path:

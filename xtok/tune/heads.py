@@ -86,20 +86,22 @@ def train_heads(
     check(settings, "heads", "starts", "max_new_tokens", "epochs")
     stopping, kept, learnt = split(data)
     made, file = target_model(target), Path(out)
-    known = described(made.model, made.view)
+    known = described(made.model, made.vocabulary.view)
     work = begun(file.with_name(f"{file.name}.work"), settings, file)
     now = work / "now.safetensors"
 
     def written(prompts: Sequence[str], into: str) -> list[_Row]:
-        texts = write((made.model, made.tokenizer), beginnings(prompts, starts), work / into, **settings.writing)
-        return [_row(made.tokenizer, one) for one in texts if len(one.ids) > 1]
+        texts = write((made.model, made.vocabulary.tokenizer), beginnings(prompts, starts), work / into, **settings.writing)
+        return [_row(made.vocabulary.tokenizer, one) for one in texts if len(one.ids) > 1]
 
     rows = written(learnt, "texts")
     learner = Heads(heads, known.hidden_size).to(device_of(made.model))
 
     def measured(prompts: Sequence[str] = stopping) -> float:
         save_heads(learner, known, now)
-        xt = XTokAssisted((made.model, made.tokenizer), HeadsDrafter(now), budget=Budget())
+        xt = XTokAssisted(
+            (made.model, made.vocabulary.tokenizer), HeadsDrafter(now), budget=Budget(depth=5, width=4, schedule="constant")
+        )
         return per_forward(xt, settings.measured(prompts), **settings.writing)
 
     found = fit(

@@ -1,15 +1,23 @@
-"""The bridge to transformers' `generate`: what is refused, what a row of a batch is given, and what is handed back."""
+"""transformers' `generate`: what it prepares for a text, what is refused, and what it is handed back."""
 
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    Cache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -19,13 +27,138 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
+from xtok.decode import drain
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
-from xtok.loop import Run, drain
-from xtok.noise import noise
+from xtok.lm import device_of, ids_read
+from xtok.noise import Noise, noise
+from xtok.prompts import prompt_ids, reading
 from xtok.rope import dynamic_boundary, longrope_boundary
+from xtok.sequence import Sequence
+from xtok.target import Target
+from xtok.trial import check_cache
 
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A text as transformers prepared it for a decoding method.
+
+    `ids`: (1, length), with padding; `inputs`: what else the model is given for them. `prompt`: what the caller gave, None
+    where that was ids.
+    """
+
+    ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    cache: Cache
+    inputs: dict[str, Any] = field(default_factory=dict)
+    prompt: Any = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether its ids are drawn."""
+        return bool(self.config.do_sample)
+
+    @property
+    def unpadded(self) -> list[int]:
+        """The prompt's ids without padding."""
+        mask = self.inputs.get("attention_mask")
+        held: list[int] = (self.ids if mask is None or mask.shape != self.ids.shape else self.ids[mask != 0]).flatten().tolist()
+        return held
+
+    @property
+    def end(self) -> int | None:
+        """The id that ends texts, the first of several."""
+        ends = self.config._eos_token_tensor
+        return None if ends is None or not ends.numel() or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
+
+    def records(self, what: str) -> tuple[Tensor, ...] | None:
+        """Where `output_scores` or `output_logits` asks for them, the record of them, still empty."""
+        return () if self.config.return_dict_in_generate and getattr(self.config, what) else None
+
+
+def prepare(target: Target, prompt: Any, arguments: dict[str, Any]) -> list[Prepared]:
+    """Let transformers prepare the texts for a prompt, and take what it hands to a decoding method."""
+    check_arguments(arguments)
+    read = prompt_ids(target.vocabulary.tokenizer, prompt, arguments.pop("split_special_tokens", None))
+    ids = torch.tensor([read], device=device_of(target.model))
+    stop_strings = _take_stop_strings(target.model, arguments)
+    if arguments.get("generation_config") is None:
+        arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
+    captured: list[Prepared] = []
+
+    def capture(
+        _: Any,
+        input_ids: Any,
+        /,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        criteria = with_stop_strings(target.vocabulary.tokenizer, stopping_criteria, stop_strings)
+        captured.extend(rows(target.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, prompt))
+        return torch.empty(0)
+
+    target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
+    return captured
+
+
+def rows(
+    model: PreTrainedModel,
+    ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    inputs: dict[str, Any],
+    prompt: Any = None,
+) -> list[Prepared]:
+    """A batch as texts of their own. `inputs` are the model's, (rows, …) where they are tensors."""
+    check_config(config, inputs, rows=len(ids))
+    check_ids(ids, ids_read(model))
+    check_boundary(model, ids, inputs, config.max_length)
+    cache = inputs.pop("past_key_values", None)
+    check_cache(model, cache)
+    inputs.pop("use_cache", None)
+    if len(ids) == 1:
+        return [Prepared(ids, processors, criteria, config, cache, inputs, prompt)]
+    return [
+        Prepared(
+            ids[row : row + 1],
+            _processors_of_row(processors, row),
+            _copied(criteria),
+            config,
+            _cache_of_row(cache, row),
+            {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()},
+            prompt,
+        )
+        for row in range(len(ids))
+    ]
+
+
+def _take_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> str | list[str] | None:
+    """Stop strings, wherever they were set. Transformers must not see them: it would ask for a tokenizer, and drop it."""
+    given = arguments.pop("stop_strings", None)
+    configs = (arguments.get("generation_config"), model.generation_config)
+    configured = next((config.stop_strings for config in configs if config is not None and config.stop_strings), None)
+    if configured is not None:
+        arguments["stop_strings"] = None
+    return configured if given is None else given
+
+
+def with_stop_strings(tokenizer: Any, criteria: StoppingCriteriaList, strings: Any) -> StoppingCriteriaList:
+    """Criteria, with one for stop strings where there are some. Raises `InvalidInputError` for what is none."""
+    if strings is None:
+        return criteria
+    try:
+        with reading(tokenizer):
+            stops = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"stop_strings is {strings!r}; give a text or a list of texts ({error}).") from error
+    return StoppingCriteriaList([*criteria, stops])
 
 
 def own_arguments(arguments: Mapping[str, Any], prompts: int) -> dict[str, Any]:
@@ -37,11 +170,11 @@ def own_arguments(arguments: Mapping[str, Any], prompts: int) -> dict[str, Any]:
         raise UnsupportedArgumentError("past_key_values holds one text. Call generate once per prompt.")
     for name in ("logits_processor", "stopping_criteria"):
         if own.get(name):
-            own[name] = copied(own[name])
+            own[name] = _copied(own[name])
     return own
 
 
-def copied(kept: Any, name: str | None = None) -> Any:
+def _copied(kept: Any, name: str | None = None) -> Any:
     """A copy of what may keep a state: a list of logits processors or stopping criteria, or something with a name."""
     try:
         return deepcopy(kept)
@@ -171,36 +304,25 @@ def check_seed(seed: Any) -> None:
         raise InvalidInputError(f"seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or None to draw one.")
 
 
-def sow(runs: list[Run], seed: int | None, keys: Callable[[], Tensor]) -> None:
-    """Give each sampled text its noise: texts of one prompt are numbered, those of different prompts differ by the prompt.
+def noises(texts: list[Prepared], seed: int | None) -> tuple[int | None, list[Noise | None]]:
+    """The seed of a call, and the noise of each of its sampled texts.
 
-    So a prompt has the same text alone and in any batch. Without a seed, one is drawn by torch's generator.
+    Texts of one prompt are numbered, those of different prompts differ by the prompt: a prompt has the same text alone and in
+    any batch. Without a seed, one is drawn by torch's generator; greedy texts have none.
     """
-    if not any(run.config.do_sample for run in runs):
-        return
+    if not any(text.samples for text in texts):
+        return None, [None for _ in texts]
     seed = int(torch.randint(2**63 - 1, ()) if seed is None else seed)
-    samples: Counter[bytes] = Counter()
-    for run in runs:
-        run.seed, run.keys = seed, keys().to(run.ids.device)
-        prompt = ",".join(map(str, run.prompt)).encode()
-        run.noise = noise(seed, samples[prompt], prompt)
+    samples, found = Counter[bytes](), list[Noise | None]()
+    for text in texts:
+        prompt = ",".join(map(str, text.unpadded)).encode()
+        found.append(noise(seed, samples[prompt], prompt))
         samples[prompt] += 1
+    return seed, found
 
 
-def unpadded(ids: Tensor, inputs: Mapping[str, Any]) -> list[int]:
-    """A prompt's ids, (length,), without padding."""
-    mask = inputs.get("attention_mask")
-    held: list[int] = (ids if mask is None or mask.shape != (1, *ids.shape) else ids[mask[0] != 0]).tolist()
-    return held
-
-
-def row_of_inputs(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """One row of the model's inputs, so that each row is its own generation."""
-    return {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
-
-
-def cache_of_row(cache: Cache, row: int) -> Cache:
-    own: Cache = copied(cache, "past_key_values")
+def _cache_of_row(cache: Cache, row: int) -> Cache:
+    own: Cache = _copied(cache, "past_key_values")
     if own.get_seq_length():
         own.batch_select_indices(torch.tensor([row]))
     return own
@@ -212,9 +334,9 @@ def _ends_rows(criteria: StoppingCriteriaList) -> bool:
     return ends or all(isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria)) for criterion in criteria)
 
 
-def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
     """A copy, for processors may keep a state. Those of transformers that know of the batch's rows know of this one alone."""
-    own = copied(processors)
+    own = _copied(processors)
     for processor in own:
         if isinstance(processor, RepetitionPenaltyLogitsProcessor):
             if isinstance(processor.prompt_ignore_length, Tensor):
@@ -241,36 +363,37 @@ def callers(name: str) -> Any:
     return frame.f_locals.get(name) if frame is not None else None
 
 
-def complete(runs: list[Run], streamer: Any) -> None:
-    """Run to the end, and hand a streamer what transformers hands it: the ids of all rows at a time, then the end."""
+def complete(target: Target, texts: list[Sequence], streamer: Any) -> None:
+    """Write texts to their ends, and hand a streamer what transformers hands it: ids of all rows at a time, then the end."""
     sent = 0
 
     def feed(row: int, block: list[int]) -> None:
         nonlocal sent
-        while (column := _column(runs, sent)) is not None:
+        while (column := _column(texts, sent)) is not None:
             streamer.put(column)
             sent += 1
 
     if streamer is None:
-        drain(runs)
+        drain(target, texts)
     else:
-        drain(runs, feed)
+        drain(target, texts, feed)
         streamer.end()
-    for run in runs:
-        stop_recording(run)
+    for text in texts:
+        stop_recording(text)
 
 
-def _column(runs: list[Run], index: int) -> Tensor | None:
+def _column(texts: list[Sequence], index: int) -> Tensor | None:
     """The new ids of all rows at `index`, with padding for those that ended; None where one is to come, or all have ended."""
-    ended = [run.finish_reason is not None and len(run.new_ids) <= index for run in runs]
-    if all(ended) or any(len(run.new_ids) <= index and not end for run, end in zip(runs, ended, strict=True)):
+    rows = [text.new_ids for text in texts]
+    ended = [text.finish_reason is not None and len(row) <= index for text, row in zip(texts, rows, strict=True)]
+    if all(ended) or any(len(row) <= index and not end for row, end in zip(rows, ended, strict=True)):
         return None
-    return torch.tensor([_pad(run.config) if end else run.new_ids[index] for run, end in zip(runs, ended, strict=True)])
+    return torch.tensor([_pad(text.config) if end else row[index] for text, row, end in zip(texts, rows, ended, strict=True)])
 
 
-def stop_recording(run: Run) -> None:
+def stop_recording(text: Sequence) -> None:
     """A cache that may be handed back is left as transformers leaves it."""
-    for layer in run.target.cache.layers:
+    for layer in text.slot.cache.layers:
         if hasattr(layer, "record_past"):
             layer.record_past = False
 
@@ -279,18 +402,18 @@ def _pad(config: GenerationConfig) -> int:
     return 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
 
 
-def as_transformers(runs: list[Run], config: GenerationConfig) -> GenerateDecoderOnlyOutput | Tensor:
+def as_transformers(texts: list[Sequence], config: GenerationConfig) -> GenerateDecoderOnlyOutput | Tensor:
     """Rows of equal length: those that ended early are filled up with padding, as transformers does."""
-    rows = [run.ids[0] for run in runs]
+    rows = [text.ids[0] for text in texts]
     sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_pad(config))
     if not config.return_dict_in_generate:
         return sequences
-    alone = runs[0] if len(runs) == 1 else None
+    alone = texts[0] if len(texts) == 1 else None
     if alone is not None:
-        alone.target.settle()
+        alone.slot.settle()
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
-        scores=alone.scores if alone else None,
-        logits=alone.logits if alone else None,
-        past_key_values=alone.target.cache if alone else None,
+        scores=alone.picker.scores if alone else None,
+        logits=alone.picker.logits if alone else None,
+        past_key_values=alone.slot.cache if alone else None,
     )

@@ -1,0 +1,86 @@
+"""What forwards take and rounds bring, by what was measured. Seconds come in as numbers: there is no clock here."""
+
+from dataclasses import dataclass, field
+
+_MEMORY = 0.9
+"""What a round keeps of its weight when the next one comes."""
+_SHARE = 0.1
+"""The weight of a measurement in a smoothed one."""
+_HANGS = 10
+"""What takes so many times as long as usual, twice in a row, takes as long from now on."""
+_ENOUGH = 8
+"""From how many measurements on a number of rows counts fully."""
+_ROW = 0.02
+"""What a row more is taken to cost, as a share of a forward, until forwards of other numbers of rows were measured."""
+
+
+@dataclass
+class ForwardCost:
+    """Seconds of a forward by how many rows it has: a straight line through what was measured of few rows and of many.
+
+    `cells`: for rows of about the same number, how often they were measured, their mean, and their smoothed seconds.
+    """
+
+    cells: dict[int, tuple[int, float, float]] = field(default_factory=dict)
+    _line: tuple[float, float] | None = None
+    _far_off: bool = False
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Take in a measurement; one that is far off is taken for a hiccup of the machine, very far ones in a row are not."""
+        count, mean_rows, mean = self.cells.get(rows.bit_length(), (0, float(rows), seconds))
+        before, self._far_off = self._far_off, seconds > _HANGS * mean
+        if before and self._far_off:
+            count, mean = 0, seconds
+        share = max(1 / (count + 1), _SHARE)
+        seconds = min(seconds, 2 * mean)
+        self.cells[rows.bit_length()] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean))
+        self._line = None
+
+    def fit(self) -> tuple[float, float]:
+        """Seconds of a forward of no rows, and per row, neither below 0. Where all had as many rows, a row's are guessed."""
+        if self._line is None:
+            self._line = self._fit()
+        return self._line
+
+    def _fit(self) -> tuple[float, float]:
+        if not self.cells:
+            return 0.0, 0.0
+        weights = [(min(count, _ENOUGH), rows, seconds) for count, rows, seconds in self.cells.values()]
+        total = sum(weight for weight, _, _ in weights)
+        rows = sum(weight * row for weight, row, _ in weights) / total
+        seconds = sum(weight * second for weight, _, second in weights) / total
+        variance = sum(weight * (row - rows) ** 2 for weight, row, _ in weights)
+        slope = _ROW * seconds
+        if variance:
+            slope = sum(weight * (row - rows) * (second - seconds) for weight, row, second in weights) / variance
+        slope = min(max(slope, 0.0), seconds / max(rows, 1.0))
+        return seconds - slope * rows, slope
+
+    def at(self, rows: float) -> float:
+        """Seconds of a forward of so many rows."""
+        start, slope = self.fit()
+        return start + slope * rows
+
+
+@dataclass
+class Throughput:
+    """Picks and seconds of the latest rounds, the latest of which count most."""
+
+    picks: float = 0.0
+    seconds: float = 0.0
+    rounds: float = 0.0
+
+    def add(self, picks: int, seconds: float) -> None:
+        """Take in a round."""
+        self.picks, self.seconds = _MEMORY * self.picks + picks, _MEMORY * self.seconds + seconds
+        self.rounds = _MEMORY * self.rounds + 1
+
+    @property
+    def rate(self) -> float:
+        """Picks per second."""
+        return self.picks / self.seconds if self.seconds else 0.0
+
+    @property
+    def cost(self) -> float:
+        """Seconds per round."""
+        return self.seconds / self.rounds if self.rounds else 0.0

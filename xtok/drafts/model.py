@@ -1,0 +1,73 @@
+"""A draft model as a draft: it reads and guesses the target's ids where those are its own, and else text."""
+
+from functools import cached_property
+from typing import Any
+
+from xtok.adapt import Adapter
+from xtok.continuation import Continuation
+from xtok.drafts import Drafter, Request
+from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
+from xtok.drafts.projected import ProjectedDrafter
+from xtok.drafts.projection import Candidates, Projection, projection, same_ids
+from xtok.drafts.reader import DraftModel, IdReader, Reader
+from xtok.lm import device_of
+from xtok.prompts import chat_ids, is_chat
+from xtok.tokenbytes import same_tokens
+from xtok.vocabulary import Vocabulary
+
+
+class ModelDraft:
+    """A draft model for targets of one vocabulary."""
+
+    def __init__(self, draft: DraftModel, target: Vocabulary, adapter: Adapter | None = None) -> None:
+        """`adapter`: it has a copy of the draft that learns, for greedy texts."""
+        self._draft = draft
+        self._target = target
+        self._adapter = adapter
+        self._candidates = dict[int | None, Candidates]()
+
+    @cached_property
+    def _same(self) -> bool:
+        """Whether the draft has the target's own ids."""
+        own = self._draft.vocabulary
+        return same_tokens(self._target.tokenizer, self._target.view, own.tokenizer, own.view)
+
+    @cached_property
+    def _projection(self) -> Projection:
+        own = self._draft.vocabulary
+        return same_ids(self._target.size, own.size) if self._same else projection(self._target.view, own.view)
+
+    def start(self, request: Request) -> Drafter:
+        """A drafter for one text. Draws are guessed in the target's ids, and so is all by a draft that has those."""
+        model = self._draft if self._adapter is None or request.samples else self._adapter.draft
+        if self._same:
+            return self._projected(model, IdReader(model, request.meter), request, end=None)
+        reader = Reader(model, request.meter, _own_prompt(model.vocabulary.tokenizer, request.prompt))
+        if request.samples:
+            return self._projected(model, reader, request, end=request.end)
+        return CrossTokenizerDrafter(model, reader, Continuation(self._target.encoder), request.end, request.meter)
+
+    def _projected(self, model: DraftModel, reader: Reader, request: Request, end: int | None) -> ProjectedDrafter:
+        if end not in self._candidates:
+            own, keys = self._draft.vocabulary, self._target.keys.to(device_of(self._draft.model))
+            self._candidates[end] = Candidates(self._projection, own.size, keys, own.ends, end)
+        return ProjectedDrafter(
+            model,
+            reader,
+            self._candidates[end],
+            self._target.view,
+            request.meter,
+            request.shapes,
+            shares=request.samples,
+            independent=request.independent and request.samples,
+        )
+
+
+def _own_prompt(tokenizer: Any, prompt: Any) -> list[int] | None:
+    """A chat in the draft's own template; None where it reads the target's text instead."""
+    if not is_chat(prompt):
+        return None
+    try:
+        return chat_ids(tokenizer, prompt)
+    except Exception:  # templates refuse roles that they don't know, and a draft never spoils a generation
+        return None

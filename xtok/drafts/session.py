@@ -1,0 +1,158 @@
+"""Drafting for one text: who is asked, what their guesses make together, and what became of them."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isnan
+from operator import index
+
+from torch import Tensor
+
+from xtok.budget import Budget
+from xtok.drafts import Context, Draft, Drafter, Request
+from xtok.errors import DraftFailedWarning, InvalidInputError
+from xtok.ledger import Ledger, Limit, Pace, Proposal
+from xtok.noise import Noise
+from xtok.text import Text
+from xtok.tree import Tree, Trie
+
+
+class Session:
+    """The drafters of one text, one of each draft. No target is known here, and no clock is read but for their own forwards.
+
+    It has its own copy of what is committed, which drafters are shown: nothing that is committed is ever read from one.
+    The ledger holds what drafts cost and gain, in this text and others, with an account for each. A drafter that can't be made,
+    or raises, is told of once and not asked again.
+    """
+
+    def __init__(
+        self, drafts: Sequence[Draft], request: Request, ledger: Ledger, prompt: Sequence[int], noise: Noise | None = None
+    ) -> None:
+        """`prompt`: the target's ids, without padding. `noise`: that under which the target picks; None where it is greedy."""
+        self._meter = request.meter
+        self._size = request.vocabulary.size
+        self._ledger = ledger
+        self._noise = noise
+        self._text = Text(request.vocabulary.view, prompt)
+        self._hidden: Tensor | None = None
+        self._begun = set[int]()
+        self._guessed: tuple[Budget, Tree] | None = None
+        self._committed: list[int] = []
+        self.proposals: list[Proposal] = []
+        self._drafters: list[Drafter | None] = []
+        for draft in drafts:
+            self._start(draft, request)
+
+    def _start(self, draft: Draft, request: Request) -> None:
+        self._drafters.append(None)
+        try:
+            self._drafters[-1] = draft.start(request)
+        except Exception as error:
+            self._fails(len(self._drafters) - 1, error)
+
+    def extend(self, ids: Sequence[int], hidden: Tensor | None = None) -> None:
+        """Take in what was committed since. `hidden`: the target's state behind which it picked the last of `ids`."""
+        for token in ids:
+            self._text.append(token)
+        self._hidden = hidden
+        self._committed = list(ids)
+
+    def propose(self, limit: Budget) -> Tree:
+        """A tree of all that those guess which are worth asking; a chain where the limit's width is 1."""
+        context = Context(
+            self._text.ids, self._text.data, self._text.prompt_size, self._text.controls, self._noise, self._hidden
+        )
+        self._meter.drafted.clear()
+        self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
+        for draft in self._ledger.cheapest_first():
+            if (drafter := self._drafters[draft]) and (own := self._own(draft, limit, sure)):
+                self.proposals[draft] = self._ask(draft, drafter, context, own, sure)
+                sure = max([sure, *self._ledger.masses(draft, self.proposals[draft].tree or Tree())])
+        tree = self._merged(limit)
+        tree = self._chained(tree, limit.longest) if limit.width == 1 else tree
+        self._guessed = limit, tree
+        return tree
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Learn from a round whose ids came by `extend`: the target's forward had so many `rows` and took so many `seconds`."""
+        if self._guessed is None:
+            return
+        (limit, tree), self._guessed = self._guessed, None
+        right = tree.along(self._committed)
+        earned = self._meter.earned or [0] * len(self.proposals)
+        self._meter.earned = [
+            sofar + len(one.own.intersection(right)) for sofar, one in zip(earned, self.proposals, strict=True)
+        ]
+        if limit.schedule == "heuristic":
+            self._ledger.adjust(limit.depth, self._committed, self.proposals)
+        if limit.schedule == "cost" or len(self._drafters) > 1:
+            self._ledger.observe(tree, self._committed, (rows, seconds), self.proposals)
+
+    def close(self) -> None:
+        """Let go of the drafters, and of what they hold."""
+        self._drafters = [None for _ in self._drafters]
+
+    def _own(self, draft: int, limit: Budget, sure: float) -> Budget | None:
+        """The limit of one draft; None where it isn't to be asked."""
+        account = self._ledger.accounts[draft]
+        if limit.schedule == "heuristic":
+            return replace(limit, depth=account.depth or limit.depth)
+        if limit.schedule == "constant":
+            return limit
+        return Limit(**vars(limit), pace=Pace(self._ledger, account)) if self._ledger.asks(draft, sure) else None
+
+    def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Proposal:
+        """A guess, as far as it can be checked."""
+        before, first = len(self._meter.drafted), draft not in self._begun
+        self._begun.add(draft)
+        try:
+            with self._meter.timing("propose") as took:
+                tree = _sound(drafter.propose(context, limit)).within(limit.longest)
+        except Exception as error:
+            return self._fails(draft, error)
+        if not all(0 <= token < self._size for token in tree.tokens):
+            tree = Tree()
+        drafted = self._meter.drafted[before:]
+        return Proposal(tree, sure, drafted, took.seconds - sum(seconds for _, seconds in drafted), first)
+
+    def _fails(self, draft: int, error: Exception) -> Proposal:
+        self._drafters[draft] = None
+        self._meter.draft_error = f"{type(error).__name__}: {error}"
+        message = f"The draft failed ({self._meter.draft_error}). The rest of this text comes without it."
+        warnings.warn(message, DraftFailedWarning, stacklevel=2)
+        return Proposal()
+
+    def _merged(self, limit: Budget) -> Tree:
+        """One tree of all guesses. A guess that stands alone stays as it is."""
+        guessed = [(draft, one.tree) for draft in self._ledger.cheapest_first() if (one := self.proposals[draft]).tree]
+        if len(guessed) < 2:
+            for draft, tree in guessed:
+                self.proposals[draft] = replace(self.proposals[draft], own=frozenset(range(len(tree))))
+            return guessed[0][1] if guessed else Tree()
+        trie = Trie()
+        for draft, tree in guessed:
+            trie.mix(tree, self._ledger.masses(draft, tree), owner=draft)
+        worth = self._ledger.verified if limit.schedule == "cost" else len
+        nodes = trie.likeliest(lambda masses: worth(masses[: limit.nodes]))
+        for draft, _ in guessed:
+            own = frozenset(i for i, node in enumerate(nodes) if trie.owners[node] == draft)
+            self.proposals[draft] = replace(self.proposals[draft], own=own)
+        in_order = (one.tree.guess for one in self.proposals if one.tree)
+        return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
+
+    def _chained(self, tree: Tree, longest: int) -> Tree:
+        """The likeliest path of a tree."""
+        path = tree.likeliest_path(longest)
+        self.proposals = [
+            replace(one, own=frozenset(i for i, node in enumerate(path) if node in one.own)) for one in self.proposals
+        ]
+        return tree.chain_of(path)
+
+
+def _sound(tree: Tree) -> Tree:
+    """A tree of whole numbers and of probabilities, whatever a drafter made it of. Raises where that can't be."""
+    given = [float(mass) for mass in tree.masses]
+    masses = tuple(min(1.0, max(0.0, mass)) for mass in given)
+    if any(map(isnan, given)):
+        raise InvalidInputError(f"A mass of a tree is {tree.masses!r}; give probabilities.")
+    return replace(tree, tokens=tuple(map(index, tree.tokens)), parents=tuple(map(index, tree.parents)), masses=masses)

@@ -1,0 +1,281 @@
+"""What pays: who is asked, and how far a guess goes, by what forwards cost and guesses gained. There is no clock here."""
+
+from bisect import bisect
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from math import log2
+from threading import RLock
+from typing import Any
+
+from xtok.budget import Budget
+from xtok.costs import ForwardCost, Throughput
+from xtok.tree import Tree
+
+_SHARE = 0.1
+"""The weight of a measurement in a smoothed one."""
+_FEW = 64
+"""More rows than that are the draft's reading of a prompt, which is no measure of a level."""
+_TRUST, _FORGETS = 4.0, 64.0
+"""How many hits are expected before a drafter's word for them is doubted, and when half of them are forgotten."""
+_BINS = 12
+_DEBT, _DOUBTED = 3.0, 0.5
+"""How many picks guessing may lose before it stops, and how many where it had to stop before."""
+_CREDIT = 8.0
+"""How many of the picks that it gained it may lose on top."""
+_NEAREST, _FURTHEST = 4, 512
+"""Rounds without guesses before it is tried again."""
+_SURE = (0.3, 0.6, 0.85)
+"""A draft is judged apart where cheaper ones are sure of a guess, and where they have none."""
+_PROBES = 0.01
+"""How much of the time such trials may take."""
+
+
+@dataclass
+class Calibration:
+    """How often the guesses of a draft came true, by how probable it said they were."""
+
+    hits: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
+    expected: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
+    onward: float = 0.6
+
+    def believed(self, mass: float) -> float:
+        """The probability of a guess of that mass, by what became of others."""
+        index = _bin(mass)
+        return min(1.0, mass * self.hits[index] / self.expected[index])
+
+    def masses(self, tree: Tree) -> list[float]:
+        """What is believed of each node, never more than of its parent; where it says none, by what became of others."""
+        found: list[float] = []
+        for node, parent in enumerate(tree.parents):
+            before = found[parent] if parent >= 0 else 1.0
+            found.append(min(before, self.believed(tree.masses[node])) if tree.masses else before * self.onward)
+        return found
+
+    def learn(self, tree: Tree, right: Sequence[int]) -> None:
+        """Take in which nodes the picks ran through, in order."""
+        for node, mass in enumerate(tree.masses):
+            index = _bin(mass)
+            self.expected[index] += mass
+            self.hits[index] += node in right
+            if self.expected[index] > _FORGETS:
+                self.expected[index] /= 2
+                self.hits[index] /= 2
+        forks = {-1, *right}.intersection(tree.parents)
+        for fork in forks:
+            goes_on = any(tree.parents[node] == fork for node in right)
+            self.onward += _SHARE * (goes_on - self.onward) / 2
+
+
+@dataclass
+class Backoff:
+    """Whether a draft is worth asking: what it lately lost, and how long it isn't asked for that."""
+
+    debt: float = 0.0
+    distance: int = 0
+    waiting: int = 0
+
+    def asks(self) -> bool:
+        """Whether this round is to ask it."""
+        self.waiting = max(0, self.waiting - 1)
+        return not self.waiting
+
+    def judge(self, lost: float, forwards: float) -> None:
+        """Stop asking where it lost more picks than it may, and trust it again where it gained as many.
+
+        It lost so many picks, and took as long as so many `forwards` of the target. What it lost has a floor, so that a draft
+        that turns bad is found out (a CUSUM test, Page 1954).
+        """
+        self.debt = max(-_CREDIT, self.debt + lost)
+        allowed = _DOUBTED if self.distance else _DEBT
+        if self.debt < -allowed:
+            self.distance = 0
+        elif self.debt > allowed:
+            self.distance = min(max(_NEAREST, 4 * self.distance), _FURTHEST)
+            self.waiting = max(self.distance, int(forwards / _PROBES))
+            self.debt = 0.0
+
+
+@dataclass
+class Account:
+    """What a draft costs and gains, and whether it is worth asking.
+
+    `forward`: seconds of a forward of it. `lately`: its picks and seconds in the rounds that it was asked in. `without`: picks
+    and seconds as they would have been by cheaper drafts alone. `backoffs`: one for each degree of how sure those are.
+    `depth`: that of its next guess, under the heuristic schedule.
+    """
+
+    forward: ForwardCost = field(default_factory=ForwardCost)
+    calibration: Calibration = field(default_factory=Calibration)
+    lately: Throughput = field(default_factory=Throughput)
+    without: Throughput = field(default_factory=Throughput)
+    backoffs: list[Backoff] = field(default_factory=lambda: [Backoff() for _ in range(len(_SURE) + 1)])
+    depth: int | None = None
+
+    def backoff(self, sure: float) -> Backoff:
+        """That of rounds in which cheaper drafts give their likeliest guess the probability `sure`."""
+        return self.backoffs[bisect(_SURE, sure)]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What became of asking a draft in a round.
+
+    `tree`: its guess. `drafted`: rows and seconds of each of its forwards. `rest`: the seconds of all else that it took.
+    `first`: whether it was the first time in a generation, in which it also reads the prompt: that is no measure of a round.
+    `own`: the nodes of the round's tree that no cheaper draft guessed. `sure`: the probability of the likeliest guess of those.
+    Without a `tree` it wasn't asked, or failed.
+    """
+
+    tree: Tree | None = None
+    sure: float = 0.0
+    drafted: Sequence[tuple[int, float]] = ()
+    rest: float = 0.0
+    first: bool = False
+    own: frozenset[int] = frozenset()
+
+
+@dataclass
+class Ledger:
+    """What forwards cost and what guesses are worth on this machine, with these drafts, lately. One account per draft.
+
+    Law: it decides how much is guessed, and so how fast a text comes, never what it says. One serves all texts of an instance,
+    those of several threads, too: no round of any of them is lost.
+
+    A round is worth what it adds to the picks per second: more is guessed as long as the picks expected from it, per second of
+    what it costs, are more than the run has on the whole. A draft that doesn't pay, beside those that are cheaper, is left
+    alone and tried again at growing distances.
+    """
+
+    accounts: list[Account]
+    target: ForwardCost = field(default_factory=ForwardCost)
+    lately: Throughput = field(default_factory=Throughput)
+    lock: Any = field(default_factory=RLock, init=False, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ledger":
+        """A copy with a lock of its own, for locks can't be copied."""
+        with self.lock:
+            return Ledger(*deepcopy((self.accounts, self.target, self.lately), memo))
+
+    def ready(self) -> bool:
+        """Whether to guess at all. The target's forward of one row is measured before the first guess."""
+        return bool(self.target.cells)
+
+    def asks(self, draft: int, sure: float) -> bool:
+        """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
+        with self.lock:
+            return self.ready() and self.accounts[draft].backoff(sure).asks()
+
+    @property
+    def rate(self) -> float:
+        """Picks per second: what the run has lately, and at least what the target alone has."""
+        with self.lock:
+            alone = self.target.at(1)
+            return max(self.lately.rate, 1 / alone if alone else 0.0)
+
+    def cheapest_first(self) -> list[int]:
+        """The drafts by what asking them takes."""
+        with self.lock:
+            return sorted(range(len(self.accounts)), key=lambda draft: self.accounts[draft].lately.cost)
+
+    def masses(self, draft: int, tree: Tree) -> list[float]:
+        """What is believed of each node of a draft's guess."""
+        with self.lock:
+            return self.accounts[draft].calibration.masses(tree)
+
+    def verified(self, masses: Sequence[float]) -> int:
+        """How many guessed ids, whose probabilities fall, are worth a row of the target's forward."""
+        with self.lock:
+            row = self.rate * self.target.fit()[1]
+            return sum(mass > row for mass in masses)
+
+    def adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
+        """The heuristic schedule, for each draft that guessed: `depth` is what it begins with."""
+        with self.lock:
+            for account, one in zip(self.accounts, proposals, strict=True):
+                if one.tree:
+                    full = len(one.tree.along(block)) == one.tree.depth
+                    account.depth = max(1, (account.depth or depth) + (2 if full else -1))
+
+    def observe(self, tree: Tree, block: Sequence[int], forward: tuple[int, float], proposals: Sequence[Proposal]) -> None:
+        """A round is over: `block` was committed where `tree` was guessed. `forward`: rows and seconds of the target's."""
+        with self.lock:
+            self._observe(tree, block, forward, proposals)
+
+    def _observe(self, tree: Tree, block: Sequence[int], forward: tuple[int, float], proposals: Sequence[Proposal]) -> None:
+        self.target.add(*forward)
+        path = tree.along(block)[: len(block) - 1]  # behind the last id committed nothing was picked
+        rows = right = 0
+        spent = 0.0
+        for draft in self.cheapest_first():
+            account, one = self.accounts[draft], proposals[draft]
+            account.without.add(1 + right, self.target.at(1 + rows) + spent)
+            if one.tree is None:
+                continue
+            took = self._learn(account, one, block)
+            gained = len(one.own.intersection(path))
+            extra = self.target.at(1 + rows + len(one.own)) - self.target.at(1 + rows) + took
+            if not one.first:
+                account.backoff(one.sure).judge(extra * account.without.rate - gained, extra / (self.target.at(1) or 1.0))
+                account.lately.add(len(one.tree.along(block)), took)
+            rows, right, spent = rows + len(one.own), right + gained, spent + took
+        self.lately.add(len(block), self.target.at(1 + len(tree)) + spent)
+
+    @staticmethod
+    def _learn(account: Account, one: Proposal, block: Sequence[int]) -> float:
+        """Take in what a draft did. Returns the seconds that it took, as those of a forward are known."""
+        assert one.tree is not None
+        for rows, took in one.drafted or ([] if one.first else [(1, one.rest)]):
+            if rows <= _FEW:
+                account.forward.add(rows, took)
+        account.calibration.learn(one.tree, one.tree.along(block))
+        return sum(account.forward.at(min(rows, _FEW)) for rows, _ in one.drafted) + (0.0 if one.first else one.rest)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one draft is to guess, by a ledger and its account there."""
+
+    ledger: Ledger
+    account: Account
+
+    def expanded(self, masses: Sequence[float]) -> int:
+        """How many paths to continue, all in one forward of the draft; 0 where that doesn't pay or its cost isn't known.
+
+        A path is worth what its next id brings beyond the row of the target that checks it.
+        """
+        with self.ledger.lock:
+            if not self.account.forward.cells:
+                return 0
+            start, slope = self.account.forward.fit()
+            rate, calibration = self.ledger.rate, self.account.calibration
+            row = rate * self.ledger.target.fit()[1]
+            worth = [calibration.believed(mass) * calibration.onward - row for mass in masses]
+        count = sum(gain > rate * slope for gain in worth)
+        return count if sum(worth[:count]) > rate * start + rate * slope * count else 0
+
+    def verified(self, masses: Sequence[float]) -> int:
+        """How many guessed ids are worth a row of the target's forward."""
+        with self.ledger.lock:
+            return self.ledger.verified([self.account.calibration.believed(mass) for mass in masses])
+
+
+@dataclass(frozen=True)
+class Limit(Budget):
+    """A budget for one guess: no more of it than is left of the text, and of that what pays, where `pace` tells."""
+
+    pace: Pace | None = None
+
+    def expanded(self, level: int, masses: Sequence[float]) -> int:
+        """How many of the likeliest paths, whose masses fall, the draft is to continue behind `level` forwards of it."""
+        most = super().expanded(level, masses)
+        return most if self.pace is None or not most else self.pace.expanded(masses[:most])
+
+    def verified(self, masses: Sequence[float]) -> int:
+        """How many of the likeliest guessed ids, whose masses fall, the target is to check."""
+        most = super().verified(masses)
+        return most if self.pace is None else self.pace.verified(masses[:most])
+
+
+def _bin(mass: float) -> int:
+    return min(_BINS - 1, int(-log2(mass)) if mass > 0 else _BINS)

@@ -1,0 +1,79 @@
+"""One text while it is written."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+from xtok.budget import Budget
+from xtok.drafts.session import Session
+from xtok.lm import CachedModel
+from xtok.pick import Picker
+from xtok.text import Text
+from xtok.trace import Meter
+
+_LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
+_KNOWN = (MaxLengthCriteria, EosTokenCriteria)
+"""Answered here by the ids alone: asking them would take a transfer from the device for each id."""
+
+
+@dataclass(repr=False, eq=False)
+class Sequence:
+    """The state of one generation: its text, its slot in the target, how it is picked, drafted and ended.
+
+    `ids`: what processors and criteria read, (1, length), padding included. `deepest`: how many positions the
+    target has, where that is known. `seed`: what the noise of a sampled text comes from. `begun`: the prompt was read.
+    """
+
+    slot: CachedModel
+    ids: Tensor
+    text: Text
+    picker: Picker
+    criteria: StoppingCriteriaList
+    config: Any
+    session: Session | None
+    budget: Budget
+    deepest: int | None
+    meter: Meter
+    seed: int | None = None
+    finish_reason: str | None = None
+    begun: bool = False
+    _limit: int | None = field(init=False)
+    _ends: frozenset[int] = field(init=False)
+    _length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        limits = [one.max_length for one in self.criteria if type(one) is MaxLengthCriteria]
+        ends = [one.eos_token_id.reshape(-1).tolist() for one in self.criteria if type(one) is EosTokenCriteria]
+        self._limit, self._ends = min(limits, default=None), frozenset(token for some in ends for token in some)
+        self.criteria = StoppingCriteriaList(one for one in self.criteria if type(one) not in _KNOWN)
+        self._length = self.ids.shape[1]
+
+    @property
+    def new_ids(self) -> list[int]:
+        """What was committed so far."""
+        return self.text.new_ids
+
+    def append(self, token: int) -> None:
+        """Commit an id, and ask whether to stop."""
+        self.text.append(token)
+        if self.picker.processors or self.criteria:
+            self.catch_up()
+        fired = [one for one in self.criteria if bool(torch.as_tensor(one(self.ids, self.picker.scores)).any())]
+        ends = token in self._ends or not all(isinstance(criterion, _LIMITS) for criterion in fired)
+        if ends or fired or (self._limit is not None and self._size >= self._limit):
+            self.finish_reason = "stop" if ends else "length"
+
+    @property
+    def _size(self) -> int:
+        """How many ids there are, padding included."""
+        return self._length + len(self.text.ids) - self.text.prompt_length
+
+    def catch_up(self) -> None:
+        """Bring the committed ids to where processors and criteria read them."""
+        if missing := self._size - self.ids.shape[1]:
+            new = torch.tensor([self.text.ids[-missing:]], device=self.ids.device)
+            self.ids = torch.cat([self.ids, new], dim=-1)

@@ -1,0 +1,35 @@
+"""A tokenizer as all else sees it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from xtok.encoding import Encoder, encoder
+from xtok.noise import spelling_keys
+from xtok.tokenbytes import TokenBytes
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a model's ids spell, how its tokenizer writes plain text, and what noise its ids have. No model.
+
+    `size`: how many ids the model has logits for, those without a token included. `ends`: its ids that end a text.
+    Shared by all texts; what takes time to make is made where it is first asked for.
+    """
+
+    tokenizer: Any
+    view: TokenBytes
+    size: int
+    ends: frozenset[int]
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """How the tokenizer writes plain text."""
+        return encoder(self.tokenizer, self.view)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """The keys of the ids for noise, (size,)."""
+        return spelling_keys(self.view, self.size)
