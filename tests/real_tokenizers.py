@@ -9,8 +9,8 @@ from transformers import AutoTokenizer, BertJapaneseTokenizer, BertTokenizer, GP
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 from worlds import SHARED
 
-from xtok.encoding import Encoder, encoder
-from xtok.tokenbytes import TokenBytes, token_bytes
+from xtok.align.encoding import Encoder, encoder
+from xtok.align.tokenbytes import TokenBytes, token_bytes
 
 FILES = SHARED / "tokenizers"
 BESIDE = ("SOURCE.txt", "tokenizer_config.json", "special_tokens_map.json", "emoji.json", "*.gguf.inp", "*.gguf.out")

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import ARCHITECTURES, budgets, examples, fitting, texts, tokenizer
 
-from xtok import Budget, XTokAssisted, adapt, pair
-from xtok.adapt import SHARE, Adapter
+from xtok import Budget, XTokAssisted, pair
+from xtok.align.tokenbytes import token_bytes
+from xtok.drafts import adapt
+from xtok.drafts.adapt import SHARE, Adapter
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, InvalidInputError
-from xtok.sources import draft_model, load
-from xtok.tokenbytes import token_bytes
+from xtok.models.load import draft_model, load
 
 PROMPTS = pair.prompts()[::6]
 ASKED: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}

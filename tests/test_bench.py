@@ -16,18 +16,18 @@ from typer.testing import CliRunner
 from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tokenizer
 
 from xtok import Budget, XTokAssisted, pair
-from xtok.bench import ALONE, CHAIN, DRAFT, LOOKUP, NONE, SETTINGS, TREE, UAG, XTOK, Timed, compare, speed, tuned
-from xtok.bench_context import compare_contexts
-from xtok.bench_drafters import compare_drafters
-from xtok.bench_sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
-from xtok.bench_sampled import TREE as TREE_SAMPLED
-from xtok.bench_vocabulary import compare_vocabularies
+from xtok.align.tokenbytes import token_bytes
+from xtok.bench.compare import ALONE, CHAIN, DRAFT, LOOKUP, NONE, SETTINGS, TREE, UAG, XTOK, Timed, compare, speed, tuned
+from xtok.bench.context import compare_contexts
+from xtok.bench.drafters import compare_drafters
+from xtok.bench.sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
+from xtok.bench.sampled import TREE as TREE_SAMPLED
+from xtok.bench.stretch import blocks_of, shortened, sized, stretch, stretched_to, with_pieces, with_vocabulary
+from xtok.bench.vocabulary import compare_vocabularies
 from xtok.cli import app
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
-from xtok.lm import ids_read, vocabulary_size
-from xtok.sources import load
-from xtok.stretch import blocks_of, shortened, sized, stretch, stretched_to, with_pieces, with_vocabulary
-from xtok.tokenbytes import token_bytes
+from xtok.models.cache import ids_read, vocabulary_size
+from xtok.models.load import load
 
 OWN = [ALONE, NONE, LOOKUP, XTOK, DRAFT, CHAIN.format(5), TREE.format(5)]
 
@@ -89,7 +89,7 @@ def test_speed_is_seconds_per_token_beside_the_target_alone() -> None:
 
 def test_all_settings_are_measured_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("xtok.cli.compare", lambda target, draft, texts, setting, **_: asked.append(setting) or [])
+    monkeypatch.setattr("xtok.bench.report.compare", lambda target, draft, texts, setting, **_: asked.append(setting) or [])
     assert CliRunner().invoke(app, ["bench", "--json"]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "--setting", "sampled", "--setting", "greedy", "--json"]).exit_code == 0
     assert asked == ["greedy", "penalty", "sampled", "greedy", "sampled"]
@@ -126,7 +126,7 @@ def test_the_excess_tells_draws_of_the_law_from_others() -> None:
 
 
 def test_what_transformers_breaks_on_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.bench_sampled.uag", lambda *_: {"assistant_model": object()})
+    monkeypatch.setattr("xtok.bench.sampled.uag", lambda *_: {"assistant_model": object()})
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
     rows = compare_sampled(target, draft, pair.prompts()[:1], max_new_tokens=4, guess_length=3, draws=1)
     assert all("Error" in (row.failure or "") for row in rows if row.system == ASSISTED)
@@ -149,7 +149,7 @@ def test_a_stretched_model_has_the_logits_of_the_small_one(architecture: str, id
 
 
 def test_a_model_is_stretched_to_the_seconds_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.stretch.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
+    monkeypatch.setattr("xtok.bench.stretch.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
     small = model("Llama", 40, 0, torch.float32)
     assert [len(blocks_of(stretched_to(small, seconds, width=64))) for seconds in (0.001, 0.05, 0.2)] == [2, 5, 20]
 
@@ -163,8 +163,8 @@ def test_a_model_is_enlarged_to_a_number_of_parameters(architecture: str) -> Non
 
 @pytest.mark.deep
 def test_what_contexts_cost_has_a_row_per_length_and_kind_of_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.cli.compare_contexts", partial(compare_contexts, sizes=(16, 64)))
-    result = CliRunner().invoke(app, ["bench", "--contexts", "--json"])
+    monkeypatch.setattr("xtok.bench.report.compare_contexts", partial(compare_contexts, sizes=(16, 64)))
+    result = CliRunner().invoke(app, ["bench", "contexts", "--json"])
     rows = json.loads(result.stdout)
     assert [(row["context"], row["budget"]) for row in rows] == list(product((16, 64), ("chain of 5", "tree of 32")))
     assert set(rows[0]) == {"context", "budget", "align", "guess", "pick"}
@@ -186,7 +186,7 @@ def test_a_shortened_model_is_the_lower_blocks() -> None:
 
 
 def test_a_model_of_unknown_blocks_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.stretch._OUTPUTS", ("unknown",))
+    monkeypatch.setattr("xtok.bench.stretch._OUTPUTS", ("unknown",))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
         stretch(model("Llama", 40, 0, torch.float32), 1)
 
@@ -246,7 +246,7 @@ def test_what_is_quoted_differs_from_the_passage_in_one_character() -> None:
 def test_the_command_compares_drafters(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(pair.prompts()[:6]), encoding="utf-8")
-    done = CliRunner().invoke(app, ["bench", "--drafters", "--prompts", str(file), "--max-new-tokens", "4"])
+    done = CliRunner().invoke(app, ["bench", "drafters", "--prompts", str(file), "--max-new-tokens", "4"])
     assert done.exit_code == 0, done.output
     assert all(name in done.stdout for name in ("prose", "technical", "quoting", "tuned draft + prompt lookup", "heads"))
 
@@ -379,12 +379,14 @@ def test_the_bench_widens_the_vocabularies_of_an_enlarged_target_and_of_all_draf
 
 
 def test_what_is_computed_over_vocabularies_has_a_row_per_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.cli.compare_vocabularies", partial(compare_vocabularies, sizes=[(8000, 4096), (9000, 5000)]))
-    monkeypatch.setattr("xtok.bench_vocabulary._REPEATS", 2)
-    result = CliRunner().invoke(app, ["bench", "--rows", "--json"])
+    monkeypatch.setattr(
+        "xtok.bench.report.compare_vocabularies", partial(compare_vocabularies, sizes=[(8000, 4096), (9000, 5000)])
+    )
+    monkeypatch.setattr("xtok.bench.vocabulary._REPEATS", 2)
+    result = CliRunner().invoke(app, ["bench", "vocabularies", "--json"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     assert {(row["target"], row["draft"]) for row in rows} == {(8000, 4096), (9000, 5000)}
     assert len(rows) == 2 * 12
     assert all(row["milliseconds"] > 0 for row in rows if "level" not in row["what"])  # those are differences
-    assert "a pick, top-p 0.95" in CliRunner().invoke(app, ["bench", "--rows"]).stdout
+    assert "a pick, top-p 0.95" in CliRunner().invoke(app, ["bench", "vocabularies"]).stdout

@@ -15,18 +15,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted
-from xtok.continuation import Continuation
+from xtok.align.continuation import Continuation
+from xtok.align.encoding import encoder
+from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.scripted import ScriptedDrafter
-from xtok.encoding import encoder
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
-from xtok.lm import CachedModel, context_window, new_cache
-from xtok.recurrent import cached_model
-from xtok.sources import draft_model, target_model
-from xtok.tokenbytes import token_bytes
-from xtok.trace import Meter
-from xtok.trial import check_continues
+from xtok.models.cache import CachedModel, context_window, new_cache
+from xtok.models.load import draft_model, target_model
+from xtok.models.probe import check_continues
+from xtok.models.recurrent import cached_model
+from xtok.stats import Meter
 
 VOCABULARY = 40
 TOKENS = tokenizer("byte-level BPE")

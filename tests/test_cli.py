@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from worlds import CORPUS, FAMILIES, tokenizer
 
 from xtok import XTokAssisted, __version__, cli
+from xtok.align.fit import fit
 from xtok.errors import InvalidInputError
-from xtok.fit import fit
 from xtok.pair import DRAFT, TARGET, prompts
 
 
@@ -132,7 +132,7 @@ def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
     def faulty() -> list[str]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "prompts", faulty)
+    monkeypatch.setattr("xtok.console.prompts", faulty)
     result = CliRunner().invoke(cli.app, ["inspect"])
     assert isinstance(result.exception, ZeroDivisionError)
 

@@ -19,20 +19,21 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from worlds import fitting, scaled, tokenizer
 
 from xtok import Budget, XTokAssisted
-from xtok.chi_square import chi_square
+from xtok.align.keys import spelling_key, spelling_keys
+from xtok.align.text import Text
+from xtok.align.tokenbytes import TokenBytes
+from xtok.bench.chi_square import chi_square
 from xtok.decode import drain
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.projection import Candidates, Projection, projection
 from xtok.drafts.reader import Reader
 from xtok.drafts.session import Session
 from xtok.ledger import Account, Ledger
-from xtok.noise import Noise, gumbel, noise, spelling_key, spelling_keys
+from xtok.models.target import Target as Checking
+from xtok.noise import Noise, gumbel, noise
 from xtok.pick import Acceptance, Picker
 from xtok.sequence import Sequence as Written
-from xtok.target import Target as Checking
-from xtok.text import Text
-from xtok.tokenbytes import TokenBytes
-from xtok.trace import Meter
+from xtok.stats import Meter
 
 SEEDS, FEWER, LENGTH, GUESS_LENGTH = scaled(20_000), scaled(8_000), 5, 3
 ENOUGH, SUBTLE = 2_000, 6_000

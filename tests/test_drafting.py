@@ -11,16 +11,17 @@ from transformers import LogitsProcessorList
 from worlds import FAMILIES, fitting, tokenizer
 
 from xtok import Budget, Context, Tree
-from xtok.continuation import Continuation
+from xtok.align.continuation import Continuation
+from xtok.align.encoding import encoder
+from xtok.align.keys import spelling_keys
+from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.projection import Candidates, Projection, projection
 from xtok.drafts.reader import Reader
-from xtok.encoding import encoder
-from xtok.noise import noise, spelling_keys
-from xtok.sources import draft_model
-from xtok.tokenbytes import token_bytes
-from xtok.trace import Meter
+from xtok.models.load import draft_model
+from xtok.noise import noise
+from xtok.stats import Meter
 
 TEXT = "吾輩は猫である。名前はまだ無い。どこで生れたか"
 END = 2

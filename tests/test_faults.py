@@ -19,9 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 from worlds import examples, fitting, make_dear, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
+from xtok.align.reencode import Reencoder
 from xtok.errors import DraftFailedWarning
-from xtok.prompts import prompt_ids
-from xtok.reencode import Reencoder
+from xtok.models.prompts import prompt_ids
 
 TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
 TARGET = deepcopy(fitting(TOKENS, "Llama", 0))
@@ -277,7 +277,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, seconds: dict[Any, Callable[[], flo
         calls[model] += 1
         now[0] += seconds[model]()
 
-    monkeypatch.setattr("xtok.trace.perf_counter", lambda: now[0])
+    monkeypatch.setattr("xtok.stats.perf_counter", lambda: now[0])
     handles = [model.register_forward_hook(passes) for model in seconds]
     try:
         yield calls

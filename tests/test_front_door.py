@@ -31,7 +31,7 @@ from worlds import fitting, tokenizer
 from xtok import Budget, Context, Generation, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError, XTokError
-from xtok.prompts import prompt_ids
+from xtok.models.prompts import prompt_ids
 
 PROMPT = "吾輩は猫である。名前は"
 PROMPTS = [PROMPT, "The quick brown fox", "自然言語処理とは何か。🍣", "メロス"]
@@ -969,7 +969,7 @@ def test_a_target_that_can_not_be_forwarded_behind_its_cache_is_refused(monkeypa
     def fails(model: Any) -> bool:
         raise RuntimeError("sizes differ")
 
-    monkeypatch.setattr("xtok.trial._continues", fails)
+    monkeypatch.setattr("xtok.models.probe._continues", fails)
     with pytest.raises(UnsupportedModelError, match=r"behind its own cache \(RuntimeError: sizes differ\)"):
         XTokAssisted((deepcopy(TARGET), TOKENS))
 

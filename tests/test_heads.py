@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from worlds import fitting, tokenizer
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, hf, pair, train_heads
+from xtok.align.tokenbytes import token_bytes
 from xtok.cli import app
 from xtok.decode import prefill, step
 from xtok.drafts.heads import Heads, Trained, described, save_heads
 from xtok.errors import InvalidInputError
-from xtok.sources import load
-from xtok.tokenbytes import token_bytes
+from xtok.models.load import load
 from xtok.tune.heads import TrainedHeads, _Row, batch_of, loss_of
 
 TOKENS = tokenizer("SentencePiece BPE")

@@ -25,7 +25,7 @@ from worlds import ARCHITECTURES, KINDS, budgets, examples, fitting, make_dear, 
 from xtok import Budget, Context, Tree, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, UnsupportedArgumentError
-from xtok.prompts import prompt_ids
+from xtok.models.prompts import prompt_ids
 from xtok.tree import Trie
 
 CLOSE_CALL = {torch.float32: 1e-5, torch.float64: 1e-6}

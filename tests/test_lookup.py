@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from worlds import examples, tokenizer
 
 from xtok import Budget, Context, PromptLookup
+from xtok.align.encoding import encoder
+from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.corpus import Corpus
 from xtok.drafts.lookup import Belief, Lookup
 from xtok.drafts.repeats import Repeats
-from xtok.encoding import encoder
 from xtok.errors import InvalidInputError
-from xtok.tokenbytes import token_bytes
 
 few_ids = st.lists(st.integers(0, 3), max_size=40)
 

@@ -8,21 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import FAMILIES, tokenizer
 
-from xtok.chi_square import chi_square
+from xtok.align.keys import control_key, spelling_key, spelling_keys
+from xtok.align.tokenbytes import TokenBytes, token_bytes
+from xtok.bench.chi_square import chi_square
 from xtok.noise import (
     _MULTIPLIERS,
     ACCEPT,
     GUESS,
     PICK,
     _signed,
-    control_key,
     gumbel,
     noise,
-    spelling_key,
-    spelling_keys,
     uniform,
 )
-from xtok.tokenbytes import TokenBytes, token_bytes
 
 PASSES, FAILS = 1e-3, 1e-6
 INT64 = torch.iinfo(torch.int64)

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from worlds import CORPUS, fitting, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
-from xtok.tokenbytes import token_bytes
+from xtok.align.tokenbytes import token_bytes
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 10}
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds import scaled
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair
-from xtok.bench import lost_to_boundaries
-from xtok.tokenbytes import token_bytes
+from xtok.align.tokenbytes import token_bytes
+from xtok.bench.compare import lost_to_boundaries
 
 PROMPTS, LENGTH = pair.prompts(), 40
 CHAIN = Budget(5, width=1, schedule="constant")

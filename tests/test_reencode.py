@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from worlds import CORPUS, FAMILIES, examples, texts, tokenizer, unigram
 
-from xtok.encoding import Encoder, encoder
-from xtok.reencode import Reencoder
-from xtok.tokenbytes import token_bytes
+from xtok.align.encoding import Encoder, encoder
+from xtok.align.reencode import Reencoder
+from xtok.align.tokenbytes import token_bytes
 
 ENCODERS: dict[tuple[str, int], Encoder] = {}
 

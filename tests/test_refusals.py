@@ -13,11 +13,11 @@ from transformers import DynamicCache, LogitsProcessorList
 from worlds import model
 
 from xtok import Budget, HeadsDrafter, XTokAssisted
-from xtok.bench import compare
-from xtok.cli import _placed
+from xtok.align.tokenbytes import token_bytes
+from xtok.bench.compare import compare
+from xtok.bench.report import _placed
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
-from xtok.tokenbytes import token_bytes
 from xtok.tune import check_tunable
 from xtok.tune.work import check_trains
 
@@ -226,7 +226,7 @@ def test_what_transformers_refuses_is_refused_in_its_own_words_before_any_forwar
 def test_what_isnt_installed_is_told_of_together_with_how_to_install_it(
     check: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("tune", "tune.work", "adapt"):
+    for module in ("tune", "tune.work", "drafts.adapt"):
         monkeypatch.setattr(f"xtok.{module}.find_spec", lambda name: None)
     with forwards(OTHER) as seen, pytest.raises(InvalidInputError, match=r"needs .*pip install 'xtok\[tune\]'"):
         check()

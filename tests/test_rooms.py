@@ -1,6 +1,8 @@
-"""The rooms of the design: a module imports only from rooms above it."""
+"""The rooms of the design: a module imports only from rooms below it."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,38 +10,39 @@ import pytest
 import xtok
 
 ROOT = Path(xtok.__file__).parent
-ROOMS = (
-    ("version", "errors", "chi_square", "largest", "processors", "trace"),
-    ("tokenbytes.table", "tokenbytes.families", "tokenbytes"),
-    ("encoding", "noise", "tree"),
-    ("vocabulary", "reencode", "continuation", "text", "budget", "costs", "rope", "pick"),
-    ("ledger", "lm"),
-    ("recurrent",),
-    ("trial", "target", "prompts"),
+FLOORS = (
+    ("version", "errors", "stats", "align"),
+    ("align.tokenbytes.table", "align.tokenbytes.families", "align.tokenbytes"),
+    ("align.keys", "align.encoding", "align.text"),
+    ("align.vocabulary", "align.reencode", "align.continuation", "align.fit"),
+    ("largest", "processors", "noise", "tree", "budget", "costs"),
+    ("pick", "ledger"),
+    ("models", "models.prompts", "models.rope"),
+    ("models.cache",),
+    ("models.recurrent", "models.target"),
+    ("models.probe",),
     ("drafts",),
-    ("drafts.reader", "drafts.growth", "drafts.repeats", "drafts.corpus"),
-    ("drafts.projection",),
-    ("drafts.scripted", "drafts.cross_tokenizer", "drafts.projected", "drafts.lookup", "drafts.heads", "drafts.session"),
-    ("lessons",),
-    ("adapt",),
+    ("drafts.reader", "drafts.growth", "drafts.repeats", "drafts.corpus", "drafts.session"),
+    ("drafts.projection", "drafts.lessons"),
+    ("drafts.scripted", "drafts.cross_tokenizer", "drafts.projected", "drafts.lookup", "drafts.heads", "drafts.adapt"),
     ("drafts.model",),
-    ("sequence",),
+    ("models.load", "sequence"),
     ("decode",),
-    ("sources", "hf"),
+    ("hf",),
     ("assisted",),
-    ("tune.writing",),
-    ("tune.loss",),
+    ("tune.writing", "tune.loss"),
     ("tune.training", "tune.work"),
     ("tune.heads",),
     ("tune",),
-    ("", "pair", "fit", "stretch"),
-    ("bench",),
-    ("bench_sampled", "bench_context", "bench_plot", "bench_drafters"),
-    ("bench_vocabulary",),
+    ("", "pair", "bench", "bench.chi_square", "bench.stretch"),
+    ("bench.compare",),
+    ("bench.sampled", "bench.context", "bench.plot", "bench.drafters"),
+    ("bench.vocabulary", "console"),
+    ("bench.report",),
     ("cli",),
     ("__main__",),
 )
-FLOOR = {module: floor for floor, modules in enumerate(ROOMS) for module in modules}
+FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
     for path in ROOT.rglob("*.py")
@@ -57,7 +60,7 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_a_module_has_a_room_and_imports_only_from_rooms_above(module: str) -> None:
+def test_a_module_has_a_room_and_imports_only_from_rooms_below(module: str) -> None:
     assert module in FLOOR
     for other in imports(MODULES[module]):
         same_package = FLOOR[other] == FLOOR[module] and other != module
@@ -68,13 +71,28 @@ def test_no_room_is_empty() -> None:
     assert set(FLOOR) == set(MODULES)
 
 
-def test_the_bytes_of_tokens_need_no_torch() -> None:
-    for module in ("tokenbytes", "tokenbytes.table", "tokenbytes.families", "encoding", "reencode", "continuation", "text"):
-        assert "torch" not in MODULES[module].read_text(encoding="utf-8"), module
+def test_what_ids_spell_needs_no_torch() -> None:
+    for module, path in MODULES.items():
+        if module.startswith("align") and module not in ("align.keys", "align.vocabulary"):
+            assert "torch" not in path.read_text(encoding="utf-8"), module
 
 
-def test_the_public_names_are_complete() -> None:
-    public = {name for name in vars(xtok) if not name.startswith("_")}
-    modules = {name for name in public if type(vars(xtok)[name]).__name__ == "module"}
-    assert set(xtok.__all__) == (public - modules) | {"errors", "__version__"}
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if "." in name and "tokenbytes" not in name))
+def test_a_room_says_what_belongs_there(module: str) -> None:
+    room = MODULES[module].parent / "__init__.py"
+    told = ast.get_docstring(ast.parse(room.read_text(encoding="utf-8")))
+    assert told, room
+
+
+def test_what_learns_is_imported_only_when_it_is_asked_for() -> None:
+    told = "import sys, xtok; print([name for name in ('xtok.tune', 'peft', 'transformers.trainer') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert xtok.tune_draft.__module__ == "xtok.tune"
+
+
+def test_the_public_names_are_there_and_documented() -> None:
+    assert sorted(xtok.__all__) == xtok.__all__
     assert all(getattr(xtok, name).__doc__ for name in xtok.__all__ if name != "__version__")
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = xtok.nothing  # type: ignore[attr-defined]

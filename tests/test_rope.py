@@ -21,7 +21,7 @@ from worlds import CORPUS, examples, tokenizer
 from xtok import Budget, Context, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedArgumentError
-from xtok.prompts import prompt_ids
+from xtok.models.prompts import prompt_ids
 
 TOKENS = tokenizer("characters")
 BOUNDARY, LENGTH = 24, 14

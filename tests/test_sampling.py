@@ -15,8 +15,8 @@ from worlds import KINDS, budgets, examples, fitting, make_dear, texts, tokenize
 from xtok import Budget, Context, XTokAssisted, pair
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
+from xtok.models.prompts import prompt_ids
 from xtok.pick import typical
-from xtok.prompts import prompt_ids
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)

@@ -21,6 +21,7 @@ from transformers import LogitsProcessorList
 from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, pair
+from xtok.align.tokenbytes import same_tokens, token_bytes
 from xtok.drafts import Drafter, Request
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
@@ -29,9 +30,8 @@ from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
 from xtok.ledger import Account, Ledger, Pace, Proposal
-from xtok.prompts import prompt_ids
-from xtok.tokenbytes import same_tokens, token_bytes
-from xtok.trace import Meter
+from xtok.models.prompts import prompt_ids
+from xtok.stats import Meter
 from xtok.tree import Trie
 
 TOKENS = tokenizer("SentencePiece BPE")
@@ -515,7 +515,7 @@ def judged(generations: Sequence[Generation], length: int) -> int:
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which all takes equally long: nothing is far off, and so nothing is forgotten."""
     ticks = count()
-    monkeypatch.setattr("xtok.trace.perf_counter", lambda: next(ticks) / 1e3)
+    monkeypatch.setattr("xtok.stats.perf_counter", lambda: next(ticks) / 1e3)
 
 
 @pytest.mark.usefixtures("steady")

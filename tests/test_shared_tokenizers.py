@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from worlds import model
 
 from xtok import Budget, Context, Tree, XTokAssisted, chain
-from xtok.continuation import Continuation
-from xtok.prompts import prompt_ids
-from xtok.reencode import Reencoder
+from xtok.align.continuation import Continuation
+from xtok.align.reencode import Reencoder
+from xtok.models.prompts import prompt_ids
 
 if not is_there():
     pytest.skip(f"no tokenizer files in {FILES}; set XTOK_SHARED to their folder", allow_module_level=True)

@@ -15,8 +15,8 @@ from transformers import BertJapaneseTokenizer, GPTNeoXJapaneseTokenizer, PreTra
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 from worlds import CORPUS, FAMILIES, texts, tokenizer, unidic_words
 
+from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.errors import UnsupportedTokenizerError
-from xtok.tokenbytes import TokenBytes, token_bytes
 
 families = st.tuples(st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
 VIEWS: dict[tuple[str, int], TokenBytes] = {}

@@ -18,8 +18,8 @@ from xtok.drafts.growth import Path, grown
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.ledger import Account, Ledger, Limit, Pace, Proposal
+from xtok.models.probe import takes_trees
 from xtok.tree import Trie, chain
-from xtok.trial import takes_trees
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
 guesses = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.floats(0.01, 0.2)), min_size=1, max_size=5)

@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 from worlds import examples, fitting, texts, tokenizer
 
 from xtok import XTokAssisted, pair, tune, tune_draft
+from xtok.align.encoding import encoder
+from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.cli import app
+from xtok.drafts.lessons import NOT_LEARNT, Written, batch, lessons
 from xtok.drafts.projection import Projection, projection
-from xtok.encoding import encoder
 from xtok.errors import InvalidInputError
-from xtok.lessons import NOT_LEARNT, Written, batch, lessons
-from xtok.sources import draft_model, load
-from xtok.tokenbytes import TokenBytes, token_bytes
+from xtok.models.load import draft_model, load
 from xtok.tune import split
 from xtok.tune.loss import guessing_loss
 from xtok.tune.training import train

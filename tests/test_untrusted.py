@@ -23,10 +23,10 @@ from worlds import examples, fitting, texts, tokenizer
 
 import xtok
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted, cli
+from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.heads import Heads, described, save_heads
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedModelError, XTokError
-from xtok.prompts import prompt_ids
-from xtok.tokenbytes import token_bytes
+from xtok.models.prompts import prompt_ids
 
 SOURCES = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in Path(xtok.__file__).parent.rglob("*.py")}
 TOKENS = tokenizer("SentencePiece BPE")

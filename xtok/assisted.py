@@ -13,10 +13,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from xtok import hf
-from xtok.adapt import Adapter
+from xtok.align.text import Text, TextPieces
 from xtok.budget import Budget
 from xtok.decode import prefill, step
 from xtok.drafts import Draft, Drafter, Request
+from xtok.drafts.adapt import Adapter
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
@@ -24,17 +25,16 @@ from xtok.drafts.reader import DraftModel
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.ledger import Account, Ledger
-from xtok.lm import context_window
+from xtok.models.cache import context_window
+from xtok.models.load import Source, draft_model, target_model
+from xtok.models.probe import fits_trees, takes_trees
+from xtok.models.prompts import Chat, is_chat
+from xtok.models.recurrent import cached_model
 from xtok.noise import Noise
 from xtok.pick import Acceptance, Picker
 from xtok.processors import warpers
-from xtok.prompts import Chat, is_chat
-from xtok.recurrent import cached_model
 from xtok.sequence import Sequence
-from xtok.sources import Source, draft_model, target_model
-from xtok.text import Text, TextPieces
-from xtok.trace import Meter, Round, Stats
-from xtok.trial import fits_trees, takes_trees
+from xtok.stats import Meter, Round, Stats
 
 Accepts = Literal["match", "rejection", "typical"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from xtok.budget import Budget
+from xtok.models.target import Checked, Target
 from xtok.sequence import Sequence
-from xtok.target import Checked, Target
-from xtok.trace import Round
+from xtok.stats import Round
 from xtok.tree import Tree
 
 

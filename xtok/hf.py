@@ -29,13 +29,13 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 
 from xtok.decode import drain
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
-from xtok.lm import device_of, ids_read
+from xtok.models.cache import device_of, ids_read
+from xtok.models.probe import check_cache
+from xtok.models.prompts import prompt_ids, reading
+from xtok.models.rope import dynamic_boundary, longrope_boundary
+from xtok.models.target import Target
 from xtok.noise import Noise, noise
-from xtok.prompts import prompt_ids, reading
-from xtok.rope import dynamic_boundary, longrope_boundary
 from xtok.sequence import Sequence
-from xtok.target import Target
-from xtok.trial import check_cache
 
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"

@@ -8,12 +8,11 @@ Suresh 2024, arXiv 2408.07978).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-from xtok.tokenbytes import TokenBytes
+from xtok.align.keys import digest
 
 PICK, GUESS, ACCEPT = range(3)
 """What noise is for. Each has noise of its own."""
@@ -41,36 +40,7 @@ class Noise:
 
 def noise(seed: int, sample: int, prompt: bytes) -> Noise:
     """`seed`: 0 to 2**64 - 1. `sample`: 0 for the first text of a prompt, 1 for the second, and so on."""
-    return Noise(_chain(seed, sample, _hash(prompt, b"prompt")))
-
-
-def spelling_keys(view: TokenBytes, size: int) -> Tensor:
-    """One int64 key per id, (size,): the same for equal spellings in any vocabulary, but different for any two ids of one.
-
-    The first id of a spelling has that spelling's own key; further ids that spell the same, and those that spell nothing, have
-    keys of their id. Without that, two ids with the same noise would be drawn too often or too seldom.
-    """
-    keys, seen = [], set[bytes]()
-    for token in range(size):
-        piece = view[token]
-        if not piece:
-            keys.append(control_key(token))
-        elif piece in seen:
-            keys.append(_hash(piece + token.to_bytes(8, "little"), b"duplicate"))
-        else:
-            seen.add(piece)
-            keys.append(spelling_key(piece))
-    return torch.tensor(keys, dtype=torch.int64)
-
-
-def spelling_key(piece: bytes) -> int:
-    """The key of a spelling, as a signed number of 64 bits."""
-    return _hash(piece, b"spelling")
-
-
-def control_key(token: int) -> int:
-    """The key of an id that spells nothing."""
-    return _hash(token.to_bytes(8, "little"), b"control")
+    return Noise(_chain(seed, sample, digest(prompt, b"prompt")))
 
 
 def gumbel(keys: Tensor, state: int) -> Tensor:
@@ -132,7 +102,3 @@ def _splitmix(state: int) -> int:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
-
-
-def _hash(data: bytes, kind: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8, person=kind).digest(), "little", signed=True)

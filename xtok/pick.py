@@ -17,7 +17,7 @@ from xtok.errors import InvalidInputError
 from xtok.largest import best, largest
 from xtok.noise import ACCEPT, Noise, gumbel, gumbel_of, mixed
 from xtok.processors import CUTS, known_cuts, stretch
-from xtok.trace import Meter
+from xtok.stats import Meter
 from xtok.tree import Law, Tree
 
 _AHEAD = (4, 16)

@@ -8,12 +8,12 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from xtok.align.text import Text
 from xtok.budget import Budget
 from xtok.drafts.session import Session
-from xtok.lm import CachedModel
+from xtok.models.cache import CachedModel
 from xtok.pick import Picker
-from xtok.text import Text
-from xtok.trace import Meter
+from xtok.stats import Meter
 
 _LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
 _KNOWN = (MaxLengthCriteria, EosTokenCriteria)

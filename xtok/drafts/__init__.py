@@ -7,11 +7,11 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget
 from xtok.noise import Noise
-from xtok.trace import Meter
+from xtok.stats import Meter
 from xtok.tree import Tree
-from xtok.vocabulary import Vocabulary
 
 __all__ = ["Context", "Draft", "Drafter", "Request"]
 

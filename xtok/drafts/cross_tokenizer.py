@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from xtok.align.continuation import Continuation
 from xtok.budget import Budget
-from xtok.continuation import Continuation
 from xtok.drafts import Context
 from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, check_numbers, grown
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.largest import largest
-from xtok.trace import Meter
+from xtok.stats import Meter
 from xtok.tree import Tree, Trie
 
 _SEEN = 64

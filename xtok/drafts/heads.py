@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Context, Request
 from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, tree_of
 from xtok.errors import InvalidInputError
-from xtok.lm import device_of
-from xtok.tokenbytes import TokenBytes
-from xtok.trace import Meter
+from xtok.models.cache import device_of
+from xtok.stats import Meter
 from xtok.tree import Tree
 
 

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import Any
 
+from xtok.align.continuation import Continuation
+from xtok.align.encoding import Encoder
 from xtok.budget import Budget
-from xtok.continuation import Continuation
 from xtok.drafts import Context, Request
 from xtok.drafts.corpus import Corpus
 from xtok.drafts.repeats import Repeats
-from xtok.encoding import Encoder
 from xtok.errors import InvalidInputError
 from xtok.tree import Tree, Trie, chain
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Context
 from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, noise_states, tree_of
@@ -15,8 +16,7 @@ from xtok.drafts.projection import Candidates
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.noise import GUESS
 from xtok.pick import race
-from xtok.tokenbytes import TokenBytes
-from xtok.trace import Meter
+from xtok.stats import Meter
 from xtok.tree import Law, Tree, chain
 
 _PENDING = 3

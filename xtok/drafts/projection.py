@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.growth import CHILDREN, SHARPNESS
 from xtok.largest import largest
-from xtok.tokenbytes import TokenBytes
 from xtok.tree import Law
 
 _SPANNING = 0.05

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from xtok.align.reencode import Reencoder
+from xtok.align.vocabulary import Vocabulary
 from xtok.drafts import Context
-from xtok.lm import context_window, new_cache
-from xtok.recurrent import cached_model
-from xtok.reencode import Reencoder
-from xtok.trace import Meter
-from xtok.trial import takes_trees
-from xtok.vocabulary import Vocabulary
+from xtok.models.cache import context_window, new_cache
+from xtok.models.probe import takes_trees
+from xtok.models.recurrent import cached_model
+from xtok.stats import Meter
 
 _SNAPSHOTS = 16
 """Of two rounds: what is read in one may be read otherwise in the next."""

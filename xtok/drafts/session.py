@@ -8,12 +8,12 @@ from operator import index
 
 from torch import Tensor
 
+from xtok.align.text import Text
 from xtok.budget import Budget
 from xtok.drafts import Context, Draft, Drafter, Request
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.ledger import Ledger, Limit, Pace, Proposal
 from xtok.noise import Noise
-from xtok.text import Text
 from xtok.tree import Tree, Trie
 
 

@@ -1,4 +1,7 @@
-"""A foreign draft becomes a native one: it learns the target's own texts."""
+"""A foreign draft becomes a native one: it learns the target's own texts.
+
+Whatever trains is in this room, and nothing that generates imports from it.
+"""
 
 import os
 import shutil
@@ -12,13 +15,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
+from xtok.drafts.lessons import lessons
 from xtok.drafts.projection import projection
 from xtok.errors import InvalidInputError
-from xtok.lessons import lessons
-from xtok.sources import Source, draft_model, load
-from xtok.tokenbytes import token_bytes
+from xtok.models.load import Source, draft_model, load
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import train
 from xtok.tune.work import Settings, begun, check, digest, name, per_forward, per_way, split

@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
-from xtok.lessons import NOT_LEARNT, Written
-from xtok.lm import device_of
-from xtok.prompts import prompt_ids
-from xtok.sources import Source, target_model
+from xtok.drafts.lessons import NOT_LEARNT, Written
+from xtok.models.cache import device_of
+from xtok.models.load import Source, target_model
+from xtok.models.prompts import prompt_ids
 from xtok.tune.training import fit
 from xtok.tune.work import Settings, begun, check, check_trains, digest, name, per_forward, split
 from xtok.tune.writing import beginnings, write

@@ -10,8 +10,8 @@ from typing import Any
 
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
-from xtok.sources import Source
-from xtok.trace import Stats
+from xtok.models.load import Source
+from xtok.stats import Stats
 from xtok.tune.writing import PENALTY, beginnings, called, save, way
 
 _MOST = 40

@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from xtok.lessons import Written
-from xtok.lm import device_of
-from xtok.prompts import prompt_ids
-from xtok.tokenbytes import TokenBytes, token_bytes
+from xtok.align.tokenbytes import TokenBytes, token_bytes
+from xtok.drafts.lessons import Written
+from xtok.models.cache import device_of
+from xtok.models.prompts import prompt_ids
 
 _BATCH = 16
 PENALTY = 1.2

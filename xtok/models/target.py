@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from xtok.lm import CachedModel
-from xtok.trace import timed
+from xtok.align.vocabulary import Vocabulary
+from xtok.models.cache import CachedModel
+from xtok.stats import timed
 from xtok.tree import Tree
-from xtok.vocabulary import Vocabulary
 
 
 class Checked(NamedTuple):

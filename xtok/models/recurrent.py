@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from xtok.lm import CachedModel, Nodes, new_cache
+from xtok.models.cache import CachedModel, Nodes, new_cache
 
 _LONGEST = 16
 """How many positions are forwarded again together with new ones. More of them would cost more than the forward they save."""

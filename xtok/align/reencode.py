@@ -2,7 +2,7 @@
 
 import codecs
 
-from xtok.encoding import Encoder
+from xtok.align.encoding import Encoder
 
 
 class Reencoder:

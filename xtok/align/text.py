@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
-from xtok.tokenbytes import TokenBytes
+from xtok.align.tokenbytes import TokenBytes
 
 
 class Text:

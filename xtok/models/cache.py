@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from xtok.rope import turns
+from xtok.models.rope import turns
 
 
 def new_cache(model: PreTrainedModel) -> Cache:

@@ -14,14 +14,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
+from xtok.align.tokenbytes import TokenBytes, token_bytes
+from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
-from xtok.lm import context_window, ids_read, vocabulary_size
-from xtok.prompts import leading, reading
-from xtok.target import Target
-from xtok.tokenbytes import TokenBytes, token_bytes
-from xtok.trial import check_continues, check_rolls_back
-from xtok.vocabulary import Vocabulary
+from xtok.models.cache import context_window, ids_read, vocabulary_size
+from xtok.models.probe import check_continues, check_rolls_back
+from xtok.models.prompts import leading, reading
+from xtok.models.target import Target
 
 Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 """A hub id, a local path, or a (model, tokenizer) pair."""

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from xtok.tokenbytes.table import TokenBytes
+from xtok.align.tokenbytes.table import TokenBytes
 
 Strings = Sequence[str | None]
 """The token string of each id, None for a control token."""

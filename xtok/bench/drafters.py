@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from xtok.assisted import XTokAssisted
-from xtok.bench import ALONE, Timed, by_transformers, by_xtok
+from xtok.bench.compare import ALONE, Timed, by_transformers, by_xtok
 from xtok.drafts.lookup import PromptLookup
 from xtok.errors import InvalidInputError
-from xtok.prompts import prompt_ids
+from xtok.models.prompts import prompt_ids
 
 Asked = str | tuple[str, str]
 """A prompt, or a prompt and its answer."""

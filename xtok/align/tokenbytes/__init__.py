@@ -4,9 +4,9 @@ import json
 from itertools import islice
 from typing import Any
 
+from xtok.align.tokenbytes import families
+from xtok.align.tokenbytes.table import TokenBytes
 from xtok.errors import UnsupportedTokenizerError
-from xtok.tokenbytes import families
-from xtok.tokenbytes.table import TokenBytes
 
 __all__ = ["TokenBytes", "same_tokens", "token_bytes"]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError
-from xtok.lm import context_window
-from xtok.tokenbytes import TokenBytes
+from xtok.models.cache import context_window
 
 NOT_LEARNT = -100
 """What transformers takes for a label to be left out."""

@@ -15,16 +15,15 @@ import torch
 from rich.progress import track
 from transformers import AutoModelForCausalLM
 
+from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import Generation, XTokAssisted
+from xtok.bench.stretch import forward_seconds, stretch, stretched_to
 from xtok.budget import Budget
 from xtok.drafts.lookup import PromptLookup
 from xtok.errors import InvalidInputError
-from xtok.prompts import prompt_ids
-from xtok.sources import load
-from xtok.stretch import forward_seconds, stretch, stretched_to
-from xtok.tokenbytes import token_bytes
-from xtok.trace import Stats
-from xtok.tune import tune_draft
+from xtok.models.load import load
+from xtok.models.prompts import prompt_ids
+from xtok.stats import Stats
 
 __all__ = ["compare", "stretch", "tuned", "useless_drafts"]
 
@@ -303,5 +302,7 @@ def useless_drafts(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str,
 
 def tuned(target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str], **settings: Any) -> tuple[Any, Any]:
     """The draft, fine-tuned on what the target writes behind `prompts`. `settings` are those of `xtok.tune_draft`."""
+    from xtok.tune import tune_draft
+
     with TemporaryDirectory() as folder:
         return load(tune_draft(target, draft, prompts, Path(folder) / "draft", **settings).path, "draft")

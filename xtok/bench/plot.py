@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from xtok.bench import Row
+from xtok.bench.compare import Row
 from xtok.errors import InvalidInputError
 
 _COLOURS = {"target": "#4c78a8", "draft": "#f58518", "guess": "#eeca3b", "align": "#54a24b", "pick": "#9d9da1"}

@@ -10,14 +10,14 @@ from rich.progress import track
 from torch import Tensor
 
 from xtok.assisted import XTokAssisted
-from xtok.bench import PLAIN, Timed, by_transformers, by_xtok, uag
+from xtok.bench.chi_square import chi_square
+from xtok.bench.compare import PLAIN, Timed, by_transformers, by_xtok, uag
 from xtok.budget import Budget
-from xtok.chi_square import chi_square
 from xtok.drafts.session import Session
 from xtok.hf import Prepared
+from xtok.models.prompts import prompt_ids
 from xtok.noise import Noise
-from xtok.prompts import prompt_ids
-from xtok.trace import Meter
+from xtok.stats import Meter
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 SHARED, TREE, MODE, REJECTION = "shared noise", "shared noise, tree", "the draft's mode", "rejection"

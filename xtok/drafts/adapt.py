@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from xtok.align.tokenbytes import TokenBytes
+from xtok.drafts.lessons import Lesson, Written, batch, lessons
 from xtok.drafts.reader import DraftModel
 from xtok.errors import DraftFailedWarning, InvalidInputError
-from xtok.lessons import Lesson, Written, batch, lessons
-from xtok.tokenbytes import TokenBytes
 
 SHARE = 0.03
 """How much of the time of all generations learning may take."""

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
-from xtok.prompts import prompt_ids
-from xtok.trace import Stats
+from xtok.models.prompts import prompt_ids
+from xtok.stats import Stats
 
 SIZES = (256, 2048, 8192, 32000)
 BUDGETS = {

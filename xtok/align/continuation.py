@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import islice
 
-from xtok.encoding import Encoder
+from xtok.align.encoding import Encoder
 
 _LOOK_BACK = 6
 _FOLLOWERS = 32

@@ -11,7 +11,7 @@ from functools import cached_property
 from operator import ne
 from typing import Any, NamedTuple
 
-from xtok.tokenbytes import TokenBytes
+from xtok.align.tokenbytes import TokenBytes
 
 SENTINELS = ("\n", "。", "|")
 """Texts to encode a continuation behind, where encoding it bare would put a dummy prefix in front of it."""

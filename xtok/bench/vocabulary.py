@@ -18,21 +18,22 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from xtok.bench import build_seconds
-from xtok.bench_context import random_model
+from xtok.align.keys import spelling_keys
+from xtok.align.vocabulary import Vocabulary
+from xtok.bench.compare import build_seconds
+from xtok.bench.context import random_model
+from xtok.bench.stretch import with_pieces
 from xtok.budget import Budget
 from xtok.drafts import Context, Request
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.projection import projection
 from xtok.largest import best
-from xtok.noise import noise, spelling_keys
+from xtok.models.load import draft_model, target_model
+from xtok.models.prompts import prompt_ids
+from xtok.noise import noise
 from xtok.pick import draw, process
 from xtok.processors import known_cuts
-from xtok.prompts import prompt_ids
-from xtok.sources import draft_model, target_model
-from xtok.stretch import with_pieces
-from xtok.trace import Meter
-from xtok.vocabulary import Vocabulary
+from xtok.stats import Meter
 
 SIZES = ((8_000, 4_096), (48_586, 16_000), (256_000, 151_000))
 _TEMPERATURE = 0.8

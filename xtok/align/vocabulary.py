@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from xtok.encoding import Encoder, encoder
-from xtok.noise import spelling_keys
-from xtok.tokenbytes import TokenBytes
+from xtok.align.encoding import Encoder, encoder
+from xtok.align.keys import spelling_keys
+from xtok.align.tokenbytes import TokenBytes
 
 
 @dataclass(frozen=True)

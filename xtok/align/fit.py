@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xtok.encoding import Encoder, encoder
+from xtok.align.encoding import Encoder, encoder
+from xtok.align.tokenbytes import TokenBytes, same_tokens, token_bytes
 from xtok.errors import InvalidInputError
-from xtok.tokenbytes import TokenBytes, same_tokens, token_bytes
 
 UTF8_BYTES = frozenset(range(0xF5)) - {0xC0, 0xC1}
 """The 243 byte values that occur in UTF-8."""

@@ -9,8 +9,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
-from xtok.lm import context_window, device_of, new_cache, vocabulary_size, windows
-from xtok.recurrent import cached_model
+from xtok.models.cache import context_window, device_of, new_cache, vocabulary_size, windows
+from xtok.models.recurrent import cached_model
 
 
 def takes_trees(model: PreTrainedModel) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
-from xtok.tokenbytes import TokenBytes, token_bytes
 
 _OUTPUTS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj", "out_proj", "fc2")
 """What attention and MLPs call the projection that they add to the residual stream by."""
