@@ -212,7 +212,7 @@ def test_a_draft_that_raises_takes_none_of_the_others_with_it() -> None:
     assert generation.stats.tokens_per_forward > 3
 
 
-def test_each_draft_is_told_what_it_earned() -> None:
+def test_each_draft_is_told_what_was_accepted_of_it() -> None:
     truth = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
     start = len(prompt_ids(TOKENS, "吾輩は"))
 
@@ -226,9 +226,25 @@ def test_each_draft_is_told_what_it_earned() -> None:
             .generate("吾輩は", **GREEDY)
             .stats
         )
-        assert sum(stats.earned) == stats.accepted > 8
-        assert stats.earned[1] == 0
-        assert stats.earned[2] > 5
+        assert sum(stats.accepted_by_draft) == stats.accepted > 8
+        assert stats.accepted_by_draft[1] == 0
+        assert stats.accepted_by_draft[2] > 5
+
+
+def test_a_draft_is_left_alone_where_cheaper_ones_are_sure_and_asked_where_they_are_not() -> None:
+    """A speed law: judged over all rounds together it would pay, so it would be asked where it adds nothing, too."""
+    ledger, asked = Ledger([Account(), Account()]), {0.0: 0, 0.9: 0}
+    tree = Tree((1,), (-1,), masses=(0.9,))
+    ledger.observe(Tree(), [1], (1, 1.0), [Proposal(), Proposal()])
+    for step in range(800):
+        sure = 0.9 * (step % 2)
+        on = ledger.asks(1, sure)
+        asked[sure] += on
+        cheap = Proposal(tree, rest=1e-6, own=frozenset([0])) if sure else Proposal(Tree(), rest=1e-6)
+        dear = Proposal(tree, sure, [(1, 0.4)], own=frozenset() if sure else frozenset([0])) if on else Proposal()
+        ledger.observe(tree if sure or on else Tree(), [1, 2] if sure or on else [1], (2, 1.0), [cheap, dear])
+    assert asked[0.0] > 390
+    assert asked[0.9] < 120
 
 
 def test_a_draft_that_earns_nothing_is_asked_ever_less_and_another_goes_on() -> None:

@@ -68,6 +68,8 @@ def _commit(target: Target, text: Sequence, tree: Tree, checked: Checked) -> lis
         if text.session is not None:
             text.session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1])
             text.session.observe(checked.rows, checked.seconds)
+            if text.finish_reason is not None:
+                text.session.close()
     return block
 
 

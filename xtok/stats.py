@@ -1,6 +1,6 @@
 """What happened in a generation: counts, times and rounds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -25,12 +25,14 @@ class Stats:
 
     `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it. `seconds_noise`, of sampling: drawing
     under the noise, of which the draft's part lies within `seconds_draft`. `chains_only`: whether the target can check no tree,
-    so that all guesses were chains. `earned`: for each draft, in order, the accepted ids that no cheaper one guessed; a model
-    given by itself is followed by prompt lookup. `min_margin`: the smallest gap between the two best scores of a pick, noise
-    included, in logits: what a temperature or penalty stretches is taken back. Where it is above twice what forwards of several
-    rows and of one differ in, the ids are surely the target's own. None where no gap says so: under processors that cut a law
-    or are of unknown kinds, and where guesses are accepted by a law. `exact`: whether the text is the
-    target's own. False only for sampled ones under `acceptance="typical"`.
+    so that all guesses were chains. `accepted_by_draft`: for each draft, in order, the accepted ids that no cheaper one
+    guessed; a model given by itself is followed by prompt lookup. `exact`: whether the text is the target's own. False only for
+    sampled ones under `acceptance="typical"`.
+
+    `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
+    penalty stretches is taken back. Where it is above twice what forwards of several rows and of one differ in, the ids are
+    surely the target's own. None where no gap says so: under processors that cut a law or are of unknown kinds, and where
+    guesses are accepted by a law.
     """
 
     new_tokens: int
@@ -47,7 +49,7 @@ class Stats:
     draft_error: str | None
     chains_only: bool
     exact: bool
-    earned: tuple[int, ...] = ()
+    accepted_by_draft: tuple[int, ...] = ()
     min_margin: float | None = None
 
     @property
@@ -86,7 +88,7 @@ class Meter:
     draft_error: str | None = None
     chains_only: bool = False
     exact: bool = True
-    earned: list[int] = field(default_factory=list)
+    accepted_by_draft: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
     drafted: list[tuple[int, float]] = field(default_factory=list)
@@ -103,6 +105,11 @@ class Meter:
         self._rows, start = 0, perf_counter()
         yield
         self.drafted.append((self._rows, perf_counter() - start))
+
+    def accepts(self, counts: Sequence[int]) -> None:
+        """Add how many guessed ids of each draft were accepted in a round."""
+        before = self.accepted_by_draft or [0] * len(counts)
+        self.accepted_by_draft = [old + new for old, new in zip(before, counts, strict=True)]
 
     def add(self, seconds: float, *parts: str) -> None:
         """Add seconds that were measured elsewhere."""
@@ -136,6 +143,6 @@ class Meter:
             draft_error=self.draft_error,
             chains_only=self.chains_only,
             exact=self.exact,
-            earned=tuple(self.earned),
+            accepted_by_draft=tuple(self.accepted_by_draft),
             min_margin=min_margin,
         )

@@ -79,10 +79,7 @@ class Session:
             return
         (limit, tree), self._guessed = self._guessed, None
         right = tree.along(self._committed)
-        earned = self._meter.earned or [0] * len(self.proposals)
-        self._meter.earned = [
-            sofar + len(one.own.intersection(right)) for sofar, one in zip(earned, self.proposals, strict=True)
-        ]
+        self._meter.accepts([len(one.own.intersection(right)) for one in self.proposals])
         if limit.schedule == "heuristic":
             self._ledger.adjust(limit.depth, self._committed, self.proposals)
         if limit.schedule == "cost" or len(self._drafters) > 1:
