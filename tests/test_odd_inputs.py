@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_front_door import forwards
+from front_door import forwards
 from transformers import DynamicCache
 from worlds import CORPUS, fitting, tokenizer
 

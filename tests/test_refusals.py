@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, TARGET, TOKENS, Recorder, forwards
+from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, TARGET, TOKENS, Recorder, forwards
 from transformers import DynamicCache, LogitsProcessorList
 from worlds import model
 

@@ -1,0 +1,273 @@
+"""`generate`: texts, lists of them, chats, the ids that a prompt becomes, and what is told of a text."""
+
+import warnings
+from copy import deepcopy
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from front_door import (
+    BYTES,
+    CHAT,
+    DRAFTS,
+    GREEDY,
+    OTHER,
+    OTHER_TEMPLATE,
+    PROMPT,
+    PROMPTS,
+    STOP,
+    STRICT_TEMPLATE,
+    TARGET,
+    TEMPLATE,
+    TOKENS,
+    CountsItsCalls,
+    StopsOn,
+    alone,
+    each_draft,
+    encoded,
+    forced,
+    forwards,
+    oracle,
+    with_template,
+)
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from worlds import fitting, tokenizer
+
+from xtok import Budget, Generation, XTokAssisted
+from xtok.errors import InvalidInputError
+
+xt = each_draft
+
+
+# generate
+
+
+def test_generate_gives_what_the_target_alone_gives_and_says_so(xt: XTokAssisted) -> None:
+    generation = xt.generate(PROMPT, **GREEDY)
+    assert isinstance(generation, Generation)
+    assert generation.token_ids == alone()
+    assert all(type(token) is int for token in generation.token_ids)
+    written = "夏目漱石。 そして\n The fox 🍣"
+    force = forced(written, encoded(PROMPT)["input_ids"].shape[1], TOKENS)
+    assert xt.generate(PROMPT, prefix_allowed_tokens_fn=force, **{**GREEDY, "max_new_tokens": 99}).text == " " + written
+
+
+def test_generate_answers_a_list_with_a_list_each_as_if_asked_alone(xt: XTokAssisted) -> None:
+    together = xt.generate(PROMPTS, **GREEDY)
+    assert isinstance(together, list)
+    singly = [xt.generate(prompt, **GREEDY) for prompt in PROMPTS]
+    assert [(one.text, one.token_ids, one.finish_reason, one.rounds) for one in together] == [
+        (one.text, one.token_ids, one.finish_reason, one.rounds) for one in singly
+    ]
+    assert [one.stats.new_tokens for one in together] == [24] * len(PROMPTS)
+    assert xt.generate([PROMPT], **GREEDY)[0].token_ids == alone()
+    assert xt.generate([], **GREEDY) == []
+
+
+def test_generate_keeps_the_prompts_of_a_list_apart_from_each_others_processors(xt: XTokAssisted) -> None:
+    together = xt.generate(PROMPTS, logits_processor=LogitsProcessorList([CountsItsCalls()]), **GREEDY)
+    singly = [alone(prompt, logits_processor=LogitsProcessorList([CountsItsCalls()])) for prompt in PROMPTS]
+    assert [one.token_ids for one in together] == singly
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stop_strings": [STOP]},
+        {"stopping_criteria": StoppingCriteriaList([StopsOn(alone()[6])])},
+        {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+    ],
+)
+def test_the_texts_of_num_return_sequences_are_those_of_the_prompt_as_often_in_a_list(asked: dict[str, Any]) -> None:
+    """Found in review: without an end of text, criteria were refused that a list of prompts may have."""
+    model = deepcopy(TARGET)
+    model.generation_config.eos_token_id = None
+    sampled = {**GREEDY, "do_sample": True, "seed": 3, **asked}
+    for draft in DRAFTS.values():
+        xt = XTokAssisted((model, TOKENS), draft, budget=Budget(4, width=4, schedule="constant"))
+        together, listed = xt.generate(PROMPT, num_return_sequences=3, **sampled), xt.generate([PROMPT] * 3, **sampled)
+        assert [one.token_ids for one in together] == [one.token_ids for one in listed]
+        assert [one.finish_reason for one in together] == [one.finish_reason for one in listed]
+        for one, other in zip(together, listed, strict=True):
+            torch.testing.assert_close(one.scores, other.scores)
+            torch.testing.assert_close(one.logits, other.logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, "length"),
+        ({"max_new_tokens": None, "max_length": 20}, "length"),
+        ({"max_time": 0.0}, "length"),
+        ({"eos_token_id": [2, alone()[5]]}, "stop"),
+        ({"eos_token_id": alone()[0]}, "stop"),
+        ({"eos_token_id": alone()[-1]}, "stop"),
+        ({"stop_strings": [STOP]}, "stop"),
+        ({"stopping_criteria": StoppingCriteriaList([StopsOn(alone()[6])])}, "stop"),
+    ],
+)
+def test_the_finish_reason_tells_a_limit_from_an_end(xt: XTokAssisted, arguments: dict[str, Any], reason: str) -> None:
+    generation = xt.generate(PROMPT, **{**GREEDY, **arguments})
+    assert generation.finish_reason == reason
+    assert generation.token_ids == alone(tokenizer=TOKENS, **arguments)
+
+
+def test_the_stats_are_frozen_and_agree_with_each_other_and_with_the_forwards_made(xt: XTokAssisted) -> None:
+    with forwards(TARGET) as of_target, forwards(OTHER) as of_draft:
+        generation = xt.generate(PROMPT, **GREEDY)
+    stats = generation.stats
+    with pytest.raises(FrozenInstanceError):
+        stats.new_tokens = 0  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        generation.text = ""  # type: ignore[misc]
+    assert (stats.target_forwards, stats.draft_forwards) == (len(of_target), len(of_draft))
+    assert stats.new_tokens == len(generation.token_ids) == sum(one.committed for one in generation.rounds)
+    assert stats.target_forwards == len(generation.rounds)
+    assert stats.proposed == sum(one.proposed for one in generation.rounds)
+    assert stats.accepted == sum(one.accepted for one in generation.rounds) <= stats.proposed
+    assert stats.tokens_per_forward == stats.new_tokens / stats.target_forwards >= 1
+    assert stats.acceptance_rate == (stats.accepted / stats.proposed if stats.proposed else 0)
+    parts = (stats.seconds_target, stats.seconds_draft, stats.seconds_align)
+    assert min(parts) >= 0
+    assert sum(parts) <= stats.seconds + 1e-6
+    assert stats.draft_error is None
+
+
+def test_a_draft_that_agrees_saves_target_forwards() -> None:
+    stats = (
+        XTokAssisted((TARGET, TOKENS), oracle(TARGET), budget=Budget(4, width=4, schedule="constant"))
+        .generate(PROMPT, **GREEDY)
+        .stats
+    )
+    assert (stats.new_tokens, stats.target_forwards) == (24, 7)
+    assert stats.acceptance_rate == 1
+    assert stats.tokens_per_forward == 24 / 7
+
+
+def test_generating_warns_of_nothing(xt: XTokAssisted) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        xt.generate(PROMPT, **GREEDY)
+        TARGET.generate(**encoded(PROMPT), custom_generate=xt, **GREEDY)
+
+
+# chats
+
+
+def chat_ids(tokens: Any) -> list[int]:
+    return tokens.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+@pytest.mark.parametrize("draft_template", [None, OTHER_TEMPLATE, STRICT_TEMPLATE])
+def test_a_chat_is_read_in_the_targets_template_and_in_the_drafts_own(draft_template: str | None) -> None:
+    tokens = with_template(TOKENS, TEMPLATE)
+    draft_tokens = with_template(BYTES, draft_template) if draft_template else BYTES
+    ids = chat_ids(tokens)
+    expected = TARGET.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist()
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
+    xt.generate(CHAT, **GREEDY)  # what is found out about models once is found out here
+    with forwards(TARGET) as of_target, forwards(OTHER) as of_draft:
+        generation = xt.generate(CHAT, **GREEDY)
+    assert generation.token_ids == expected
+    assert of_target[0][0].tolist() == ids
+    if draft_template == OTHER_TEMPLATE:
+        own = chat_ids(draft_tokens)
+        assert of_draft[0][0, : len(own)].tolist() == own
+    else:
+        text = BYTES(TOKENS.decode(ids, skip_special_tokens=True)).input_ids
+        assert of_draft[0][0, : len(text) - 1].tolist() == text[:-1]
+    assert generation.stats.draft_forwards > 0
+    assert "".join(xt.stream(CHAT, **GREEDY)) == generation.text
+    both = xt.generate([CHAT, CHAT], **GREEDY)
+    assert [one.token_ids for one in both] == [expected, expected]
+
+
+def test_a_target_without_a_template_refuses_a_chat(xt: XTokAssisted) -> None:
+    with forwards(TARGET) as seen, pytest.raises(InvalidInputError, match=r"no chat template\. Pass the prompt as a text"):
+        xt.generate(CHAT, **GREEDY)
+    assert not seen
+
+
+# the prompt's tokens
+
+
+def read(tokens: Any, prompt: str, **arguments: Any) -> list[int]:
+    """The ids that the target is given for a prompt."""
+    model = fitting(tokens, "Llama", 0)
+    xt = XTokAssisted((model, tokens))
+    with forwards(model) as seen:
+        xt.generate(prompt, **{**GREEDY, "max_new_tokens": 1}, **arguments)
+    return seen[0][0].tolist()
+
+
+def test_a_prompt_gets_leading_special_tokens_and_never_a_trailing_end_of_text() -> None:
+    both = tokenizer("Unigram with NFKC")
+    assert both(PROMPT).input_ids[-1] == both.eos_token_id
+    assert read(both, PROMPT) == both(PROMPT).input_ids[:-1]
+    assert read(TOKENS, PROMPT) == TOKENS(PROMPT).input_ids
+    assert TOKENS(PROMPT).input_ids[0] == TOKENS.bos_token_id
+    assert read(BYTES, PROMPT) == BYTES(PROMPT).input_ids
+    trailing = deepcopy(TOKENS)
+    trailing.backend_tokenizer.post_processor = trailing_only()
+    assert trailing(PROMPT).input_ids[-1] == trailing.eos_token_id
+    assert read(trailing, PROMPT) == TOKENS(PROMPT, add_special_tokens=False).input_ids
+
+
+def trailing_only() -> Any:
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+
+
+def test_an_empty_prompt_begins_with_the_token_that_begins_texts() -> None:
+    assert read(TOKENS, "") == [TOKENS.bos_token_id]
+    assert read(BYTES, "") == [BYTES.bos_token_id]
+    zero = deepcopy(BYTES)
+    zero.bos_token = "<unk>"
+    assert zero.bos_token_id == 0
+    assert read(zero, "") == [0]
+
+
+@pytest.mark.parametrize("family", ["Unigram with byte fallback", "Unigram with NFKC", "byte-level BPE", "WordPiece"])
+@pytest.mark.parametrize("prompt", ["前</s>後", "<s>前<unk> 後</s>", "</s>"])
+def test_control_tokens_written_out_are_read_as_transformers_reads_them(family: str, prompt: str) -> None:
+    tokens = tokenizer(family)
+    trailing = 1 if family == "Unigram with NFKC" else 0
+    as_controls, as_text = tokens(prompt).input_ids, tokens(prompt, split_special_tokens=True).input_ids
+    assert as_controls != as_text
+    assert read(tokens, prompt) == as_controls[: len(as_controls) - trailing]
+    assert read(tokens, prompt, split_special_tokens=False) == as_controls[: len(as_controls) - trailing]
+    assert read(tokens, prompt, split_special_tokens=True) == as_text[: len(as_text) - trailing]
+
+
+def test_a_tokenizers_own_setting_for_control_tokens_counts() -> None:
+    splitting = deepcopy(TOKENS)
+    splitting.split_special_tokens = True
+    assert read(splitting, "前</s>後") == TOKENS("前</s>後", split_special_tokens=True).input_ids
+    assert read(splitting, "前</s>後", split_special_tokens=False) == TOKENS("前</s>後", split_special_tokens=False).input_ids
+
+
+def test_the_tokenizers_settings_are_left_as_they_are() -> None:
+    tokens, draft_tokens = with_template(TOKENS, TEMPLATE), with_template(BYTES, OTHER_TEMPLATE)
+
+    def settings() -> list[Any]:
+        backends = [made.backend_tokenizer for made in (tokens, draft_tokens)]
+        return [(backend.to_str(), backend.encode_special_tokens) for backend in backends]
+
+    for made in (tokens, draft_tokens):
+        made.backend_tokenizer.enable_truncation(max_length=5, stride=1, direction="left")
+        made.backend_tokenizer.enable_padding(length=9, pad_id=0, pad_token="<unk>", direction="left")
+        made.backend_tokenizer.encode_special_tokens = True
+    before = settings()
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
+    assert settings() == before
+    for splits in (None, True, False):
+        for prompt in (PROMPT, CHAT):
+            xt.generate(prompt, split_special_tokens=splits, **GREEDY)
+            assert settings() == before
+    list(xt.stream(PROMPT, **GREEDY))
+    assert settings() == before
+    xt.generate(PROMPT, stop_strings=["ありえない"], **GREEDY)
+    assert settings() == before
+    assert xt.generate(PROMPT, **GREEDY).token_ids == alone()

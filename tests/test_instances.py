@@ -1,0 +1,236 @@
+"""An instance: which models it takes, that it changes none of them, and that it serves threads."""
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from front_door import (
+    BYTES,
+    CHAT,
+    GREEDY,
+    OTHER,
+    OTHER_TEMPLATE,
+    PROMPT,
+    PROMPTS,
+    STOP,
+    TARGET,
+    TEMPLATE,
+    TOKENS,
+    Recorder,
+    alone,
+    encoded,
+    forwards,
+    with_template,
+)
+from transformers import GenerationConfig
+
+from xtok import Budget, XTokAssisted
+from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
+from xtok.models.prompts import prompt_ids
+
+# threads, models, paths
+
+
+def in_eight_threads(ask: Callable[[int], Any]) -> list[Any]:
+    """What eight threads get that change places as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(ask, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_one_instance_serves_eight_threads() -> None:
+    tokens, draft_tokens = with_template(TOKENS, TEMPLATE), with_template(BYTES, OTHER_TEMPLATE)
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        *((prompt, {}) for prompt in PROMPTS),
+        (CHAT, {}),
+        ("前</s>後", {"split_special_tokens": True}),
+        ("前</s>後", {"split_special_tokens": False}),
+        (PROMPT, {"stop_strings": [STOP]}),
+    ]
+
+    def answer(index: int) -> list[Any]:
+        prompt, arguments = asked[index % 8]
+        one = xt.generate(prompt, **GREEDY, **arguments)
+        streamed = "".join(xt.stream(prompt, **GREEDY, **arguments))
+        return [one.text, one.token_ids, one.finish_reason, one.rounds, streamed]
+
+    expected = [answer(index) for index in range(8)]
+    assert in_eight_threads(lambda thread: [answer(thread + step) for step in range(2)]) == [
+        [expected[(thread + step) % 8] for step in range(2)] for thread in range(8)
+    ]
+
+
+def test_threads_that_read_control_tokens_differently_dont_disturb_each_other() -> None:
+    prompt = "前</s>後<s>" * 20
+    expected = [prompt_ids(TOKENS, prompt, split_special_tokens=splits) for splits in (False, True)]
+    assert expected[0] != expected[1]
+
+    def read_often(thread: int) -> bool:
+        found = [prompt_ids(TOKENS, prompt, split_special_tokens=bool(thread % 2)) for _ in range(100)]
+        return all(ids == expected[thread % 2] for ids in found)
+
+    assert all(in_eight_threads(read_often))
+
+
+def snapshot(model: Any, tokens: Any) -> dict[str, Any]:
+    weights = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        weights.update(name.encode() + weight.numpy().tobytes())
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    modules = dict(model.named_modules())
+    return {
+        "weights": weights.hexdigest(),
+        "places": [weight.data_ptr() for weight in model.parameters()],
+        "gradients": [(weight.requires_grad, weight.grad) for weight in model.parameters()],
+        "generation_config": model.generation_config.to_dict(),
+        "config": model.config.to_dict(),
+        "hooks": [(name, kind, list(getattr(module, kind))) for name, module in modules.items() for kind in kinds],
+        "training": [(name, module.training) for name, module in modules.items()],
+        "modules": [(name, id(module)) for name, module in modules.items()],
+        "attributes": sorted(vars(model)),
+        "tokenizer": tokens.backend_tokenizer.to_str(),
+        "settings": (tokens.backend_tokenizer.encode_special_tokens, tokens.padding_side, tokens.chat_template),
+    }
+
+
+def test_the_models_handed_in_are_never_changed() -> None:
+    target, draft = deepcopy(TARGET), deepcopy(OTHER)
+    tokens, draft_tokens = with_template(TOKENS, TEMPLATE), with_template(BYTES, OTHER_TEMPLATE)
+    target.train()
+    draft.gpt_neox.layers[0].train()
+    target.generation_config.repetition_penalty = 1.1
+    before = [snapshot(target, tokens), snapshot(draft, draft_tokens)]
+
+    def changed() -> list[str]:
+        after = [snapshot(target, tokens), snapshot(draft, draft_tokens)]
+        return [name for old, new in zip(before, after, strict=True) for name in old if old[name] != new[name]]
+
+    xt = XTokAssisted((target, tokens), (draft, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
+    assert not changed()
+    xt.generate(PROMPTS, repetition_penalty=1.5, eos_token_id=[5, 6], **GREEDY)
+    assert not changed()
+    xt.generate(CHAT, generation_config=GenerationConfig(**GREEDY, no_repeat_ngram_size=2))
+    assert not changed()
+    list(xt.stream(PROMPT, **GREEDY))
+    next(xt.stream(PROMPT, **GREEDY))
+    assert not changed()
+    target.generate(**encoded(*PROMPTS[:2]), custom_generate=xt, stop_strings=["の"], tokenizer=tokens, **GREEDY)
+    target.generate(**encoded(PROMPT), custom_generate=xt, return_dict_in_generate=True, streamer=Recorder(), **GREEDY)
+    assert not changed()
+    with pytest.raises(UnsupportedArgumentError):
+        xt.generate(PROMPT, num_beams=2, **GREEDY)
+    assert not changed()
+
+
+def test_models_and_tokenizers_are_loaded_from_local_paths(tmp_path: Path) -> None:
+    for name, model, tokens in (("target", TARGET, TOKENS), ("draft", OTHER, BYTES)):
+        model.save_pretrained(tmp_path / name)
+        tokens.save_pretrained(tmp_path / name)
+    expected = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(4, width=4, schedule="constant")).generate(
+        PROMPT, **GREEDY
+    )
+    for sources in (
+        (str(tmp_path / "target"), tmp_path / "draft"),
+        (tmp_path / "target", str(tmp_path / "draft")),
+        ((TARGET, TOKENS), tmp_path / "draft"),
+    ):
+        generation = XTokAssisted(*sources, budget=Budget(4, width=4, schedule="constant")).generate(PROMPT, **GREEDY)
+        assert generation.token_ids == expected.token_ids == alone()
+        assert generation.rounds == expected.rounds
+
+
+# models that are refused
+
+
+@pytest.mark.parametrize("source", [3, None, TARGET, (TARGET,), (TOKENS, TARGET), (TARGET, TOKENS, 1)])
+def test_what_is_no_model_is_refused_as_target_and_as_draft(source: Any) -> None:
+    parts = ", ".join(type(part).__name__ for part in source) if isinstance(source, tuple) else ""
+    kind = re.escape(f"({parts})" if parts else type(source).__name__)
+    with pytest.raises(InvalidInputError, match=rf"The target is {kind}\. Pass a hub id"):
+        XTokAssisted(source)
+    if source is not None:
+        with pytest.raises(InvalidInputError, match=rf"The draft is {kind}\. Pass a hub id"):
+            XTokAssisted((TARGET, TOKENS), source)
+
+
+def tiny(kind: str) -> Any:
+    size = {"vocab_size": len(TOKENS) + 5}
+    if kind == "T5":
+        config = transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, **size)
+        return transformers.T5ForConditionalGeneration(config).eval()
+    config = transformers.RwkvConfig(hidden_size=16, attention_hidden_size=16, num_hidden_layers=2, **size)
+    return transformers.RwkvForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(("kind", "fault"), [("T5", "encoder-decoder"), ("Rwkv", "can't be rolled back")])
+def test_a_model_that_cant_take_guesses_back_is_refused(kind: str, fault: str) -> None:
+    model = tiny(kind)
+    with forwards(model) as seen:
+        with pytest.raises(UnsupportedModelError, match=rf"{kind}.*{fault}.*Use a .* as target"):
+            XTokAssisted((model, TOKENS))
+        with pytest.raises(UnsupportedModelError, match=rf"{kind}.*{fault}.*Use a .* as draft"):
+            XTokAssisted((TARGET, TOKENS), (model, TOKENS))
+    assert not seen
+
+
+def test_a_model_without_a_language_model_head_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"LlamaModel has no .* Load the target with AutoModelForCausalLM"):
+        XTokAssisted((TARGET.model, TOKENS))
+    with pytest.raises(UnsupportedModelError, match=r"LlamaModel has no .* Load the draft with AutoModelForCausalLM"):
+        XTokAssisted((TARGET, TOKENS), (TARGET.model, TOKENS))
+
+
+# targets whose picks are nobody's own
+
+
+def encoder_model(**more: Any) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=len(TOKENS), bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes, **more)
+    made = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.3)
+    return made
+
+
+def test_an_encoder_that_is_loaded_as_a_language_model_is_refused() -> None:
+    """Found by trying all architectures: what it says of a text depends on what follows, so guesses would change its picks."""
+    with pytest.raises(UnsupportedModelError, match=r"BertLMHeadModel isn't causal.*is_decoder=True"):
+        XTokAssisted((encoder_model(), TOKENS))
+    decoder = encoder_model(is_decoder=True)
+    generation = XTokAssisted((decoder, TOKENS), (OTHER, BYTES), budget=Budget(3, width=4, schedule="constant")).generate(
+        PROMPT, **GREEDY
+    )
+    assert generation.token_ids == XTokAssisted((decoder, TOKENS)).generate(PROMPT, **GREEDY).token_ids
+
+
+def test_a_target_that_can_not_be_forwarded_behind_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(model: Any) -> bool:
+        raise RuntimeError("sizes differ")
+
+    monkeypatch.setattr("xtok.models.probe._continues", fails)
+    with pytest.raises(UnsupportedModelError, match=r"behind its own cache \(RuntimeError: sizes differ\)"):
+        XTokAssisted((deepcopy(TARGET), TOKENS))
+
+
+def test_a_target_is_tried_out_once() -> None:
+    target = deepcopy(TARGET)
+    with forwards(target) as seen:
+        XTokAssisted((target, TOKENS))
+        once = len(seen)
+        XTokAssisted((target, TOKENS))
+    assert len(seen) == once == 4
