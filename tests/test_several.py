@@ -247,6 +247,21 @@ def test_a_draft_is_left_alone_where_cheaper_ones_are_sure_and_asked_where_they_
     assert asked[0.9] < 120
 
 
+def test_a_drafts_time_costs_the_picks_that_cheaper_drafts_would_make_in_it() -> None:
+    """A speed law: beside the target alone this draft would pay, but not beside a cheaper one that guesses three ids."""
+    ledger, asked = Ledger([Account(), Account()]), 0
+    three, four = (tree_of([(list(range(1, size + 1)), 0.9)]) for size in (3, 4))
+    ledger.observe(Tree(), [1], (1, 1.0), [Proposal(), Proposal()])
+    for step in range(600):
+        on, right = ledger.asks(1, 0.0), step % 5 < 3
+        asked += on
+        cheap = Proposal(three, rest=1e-6, own=frozenset(range(3)))
+        dear = Proposal(four, 0.0, [(1, 0.4)], own=frozenset([3])) if on else Proposal()
+        block = [1, 2, 3, 4, 5] if on and right else [1, 2, 3, 9]
+        ledger.observe(four if on else three, block, (4, 1.0), [cheap, dear])
+    assert asked < 200
+
+
 def test_a_draft_that_earns_nothing_is_asked_ever_less_and_another_goes_on() -> None:
     ledger, random = Ledger([Account(), Account()]), Random(0)
     asked = [0, 0]
