@@ -15,8 +15,9 @@ _WIDE, _HIGH = 512, 64
 
 
 def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest values of each row, falling, and their places: (rows, count) twice. Of fewer, all.
+    """The `count` largest values of each row, falling, and their places, int64: (rows, count) twice. Of fewer, all.
 
+    `rows`: (rows, length).
     Law: the values are those of `rows.topk(count)`; of equal ones, any. NaN counts as larger than any number.
     """
     length = rows.shape[-1]
@@ -33,7 +34,10 @@ def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def best(rows: Tensor) -> Tensor:
-    """The place of each row's largest value, (rows,): the first of equal ones. Law: it is `rows.argmax(dim=-1)`."""
+    """The place of each row's largest value, (rows,), int64: the first of equal ones. `rows`: (rows, length).
+
+    Law: it is `rows.argmax(dim=-1)`.
+    """
     length = rows.shape[-1]
     if length <= _SHORT:
         return rows.argmax(dim=-1)
@@ -45,12 +49,13 @@ def best(rows: Tensor) -> Tensor:
 
 
 def _among(rows: Tensor, places: Tensor, covered: int, count: int) -> tuple[Tensor, Tensor]:
+    """As `largest`, among some places, (rows, some), and those behind all blocks."""
     places = _with_rest(rows, places, covered)
     found = rows.gather(1, places).topk(count)
     return found.values, places.gather(1, found.indices)
 
 
 def _with_rest(rows: Tensor, places: Tensor, covered: int) -> Tensor:
-    """Some places and those behind all blocks, which `covered` values are in."""
+    """Some places, (rows, some), and those behind all blocks, which the first `covered` values of a row are in."""
     rest = torch.arange(covered, rows.shape[-1], device=rows.device)
     return torch.cat([places, rest.expand(len(rows), -1)], dim=1)

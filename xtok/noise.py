@@ -30,42 +30,46 @@ class Noise:
     root: int
 
     def at(self, offset: int, controls: int, purpose: int = PICK) -> int:
-        """The state of one position: `offset` bytes and `controls` ids that spell nothing stand before it in the new text."""
+        """The state of one position, 0 to 2**64 - 1.
+
+        `offset` bytes and `controls` ids that spell nothing stand before it in the new text.
+        """
         return _splitmix(self.root ^ _splitmix(offset << 24 ^ controls << 2 ^ purpose))
 
     def uniform(self, offset: int, controls: int, purpose: int) -> float:
-        """One number strictly between 0 and 1."""
+        """One number strictly between 0 and 1. Arguments are as for `at`."""
         return float(uniform(torch.zeros((), dtype=torch.int64), self.at(offset, controls, purpose)))
 
 
 def noise(seed: int, sample: int, prompt: bytes) -> Noise:
-    """`seed`: 0 to 2**64 - 1. `sample`: 0 for the first text of a prompt, 1 for the second, and so on."""
+    """`seed`: 0 to 2**64 - 1. `sample`: 0 for the first text of a prompt, 1 for the second, and so on. `prompt`: its bytes."""
     return Noise(_chain(seed, sample, digest(prompt, b"prompt")))
 
 
 def gumbel(keys: Tensor, state: int) -> Tensor:
-    """Standard Gumbel noise in float64, one per key: -log of exponential noise."""
+    """Standard Gumbel noise, float64, one per key, in the shape of `keys`, int64: -log of exponential noise."""
     return gumbel_of(mixed(keys, state))
 
 
 def gumbel_of(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise by its bits, which it rises with."""
+    """Standard Gumbel noise, float64, by its bits, int64, which it rises with; of any shape."""
     return _scaled(bits).log_().neg_().log_().neg_()
 
 
 def near_exponential(keys: Tensor, state: int | Tensor) -> Tensor:
-    """Exponential noise of rate 1, -log(u), one per key, in float32: near enough for guesses. `state` is as for `mixed`."""
+    """Exponential noise of rate 1, -log(u), float32: near enough for guesses. Arguments and shape are those of `mixed`."""
     return mixed(keys, state).float().mul_(_NARROW).sub_(0.5).log1p_().neg_()
 
 
 def uniform(keys: Tensor, state: int | Tensor) -> Tensor:
-    """Numbers strictly between 0 and 1 in float64, one per key, the same bits on every device. `state` is as for `mixed`."""
+    """Numbers strictly between 0 and 1, float64, the same bits on every device. Arguments and shape are those of `mixed`."""
     return _scaled(mixed(keys, state))
 
 
 def mixed(keys: Tensor, state: int | Tensor) -> Tensor:
-    """64 random bits per key, as signed numbers. `state`: one, or a tensor of them (`states_of`) that fits the keys' shape.
+    """64 random bits per key, int64, in the shape that `keys`, int64, and `state` broadcast to.
 
+    `state`: one number, or several, (states, 1), as of `states_of`: those give (states, ids) of (ids,) or (states, ids) keys.
     Two multiplications with an xor-shift between them, in the manner of splitmix64: a bijection of the key.
     """
     bits = keys ^ (_signed(state) if isinstance(state, int) else state)
@@ -76,12 +80,12 @@ def mixed(keys: Tensor, state: int | Tensor) -> Tensor:
 
 
 def states_of(states: Sequence[int], device: torch.device) -> Tensor:
-    """Several states, (states, 1), for a row of keys each."""
+    """Several states, (states, 1), int64, for a row of keys each."""
     return torch.tensor([[_signed(state)] for state in states], device=device)
 
 
 def _scaled(bits: Tensor) -> Tensor:
-    """Signed numbers of 64 bits scaled to 2**-51 … 1 - 2**-51."""
+    """Signed numbers of 64 bits, of any shape, scaled to 2**-51 … 1 - 2**-51 in float64."""
     return torch.add(_HALF.to(bits.device), bits, alpha=_SCALE)
 
 

@@ -32,7 +32,7 @@ _ROUNDED = 1e-9
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How the guesses of sampled texts are judged, beside whether the target draws the same.
+    """How the guesses of sampled texts are accepted, beside whether the target draws the same.
 
     `rejects`: guesses that come with the law that they were drawn from are accepted or rejected by it. `typical`, a threshold
     and alpha: guesses that are typical of the target's law are accepted, which is lossy.
@@ -46,8 +46,9 @@ class Acceptance:
 class Picker:
     """Picks the ids of one text from the target's logits. Each pick depends on what is committed, and on no guess.
 
-    `noise` of a sampled text comes with the `keys` of the target's ids; a greedy one has neither. `scores` and `logits` keep
-    those of all picks where they begin as (). `margin`: that of the closest pick so far, in logits; None where nothing says so.
+    `noise` of a sampled text comes with the `keys` of the target's ids, (vocabulary,), int64; a greedy one has neither.
+    `scores` and `logits` keep those of all picks where they begin as (): (1, vocabulary), float32 each. `margin`: that of the
+    closest pick so far, in logits, a float64 scalar; None where nothing says so.
     """
 
     processors: LogitsProcessorList
@@ -68,19 +69,23 @@ class Picker:
         self._stretch = None if judged else stretch(self.processors)
 
     def greedy(self, logits: Tensor) -> list[int]:
-        """The picks from all rows of `logits`, in one transfer; none where a pick takes more than the logits."""
+        """The picks from all rows of `logits`, in one transfer; none where a pick takes more than the logits.
+
+        `logits`: (rows, vocabulary).
+        """
         plain = self.noise is None and not self.processors and self.scores is None and self.logits is None
         return best(single(logits)).tolist() if plain else []
 
     def note_greedy(self, logits: Tensor) -> None:
-        """Remember how close the greedy picks from these rows were."""
+        """Remember how close the greedy picks from these rows were. `logits`: (rows, vocabulary)."""
         self._note(margin(single(logits)))
 
     def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
         """One pick, in the order and with the tensors of transformers' own loop; but cuts may be asked of the draw alone.
 
-        `ids`: the committed prefix, (1, length). `logits`: of the position behind it, (1, vocabulary). `place`: where it
-        stands, for noise. What was guessed there are the children of `node` in `tree`.
+        `ids`: the committed prefix, (1, length), int64. `logits`: of the position behind it, (1, vocabulary). `place`: where
+        it stands, for noise, in bytes and ids that spell nothing. What was guessed there are the children of `node` in `tree`.
+        Raises `InvalidInputError` where `draw` does.
         """
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
         whole = len(self.processors) - self._cuts
@@ -95,7 +100,10 @@ class Picker:
         return self._picked(scores[0], place, tree, node)
 
     def _picked(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
-        """The best id, or the draw that this place's noise decides. A guess drawn from a known law is accepted or redrawn."""
+        """The best id, or the draw that this place's noise decides. A guess drawn from a known law is accepted or redrawn.
+
+        `scores`: (vocabulary,).
+        """
         if self.noise is None:
             self._note(margin(scores[None]))
             return int(best(scores[None]))
@@ -113,7 +121,10 @@ class Picker:
         return token
 
     def _drawn(self, scores: Tensor, place: tuple[int, int], cuts: list[Any]) -> int | None:
-        """What the noise of a place draws of what `cuts` leave; None where it is too near to a cut to tell."""
+        """What the noise of a place draws of what `cuts` leave of `scores`, (vocabulary,).
+
+        None where it is too near to a cut to tell.
+        """
         assert self.noise is not None and self.keys is not None
         with self.meter.timing("noise"):
             drawn = draw(scores, self.keys, self.noise.at(*place), cuts)
@@ -123,29 +134,29 @@ class Picker:
         return drawn.token
 
     def _note(self, least: Tensor) -> None:
-        """Remember how close the closest pick was. The figure stays where the scores are: reading it would wait for them."""
+        """Remember the least margin, a scalar. It stays where the scores are: reading it would wait for them."""
         if self._stretch is not None:
             least = least / self._stretch
             self.margin = least if self.margin is None else torch.minimum(self.margin, least)
 
 
 def single(logits: Tensor) -> Tensor:
-    """Logits in the precision that transformers picks by: what is narrower has the same order in it."""
+    """Logits, of any shape, in the precision that transformers picks by: what is narrower has the same order in it."""
     return logits.float() if logits.dtype == torch.float64 else logits
 
 
 def process(ids: Tensor, logits: Tensor, processors: Sequence[Any]) -> Tensor:
     """Scores of shape (1, vocabulary) in float32, as transformers' own loop computes them.
 
-    `ids` is the committed prefix, (1, length). Processors run once per committed token and in order, so those that keep a state
-    (grammars, guidance, watermarks) see just what they would see without a draft.
+    `ids`: the committed prefix, (1, length), int64. `logits`: (1, vocabulary), float32. Processors run once per committed token
+    and in order, so those that keep a state (grammars, guidance, watermarks) see just what they would see without a draft.
     """
     scores: Tensor = LogitsProcessorList(processors)(ids, logits)
     return scores
 
 
 class Draw(NamedTuple):
-    """A draw, and by how much the best beat the second before top-p and min-p, a float64 tensor."""
+    """A draw, and by how much the best beat the second before top-p, a float64 scalar."""
 
     token: int
     margin: Tensor
@@ -154,7 +165,8 @@ class Draw(NamedTuple):
 def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> Draw | None:
     """A draw from softmax(scores) as `cuts` leave it: the best of scores + Gumbel noise that is left (Gumbel-max).
 
-    `scores`: (vocabulary,). `keys`: those of the ids for noise, as many. `cuts`: those that `processors.known_cuts` finds.
+    `scores`: (vocabulary,). `keys`: those of the ids for noise, (vocabulary,), int64. `state`: that of the noise there.
+    `cuts`: those that `processors.known_cuts` finds.
     Law: the draw is that of `draw(cut scores, keys, state)`, or None, where it stands so near a cut that rounding decides.
     Raises `InvalidInputError` where nothing is left, and where a score is NaN or infinite, which is no law to draw from.
     """
@@ -180,7 +192,10 @@ def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> 
 
 
 def _within(scores: Tensor, law: Tensor, score: float, mass: float) -> bool | None:
-    """Whether top-p leaves all ids of that score; None where it leaves some of them, or is too near to tell."""
+    """Whether top-p leaves all ids of that score; None where it leaves some of them, or is too near to tell.
+
+    `scores` and `law`, their softmax: (ids,).
+    """
     least = float(law.max()) * exp(score - float(scores.max()))  # of the ids that have it, one comes last
     if float(law @ (scores >= score).to(law.dtype)) - least < mass - _NEAR:
         return True
@@ -188,7 +203,7 @@ def _within(scores: Tensor, law: Tensor, score: float, mass: float) -> bool | No
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
-    """Where the `count` largest stand, and all that equal the least of them."""
+    """Where the `count` largest of `scores`, (vocabulary,), stand, and all that equal the least of them: (places,), int64."""
     values, places = (found[0] for found in largest(scores[None], count + 1))
     if len(values) <= count or bool(values[count] < values[count - 1]):
         return places[:count]
@@ -205,7 +220,9 @@ def _check(best: float) -> None:
 
 
 def race(scores: Tensor, keys: Tensor, state: int, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best of `scores + gumbel(keys, state)` in float64, falling, and their places; of fewer, all.
+    """The `count` best of `scores + gumbel(keys, state)`, falling, float64, and their places, int64: (count,) twice.
+
+    `scores`: (ids,). `keys`: (ids,), int64. Where there are fewer than `count`, all of them are given.
 
     Long scores race in blocks, first by the best score of each and its highest noise together, which no score in it exceeds;
     the blocks that could hold one of the best are looked at score by score.
@@ -214,6 +231,7 @@ def race(scores: Tensor, keys: Tensor, state: int, count: int) -> tuple[Tensor, 
 
 
 def _race(scores: Tensor, keys: Tensor, state: int, count: int, most: int) -> tuple[Tensor, Tensor]:
+    """As `race`. `most`: how many blocks are looked at score by score, unless more of them could hold one of the best."""
     blocks = len(scores) // _BLOCK
     if blocks <= most:
         found = (scores.double() + gumbel(keys, state)).topk(min(count, len(scores)))
@@ -231,7 +249,7 @@ def _race(scores: Tensor, keys: Tensor, state: int, count: int, most: int) -> tu
 
 
 def margin(scores: Tensor) -> Tensor:
-    """By how much the best of each row exceeds the second, the least of all rows. `scores`: (rows, vocabulary)."""
+    """By how much the best of each row exceeds the second, the least of all rows, (), float64. `scores`: (rows, vocabulary)."""
     best_two, _ = largest(scores, 2)
     return (best_two[:, 0] - best_two[:, -1]).double().min()
 
@@ -239,7 +257,7 @@ def margin(scores: Tensor) -> Tensor:
 def accepts(scores: Tensor, law: Law, guess: int, uniform: float) -> bool:
     """Speculative sampling's test (Leviathan et al. 2023, Chen et al. 2023): true with probability min(1, p / q) of `guess`.
 
-    p is softmax(scores), (vocabulary,); q is `law`, from which `guess` was drawn.
+    p is softmax(scores), (vocabulary,); q is `law`, from which `guess` was drawn. `uniform`: a number between 0 and 1.
     """
     given = float(law.probabilities[law.ids == guess].sum())
     return uniform * given < exp(float(scores[guess]) - float(scores.double().logsumexp(dim=-1)))
@@ -248,7 +266,8 @@ def accepts(scores: Tensor, law: Law, guess: int, uniform: float) -> bool:
 def residual(scores: Tensor, law: Law) -> Tensor:
     """Scores in float64 whose softmax is the positive part of p - q, normalised: what is drawn from after a rejection.
 
-    p is softmax(scores), (vocabulary,), and q is `law`. Where nothing is left, p itself.
+    p is softmax(scores), (vocabulary,), and q is `law`; what is given is (vocabulary,). Where nothing is left, `scores` as
+    they are.
     """
     wide = scores.double()
     whole = wide.logsumexp(dim=-1)

@@ -10,7 +10,10 @@ _PARTS = ("target", "draft", "propose", "reading", "align", "noise", "all")
 
 @dataclass(frozen=True)
 class Round:
-    """One forward of the target: where it began (in bytes of new text), what was guessed, and what became of it."""
+    """One forward of the target: where it began (in bytes of new text), what was guessed, and what became of it.
+
+    `guess`: the bytes that the draft holds for likeliest. `proposed`, `accepted`, `committed`: ids of the target.
+    """
 
     offset: int
     guess: bytes
@@ -21,11 +24,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of one generation. Counts are tokens of the target, times are seconds.
+    """Figures of one generation. Counts are tokens of the target, or forwards where they are called so; times are seconds.
 
     `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it. `seconds_noise`, of sampling: drawing
-    under the noise, of which the draft's part lies within `seconds_draft`. `chains_only`: whether the target can check no tree,
-    so that all guesses were chains. `accepted_by_draft`: for each draft, in order, the accepted ids that no cheaper one
+    under the noise, of which the draft's part lies within `seconds_draft`. `chains_only`: whether the target can verify no
+    tree, so that all guesses were chains. `accepted_by_draft`: for each draft, in order, the accepted ids that no cheaper one
     guessed; a model given by itself is followed by prompt lookup. `exact`: whether the text is the target's own. False only for
     sampled ones under `acceptance="typical"`.
 
@@ -82,7 +85,10 @@ def timed() -> Iterator[Span]:
 
 @dataclass
 class Meter:
-    """Counts and times of one generation while it runs."""
+    """Counts and times of one generation while it runs.
+
+    `seconds`: by part. `drafted`: rows (ids forwarded) and seconds of each `drafting` block of the current round.
+    """
 
     draft_forwards: int = 0
     draft_error: str | None = None
@@ -95,7 +101,7 @@ class Meter:
     _rows: int = 0
 
     def drafts(self, rows: int) -> None:
-        """Count a forward of the draft."""
+        """Count a forward of the draft, of so many rows (ids)."""
         self.draft_forwards += 1
         self._rows += rows
 
@@ -112,7 +118,7 @@ class Meter:
         self.accepted_by_draft = [old + new for old, new in zip(before, counts, strict=True)]
 
     def add(self, seconds: float, *parts: str) -> None:
-        """Add seconds that were measured elsewhere."""
+        """Add seconds that were measured elsewhere to some parts."""
         for part in parts:
             self.seconds[part] += seconds
 

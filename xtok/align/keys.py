@@ -9,7 +9,7 @@ from xtok.align.tokenbytes import TokenBytes
 
 
 def spelling_keys(view: TokenBytes, size: int) -> Tensor:
-    """One int64 key per id, (size,): the same for equal spellings in any vocabulary, but different for any two ids of one.
+    """One key per id, (size,), int64: the same for equal spellings in any vocabulary, but different for any two ids of one.
 
     The first id of a spelling has that spelling's own key; further ids that spell the same, and those that spell nothing, have
     keys of their id. Without that, two ids with the same noise would be drawn too often or too seldom.

@@ -31,5 +31,5 @@ class Vocabulary:
 
     @cached_property
     def keys(self) -> Tensor:
-        """The keys of the ids for noise, (size,)."""
+        """The keys of the ids for noise, (size,), int64."""
         return spelling_keys(self.view, self.size)

@@ -8,7 +8,7 @@ _LEAST = 5.0
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """The p-value of `counts` under `expected` (both one-dimensional, equal sums).
+    """The p-value of `counts` under `expected`: (cells,) both, of any dtype, with equal sums.
 
     Where something was counted that can't happen, it is 0; where nothing can be told apart, 1.
     """

@@ -107,6 +107,8 @@ def compare(
     `guess_length` draft tokens. transformers' universal assisted generation runs with its defaults, with constant guesses of
     that length, and with those of the length that is fastest on three of the prompts. It changes its draft, so it gets a copy
     of it; where it refuses the pair (vocabularies of one size), it has no row. A prompt's number is its seed.
+
+    Raises `InvalidInputError` for a `setting` that is unknown, and without prompts.
     """
     check_settings([setting])
     if not prompts:

@@ -24,7 +24,11 @@ System = Callable[..., Timed]
 
 @dataclass(frozen=True)
 class DrafterRow:
-    """One mixture of drafts on one kind of prompts. `speed` as in `bench.Row`."""
+    """One mixture of drafts on one kind of prompts.
+
+    `identical`: how many texts are those of the target alone; None where they are given. `speed`: the median over prompts of
+    the seconds of the target alone ÷ its own.
+    """
 
     kind: str
     system: str
@@ -46,7 +50,7 @@ def compare_drafters(
 
     xtok guesses as much as pays. The systems take turns on each prompt. Where an answer comes with a prompt, the target is made
     to write that, by a logits processor: small targets can't follow a prompt, and what a system costs depends on what is
-    written.
+    written. Raises `InvalidInputError` for a kind without prompts.
     """
     if not all(kinds.values()):
         raise InvalidInputError("A kind of prompts has none. Give 6 prompts or more.")
@@ -74,7 +78,10 @@ class _Writes(LogitsProcessor):  # type: ignore[misc]
         self._ids = tokenizer(prompt + answer, add_special_tokens=False).input_ids[before:]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Nothing but the next id is left, and behind the last one all are."""
+        """Nothing but the next id is left, and behind the last one all are.
+
+        `input_ids`: (1, length), int64. `scores`: (1, vocabulary).
+        """
         written = input_ids.shape[1] - self._start
         if written >= len(self._ids):
             return scores

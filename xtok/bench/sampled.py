@@ -128,7 +128,7 @@ def _measured(
 
 @torch.no_grad()
 def _laws(target: Any, prompt: str, ids: list[int], temperature: float) -> Tensor:
-    """The target's own law at each of `ids`, (ids, vocabulary) in float64."""
+    """The target's own law at each of `ids`, (ids, vocabulary), float64."""
     before = prompt_ids(target[1], prompt)
     logits = target[0](torch.tensor([[*before, *ids]], device=target[0].device)).logits[0, len(before) - 1 : -1]
     law: Tensor = (logits.double() / temperature).softmax(dim=-1).cpu()
@@ -136,8 +136,9 @@ def _laws(target: Any, prompt: str, ids: list[int], temperature: float) -> Tenso
 
 
 def _surprise(laws: Tensor, ids: list[int]) -> tuple[float, float]:
-    """The mean surprise of `ids`, one drawn by each of `laws`, and how far it is from what is expected, in standard deviations.
+    """The mean surprise of `ids`, in nats, and how far it is from what is expected, in standard deviations.
 
+    One id is drawn by each of `laws`, (ids, vocabulary).
     Given the ids before, each one's surprise has the law's entropy as its mean, so the differences are a martingale and their
     sum over the root of the summed variances is about standard normal.
     """

@@ -180,7 +180,7 @@ def _with_rows(model: PreTrainedModel, own: int, size: int) -> PreTrainedModel:
 
 
 def _head(writes: nn.Linear, rows: Tensor, lowered: Tensor) -> nn.Linear:
-    """Some rows of an output layer, as often as they are named, their logits lowered."""
+    """Some `rows`, (ids,), int64, of an output layer, as often as they are named, their logits lowered by `lowered`, (ids,)."""
     head = nn.Linear(writes.in_features, len(rows), device=writes.weight.device, dtype=writes.weight.dtype)
     head.weight.copy_(writes.weight[rows])
     head.bias.copy_(-lowered if writes.bias is None else writes.bias[rows] - lowered)
@@ -188,14 +188,17 @@ def _head(writes: nn.Linear, rows: Tensor, lowered: Tensor) -> nn.Linear:
 
 
 def sized(model: PreTrainedModel, parameters: float, depth: int) -> PreTrainedModel:
-    """`model` enlarged to `depth` blocks and about so many parameters, by the width of its MLPs."""
+    """`model` enlarged to `depth` blocks and about so many parameters, by the width of its MLPs.
+
+    Errors are those of `stretch`.
+    """
     blocks, few, more = depth - len(blocks_of(model)), 64, 128
     small, large = (sum(weight.numel() for weight in stretch(model, blocks, width).parameters()) for width in (few, more))
     return stretch(model, blocks, max(few, few + round((parameters - small) * (more - few) / (large - small))))
 
 
 def stretched_to(model: PreTrainedModel, seconds: float, width: int = _WIDTH) -> PreTrainedModel:
-    """`model` with so many more blocks that its forward of one token takes about `seconds`."""
+    """`model` with so many more blocks that its forward of one token takes about `seconds`. Errors are those of `stretch`."""
     few, more = 2, 6
     base = forward_seconds(stretch(model, few, width))
     slope = (forward_seconds(stretch(model, more, width)) - base) / (more - few)
@@ -203,7 +206,10 @@ def stretched_to(model: PreTrainedModel, seconds: float, width: int = _WIDTH) ->
 
 
 def shortened(model: PreTrainedModel, blocks: int) -> PreTrainedModel:
-    """A copy of `model` without its last `blocks` blocks: a draft that has the target's own ids."""
+    """A copy of `model` without its last `blocks` blocks: a draft that has the target's own ids.
+
+    Errors are those of `stretch`.
+    """
     kept = deepcopy(model)
     layers = blocks_of(kept)
     del layers[len(layers) - blocks :]
@@ -213,7 +219,7 @@ def shortened(model: PreTrainedModel, blocks: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def forward_seconds(model: PreTrainedModel, context: int = 64, repeats: int = 15) -> float:
-    """The median seconds of a forward of one token behind some context."""
+    """The median seconds of a forward of one token behind `context` others."""
     cache = model(torch.ones((1, context), dtype=torch.int64, device=model.device), use_cache=True).past_key_values
     token = torch.ones((1, 1), dtype=torch.int64, device=model.device)
     times = []
@@ -226,7 +232,7 @@ def forward_seconds(model: PreTrainedModel, context: int = 64, repeats: int = 15
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder blocks of a model."""
+    """The decoder blocks of a model. Raises `UnsupportedModelError` where they are of a kind unknown here."""
     depth = model.config.num_hidden_layers
     found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     if not found or not any(_outputs(found[0][0])):

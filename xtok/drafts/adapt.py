@@ -57,7 +57,10 @@ class Adapter:
         self._failed = False
 
     def learn(self, start: str, text: str, seconds: float) -> None:
-        """Take in a text that took `seconds` to generate, and learn for as long as is due. A failure ends no more than that."""
+        """Take in a text that took `seconds` to generate, and learn for as long as is due.
+
+        `start`: the text that it was written behind. A failure ends no more than the learning, with a `DraftFailedWarning`.
+        """
         if self._failed or not text or not self._lock.acquire(blocking=False):
             return
         try:
@@ -89,6 +92,7 @@ class Adapter:
             self._serve()
 
     def _matrices(self) -> dict[str, torch.Tensor]:
+        """What learns, by its name: (rank, inputs) or (outputs, rank) beside each linear layer."""
         return {name: weight for name, weight in self._learner.named_parameters() if weight.requires_grad}
 
     def _take_in(self, start: str, text: str, seconds: float) -> None:

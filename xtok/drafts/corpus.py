@@ -28,7 +28,7 @@ class Corpus:
         self._places = _sorted_suffixes(np.frombuffer(self._reversed, dtype=np.uint8))
 
     def continuations(self, end: bytes, size: int, count: int) -> tuple[int, list[tuple[bytes, float]]]:
-        """How many bytes agree, and the likeliest `count` continuations of at most `size` bytes, with their shares."""
+        """How many bytes of `end` agree, and the likeliest `count` continuations of at most `size` bytes, with their shares."""
         wanted = end[-_DEPTH:][::-1]
         agreeing = self._agreeing(wanted)
         if not agreeing:
@@ -63,7 +63,10 @@ class Corpus:
 
 
 def _sorted_suffixes(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """The places in the order of their first `_DEPTH` bytes, by prefix doubling (Manber, Myers 1990)."""
+    """The places in the order of their first `_DEPTH` bytes, by prefix doubling (Manber, Myers 1990).
+
+    `data`: (bytes,), uint8. Returns (bytes,), int64.
+    """
     known = 8
     keys = np.zeros(len(data), dtype=np.uint64)
     padded = np.pad(data, (0, known))

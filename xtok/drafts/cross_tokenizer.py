@@ -110,7 +110,10 @@ class CrossTokenizerDrafter:
             return self._children(logits.float() * SHARPNESS, front, count)
 
     def _children(self, logits: Tensor, texts: list[_Text], count: int) -> list[list[_Text]]:
-        """The `count` likeliest continuations of each text by its row of logits. Where a text ends, it has none."""
+        """The `count` likeliest continuations of each text by its row of `logits`. Where a text ends, it has none.
+
+        `logits`: (texts, vocabulary), float32.
+        """
         missing = [text.given[len(text.written) :] for text in texts]
         allowed = [
             self._only(row, self._view.compatible(rest)) if rest else row for row, rest in zip(logits, missing, strict=True)
@@ -133,7 +136,7 @@ class CrossTokenizerDrafter:
 
     @staticmethod
     def _only(logits: Tensor, allowed: Sequence[int]) -> Tensor:
-        """The logits of some ids, those that the model has, and no others."""
+        """`logits`, (vocabulary,), of some ids, those that the model has; -inf of all others."""
         ids = torch.tensor([token for token in allowed if token < len(logits)], dtype=torch.int64, device=logits.device)
         only = torch.full_like(logits, -torch.inf)
         only[ids] = logits[ids]

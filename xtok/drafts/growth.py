@@ -58,10 +58,11 @@ class IdPath(Path):
 
 
 def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | None, Tensor]:
-    """The ids that matter in each row and their probabilities in float32, as warpers leave them: (rows, ids) twice.
+    """The ids that matter in each row, int64, and their probabilities, float32, as warpers leave them: (rows, ids) twice.
 
-    None for all ids. Of large vocabularies and of laws that are cut they are some of the likeliest, falling: a guess may be
-    approximate, and to look at a whole vocabulary in every row would cost more than the draft's forward.
+    `logits`: (rows, vocabulary). None for all ids. Of large vocabularies and of laws that are cut they are some of the
+    likeliest, falling: a guess may be approximate, and to look at a whole vocabulary in every row would cost more than the
+    draft's forward.
     """
     ids, values = None, logits
     if logits.shape[1] > _SMALL or any(type(one) is not TemperatureLogitsWarper for one in warpers):
@@ -70,14 +71,14 @@ def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | No
 
 
 def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int = PICK) -> list[int]:
-    """The states of the target's noise behind each guess."""
+    """The states of the target's noise behind each guess, one number each."""
     assert context.noise is not None
     offset, at = len(context.data) - context.prompt_size, context.noise.at
     return [at(offset + len(guess.written), context.controls + guess.controls, purpose) for guess in guesses]
 
 
 def noise_behind(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> Tensor:
-    """The target's exponential noise behind each guess, (guesses, ids). `keys`: of the ids, as many or a row for each guess.
+    """The target's exponential noise behind each guess, (guesses, ids), float32. `keys`: (ids,) or (guesses, ids), int64.
 
     A mass over it is exp(log(mass) + Gumbel noise), so the greatest is the draw where the masses are the target's law.
     """
@@ -87,7 +88,8 @@ def noise_behind(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> T
 def check_numbers(logits: Tensor, probabilities: Sequence[Sequence[float]]) -> None:
     """Raises `ArithmeticError` where the likeliest `probabilities` are none because some `logits` are NaN or infinite.
 
-    A draft that says nothing but that (an overflow in half precision, say) would seem to have no guesses.
+    `logits`: (rows, vocabulary). A draft that says nothing but that (an overflow in half precision, say) would seem to have no
+    guesses.
     """
     if any(isnan(one) for row in probabilities for one in row[:1]) and not bool(logits.max() < torch.inf):
         raise ArithmeticError("its logits hold NaN or infinity; load it in another precision, or use another one")

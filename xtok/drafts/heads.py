@@ -29,7 +29,7 @@ class Heads(nn.Module):
     """Residual blocks on a target's last hidden state, one for each further token: h + SiLU(W h + b).
 
     (Medusa, Cai et al. 2024, arXiv 2401.10774.) The target's own output embedding turns them into logits, so they are small:
-    `count` times (size, size). At first each says what the target itself says.
+    (count, size, size) and (count, size) weights, `size` being the hidden size. At first each says what the target itself says.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -88,7 +88,7 @@ class HeadsDrafter:
                 )
 
     def start(self, request: Request) -> "HeadsGuesser":
-        """A drafter for one text of the target that the heads were trained for."""
+        """A drafter for one text of the target that the heads were trained for, `request.model`."""
         assert request.model is not None, "without a target there is nothing to guess from"
         device, head = device_of(request.model), request.model.get_output_embeddings()
         heads = self._placed(device, request.model.dtype)
@@ -102,7 +102,7 @@ class HeadsDrafter:
 
 
 def _check_shapes(weight: Tensor, bias: Tensor) -> None:
-    """Before any memory is taken: a file may claim sizes that it has no bytes for."""
+    """`weight` is (heads, size, size), `bias` (heads, size). Before any memory is taken: a file may claim what it hasn't."""
     count, size = bias.shape if bias.dim() == 2 else (0, 0)
     if not count or not size or weight.shape != (count, size, size):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, bias {tuple(bias.shape)}")
@@ -150,7 +150,7 @@ class HeadsGuesser:
     def __init__(
         self, heads: Heads, keys: Tensor, head: Any, view: TokenBytes, meter: Meter, warpers: LogitsProcessorList
     ) -> None:
-        """`head`: the target's output embedding. `keys`: those of its ids for noise, (vocabulary,)."""
+        """`head`: the target's output embedding. `keys`: those of its ids for noise, (vocabulary,), int64."""
         self._heads = heads
         self._head = head
         self._view = view
@@ -170,7 +170,7 @@ class HeadsGuesser:
         return tree_of(found, budget)
 
     def _laws(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What each head says: ids and their probabilities, (heads, ids) twice."""
+        """What each head says: ids, int64, and their probabilities, float32, (heads, ids) twice. `hidden`: (hidden size,)."""
         logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
         ids, law = likeliest(logits.to(self._keys.device), self._warpers)
         check_numbers(logits, law[:, :1].tolist())
@@ -181,7 +181,7 @@ class HeadsGuesser:
             return self._children(context, laws, front)
 
     def _children(self, context: Context, laws: tuple[Tensor, Tensor], front: Sequence[_Ids]) -> list[list[_Ids]]:
-        """The likeliest ids behind each guess, by the law of the next head and the noise there."""
+        """The likeliest ids behind each guess, by the law of the next head and the noise there. `laws`: (heads, ids) twice."""
         heads = [len(guess.ids) for guess in front]
         ids, own = (part[heads] for part in laws)
         if context.noise is not None:

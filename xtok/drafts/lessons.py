@@ -22,8 +22,8 @@ _MOST_LOST = 0.5
 class Written:
     """What the target wrote behind a beginning of a prompt.
 
-    `ids`: the target's, which spell `text`. `likeliest`, `probabilities`, (ids, few): the few likeliest ids in the
-    place of each of them, and the target's own law of those, at temperature 1.
+    `ids`: the target's, which spell `text`. `likeliest`, int64, `probabilities`, float32, (ids, few): the few likeliest ids in
+    the place of each of them, and the target's own law of those, at temperature 1.
     """
 
     start: str
@@ -37,8 +37,9 @@ class Written:
 class Lesson:
     """A text in the draft's ids.
 
-    `labels`: the id itself where it belongs to the continuation, else `NOT_LEARNT`. `likeliest`, `probabilities`, (ids, few):
-    where one of the target's ids begins with the draft's, the law by which the target picked it; elsewhere all are 0.
+    `input_ids`: (ids,), int64. `labels`: (ids,), int64, the id itself where it belongs to the continuation, else `NOT_LEARNT`.
+    `likeliest`, int64, `probabilities`, float32, (ids, few): where one of the target's ids begins with the draft's, the law by
+    which the target picked it; elsewhere all are 0.
     """
 
     input_ids: Tensor
@@ -100,7 +101,10 @@ def _bytes_left(view: TokenBytes, ids: Sequence[int]) -> list[int]:
 
 
 def batch(rows: Sequence[Lesson]) -> dict[str, Tensor]:
-    """Lessons as tensors (rows, longest, …), padded behind their ends."""
+    """A batch of lessons, padded behind their ends.
+
+    `input_ids`, `attention_mask`, `labels`: (rows, longest), int64. `likeliest`, `probabilities`: (rows, longest, few).
+    """
     return {
         "input_ids": pad_sequence([row.input_ids for row in rows], batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(row.input_ids) for row in rows], batch_first=True),

@@ -116,7 +116,7 @@ class ProjectedDrafter:
             return [[] for _ in front]
 
     def _read(self, front: list[_Draw]) -> Tensor:
-        """The draft's logits behind each guess. An id of the target may be several of the draft's own."""
+        """The draft's logits behind each guess, (guesses, vocabulary). An id of the target may be several of its own."""
         tokens, parents, last = list[int](), list[int](), list[int]()
         first = self._reader.branched
         for draw in front:
@@ -128,7 +128,10 @@ class ProjectedDrafter:
         return self._reader.branch(tokens, parents)[last]
 
     def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> list[list[_Draw]]:
-        """The likeliest ids behind each guess, by the law and the noise there. Nothing behind laws of nothing."""
+        """The likeliest ids behind each guess, by the law and the noise there. Nothing behind laws of nothing.
+
+        `logits`: the draft's, (draws, vocabulary).
+        """
         ids, law = likeliest(logits, self._warpers)
         if self._independent:
             check_numbers(logits, law[:, :1].tolist())
@@ -142,6 +145,7 @@ class ProjectedDrafter:
         ]
 
     def _noise(self, context: Context, draws: list[_Draw], keys: Tensor) -> Tensor:
+        """As `noise_behind`: (draws, ids)."""
         with self._meter.timing("noise"):
             return noise_behind(context, draws, keys)
 

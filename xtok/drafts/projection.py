@@ -23,9 +23,9 @@ _IDS = 8
 class Projection:
     """The draft's ids seen from the target's vocabulary, by bytes: what each begins with, as far as the target can tell.
 
-    Of equal length: id `own[i]` of the draft, int64, gives `weights[i]` of its probability, float64, to id `theirs[i]` of the
-    target, int64. That is the first id of the longest spelling that the draft's token begins with; and an id that no token of
-    the draft begins with has a share of the longest token that it begins with.
+    Of one shape, (pairs,): id `own[i]` of the draft, int64, gives `weights[i]` of its probability, float64, to id `theirs[i]`
+    of the target, int64. That is the first id of the longest spelling that the draft's token begins with; and an id that no
+    token of the draft begins with has a share of the longest token that it begins with.
     """
 
     own: Tensor
@@ -61,7 +61,10 @@ def _longest_beginning(piece: bytes, ids: dict[bytes, int]) -> int | None:
 
 
 def _table(projected: Projection, own: int, theirs: int) -> tuple[Tensor, Tensor]:
-    """The weightiest ids for each of the draft's, and their weights: (own, few) twice; `theirs`, of no weight, for none."""
+    """The weightiest ids for each of the draft's, int64, and their weights, float32: (own, few) twice.
+
+    `own`, `theirs`: how many ids draft and target have. Where there is no id, it is `theirs`, of no weight.
+    """
     order = torch.argsort(projected.theirs, stable=True)
     order = order[torch.argsort(projected.weights[order], descending=True, stable=True)]
     order = order[torch.argsort(projected.own[order], stable=True)]
@@ -79,9 +82,8 @@ class Candidates:
     """What laws of a draft stand for in the target's vocabulary. Made once for a pair; nothing in it changes."""
 
     def __init__(self, projected: Projection, size: int, keys: Tensor, ends: Iterable[int], target_end: int | None) -> None:
-        """`size`: how many ids the draft has. `keys`: those of the target's ids for noise, (vocabulary,), where the draft is.
-
-        The draft's `ends` of text stand for `target_end`.
+        """`size`: how many ids the draft has. `keys`: those of the target's ids for noise, (vocabulary,), int64, on the
+        draft's device. The draft's `ends` of text stand for `target_end`.
         """
         ids, weights = _table(projected, size, len(keys))
         if target_end is not None:
@@ -96,8 +98,9 @@ class Candidates:
     def raced(self, ids: Tensor | None, law: Tensor, noise: Callable[[Tensor], Tensor] | None) -> list[list[tuple[int, float]]]:
         """The target's ids that are likeliest to be drawn, and how likely, row by row, falling.
 
-        `law`: probabilities of the draft's `ids`, (rows, ids) both, or of all. `noise` gives ids exponential noise by their
-        keys, (rows, ids); without it the likeliest ids count, as a greedy target picks them.
+        `law`: probabilities of the draft's `ids`, int64, (rows, ids) both; of all, (rows, draft's vocabulary), where `ids` is
+        None. `noise` gives ids exponential noise, (rows, ids), by their keys, (ids,) or (rows, ids); without it the likeliest
+        ids count, as a greedy target picks them.
         """
         weights, keys = (part if ids is None else part[ids] for part in (self._first_weights, self._first_keys))
         first = _wins(law * weights, keys, noise)
@@ -114,7 +117,10 @@ class Candidates:
         return [_summed(*row) for row in zip(tokens.tolist(), masses.tolist(), strict=True)]
 
     def law(self, ids: Tensor | None, law: Tensor) -> Law:
-        """The law of the target's ids that one of the draft's stands for: `ids` and their probabilities, (ids,), or all."""
+        """The law of the target's ids that one of the draft's stands for.
+
+        `law`: probabilities of the draft's `ids`, int64, (ids,) both; of all, (draft's vocabulary,), where `ids` is None.
+        """
         first, longer, weights, more = self._first, self._longer, self._first_weights, self._longer_weights
         if ids is not None:
             first, longer, weights, more = first[ids], longer[ids], weights[ids], more[ids]
@@ -126,6 +132,7 @@ class Candidates:
 
 
 def _wins(masses: Tensor, keys: Tensor, noise: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """What ids race by, (rows, ids): their masses, (rows, ids), over the noise of their keys, (ids,) or (rows, ids)."""
     return masses**SHARPNESS if noise is None else masses / noise(keys)
 
 

@@ -78,7 +78,10 @@ class Reader:
         return self._window is None or tokens <= self._window
 
     def read(self, context: Context, guess: int) -> bytes:
-        """Read on to the end of the context, with room for a guess. Returns the bytes of a character left unfinished."""
+        """Read on to the end of the context, with room for a guess of `guess` ids.
+
+        Returns the bytes of a character left unfinished.
+        """
         with self._meter.timing("align"):
             same, pending = self._follow(context)
             self._held = min(self._held, max(0, same - self._start))
@@ -131,7 +134,10 @@ class Reader:
             self._held = 0
 
     def logits(self, rows: int, rest: Sequence[int] = ()) -> Tensor:
-        """The logits behind the last `rows` ids of the text and `rest`; only what the cache lacks is forwarded."""
+        """The logits behind the last `rows` ids of the text and `rest`, (rows, vocabulary).
+
+        Only what the KV cache lacks is forwarded.
+        """
         held = min(self._held, self.size + len(rest) - rows)
         if not self._lm.roll_back(held):
             self._lm.start_anew()
@@ -152,6 +158,7 @@ class Reader:
         self._held -= 1
 
     def _forward(self, new: list[int], rows: int) -> Tensor:
+        """The logits behind the last rows of the new ids, (rows, vocabulary)."""
         self._meter.drafts(len(new))
         with self._meter.timing("reading"):
             return self._lm.forward(torch.tensor([new], device=self._lm.device), rows)

@@ -22,7 +22,7 @@ class Session:
 
     It has its own copy of what is committed, which drafters are shown: nothing that is committed is ever read from one.
     The ledger holds what drafts cost and gain, in this text and others, with an account for each. A drafter that can't be made,
-    or raises, is told of once and not asked again.
+    or raises, is told of once, by a `DraftFailedWarning`, and not asked again.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Session:
             self._fails(len(self._drafters) - 1, error)
 
     def extend(self, ids: Sequence[int], hidden: Tensor | None = None) -> None:
-        """Take in what was committed since. `hidden`: the target's state behind which it picked the last of `ids`."""
+        """Take in what was committed since. `hidden`: the target's, (hidden size,), by which it picked the last of `ids`."""
         for token in ids:
             self._text.append(token)
         self._hidden = hidden
@@ -99,7 +99,7 @@ class Session:
         return Limit(**vars(limit), pace=Pace(self._ledger, account)) if self._ledger.asks(draft, sure) else None
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Proposal:
-        """A guess, as far as it can be checked."""
+        """A guess, as far as it can be verified."""
         before, first = len(self._meter.drafted), draft not in self._begun
         self._begun.add(draft)
         try:

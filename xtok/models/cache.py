@@ -1,4 +1,4 @@
-"""One model with its cache. Target and draft are both held by it."""
+"""One model with its KV cache. Target and draft are both held by it."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,7 +15,7 @@ from xtok.models.rope import turns
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
-    """An empty cache for `model`, ready to be rolled back."""
+    """An empty KV cache for `model`, ready to be rolled back."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     record_past(cache)
     return cache
@@ -66,7 +66,8 @@ class CachedModel:
     and kept. The nodes of a tree stand behind those until `keep` or `roll_back` ends it.
     `inputs` are further inputs of the model for the prompt (attention mask, positions); they are continued for new positions as
     transformers' own generation continues them.
-    `hidden`, with `shows_hidden`: the last hidden states of the rows that the latest `forward` or `branch` gave logits of.
+    `hidden`, with `shows_hidden`: the last hidden states, (rows, hidden size), of the rows that the latest `forward` or
+    `branch` gave logits of.
     """
 
     def __init__(
@@ -103,7 +104,10 @@ class CachedModel:
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, config: Any) -> Tensor:
-        """Forward a prompt as transformers does (in chunks, behind a filled cache). Returns the logits of its last position."""
+        """Forward a prompt, `ids`, (1, length), int64, as transformers does (in chunks, behind a filled cache).
+
+        Returns the logits of its last position, (1, vocabulary). `config`: the generation's.
+        """
         held = self._held
         inputs = {**self._inputs, "past_key_values": self.cache}
         with self._turn():
@@ -115,11 +119,11 @@ class CachedModel:
         return self._last(outputs.logits, 1)
 
     def forward(self, ids: Tensor, rows: int) -> Tensor:
-        """Forward new `ids`, (1, new), behind the cache. Returns the logits of the last `rows` of them, (rows, vocabulary)."""
+        """Forward new `ids`, (1, new), int64, behind the cache. Returns the last rows' logits, (rows, vocabulary)."""
         return self._forward(self._prepared(ids), rows)
 
     def branch(self, ids: Tensor, parents: Sequence[int]) -> Tensor:
-        """Forward nodes of a tree, `ids` of shape (1, new), behind the cache. Returns their logits, (new, vocabulary).
+        """Forward nodes of a tree, `ids`, (1, new), int64, behind the cache. Returns their logits, (new, vocabulary).
 
         A parent is the index of an earlier node, those of earlier calls counted, or -1 for all that the cache held before the
         tree, or -2 for that less its last position (where a window has slid, one less at its other end, too). A node sees its
@@ -149,7 +153,7 @@ class CachedModel:
         self._crop(size - len(path))
 
     def _prepared(self, ids: Tensor) -> dict[str, Any]:
-        """The model's inputs for new ids behind the cache, as transformers' own generation has them."""
+        """The model's inputs for new ids, (1, new), behind the cache, as transformers' own generation has them."""
         new = ids.shape[1]
         if self._held > self._recorded and not hasattr(self.cache, "is_croppable") and self._has_slid():
             self._crop(0)  # transformers 5.16's sliding layers take one forward per crop
@@ -181,7 +185,10 @@ class CachedModel:
             record_past(filled)
 
     def _tree_masks(self, held: int, new: slice, padding: Tensor | None) -> Any:
-        """What each new node sees, (1, 1, new, keys), additive: one mask, or one for each kind of layer that a model names."""
+        """What each new node sees, (1, 1, new, keys), additive: one mask, or one for each kind of layer that a model names.
+
+        `held`: how many positions the tree stands behind. `padding`: the attention mask, (1, positions).
+        """
         kinds = getattr(self._model.config.get_text_config(decoder=True), "layer_types", None) or [""]
         layers = dict(zip(kinds, zip(self.cache.layers, self._windows, strict=False), strict=False))
         padded = None if padding is None or bool(padding.all()) else padding[0].cpu().numpy() == 0
@@ -194,6 +201,7 @@ class CachedModel:
         return windows(new_cache(self._model))
 
     def _tree_mask(self, layer: Any, window: int | None, held: int, new: slice, padded: Any) -> Tensor:
+        """One such mask, (1, 1, new, keys), in the model's dtype. `padded`: (positions,), bool, or None."""
         size, first = layer.get_mask_sizes(new.stop - new.start)
         trunk, nodes = slice(0, max(0, held - first)), self._nodes
         visible = np.ones((new.stop - new.start, size), dtype=bool)
@@ -236,14 +244,15 @@ class CachedModel:
 
     @staticmethod
     def _last(logits: Tensor, rows: int) -> Tensor:
+        """(1, positions, vocabulary) → (rows, vocabulary)."""
         return logits[0, -rows:]
 
 
 class Nodes:
     """The nodes of a tree behind a cache.
 
-    `depths`: 0 for children of the whole context. `shortened`: whether a node doesn't see the context's last position.
-    `ancestors`: (nodes, nodes), whether the column's node is on the row's path, itself included.
+    `depths`: (nodes,), int64, 0 for children of the whole context. `shortened`: (nodes,), bool, whether a node doesn't see the
+    context's last position. `ancestors`: (nodes, nodes), bool, whether the column's node is on the row's path, itself included.
     """
 
     def __init__(self) -> None:
@@ -273,5 +282,8 @@ class Nodes:
 
 
 def _move_to_front(states: Tensor, kept: Tensor) -> None:
-    """Move some positions of a layer's keys or values, (1, heads, positions, size), to the front, in place."""
+    """Move some positions of a layer's keys or values, (1, heads, positions, size), to the front, in place.
+
+    `kept`: those positions, (kept,), int64.
+    """
     states[..., : len(kept), :] = states[..., kept, :]

@@ -28,7 +28,11 @@ Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 
 
 def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
-    """The model and the tokenizer of a source. `role` ("target" or "draft") is for the message of an error."""
+    """The model and the tokenizer of a source. `role` ("target" or "draft") is for the message of an error.
+
+    Raises `InvalidInputError` for what can't be loaded, and `UnsupportedModelError` for a model that isn't decoder-only, has no
+    language model head, or has no weights in safetensors. Errors of the network stay what they are.
+    """
     if isinstance(source, (str, PathLike)):
         with _loading(source, role):
             _checked(source, role)
@@ -52,7 +56,10 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
 
 
 def load_without_weights(source: str, role: str) -> tuple[Any, int | None]:
-    """A model's tokenizer and context window. Raises `UnsupportedModelError` where it can't play its role."""
+    """A model's tokenizer and its context window in positions.
+
+    Raises `InvalidInputError` for what can't be loaded, and `UnsupportedModelError` where it can't play its role.
+    """
     with _loading(source, role):
         config = _checked(source, role)
         with torch.device("meta"):

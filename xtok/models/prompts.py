@@ -42,7 +42,8 @@ def leading(tokenizer: Any) -> list[int]:
 def prompt_ids(tokenizer: Any, prompt: Any, split_special_tokens: bool | None = None) -> list[int]:
     """A target's ids for a text or a chat: its tokenizer's leading special tokens, never a trailing end of text.
 
-    `split_special_tokens` is None where the tokenizer's own setting counts. Raises `InvalidInputError`.
+    `split_special_tokens` is None where the tokenizer's own setting counts. Raises `InvalidInputError` for
+    another value of it, and for a prompt that can't be read as a text or a chat or has no ids.
     """
     if not isinstance(split_special_tokens, bool | None):
         raise InvalidInputError(f"split_special_tokens is {split_special_tokens!r}; it must be True, False or None.")

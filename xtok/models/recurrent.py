@@ -26,7 +26,7 @@ def cached_model(
     shows_hidden: bool = False,
     snapshots: int = 1,
 ) -> CachedModel:
-    """`model` with its cache. `snapshots`: how many earlier states of recurrent layers are kept, to return to."""
+    """`model` with its KV cache. `snapshots`: how many earlier states of recurrent layers are kept, to return to."""
     if any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
         return RecurrentModel(model, cache, inputs, shows_hidden=shows_hidden, snapshots=snapshots)
     return CachedModel(model, cache, inputs, shows_hidden=shows_hidden)
@@ -61,20 +61,23 @@ class RecurrentModel(CachedModel):
         return self._ids.shape[1]
 
     def prefill(self, ids: Tensor, config: Any) -> Tensor:
-        """As of any model. Ids that a filled cache was made from may be unknown; a prompt is never forwarded again."""
+        """As of any model: `ids`, (1, length) → logits, (1, vocabulary).
+
+        Ids that a filled cache was made from may be unknown; a prompt is never forwarded again.
+        """
         logits = super().prefill(ids, config)
         self._ids = torch.nn.functional.pad(ids, (self._held - ids.shape[1], 0))
         return logits
 
     def forward(self, ids: Tensor, rows: int) -> Tensor:
-        """As of any model."""
+        """As of any model: `ids`, (1, new) → logits, (rows, vocabulary)."""
         if self.length - self._held > _LONGEST:
             self.settle()
         self._ids = torch.cat([self._ids, ids], dim=1)
         return self._forward_rest(rows)
 
     def branch(self, ids: Tensor, parents: Sequence[int]) -> Tensor:
-        """As of any model, for a chain."""
+        """As of any model, for a chain: `ids`, (1, new) → logits, (new, vocabulary)."""
         self._nodes.add(parents)
         assert self._nodes.is_chain, "recurrent layers see no branches"
         return self.forward(ids, len(parents))
@@ -97,6 +100,7 @@ class RecurrentModel(CachedModel):
         self._ids, self._snapshots = self._ids[:, :0], []
 
     def _forward_rest(self, rows: int) -> Tensor:
+        """Forward all that the cache lacks. Returns the last rows' logits, (rows, vocabulary)."""
         self._remember()
         return super().forward(self._ids[:, self._held :], rows)
 

@@ -1,4 +1,4 @@
-"""The model that picks."""
+"""The target model: prefill of a prompt, and verification of guesses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ class Checked(NamedTuple):
     """What a forward of the target says of a text.
 
     `logits`: behind the last committed id and behind each guessed one, (1 + guessed, vocabulary). `hidden`: the last hidden
-    states there, (1 + guessed, size), where they are asked for. `rows`, `seconds`: of the forward.
+    states there, (1 + guessed, hidden size), where they are asked for. `rows`: how many rows of logits. `seconds`: what
+    the forward took.
     """
 
     logits: Tensor
@@ -38,7 +39,10 @@ class Target:
     vocabulary: Vocabulary
 
     def prefill(self, slot: CachedModel, ids: Tensor, config: Any) -> Checked:
-        """Forward a prompt, (1, length), as transformers does. Of its positions, only the last one's logits are given."""
+        """Forward a prompt, `ids`, (1, length), int64, as transformers does.
+
+        Of its positions, only the last one's logits are given, (1, vocabulary). `config`: the generation's.
+        """
         with timed() as took:
             logits = slot.prefill(ids, config)
             _wait(logits)
@@ -47,7 +51,7 @@ class Target:
     def verify(self, texts: Sequence[tuple[CachedModel, int, Tree]]) -> list[Checked]:
         """Forward the last committed id of each text, which its slot lacks, with a guessed tree behind it.
 
-        The nodes stand in the slot until `keep` ends the tree.
+        Of each, 1 + guessed rows of logits are given. The nodes stand in the slot until `keep` ends the tree.
         """
         return [self._verified(*text) for text in texts]
 

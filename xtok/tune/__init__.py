@@ -77,9 +77,10 @@ def tune_draft(
     1.2, for greedy texts of small models go round in circles. `lora`: small matrices learn beside the draft's own (Hu et al.
     2021, arXiv 2106.09685) and are merged; the default for drafts of more than 500 M parameters.
 
-    Called again after it was stopped, it goes on where it was, to the same weights (in float32 on a CPU).
-    Raises `InvalidInputError` for settings that make no sense, for an `out` that holds something else, and for a draft whose
-    tokenizer can't spell the target's texts.
+    Called again after it was stopped, it goes on where it was, to the same weights (in float32 on a CPU). Raises
+    `InvalidInputError` for settings that make no sense, for less than 3 prompts, for an `out` that holds something else or was
+    begun with other settings, for a draft whose tokenizer can't spell the target's texts, and where accelerate or peft is
+    missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target or draft that can't be one.
     """
     settings = _Settings(
         name(target), digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, name(draft), lora

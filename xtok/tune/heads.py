@@ -79,7 +79,10 @@ def train_heads(
 
     Head i learns the (i + 2)th id behind a hidden state, by cross-entropy that counts 0.8**i. A tenth of the texts tells when
     to stop, another one what was gained; neither is learnt from. `starts`, `max_new_tokens`, `sampled` and `temperature` are
-    those of `tune_draft`. Called again after it was stopped, it goes on where it was. Raises `InvalidInputError`.
+    those of `tune_draft`. Called again after it was stopped, it goes on where it was.
+    Raises `InvalidInputError` for settings that make no sense, for less than 3 texts, for an `out` that was begun with other
+    settings, for a target whose output embedding heads can't share, and where accelerate is missing; `UnsupportedModelError`
+    or `UnsupportedTokenizerError` for a target that can't be one.
     """
     check_trains()
     settings = _Settings(name(target), digest(data), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, heads)
@@ -129,7 +132,7 @@ def _row(tokenizer: Any, one: Written) -> _Row:
 
 
 def batch_of(rows: Sequence[_Row]) -> dict[str, Tensor]:
-    """Rows as tensors (rows, longest), padded behind their ends."""
+    """A batch of rows, padded behind their ends: `input_ids`, `attention_mask` and `labels`, (rows, longest), int64 each."""
     ids = [torch.tensor(row.ids) for row in rows]
     labels = [torch.tensor([*[NOT_LEARNT] * row.start, *row.ids[row.start :]]) for row in rows]
     return {
@@ -140,7 +143,7 @@ def batch_of(rows: Sequence[_Row]) -> dict[str, Tensor]:
 
 
 def _guesses(target: Any, heads: Heads, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each head its logits, (places, vocabulary), and the ids that came there, (places,)."""
+    """For each head its logits, (places, vocabulary), float32, and the ids that came there, (places,). `inputs`: a batch."""
     with torch.no_grad():
         output = target(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True)
     hidden, labels = output.hidden_states[-1].to(heads.weight.dtype), inputs["labels"]
@@ -154,7 +157,10 @@ def _guesses(target: Any, heads: Heads, inputs: dict[str, Tensor]) -> Iterator[t
 
 
 def loss_of(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy at shifted offsets, that of each head weighing 0.8 of that of the head before it."""
+    """Cross-entropy at shifted offsets, that of each head weighing 0.8 of that of the head before it: a scalar.
+
+    `inputs`: as of `batch_of`, (rows, longest) each.
+    """
     losses = [
         _DECAY**i * cross_entropy(logits, came) for i, (logits, came) in enumerate(_guesses(target, heads, inputs)) if len(came)
     ]

@@ -12,10 +12,11 @@ _LEAST = 1e-6
 
 
 def guessing_loss(logits: Tensor, labels: Tensor, likeliest: Tensor, probabilities: Tensor, seen: Projection) -> Tensor:
-    """The mean loss of a draft's ids: cross-entropy with the text's own, and with the target's law where that is known.
+    """The mean loss of a draft's ids, a scalar: cross-entropy with the text's own, and with the target's law where it is known.
 
-    `logits`: (rows, places, draft's vocabulary). `labels`: (rows, places). `likeliest`, `probabilities`: (rows, places, few),
-    the target's law in that place. The draft's is seen from the target's vocabulary as it is when it guesses (`Projection`).
+    `logits`: (rows, places, draft's vocabulary). `labels`: (rows, places), int64. `likeliest`, int64, `probabilities`, float32:
+    (rows, places, few), the target's law in that place. The draft's is seen from the target's vocabulary as it is when it
+    guesses (`Projection`).
     """
     logits, labels = logits[:, :-1].float(), labels[:, 1:]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=NOT_LEARNT, reduction="none")
@@ -28,7 +29,7 @@ def guessing_loss(logits: Tensor, labels: Tensor, likeliest: Tensor, probabiliti
 
 
 def _with_rest(law: Tensor) -> Tensor:
-    """A law of a few ids, and all that it leaves to the others."""
+    """A law of a few ids, and all that it leaves to the others: (places, few) → (places, few + 1)."""
     return torch.cat([law, (1 - law.sum(dim=-1, keepdim=True)).clamp_min(0)], dim=-1)
 
 

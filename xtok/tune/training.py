@@ -72,6 +72,8 @@ def fit(
 ) -> list[float]:
     """Train `model` until `measure` no longer rises, and leave it as it was after its best epoch.
 
+    `collate` makes a batch of rows, tensors by name, (rows, …) each; `loss` gives the scalar loss of `model` on one.
+
     Law: as `train`. Returns what was measured after each epoch.
     """
     latest, found = _latest(into)

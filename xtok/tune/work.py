@@ -114,7 +114,10 @@ def check(settings: Settings, *counts: str) -> None:
 
 
 def begun(work: Path, settings: Settings, out: Path) -> Path:
-    """The folder of the work on `out`, begun or gone on with; settings must be those that it was begun with."""
+    """The folder of the work on `out`, begun or gone on with.
+
+    Raises `InvalidInputError` unless settings are those that it was begun with.
+    """
     file, mine = work / "settings.json", asdict(settings)
     if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != mine:
         changed = [key for key in mine if before.get(key) != mine[key]]

@@ -95,7 +95,8 @@ def save(file: Path, write: Callable[[Path], object]) -> None:
 def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **arguments: Any) -> dict[str, Tensor]:
     """One batch, padded on the left, by transformers' own `generate`: new ids and the laws that they were picked from.
 
-    A law is the target's own, at temperature 1, or what a penalty makes of it.
+    `ids`: (rows, new), int64. `likeliest`, int32, `probabilities`, float16: (rows, new, few). A law is the target's own, at
+    temperature 1, or what a penalty makes of it.
     """
     model, tokenizer = target
     ids = [torch.tensor(prompt_ids(tokenizer, start)) for start in starts]
@@ -125,7 +126,10 @@ def _ends(target: tuple[Any, Any]) -> set[int]:
 
 
 def _written(start: str, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor) -> Written:
-    """New ids up to the end of the text, and their text without a character left unfinished."""
+    """New ids up to the end of the text, and their text without a character left unfinished.
+
+    `row`: (new,). `likeliest`, `probabilities`: (new, few).
+    """
     ids: list[int] = row.tolist()
     count = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     text = view.to_bytes(ids[:count], before=b"a").decode(errors="ignore")

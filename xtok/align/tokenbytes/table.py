@@ -20,6 +20,7 @@ class TokenBytes:
     `table` holds one entry per id, about 60 bytes of memory each. Ids may share their bytes (`A` and `<0x41>`).
     `strips_space`: decoding drops one space at the start of a text (SentencePiece's dummy prefix, WordPiece).
     `joins_words`: the space in front of a word is kept only between ASCII letters or digits (morphemes of Japanese text).
+    `longest`: how many bytes an id spells at most.
     """
 
     table: tuple[bytes | None, ...]
