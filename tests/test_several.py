@@ -527,6 +527,37 @@ def test_the_first_time_in_a_generation_is_marked() -> None:
     assert [one.first for one in session.proposals] == [False, False]
 
 
+class Remembers:
+    """A draft whose drafters keep a state: what they were shown."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+
+    def start(self, request: Request) -> Drafter:
+        self.started.append(ScriptedDrafter(lambda context: seen.append(list(context.ids)) or Tree()))  # type: ignore[func-returns-value]
+        seen = self.started[-1].seen = []
+        return self.started[-1]
+
+
+@pytest.mark.parametrize("way", ["list", "batch", "samples"])
+def test_a_draft_of_the_callers_own_starts_a_drafter_for_each_text_and_shows_it_that_text_alone(way: str) -> None:
+    draft = Remembers()
+    xt = XTokAssisted((TARGET, TOKENS), [draft], budget=Budget(3, width=4, schedule="constant"))
+    if way == "batch":
+        ids = torch.tensor([[5, 6], [7, 8]])
+        texts = TARGET.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=xt, pad_token_id=0, **GREEDY).tolist()
+    elif way == "list":
+        made = xt.generate(PROMPTS, **GREEDY)
+        texts = [prompt_ids(TOKENS, prompt) + one.token_ids for prompt, one in zip(PROMPTS, made, strict=True)]
+    else:
+        made = xt.generate("吾輩は", **{**GREEDY, "do_sample": True, "num_return_sequences": 3, "seed": 3})
+        texts = [prompt_ids(TOKENS, "吾輩は") + one.token_ids for one in made]
+    assert len(draft.started) == len(texts)
+    for drafter, text in zip(draft.started, texts, strict=True):
+        assert drafter.seen
+        assert all(text[: len(ids)] == ids for ids in drafter.seen)
+
+
 # one ledger for all texts of an instance
 
 PROMPTS = ["吾輩は", "The quick brown", "🍣", "メロス"]

@@ -89,7 +89,8 @@ class HeadsDrafter:
 
     def start(self, request: Request) -> "HeadsGuesser":
         """A drafter for one text of the target that the heads were trained for, `request.model`."""
-        assert request.model is not None, "without a target there is nothing to guess from"
+        if request.model is None:
+            raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
         device, head = device_of(request.model), request.model.get_output_embeddings()
         heads = self._placed(device, request.model.dtype)
         keys = request.vocabulary.keys.to(device)
