@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from worlds import fitting, tokenizer
+from worlds import alone, fitting, tokenizer
 
 from xtok import Budget, Context, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
@@ -61,12 +61,12 @@ def forced(text: str, start: int, tokens: Any) -> Any:
     return lambda batch, ids: script[len(ids) - start : len(ids) - start + 1] or [2]
 
 
-def alone(prompt: str = PROMPT, **arguments: Any) -> list[int]:
-    inputs = encoded(prompt)
-    return TARGET.generate(**inputs, **{**GREEDY, **arguments})[0, inputs["input_ids"].shape[1] :].tolist()
+def truth(prompt: str = PROMPT, **arguments: Any) -> list[int]:
+    """What the target alone writes."""
+    return alone(TARGET, TOKENS(prompt).input_ids, **{**GREEDY, **arguments})
 
 
-STOP = next(text for token in alone()[3:] if len(text := TOKENS.decode([token])) > 1 and text.isprintable())
+STOP = next(text for token in truth()[3:] if len(text := TOKENS.decode([token])) > 1 and text.isprintable())
 """A piece of the text that the target writes behind the prompt."""
 
 
@@ -128,15 +128,15 @@ def even_or_odd_by_row(batch: int, ids: torch.Tensor) -> list[int]:
 HF_ARGUMENTS: dict[str, Any] = {
     "plain": dict,
     "repetition penalty": lambda: {"repetition_penalty": 1.4},
-    "several processors": lambda: {"no_repeat_ngram_size": 2, "bad_words_ids": [[alone()[1]]], "min_new_tokens": 5},
+    "several processors": lambda: {"no_repeat_ngram_size": 2, "bad_words_ids": [[truth()[1]]], "min_new_tokens": 5},
     "a processor with a state": lambda: {"logits_processor": LogitsProcessorList([CountsItsCalls()])},
-    "an early end": lambda: {"eos_token_id": [2, *alone()[7:9]]},
-    "two ends": lambda: {"eos_token_id": [alone(PROMPTS[0])[3], alone(PROMPTS[1])[7]]},
+    "an early end": lambda: {"eos_token_id": [2, *truth()[7:9]]},
+    "two ends": lambda: {"eos_token_id": [truth(PROMPTS[0])[3], truth(PROMPTS[1])[7]]},
     "a prefix function": lambda: {"prefix_allowed_tokens_fn": even_or_odd_by_row},
     "a time limit that is far away": lambda: {"max_time": 1e6},
     "a prefill in chunks": lambda: {"prefill_chunk_size": 3},
     "stop strings": lambda: {"stop_strings": [STOP], "tokenizer": TOKENS},
-    "a criterion": lambda: {"stopping_criteria": StoppingCriteriaList([StopsOn(alone()[6])])},
+    "a criterion": lambda: {"stopping_criteria": StoppingCriteriaList([StopsOn(truth()[6])])},
     "penalties on the prompt": lambda: {"encoder_repetition_penalty": 0.5, "encoder_no_repeat_ngram_size": 2},
     "a watermark": lambda: {"watermarking_config": {"bias": 9.0, "seeding_scheme": "selfhash"}},
 }

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, STOP, TARGET, TOKENS, alone, each_draft, encoded, forwards
+from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, STOP, TARGET, TOKENS, each_draft, encoded, forwards, truth
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from worlds import fitting
+from worlds import alone, fitting
 
 from xtok import Budget, XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError, XTokError
@@ -24,16 +24,15 @@ xt = each_draft
 def test_a_generation_config_is_honoured_and_left_as_it_is(xt: XTokAssisted) -> None:
     config = GenerationConfig(max_new_tokens=20, repetition_penalty=1.3, pad_token_id=0, eos_token_id=2, stop_strings=[STOP])
     before = config.to_dict()
-    inputs = encoded(PROMPT)
-    expected = TARGET.generate(**inputs, generation_config=config, tokenizer=TOKENS)
-    assert xt.generate(PROMPT, generation_config=config).token_ids == expected[0, inputs["input_ids"].shape[1] :].tolist()
+    expected = alone(TARGET, TOKENS(PROMPT).input_ids, generation_config=config, tokenizer=TOKENS)
+    assert xt.generate(PROMPT, generation_config=config).token_ids == expected
     assert config.to_dict() == before
 
 
 def test_stop_strings_of_the_models_own_generation_config_are_honoured() -> None:
     model = deepcopy(TARGET)
     model.generation_config.stop_strings = [STOP]
-    expected = alone(stop_strings=model.generation_config.stop_strings, tokenizer=TOKENS)
+    expected = truth(stop_strings=model.generation_config.stop_strings, tokenizer=TOKENS)
     assert len(expected) < 24
     xt = XTokAssisted((model, TOKENS), (TARGET, TOKENS), budget=Budget(4, width=4, schedule="constant"))
     assert xt.generate(PROMPT, **GREEDY).token_ids == expected
@@ -69,8 +68,7 @@ def test_a_target_in_float64_is_picked_from_in_float32_as_transformers_does(argu
         head.weight[40] = head.weight[30] * (1 + 1e-12)
         head.weight[30] *= 50
         head.weight[40] *= 50
-    ids = torch.tensor([prompt_ids(TOKENS, PROMPT)])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)[0, ids.shape[1] :].tolist()
+    expected = alone(model, prompt_ids(TOKENS, PROMPT), **GREEDY)
     assert XTokAssisted((model, TOKENS)).generate(PROMPT, **GREEDY, **arguments).token_ids == expected
     assert {30, 40} & set(expected)
 
@@ -136,7 +134,7 @@ def test_an_exception_of_a_users_own_code_comes_through_and_leaves_the_instance_
         else:
             TARGET.generate(**encoded(PROMPT), custom_generate=xt, **arguments)
     assert breaks.asked == 4
-    assert xt.generate(PROMPT, **GREEDY).token_ids == alone()
+    assert xt.generate(PROMPT, **GREEDY).token_ids == truth()
 
 
 class RunsOut(LogitsProcessor):
@@ -195,7 +193,7 @@ def test_generate_and_stream_refuse_at_once_what_they_cant_honour(xt: XTokAssist
             xt.stream(PROMPT, **arguments)
     by_generate.match(REMEDY)
     assert not seen
-    assert xt.generate(PROMPT, **GREEDY).token_ids == alone()
+    assert xt.generate(PROMPT, **GREEDY).token_ids == truth()
 
 
 @pytest.mark.parametrize("value", REFUSED)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tokenizer
+from worlds import ARCHITECTURES, FAMILIES, alone, examples, fitting, model, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted
 from xtok.align.continuation import Continuation
@@ -172,9 +172,9 @@ def test_a_recurrent_targets_cache_can_be_gone_on_with(name: str) -> None:
     ids = torch.tensor([TOKENS("吾輩は猫である").input_ids])
     plain = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
     xt = XTokAssisted((lm, TOKENS), PromptLookup())
-    helped, alone = (lm.generate(ids, **plain, custom_generate=way) for way in (xt, None))
-    assert torch.equal(helped.sequences, alone.sequences)
-    following = [lm(alone.sequences[:, -1:], past_key_values=made.past_key_values).logits for made in (helped, alone)]
+    ours, theirs = (lm.generate(ids, **plain, custom_generate=way) for way in (xt, None))
+    assert torch.equal(ours.sequences, theirs.sequences)
+    following = [lm(theirs.sequences[:, -1:], past_key_values=made.past_key_values).logits for made in (ours, theirs)]
     torch.testing.assert_close(*following, rtol=1e-4, atol=1e-4)
 
 
@@ -274,7 +274,7 @@ def behind(lm: PreTrainedModel, kept: DynamicCache, wrong: int = 1) -> Generatio
 def test_a_cache_without_a_configuration_gives_what_the_target_gives_behind_it(name: str, length: int, wrong: int) -> None:
     """Found in review: such a cache keeps all positions, and branches saw those, too, that the target's window hides."""
     lm = windowed(name)
-    expected = lm.generate(IDS, past_key_values=filled(lm, DynamicCache(), length), **GREEDY)[0, IDS.shape[1] :].tolist()
+    expected = alone(lm, IDS[0].tolist(), past_key_values=filled(lm, DynamicCache(), length), **GREEDY)
     generation = behind(lm, filled(lm, DynamicCache(), length), wrong)
     assert generation.token_ids == expected
     assert not generation.stats.chains_only
@@ -290,7 +290,7 @@ def with_window(lm: PreTrainedModel, size: int | None) -> Any:
 def test_a_cache_that_remembers_more_than_the_targets_window_is_good_for_chains() -> None:
     lm = windowed("mistral")
     kept = [filled(lm, DynamicCache(config=with_window(lm, 14)), 12) for _ in range(2)]
-    expected = lm.generate(IDS, past_key_values=kept[0], **GREEDY)[0, IDS.shape[1] :].tolist()
+    expected = alone(lm, IDS[0].tolist(), past_key_values=kept[0], **GREEDY)
     generation = behind(lm, kept[1], wrong=0)
     assert generation.token_ids == expected
     assert generation.stats.chains_only

@@ -23,16 +23,16 @@ from front_door import (
     TOKENS,
     CountsItsCalls,
     StopsOn,
-    alone,
     each_draft,
     encoded,
     forced,
     forwards,
     oracle,
+    truth,
     with_template,
 )
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from worlds import fitting, tokenizer
+from worlds import alone, fitting, tokenizer
 
 from xtok import Budget, Generation, XTokAssisted
 from xtok.errors import InvalidInputError
@@ -46,7 +46,7 @@ xt = each_draft
 def test_generate_gives_what_the_target_alone_gives_and_says_so(xt: XTokAssisted) -> None:
     generation = xt.generate(PROMPT, **GREEDY)
     assert isinstance(generation, Generation)
-    assert generation.token_ids == alone()
+    assert generation.token_ids == truth()
     assert all(type(token) is int for token in generation.token_ids)
     written = "夏目漱石。 そして\n The fox 🍣"
     force = forced(written, encoded(PROMPT)["input_ids"].shape[1], TOKENS)
@@ -61,13 +61,13 @@ def test_generate_answers_a_list_with_a_list_each_as_if_asked_alone(xt: XTokAssi
         (one.text, one.token_ids, one.finish_reason, one.rounds) for one in singly
     ]
     assert [one.stats.new_tokens for one in together] == [24] * len(PROMPTS)
-    assert xt.generate([PROMPT], **GREEDY)[0].token_ids == alone()
+    assert xt.generate([PROMPT], **GREEDY)[0].token_ids == truth()
     assert xt.generate([], **GREEDY) == []
 
 
 def test_generate_keeps_the_prompts_of_a_list_apart_from_each_others_processors(xt: XTokAssisted) -> None:
     together = xt.generate(PROMPTS, logits_processor=LogitsProcessorList([CountsItsCalls()]), **GREEDY)
-    singly = [alone(prompt, logits_processor=LogitsProcessorList([CountsItsCalls()])) for prompt in PROMPTS]
+    singly = [truth(prompt, logits_processor=LogitsProcessorList([CountsItsCalls()])) for prompt in PROMPTS]
     assert [one.token_ids for one in together] == singly
 
 
@@ -75,7 +75,7 @@ def test_generate_keeps_the_prompts_of_a_list_apart_from_each_others_processors(
     "asked",
     [
         {"stop_strings": [STOP]},
-        {"stopping_criteria": StoppingCriteriaList([StopsOn(alone()[6])])},
+        {"stopping_criteria": StoppingCriteriaList([StopsOn(truth()[6])])},
         {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
     ],
 )
@@ -100,17 +100,17 @@ def test_the_texts_of_num_return_sequences_are_those_of_the_prompt_as_often_in_a
         ({}, "length"),
         ({"max_new_tokens": None, "max_length": 20}, "length"),
         ({"max_time": 0.0}, "length"),
-        ({"eos_token_id": [2, alone()[5]]}, "stop"),
-        ({"eos_token_id": alone()[0]}, "stop"),
-        ({"eos_token_id": alone()[-1]}, "stop"),
+        ({"eos_token_id": [2, truth()[5]]}, "stop"),
+        ({"eos_token_id": truth()[0]}, "stop"),
+        ({"eos_token_id": truth()[-1]}, "stop"),
         ({"stop_strings": [STOP]}, "stop"),
-        ({"stopping_criteria": StoppingCriteriaList([StopsOn(alone()[6])])}, "stop"),
+        ({"stopping_criteria": StoppingCriteriaList([StopsOn(truth()[6])])}, "stop"),
     ],
 )
 def test_the_finish_reason_tells_a_limit_from_an_end(xt: XTokAssisted, arguments: dict[str, Any], reason: str) -> None:
     generation = xt.generate(PROMPT, **{**GREEDY, **arguments})
     assert generation.finish_reason == reason
-    assert generation.token_ids == alone(tokenizer=TOKENS, **arguments)
+    assert generation.token_ids == truth(tokenizer=TOKENS, **arguments)
 
 
 def test_the_stats_are_frozen_and_agree_with_each_other_and_with_the_forwards_made(xt: XTokAssisted) -> None:
@@ -164,7 +164,7 @@ def test_a_chat_is_read_in_the_targets_template_and_in_the_drafts_own(draft_temp
     tokens = with_template(TOKENS, TEMPLATE)
     draft_tokens = with_template(BYTES, draft_template) if draft_template else BYTES
     ids = chat_ids(tokens)
-    expected = TARGET.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist()
+    expected = alone(TARGET, ids, **GREEDY)
     xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
     xt.generate(CHAT, **GREEDY)  # what is found out about models once is found out here
     with forwards(TARGET) as of_target, forwards(OTHER) as of_draft:
@@ -270,4 +270,4 @@ def test_the_tokenizers_settings_are_left_as_they_are() -> None:
     assert settings() == before
     xt.generate(PROMPT, stop_strings=["ありえない"], **GREEDY)
     assert settings() == before
-    assert xt.generate(PROMPT, **GREEDY).token_ids == alone()
+    assert xt.generate(PROMPT, **GREEDY).token_ids == truth()

@@ -25,9 +25,9 @@ from front_door import (
     TEMPLATE,
     TOKENS,
     Recorder,
-    alone,
     encoded,
     forwards,
+    truth,
     with_template,
 )
 from transformers import GenerationConfig
@@ -148,7 +148,7 @@ def test_models_and_tokenizers_are_loaded_from_local_paths(tmp_path: Path) -> No
         ((TARGET, TOKENS), tmp_path / "draft"),
     ):
         generation = XTokAssisted(*sources, budget=Budget(4, width=4, schedule="constant")).generate(PROMPT, **GREEDY)
-        assert generation.token_ids == expected.token_ids == alone()
+        assert generation.token_ids == expected.token_ids == truth()
         assert generation.rounds == expected.rounds
 
 

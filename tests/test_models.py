@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from architectures import tiny
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
-from worlds import fitting, tokenizer
+from worlds import alone, fitting, tokenizer
 
 from xtok import Budget, XTokAssisted
 from xtok.errors import UnsupportedModelError
@@ -28,6 +27,11 @@ def other() -> PreTrainedModel:
     return fitting(OTHERS, "Llama", 1)
 
 
+def truth(model: PreTrainedModel, tokens: Any) -> list[int]:
+    """What a model alone writes."""
+    return alone(model, tokens(TEXT).input_ids, use_cache=True, **PLAIN)
+
+
 def built(name: str, attention: str) -> PreTrainedModel | str:
     """A model in the highest precision in which it generates; why not, where there is none."""
     try:
@@ -36,18 +40,12 @@ def built(name: str, attention: str) -> PreTrainedModel | str:
         return f"{type(error).__name__}: {error}"
     for precise in (made.double, made.float):
         try:
-            alone(precise(), TOKENS)
+            truth(precise(), TOKENS)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             continue
         return made
     return reason
-
-
-def alone(model: PreTrainedModel, tokens: Any) -> list[int]:
-    ids = torch.tensor([tokens(TEXT).input_ids])
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=True, **PLAIN)
-    return made[0, ids.shape[1] :].tolist()
 
 
 def helped(target: tuple[Any, Any], draft: tuple[Any, Any]) -> str:
@@ -56,7 +54,7 @@ def helped(target: tuple[Any, Any], draft: tuple[Any, Any]) -> str:
         generation = XTokAssisted(target, [draft], budget=Budget(3, width=4, schedule="constant")).generate(TEXT, **PLAIN)
     except UnsupportedModelError as error:
         return str(error)
-    assert generation.token_ids == alone(*target)
+    assert generation.token_ids == truth(*target)
     assert generation.stats.draft_error is None
     assert generation.stats.proposed > 0
     return "chain" if generation.stats.chains_only else "tree"

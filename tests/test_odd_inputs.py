@@ -7,7 +7,7 @@ import pytest
 import torch
 from front_door import forwards
 from transformers import DynamicCache
-from worlds import CORPUS, fitting, tokenizer
+from worlds import CORPUS, alone, fitting, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
@@ -32,13 +32,6 @@ DRAFTS: dict[str, Any] = {
 CHAINS, TREES = Budget(4, width=1, schedule="constant"), Budget(4, width=3, schedule="constant")
 
 
-def alone(model: Any, ids: list[int], **arguments: Any) -> list[int]:
-    """What transformers gives without a draft."""
-    prompt = torch.tensor([ids])
-    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **{**GREEDY, **arguments})
-    return output[0, len(ids) :].tolist()
-
-
 @pytest.fixture(params=DRAFTS)
 def draft(request: pytest.FixtureRequest) -> Any:
     return DRAFTS[request.param]
@@ -47,7 +40,7 @@ def draft(request: pytest.FixtureRequest) -> Any:
 def check(xt: XTokAssisted, prompt: Any, ids: list[int], **arguments: Any) -> None:
     """The ids are the target's own, those drawn are the reference sampler's, and guesses come until the end."""
     greedy = xt.generate(prompt, **{**GREEDY, **arguments})
-    assert greedy.token_ids == alone(xt.model, ids)
+    assert greedy.token_ids == alone(xt.model, ids, **GREEDY)
     drawn = {**GREEDY, "do_sample": True, "seed": 7, **arguments}
     sampled = xt.generate(prompt, **drawn)
     assert sampled.token_ids == XTokAssisted((xt.model, xt.tokenizer)).generate(prompt, **drawn).token_ids
@@ -89,7 +82,7 @@ def test_a_prompt_of_32_thousand_tokens() -> None:
     prompt = "".join(CORPUS) * 135
     ids = BYTES(prompt).input_ids
     assert 32_000 < len(ids) < 39_000
-    expected = alone(target, ids)
+    expected = alone(target, ids, **GREEDY)
     xt = XTokAssisted((target, BYTES), [DRAFTS["other ids"], PromptLookup()], budget=TREES)
     generation = xt.generate(prompt, **GREEDY)
     assert generation.stats.min_margin is not None
@@ -135,7 +128,7 @@ def test_left_padded_rows_of_one_token_and_of_more_than_the_drafts_window(draft:
 def test_a_prefilled_cache(draft: Any, held: int) -> None:
     prompt = "吾輩は猫である。名前は"
     ids = SPOKEN(prompt).input_ids
-    expected = alone(TARGET, ids)
+    expected = alone(TARGET, ids, **GREEDY)
     xt = XTokAssisted((TARGET, SPOKEN), [draft], budget=TREES)
     cache = DynamicCache(config=TARGET.config)
     with torch.no_grad():

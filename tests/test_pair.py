@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from worlds import scaled
+from worlds import alone, scaled
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair
 from xtok.align.tokenbytes import token_bytes
@@ -23,10 +23,10 @@ def assisted(budget: Budget = CHAIN) -> XTokAssisted:
 
 
 @cache
-def alone(prompt: str, length: int = LENGTH) -> list[int]:
-    ids = assisted().tokenizer(prompt, return_tensors="pt")
-    found = assisted().model.generate(**ids, max_new_tokens=length, do_sample=False)
-    return found[0, ids.input_ids.shape[1] :].tolist()
+def truth(prompt: str, length: int = LENGTH) -> list[int]:
+    """What the target alone writes."""
+    ids = assisted().tokenizer(prompt).input_ids
+    return alone(assisted().model, ids, max_new_tokens=length, do_sample=False)
 
 
 @pytest.mark.parametrize("budget", FLOORS)
@@ -35,7 +35,7 @@ def test_it_gives_what_the_target_alone_gives_on_100_held_out_prompts_in_fewer_f
     tokens = forwards = 0
     for prompt in PROMPTS[: scaled(100)]:
         generation = xt.generate(prompt, max_new_tokens=LENGTH, do_sample=False)
-        assert generation.token_ids == alone(prompt), prompt
+        assert generation.token_ids == truth(prompt), prompt
         tokens += generation.stats.new_tokens
         forwards += generation.stats.target_forwards
     assert tokens / forwards > FLOORS[budget]
@@ -70,7 +70,7 @@ def test_the_draft_reads_a_text_longer_than_its_window() -> None:
     xt = assisted()
     assert len(AutoTokenizer.from_pretrained(pair.DRAFT)(text).input_ids) > 256
     generation = xt.generate(text, max_new_tokens=200, do_sample=False)
-    assert generation.token_ids == alone(text, 200)
+    assert generation.token_ids == truth(text, 200)
     assert generation.stats.draft_error is None
     assert generation.rounds[-2].proposed > 0
 
@@ -104,7 +104,7 @@ def test_the_heads_that_ship_fit_the_target_and_guess_well() -> None:
     tokens = forwards = 0
     for prompt in PROMPTS[::6]:
         generation = xt.generate(prompt, max_new_tokens=LENGTH, do_sample=False)
-        assert generation.token_ids == alone(prompt)
+        assert generation.token_ids == truth(prompt)
         tokens += generation.stats.new_tokens
         forwards += generation.stats.target_forwards
     assert tokens / forwards > 2.2

@@ -10,12 +10,13 @@ import pytest
 import torch
 from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, TARGET, TOKENS, Recorder, forwards
 from transformers import DynamicCache, LogitsProcessorList
-from worlds import model
+from worlds import alone, model
 
 from xtok import Budget, HeadsDrafter, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.bench.compare import compare
 from xtok.bench.report import _placed
+from xtok.bench.sampled import compare_sampled
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
 from xtok.tune import check_tunable
@@ -128,6 +129,11 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"no-heads holds no heads.*train-heads",
     ),
+    "nothing to sample behind": (
+        lambda: compare_sampled(PAIR, (OTHER, BYTES), [], max_new_tokens=3, guess_length=3),
+        InvalidInputError,
+        r"no prompts\. Give a file",
+    ),
     "nothing to compare": (
         lambda: compare(PAIR, (OTHER, BYTES), [], "greedy", max_new_tokens=3, guess_length=3),
         InvalidInputError,
@@ -236,9 +242,8 @@ def test_what_isnt_installed_is_told_of_together_with_how_to_install_it(
 def test_half_a_new_token_is_a_whole_one_as_transformers_has_it() -> None:
     """Found by trying out bad settings: the draft failed of a length that is no whole number."""
     asked = {**GREEDY, "max_new_tokens": 8.5}
-    ids = torch.tensor([TOKENS(PROMPT).input_ids])
     generation = XTokAssisted(PAIR, (OTHER, BYTES), budget=Budget(4, width=4, schedule="constant")).generate(PROMPT, **asked)
-    assert generation.token_ids == TARGET.generate(ids, **asked)[0, ids.shape[1] :].tolist()
+    assert generation.token_ids == alone(TARGET, TOKENS(PROMPT).input_ids, **asked)
     assert generation.stats.draft_error is None
     assert generation.stats.proposed
 

@@ -13,7 +13,7 @@ from packaging.version import Version
 from real_tokenizers import BESIDE, FILES, TEXTS, TOKENIZERS, is_there, reading, real, sample, view
 from tokenizer_losses import files, table, table_of
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
-from worlds import model
+from worlds import alone, model
 
 from xtok import Budget, Context, Tree, XTokAssisted, chain
 from xtok.align.continuation import Continuation
@@ -150,11 +150,6 @@ def tiny(name: str, seed: int = 0) -> Any:
     return model("Llama", max(len(view(name)), len(real(name))), seed, torch.float32), real(name)
 
 
-def by_transformers(lm: Any, prompt: list[int], arguments: dict[str, Any]) -> list[int]:
-    ids = torch.tensor([prompt])
-    return lm.generate(ids, attention_mask=torch.ones_like(ids), **arguments)[0, len(prompt) :].tolist()
-
-
 @cache
 def written(target: str, text: str) -> Written:
     lm, tokens = tiny(target)
@@ -162,11 +157,9 @@ def written(target: str, text: str) -> Written:
     ids = reading(target).ids_behind(text) or reading(target).ids(text)
     processors = LogitsProcessorList([Writes(len(prompt), ids)])
     arguments = {"max_new_tokens": len(ids), "do_sample": False, "logits_processor": processors}
-    alone = by_transformers(lm, prompt, arguments)
     speaker = Speaker(target, prompt, ids)
-    return Written(
-        XTokAssisted((lm, tokens), speaker, budget=Budget(5, width=4, schedule="constant")), speaker, arguments, alone
-    )
+    xt = XTokAssisted((lm, tokens), speaker, budget=Budget(5, width=4, schedule="constant"))
+    return Written(xt, speaker, arguments, alone(lm, prompt, **arguments))
 
 
 @pytest.mark.deep
@@ -188,7 +181,7 @@ def test_each_tokenizer_is_read_and_written_by_a_draft_model(target: str, draft:
     lm, tokens = tiny(target)
     xt = XTokAssisted((lm, tokens), [tiny(draft, 1)], budget=Budget(2, 2, schedule="constant"))
     greedy, sampled = {"max_new_tokens": 4, "do_sample": False}, {"max_new_tokens": 4, "do_sample": True, "seed": 5}
-    assert xt.generate(text, **greedy).token_ids == by_transformers(lm, prompt_ids(tokens, text), greedy)
+    assert xt.generate(text, **greedy).token_ids == alone(lm, prompt_ids(tokens, text), **greedy)
     drawn = xt.generate(text, **sampled)
     assert drawn.token_ids == XTokAssisted((lm, tokens)).generate(text, **sampled).token_ids
     assert drawn.stats.proposed > 0

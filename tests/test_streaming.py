@@ -13,11 +13,11 @@ from front_door import (
     TARGET,
     TOKENS,
     Recorder,
-    alone,
     each_draft,
     encoded,
     forced,
     forwards,
+    truth,
 )
 from transformers import TextIteratorStreamer
 
@@ -82,7 +82,7 @@ def test_an_interrupted_stream_leaves_the_instance_usable(xt: XTokAssisted) -> N
     other = xt.stream(PROMPTS[1], **GREEDY)
     next(other)
     pieces.close()
-    assert xt.generate(PROMPT, **GREEDY).token_ids == alone()
+    assert xt.generate(PROMPT, **GREEDY).token_ids == truth()
     whole = xt.generate(PROMPTS[1], **GREEDY).text
     assert whole.endswith("".join(other))
     assert "".join(xt.stream(PROMPTS[1], **GREEDY)) == whole
@@ -97,7 +97,7 @@ def test_a_list_is_refused_as_the_prompt_of_a_stream(xt: XTokAssisted) -> None:
 
 
 def test_a_streamer_is_told_just_what_transformers_tells_it(xt: XTokAssisted) -> None:
-    for arguments in ({}, {"eos_token_id": alone()[5]}):
+    for arguments in ({}, {"eos_token_id": truth()[5]}):
         theirs, ours, direct = Recorder(), Recorder(), Recorder()
         TARGET.generate(**encoded(PROMPT), streamer=theirs, **{**GREEDY, **arguments})
         TARGET.generate(**encoded(PROMPT), streamer=ours, custom_generate=xt, **{**GREEDY, **arguments})

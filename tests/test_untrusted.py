@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
-from worlds import examples, fitting, texts, tokenizer
+from worlds import alone, examples, fitting, texts, tokenizer
 
 import xtok
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted, cli
@@ -38,13 +38,12 @@ PROMPT = "吾輩は猫である。名前は"
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
 
 
-def alone(prompt: str = PROMPT, **arguments: Any) -> list[int]:
-    ids = torch.tensor([prompt_ids(TOKENS, prompt)])
-    output = TARGET.generate(ids, attention_mask=torch.ones_like(ids), tokenizer=TOKENS, **{**GREEDY, **arguments})
-    return output[0, ids.shape[1] :].tolist()
+def truth(prompt: str = PROMPT, **arguments: Any) -> list[int]:
+    """What the target alone writes."""
+    return alone(TARGET, prompt_ids(TOKENS, prompt), tokenizer=TOKENS, **{**GREEDY, **arguments})
 
 
-EXPECTED = alone()
+EXPECTED = truth()
 
 
 # code
@@ -409,7 +408,7 @@ def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[st
     asked = {**GREEDY, "max_new_tokens": length, "max_length": None if length is not None else 9, **given}
     own = {"seed"} if way == "custom_generate" else {"seed", "split_special_tokens"}  # which transformers doesn't know
     plain = {name: value for name, value in asked.items() if name not in own}
-    expected = tried(lambda: alone(**deepcopy(plain)))
+    expected = tried(lambda: truth(**deepcopy(plain)))
     rest = deepcopy(asked)
 
     def ask() -> Any:
@@ -424,7 +423,7 @@ def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[st
 
     found = tried(ask)
     drawn = asked["do_sample"] not in (False, None)
-    singly = [tried(lambda name=name: alone(**{name: plain[name]})) for name in given if name in plain and len(given) > 1]
+    singly = [tried(lambda name=name: truth(**{name: plain[name]})) for name in given if name in plain and len(given) > 1]
     assert any(agree(found, one, drawn=drawn) for one in (expected, *faults(singly))), repr(getattr(found, "error", found))
     assert XT.generate(PROMPT, **GREEDY).token_ids == EXPECTED
 
@@ -433,7 +432,7 @@ def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[st
 def test_a_length_that_is_no_integer_is_what_it_is_for_transformers(length: float) -> None:
     """Without a limit, the end of text is one."""
     asked = {**GREEDY, "max_new_tokens": length, "eos_token_id": EXPECTED[-1]}
-    assert XT.generate(PROMPT, **asked).token_ids == alone(**asked)
+    assert XT.generate(PROMPT, **asked).token_ids == truth(**asked)
 
 
 def faults(answers: list[Any]) -> list[Gone]:
@@ -465,7 +464,7 @@ WILD = st.one_of(
 @given(WILD)
 @example("\ud800")
 def test_any_text_is_read_as_the_target_reads_it_or_refused(prompt: str) -> None:
-    expected = tried(lambda: alone(prompt))
+    expected = tried(lambda: truth(prompt))
     found = tried(lambda: XT.generate(prompt, **GREEDY).token_ids)
     assert agree(found, expected)
     assert isinstance(found, Gone) == any("\ud800" <= letter <= "\udfff" for letter in prompt)

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from random import Random
@@ -256,3 +256,10 @@ def written(model: PreTrainedModel) -> int:
 def fitting(tokenizer: PreTrainedTokenizerFast, architecture: str, seed: int, **more: Any) -> PreTrainedModel:
     """A model with a few rows more than the tokenizer has ids, as padded vocabularies have."""
     return model(architecture, len(tokenizer) + 5, seed, more.pop("dtype", torch.float64), **more)
+
+
+def alone(model: Any, ids: Sequence[int], /, **arguments: Any) -> list[int]:
+    """The new ids that a model writes behind some ids by transformers' own `generate`."""
+    prompt = torch.tensor([list(ids)])
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments)
+    return output[0, len(ids) :].tolist()
