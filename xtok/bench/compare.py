@@ -91,6 +91,12 @@ class Row:
         return None if self.split is None else self.split["target"] + self.split["draft"]
 
 
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Raises `InvalidInputError` where there is nothing to measure on."""
+    if not prompts:
+        raise InvalidInputError("There are no prompts. Give a file with one prompt per line.")
+
+
 def compare(
     target: tuple[Any, Any],
     draft: tuple[Any, Any],
@@ -111,8 +117,7 @@ def compare(
     Raises `InvalidInputError` for a `setting` that is unknown, and without prompts.
     """
     check_settings([setting])
-    if not prompts:
-        raise InvalidInputError("There are no prompts. Give a file with one prompt per line.")
+    check_prompts(prompts)
     arguments = {**SETTINGS[setting].arguments, "max_new_tokens": max_new_tokens}
     systems = _systems(target, draft, guess_length, arguments)
     systems = {name: system for name, system in systems.items() if _warms_up(name, system, prompts[0])}

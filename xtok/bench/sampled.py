@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.chi_square import chi_square
-from xtok.bench.compare import PLAIN, Timed, by_transformers, by_xtok, uag
+from xtok.bench.compare import PLAIN, Timed, by_transformers, by_xtok, check_prompts, uag
 from xtok.budget import Budget
 from xtok.drafts.session import Session
 from xtok.hf import Prepared
@@ -65,6 +65,7 @@ def compare_sampled(
 
     `draws` texts of a few ids behind one prompt show whether the first id has the target's law.
     """
+    check_prompts(prompts)
     rows = []
     for temperature in TEMPERATURES:
         systems = _systems(target, draft, guess_length, {**PLAIN, "temperature": temperature})

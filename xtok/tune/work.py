@@ -40,7 +40,7 @@ class Settings:
 
     def measured(self, prompts: Sequence[str]) -> list[str]:
         """Some beginnings of prompts, evenly spread."""
-        return beginnings(prompts, self.starts)[:: max(1, len(prompts) * self.starts // _MOST)]
+        return beginnings(prompts, self.starts)[:: -(-len(prompts) * self.starts // _MOST)]
 
 
 def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
