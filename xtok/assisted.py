@@ -84,7 +84,7 @@ class XTokAssisted:
         target's own token ids skip the text.
 
         `budget`: how much is guessed in each round. Without one, as much as pays, by what forwards cost and guesses gain
-        lately; `Budget(depth=5, width=1)` guesses chains of five of the draft's tokens, say.
+        lately; `Budget(depth=5, width=1, schedule="constant")` guesses chains of five of the draft's tokens, say.
 
         `acceptance`, of sampled texts. "match": a guess is accepted where it is what the target draws; draft and target look at
         the same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by the draft's law,
