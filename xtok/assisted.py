@@ -71,7 +71,7 @@ class XTokAssisted:
     def __init__(
         self,
         target: Source,
-        draft: Any = None,
+        draft: Source | Draft | Drafter | list[Any] | None = None,
         *,
         budget: Budget | None = None,
         acceptance: Accepts = "match",
