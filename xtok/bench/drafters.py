@@ -17,9 +17,9 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import prompt_ids
 
-Asked = str | tuple[str, str]
+Prompt = str | tuple[str, str]
 """A prompt, or a prompt and its answer."""
-System = Callable[..., Timed]
+Way = Callable[..., Timed]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DrafterRow:
 def compare_drafters(
     target: tuple[Any, Any],
     drafts: Mapping[str, Any],
-    kinds: Mapping[str, Sequence[Asked]],
+    kinds: Mapping[str, Sequence[Prompt]],
     *,
     max_new_tokens: int,
 ) -> list[DrafterRow]:
@@ -59,10 +59,10 @@ def compare_drafters(
     lists |= {f"{name} + prompt lookup": [draft, lookup] for name, draft in drafts.items()}
     if len(drafts) > 1:
         lists["all together"] = [*drafts.values(), lookup]
-    systems: dict[str, System] = {ALONE: partial(by_transformers, target)}
+    systems: dict[str, Way] = {ALONE: partial(by_transformers, target)}
     systems |= {name: partial(by_xtok, XTokAssisted(target, some)) for name, some in lists.items()}
 
-    def run(system: System, asked: Asked) -> Timed:
+    def run(system: Way, asked: Prompt) -> Timed:
         prompt, answer = (asked, None) if isinstance(asked, str) else asked
         forced = LogitsProcessorList([] if answer is None else [_Writes(target[1], prompt, answer)])
         return system(prompt, max_new_tokens=max_new_tokens, do_sample=False, logits_processor=forced)
@@ -91,7 +91,7 @@ class _Writes(LogitsProcessor):  # type: ignore[misc]
 
 
 def _rows(
-    kind: str, systems: Mapping[str, System], run: Callable[[System, Asked], Timed], prompts: Sequence[Asked]
+    kind: str, systems: Mapping[str, Way], run: Callable[[Way, Prompt], Timed], prompts: Sequence[Prompt]
 ) -> list[DrafterRow]:
     runs: dict[str, list[Timed]] = {name: [] for name in systems}
     for system in systems.values():

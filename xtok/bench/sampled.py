@@ -46,7 +46,7 @@ class SampledRow:
     failure: str | None = None
 
 
-System = Callable[[str, int, int], Timed]
+Sampler = Callable[[str, int, int], Timed]
 """Of a prompt, a seed, and how many ids to write."""
 
 
@@ -83,10 +83,10 @@ class _ModeAssisted(XTokAssisted):
         return super()._session(replace(prepared, config=config), prompt, None, meter)
 
 
-def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, System]:
+def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, Sampler]:
     assistant = uag(target[1], draft, guess_length)
 
-    def sampled(xt: XTokAssisted) -> System:
+    def sampled(xt: XTokAssisted) -> Sampler:
         return lambda prompt, seed, length: by_xtok(xt, prompt, max_new_tokens=length, seed=seed, **asked)
 
     def assisted(prompt: str, seed: int, length: int) -> Timed:
@@ -104,7 +104,7 @@ def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) 
 
 
 def _measured(
-    name: str, system: System, target: Any, prompts: Sequence[str], max_new_tokens: int, temperature: float, draws: int
+    name: str, system: Sampler, target: Any, prompts: Sequence[str], max_new_tokens: int, temperature: float, draws: int
 ) -> SampledRow:
     try:
         samples = [system(prompt, seed, max_new_tokens) for seed, prompt in enumerate(prompts)]
