@@ -44,7 +44,7 @@ def recurrent(name: str) -> PreTrainedModel:
 
 
 class Caching(RuleBasedStateMachine):
-    """Forwards and roll-backs of a cached model; a plain list holds what the cache ought to hold."""
+    """Law 5: caches tell the truth, after any forwards and roll-backs; a plain list holds what the cache ought to hold."""
 
     @initialize(architecture=st.sampled_from(sorted(ARCHITECTURES)), seed=st.integers(0, 1))
     def start(self, architecture: str, seed: int) -> None:
@@ -193,6 +193,7 @@ TestCaching = Caching.TestCase
 def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
     draft: tuple[str, str], target: str, pieces: list[str], window: int, width: int
 ) -> None:
+    """Law 5: caches tell the truth, also a draft's, after each round."""
     tokens, draft_tokens = tokenizer(target), tokenizer(draft[1])
     draft_lm = fitting(draft_tokens, draft[0], 0, window=window)
     continuation = Continuation(encoder(tokens, token_bytes(tokens)))

@@ -104,7 +104,7 @@ INSTANCES = {
     st.sampled_from(sorted(INSTANCES)), st.sampled_from(sorted(SETTINGS)), st.sampled_from(sorted(FAULTS)), st.integers(0, 30)
 )
 def test_a_draft_model_that_fails_at_any_call_costs_speed_only(key: tuple[str, int], mode: str, fault: str, when: int) -> None:
-    """It is told of once, and the next generation asks it again."""
+    """Law 7: failing guesses cost speed only. It is told of once, and the next generation asks it again."""
     xt = INSTANCES[key]
     model = SIBLING if key[0] == "the same tokenizer" else OTHER
     with failing(model, when, FAULTS[fault]) as calls:

@@ -1,4 +1,4 @@
-"""Law 1 (identity with transformers' own `generate`) and law 7 (failing guesses cost speed only)."""
+"""Law 1 (identity with transformers' own `generate`), law 4 (never rewritten) and law 7 (failing guesses cost speed only)."""
 
 import warnings
 from collections import Counter
@@ -23,6 +23,9 @@ from transformers import (
 from worlds import ARCHITECTURES, KINDS, budgets, examples, fitting, make_dear, texts, tokenizer
 
 from xtok import Budget, Context, Tree, XTokAssisted
+from xtok.align.continuation import Continuation
+from xtok.align.encoding import encoder
+from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids
@@ -30,6 +33,7 @@ from xtok.tree import Trie
 
 CLOSE_CALL = {torch.float32: 1e-5, torch.float64: 1e-6}
 SEEN: Counter[str] = Counter()
+WITH_ALL_BYTES = ["byte-level BPE", "byte-level BPE without a regex", "SentencePiece BPE", "Unigram with byte fallback"]
 
 
 class AddsByPosition(LogitsProcessor):
@@ -134,6 +138,7 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
     noise: list[tuple[int, int]],
     branches: int,
 ) -> None:
+    """Law 1: identity, for guesses of any shape that are right, wrong or nonsense, in float64 and float32."""
     architecture, family, seed = target
     tokens = tokenizer(family, seed)
     model = fitting(tokens, architecture, seed, dtype=dtype)
@@ -175,6 +180,7 @@ def test_any_draft_model_with_any_tokenizer_leaves_the_ids_as_transformers_has_t
     budget: Budget,
     drawn: dict[str, Any],
 ) -> None:
+    """Law 1: identity, for every pair, prompt and budget."""
     tokens = tokenizer(*target[1:])
     model = fitting(tokens, target[0], target[2])
     draft_tokens = tokens if same else tokenizer(*draft[1:])
@@ -193,6 +199,49 @@ def test_any_draft_model_with_any_tokenizer_leaves_the_ids_as_transformers_has_t
     generation = xt.generate(prompt, pad_token_id=0, **fresh(drawn))
     assert generation.token_ids == expected
     assert generation.stats.draft_error is None
+
+
+@examples(150)
+@given(
+    family=st.sampled_from(WITH_ALL_BYTES),
+    draft=KINDS,
+    prompt=texts(),
+    pieces=st.lists(st.tuples(texts(), st.booleans()), min_size=1, max_size=4),
+    budget=budgets(),
+)
+@example("byte-level BPE", ("GPT2", "characters", 0), "吾輩は", [("猫である。", True), ("The", False)], Budget(4, width=4))
+def test_ids_that_are_cut_as_no_tokenizer_cuts_them_stay_as_they_are(
+    family: str, draft: tuple[str, str, int], prompt: str, pieces: list[tuple[str, bool]], budget: Budget
+) -> None:
+    """Law 4: never rewritten, though a draft guesses the same text in the tokenizer's own cut."""
+    tokens = tokenizer(family)
+    view = token_bytes(tokens)
+    start = prompt_ids(tokens, prompt, split_special_tokens=False)
+    script: list[int] = []
+    for text, by_bytes in pieces:
+        if by_bytes:
+            script += [view.ids_spelling(bytes([byte]))[0] for byte in text.encode()]
+        else:
+            script += tokens(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    script = (script or [view.ids_spelling(b"a")[0]])[:40]
+    whole, said = [*start, *script], view.to_bytes([*start, *script])
+    continuation = Continuation(encoder(tokens, view))
+    shown: list[list[int]] = []
+
+    def canonical(context: Context) -> list[int]:
+        shown.append(list(context.ids))
+        return continuation.ids(context.ids, said[len(context.data) :])[:4]
+
+    model, draft_tokens = fitting(tokens, "Llama", 0), tokenizer(*draft[1:])
+    both = [ScriptedDrafter(canonical), (fitting(draft_tokens, draft[0], draft[2], copy=1), draft_tokens)]
+    xt = XTokAssisted((model, tokens), both, budget=budget)
+    make_dear(xt)
+    asked = {"max_new_tokens": len(script), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    generation = xt.generate(prompt, prefix_allowed_tokens_fn=lambda _, ids: [whole[len(ids)]], **asked)
+    assert generation.token_ids == script
+    assert generation.stats.draft_error is None
+    assert all(ids == whole[: len(ids)] for ids in shown)
+    assert [len(ids) for ids in shown] == sorted({len(ids) for ids in shown})
 
 
 def test_close_calls_are_rare() -> None:

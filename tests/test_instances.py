@@ -1,11 +1,12 @@
-"""An instance: which models it takes, that it changes none of them, and that it serves threads."""
+"""An instance: which models it takes, that it changes none of them, and that texts and threads go side by side."""
 
 import hashlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 from front_door import (
     BYTES,
     CHAT,
+    DRAFTS,
     GREEDY,
     OTHER,
     OTHER_TEMPLATE,
@@ -30,7 +32,10 @@ from front_door import (
     truth,
     with_template,
 )
-from transformers import GenerationConfig
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from worlds import budgets, examples, fitting
 
 from xtok import Budget, XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
@@ -83,6 +88,91 @@ def test_threads_that_read_control_tokens_differently_dont_disturb_each_other() 
         return all(ids == expected[thread % 2] for ids in found)
 
     assert all(in_eight_threads(read_often))
+
+
+class Fails(LogitsProcessor):
+    """Lets a text be for some ids, and then raises."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise ArithmeticError
+        return scores
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {**GREEDY, "eos_token_id": None},
+    "sampled": {**GREEDY, "eos_token_id": None, "do_sample": True, "temperature": 2.0, "seed": 5},
+}
+IN_FLOAT32 = fitting(TOKENS, "Llama", 0, dtype=torch.float32)
+
+
+@cache
+def in_float32(prompt: str, way: str) -> list[int]:
+    """What the target writes without a draft and without company."""
+    return XTokAssisted((IN_FLOAT32, TOKENS)).generate(prompt, **WAYS[way]).token_ids
+
+
+@examples(60)
+@given(
+    texts=st.lists(
+        st.tuples(st.sampled_from(PROMPTS), st.sampled_from(sorted(WAYS)), st.sampled_from(["ends", "is closed", "fails"])),
+        min_size=2,
+        max_size=5,
+    ),
+    order=st.lists(st.integers(0, 4), max_size=40),
+    draft=st.sampled_from(sorted(DRAFTS)),
+    budget=budgets(),
+)
+def test_a_text_is_the_same_beside_others_that_join_end_fail_and_are_closed(
+    texts: list[tuple[str, str, str]], order: list[int], draft: str, budget: Budget
+) -> None:
+    """Law 8: company changes nothing."""
+    xt = XTokAssisted((IN_FLOAT32, TOKENS), DRAFTS[draft], budget=budget)
+    ended: dict[int, list[int]] = {}
+
+    def stream(index: int) -> Iterator[str]:
+        prompt, way, fate = texts[index]
+        more = {"logits_processor": LogitsProcessorList([Fails(index + 3)])} if fate == "fails" else {}
+        ended[index] = (yield from xt.stream(prompt, **WAYS[way], **more)).token_ids
+
+    running = {index: stream(index) for index in range(len(texts))}
+    for index in [*order, *(index for _ in range(30) for index in range(len(texts)))]:
+        if index not in running:
+            continue
+        try:
+            next(running[index])
+        except StopIteration:
+            running.pop(index)
+        except ArithmeticError:
+            assert texts[index][2] == "fails"
+            running.pop(index)
+        else:
+            if texts[index][2] == "is closed":
+                running.pop(index).close()
+    assert not running
+    assert ended == {index: in_float32(*texts[index][:2]) for index in ended}
+    assert {index for index, text in enumerate(texts) if text[2] == "ends"} <= set(ended)
+
+
+@examples(40)
+@given(
+    prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, unique=True),
+    way=st.sampled_from(sorted(WAYS)),
+    draft=st.sampled_from(sorted(DRAFTS)),
+    budget=budgets(),
+)
+def test_a_text_is_the_same_in_any_list_and_any_padded_batch(prompts: list[str], way: str, draft: str, budget: Budget) -> None:
+    """Law 8: company changes nothing."""
+    xt = XTokAssisted((IN_FLOAT32, TOKENS), DRAFTS[draft], budget=budget)
+    expected = [in_float32(prompt, way) for prompt in prompts]
+    assert [one.token_ids for one in xt.generate(prompts, **WAYS[way])] == expected
+    inputs = encoded(*prompts)
+    rows = IN_FLOAT32.generate(**inputs, custom_generate=xt, **WAYS[way])
+    assert rows[:, inputs["input_ids"].shape[1] :].tolist() == expected
 
 
 def snapshot(model: Any, tokens: Any) -> dict[str, Any]:

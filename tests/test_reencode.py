@@ -23,7 +23,7 @@ families = st.tuples(st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
 
 
 class Reencoding(RuleBasedStateMachine):
-    """Appends and truncations, each checked against the slow way."""
+    """Law 3: re-encoding is canonical, after any appends and truncations, each checked against the slow way."""
 
     @initialize(family=families)
     def start(self, family: tuple[str, int]) -> None:

@@ -75,6 +75,7 @@ def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     spoilt: list[tuple[int, int]],
     branches: int,
 ) -> None:
+    """Law 6: seeds are enough, whatever is guessed."""
     tokens = tokenizer(target[1], target[2])
     model = fitting(tokens, target[0], target[2])
     sampling.pop("num_return_sequences", None)
@@ -110,6 +111,7 @@ def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
     drawn: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
+    """Law 6: seeds are enough, for every pair, prompt and budget."""
     tokens = tokenizer(*target[1:])
     model = fitting(tokens, target[0], target[2])
     draft_tokens = tokens if same else tokenizer(*draft[1:])

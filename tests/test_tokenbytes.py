@@ -30,6 +30,7 @@ def view(family: tuple[str, int]) -> TokenBytes:
 
 @given(families, st.lists(st.integers(0, 299), max_size=12), st.integers(0, 12))
 def test_bytes_add_up_at_any_cut_also_in_mid_character(family: tuple[str, int], ids: list[int], cut: int) -> None:
+    """Law 2: bytes add up, at any cut of any ids."""
     seen = view(family)
     head = seen.to_bytes(ids[:cut])
     assert head + seen.to_bytes(ids[cut:], before=head) == seen.to_bytes(ids)
@@ -38,6 +39,7 @@ def test_bytes_add_up_at_any_cut_also_in_mid_character(family: tuple[str, int], 
 @given(families, st.lists(st.integers(0, 299), max_size=12))
 @example(("WordPiece", 1), [0, 112])
 def test_where_the_bytes_are_text_they_are_what_the_tokenizer_decodes(family: tuple[str, int], ids: list[int]) -> None:
+    """Law 2: they are the text's UTF-8."""
     tokens = tokenizer(*family)
     ids = [token for token in ids if token < len(tokens)]
     if tokens.decode(ids, skip_special_tokens=True).startswith("##"):
