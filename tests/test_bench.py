@@ -390,3 +390,9 @@ def test_what_is_computed_over_vocabularies_has_a_row_per_size(monkeypatch: pyte
     assert len(rows) == 2 * 12
     assert all(row["milliseconds"] > 0 for row in rows if "level" not in row["what"])  # those are differences
     assert "a pick, top-p 0.95" in CliRunner().invoke(app, ["bench", "vocabularies"]).stdout
+
+
+def test_a_command_of_the_bench_that_there_is_not_is_told_of() -> None:
+    result = CliRunner().invoke(app, ["bench", "nosuch"])
+    assert result.exit_code == 2
+    assert "No such command 'nosuch'" in result.output

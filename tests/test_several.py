@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import accumulate, count, zip_longest
 from random import Random
 from statistics import mean
@@ -556,6 +557,75 @@ def test_a_draft_of_the_callers_own_starts_a_drafter_for_each_text_and_shows_it_
     for drafter, text in zip(draft.started, texts, strict=True):
         assert drafter.seen
         assert all(text[: len(ids)] == ids for ids in drafter.seen)
+
+
+class Both(Remembers):
+    """A drafter with a `start` that means something else, as a thread's does."""
+
+    def start(self) -> None:  # type: ignore[override]
+        raise AssertionError("not meant for xtok")
+
+    def propose(self, context: Context, budget: Budget) -> Tree:
+        self.started.append(context)
+        return Tree((5, 6), (-1, 0))
+
+
+def test_what_has_propose_is_a_drafter_whatever_else_it_has() -> None:
+    drafter = Both()
+    assert not XTokAssisted((TARGET, TOKENS), drafter).generate("吾輩は", **GREEDY).stats.draft_error
+    assert drafter.started
+
+
+@pytest.mark.parametrize("given", [PromptLookup, HeadsDrafter, ScriptedDrafter])
+def test_a_class_in_place_of_a_draft_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidInputError, match="The draft is type"):
+        XTokAssisted((TARGET, TOKENS), given)
+
+
+class Empty(ScriptedDrafter):
+    """A drafter without anything in it yet, and one that no truth can be had of."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Undecided(ScriptedDrafter):
+    def __bool__(self) -> bool:
+        raise RuntimeError("neither")
+
+
+@pytest.mark.parametrize("kind", [Empty, Undecided])
+def test_a_drafter_is_asked_whatever_its_truth_is(kind: Any) -> None:
+    xt = XTokAssisted((TARGET, TOKENS), kind(lambda _: Tree((5,), (-1,))), budget=Budget(schedule="constant"))
+    assert xt.generate("吾輩は", **GREEDY).stats.proposed
+
+
+@pytest.mark.parametrize("wrong", [{"guess": torch.tensor([1, 2])}, {"guess": 5}, {"laws": 5}, {"laws": (5, None)}])
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_tree_whose_extras_make_no_sense_is_taken_without_them(wrong: dict[str, Any], width: int) -> None:
+    drafts = [ScriptedDrafter(lambda _: Tree((5, 6), (-1, 0), **wrong)), PromptLookup()]
+    xt = XTokAssisted((TARGET, TOKENS), drafts, budget=Budget(3, width, schedule="constant"))
+    generation = xt.generate("吾輩は", **GREEDY)
+    assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
+    assert generation.stats.draft_error is None
+
+
+def test_a_start_that_gives_no_drafter_is_told_of() -> None:
+    class Nothing:
+        def start(self, request: Request) -> None:
+            return None
+
+    with pytest.warns(DraftFailedWarning, match="must give a drafter"):
+        XTokAssisted((TARGET, TOKENS), [Nothing()]).generate("吾輩は", **GREEDY)
+
+
+def test_a_budget_may_be_of_a_class_of_its_own() -> None:
+    @dataclass(frozen=True)
+    class Named(Budget):
+        name: str = "mine"
+
+    expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
+    assert XTokAssisted((TARGET, TOKENS), OTHER, budget=Named(3)).generate("吾輩は", **GREEDY).token_ids == expected
 
 
 # one ledger for all texts of an instance

@@ -106,10 +106,11 @@ class XTokAssisted:
             warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=2)
         self._acceptance = Acceptance(acceptance == "rejection", typical)
         self._budget = budget or Budget()
+        self._judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
         given = _as_list(draft, alone=self._acceptance.rejects or self._budget.width == 1)
         self._target = target_model(target)
         self.model, self.tokenizer = self._target.model, self._target.vocabulary.tokenizer
-        models = {i: draft_model(one) for i, one in enumerate(given) if not isinstance(one, Draft | Drafter)}
+        models = {i: draft_model(one) for i, one in enumerate(given) if not _guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
         self.adapter = Adapter(next(iter(models.values())), self._target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
@@ -136,7 +137,7 @@ class XTokAssisted:
             return ModelDraft(model, self._target.vocabulary, self.adapter)
         if isinstance(given, HeadsDrafter):
             given.check(self.model, self._target.vocabulary.view)
-        return given if isinstance(given, Draft) else _Shared(given)
+        return _Shared(given) if isinstance(given, Drafter) else given
 
     @overload
     def generate(self, prompt: str, **arguments: Any) -> Generation: ...
@@ -272,7 +273,7 @@ class XTokAssisted:
     def _budget_of(self, prepared: hf.Prepared, *, branches: bool) -> Budget:
         """Draws that are judged by their law are chains of one length: what is left out of a guess must not depend on it."""
         if self._acceptance.rejects and prepared.samples:
-            return replace(self._budget, width=1, schedule="constant")
+            return self._judged
         return self._budget if branches else replace(self._budget, width=1)
 
     @cached_property
@@ -313,13 +314,18 @@ class _Shared:
         return self._drafter
 
 
+def _guesses(given: Any) -> bool:
+    """Whether it is a draft or a drafter, and no model. Where it has `propose`, it is a drafter, whatever else it has."""
+    return not isinstance(given, type) and any(callable(getattr(given, name, None)) for name in ("propose", "start"))
+
+
 def _as_list(draft: Any, *, alone: bool) -> list[Any]:
     """A model guesses together with what the text repeats, unless `alone`. Anything else is taken as it is."""
     if draft is None:
         return []
     if isinstance(draft, list):
         return list(draft)
-    return [draft] if alone or isinstance(draft, Draft | Drafter) else [draft, PromptLookup()]
+    return [draft] if alone or _guesses(draft) else [draft, PromptLookup()]
 
 
 def _check_settings(budget: Any, acceptance: Any, **posterior: Any) -> None:

@@ -3,7 +3,7 @@
 from bisect import bisect
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import log2
 from threading import RLock
 from typing import Any
@@ -265,6 +265,11 @@ class Limit(Budget):
     """A budget for one guess: no more of it than is left of the text, and of that what pays, where `pace` tells."""
 
     pace: Pace | None = None
+
+    @classmethod
+    def of(cls, budget: Budget, pace: Pace) -> "Limit":
+        """The settings of a budget, at a pace."""
+        return cls(**{one.name: getattr(budget, one.name) for one in fields(Budget)}, pace=pace)
 
     def expanded(self, level: int, masses: Sequence[float]) -> int:
         """How many of the likeliest paths, whose masses fall, the draft is to continue behind `level` forwards of it."""

@@ -24,6 +24,10 @@ class Vocabulary:
     size: int
     ends: frozenset[int]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Vocabulary":
+        """Itself: nothing in it changes but what is made where it is first asked for."""
+        return self
+
     @cached_property
     def encoder(self) -> Encoder:
         """How the tokenizer writes plain text."""

@@ -37,7 +37,7 @@ class _Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the name in."""
-        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        named = args and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if named else ["compare", *args])
 
 

@@ -25,12 +25,12 @@ class ModelDraft:
         self._target = target
         self._adapter = adapter
         self._candidates = dict[int | None, Candidates]()
+        own = draft.vocabulary
+        self._same = same_tokens(target.tokenizer, target.view, own.tokenizer, own.view)
 
-    @cached_property
-    def _same(self) -> bool:
-        """Whether the draft has the target's own ids."""
-        own = self._draft.vocabulary
-        return same_tokens(self._target.tokenizer, self._target.view, own.tokenizer, own.view)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelDraft":
+        """Itself: nothing in it changes but what is made where it is first asked for."""
+        return self
 
     @cached_property
     def _projection(self) -> Projection:

@@ -14,7 +14,7 @@ from xtok.drafts import Context, Draft, Drafter, Request
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.ledger import Ledger, Limit, Pace, Proposal
 from xtok.noise import Noise
-from xtok.tree import Tree, Trie
+from xtok.tree import Law, Tree, Trie
 
 
 class Session:
@@ -46,7 +46,10 @@ class Session:
     def _start(self, draft: Draft, request: Request) -> None:
         self._drafters.append(None)
         try:
-            self._drafters[-1] = draft.start(request)
+            drafter = draft.start(request)
+            if not callable(getattr(drafter, "propose", None)):
+                raise InvalidInputError(f"start gave {drafter!r}; it must give a drafter, with propose(context, budget).")
+            self._drafters[-1] = drafter
         except Exception as error:
             self._fails(len(self._drafters) - 1, error)
 
@@ -65,7 +68,8 @@ class Session:
         self._meter.drafted.clear()
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
         for draft in self._ledger.cheapest_first():
-            if (drafter := self._drafters[draft]) and (own := self._own(draft, limit, sure)):
+            drafter = self._drafters[draft]
+            if drafter is not None and (own := self._own(draft, limit, sure)) is not None:
                 self.proposals[draft] = self._ask(draft, drafter, context, own, sure)
                 sure = max([sure, *self._ledger.masses(draft, self.proposals[draft].tree or Tree())])
         tree = self._merged(limit)
@@ -96,7 +100,7 @@ class Session:
             return replace(limit, depth=account.depth or limit.depth)
         if limit.schedule == "constant":
             return limit
-        return Limit(**vars(limit), pace=Pace(self._ledger, account)) if self._ledger.asks(draft, sure) else None
+        return Limit.of(limit, Pace(self._ledger, account)) if self._ledger.asks(draft, sure) else None
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Proposal:
         """A guess, as far as it can be verified."""
@@ -152,4 +156,7 @@ def _sound(tree: Tree) -> Tree:
     masses = tuple(min(1.0, max(0.0, mass)) for mass in given)
     if any(map(isnan, given)):
         raise InvalidInputError(f"A mass of a tree is {tree.masses!r}; give probabilities.")
-    return replace(tree, tokens=tuple(map(index, tree.tokens)), parents=tuple(map(index, tree.parents)), masses=masses)
+    guess = tree.guess if isinstance(tree.guess, bytes) else b""
+    laws = tree.laws if isinstance(tree.laws, tuple) and all(isinstance(law, Law) for law in tree.laws) else ()
+    ids, parents = (tuple(map(index, whole)) for whole in (tree.tokens, tree.parents))
+    return Tree(ids, parents, guess, laws, masses)

@@ -81,6 +81,7 @@ def target_model(source: Any) -> Target:
 def draft_model(source: Any) -> DraftModel:
     """A draft model; errors are those of `target_model`."""
     model, vocabulary = _loaded(source, "draft")
+    _ = vocabulary.encoder  # refused here if it can't be had, and not in the first text
     with reading(vocabulary.tokenizer):
         return DraftModel(model, vocabulary, tuple(leading(vocabulary.tokenizer)))
 
@@ -92,7 +93,7 @@ def _loaded(source: Any, role: str) -> tuple[PreTrainedModel, Vocabulary]:
     _check_sizes(model, view, role)
     check_continues(model, role)
     ends = model.generation_config.eos_token_id
-    ends = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
+    ends = [getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])]
     return model, Vocabulary(tokenizer, view, vocabulary_size(model), frozenset(end for end in ends if end is not None))
 
 

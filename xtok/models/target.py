@@ -71,5 +71,6 @@ class Target:
 
 def _wait(logits: Tensor) -> None:
     """A forward on an accelerator takes until its work is done, not until it is launched."""
-    if logits.device.type != "cpu":
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and logits.device.type == accelerator.type:
         torch.accelerator.synchronize(logits.device)
