@@ -35,7 +35,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from worlds import alone, fitting, tokenizer
 
 from xtok import Budget, Generation, XTokAssisted
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, PromptWarning
 
 xt = each_draft
 
@@ -211,7 +211,11 @@ def test_a_prompt_gets_leading_special_tokens_and_never_a_trailing_end_of_text()
     trailing = deepcopy(TOKENS)
     trailing.backend_tokenizer.post_processor = trailing_only()
     assert trailing(PROMPT).input_ids[-1] == trailing.eos_token_id
-    assert read(trailing, PROMPT) == TOKENS(PROMPT, add_special_tokens=False).input_ids
+    with pytest.warns(PromptWarning, match=r"puts </s> behind a prompt.*generate\(prompt \+ '</s>'\)"):
+        assert read(trailing, PROMPT) == trailing(PROMPT, add_special_tokens=False).input_ids
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is told once
+        assert read(trailing, PROMPT + "</s>") == trailing(PROMPT).input_ids
 
 
 def trailing_only() -> Any:

@@ -38,5 +38,9 @@ class DraftFailedWarning(UserWarning):
     """A draft raised an exception. The rest of the text comes from the target alone."""
 
 
+class PromptWarning(UserWarning):
+    """A tokenizer that puts an end of text behind prompts, where nothing could be generated. xtok leaves it out."""
+
+
 class LossyWarning(UserWarning):
     """An instance whose sampled texts are no draws from the target's law."""

@@ -1,11 +1,13 @@
 """Prompts: texts and chats as ids, read as transformers reads them."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, PromptWarning
 
 Message = Mapping[str, str]
 Chat = Sequence[Message]
@@ -34,9 +36,16 @@ def reading(tokenizer: Any) -> Iterator[None]:
 
 def leading(tokenizer: Any) -> list[int]:
     """The special ids that a tokenizer puts in front of a text."""
+    return _around(tokenizer)[0]
+
+
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special ids that a tokenizer puts in front of a text and behind it."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
-    mask = [*encoded["special_tokens_mask"], 0]
-    return list(encoded["input_ids"][: mask.index(0)])
+    ids, mask = list(encoded["input_ids"]), list(encoded["special_tokens_mask"])
+    if 0 not in mask:
+        return ids, []
+    return ids[: mask.index(0)], ids[len(mask) - mask[::-1].index(0) :]
 
 
 def prompt_ids(tokenizer: Any, prompt: Any, split_special_tokens: bool | None = None) -> list[int]:
@@ -79,7 +88,23 @@ def _check_encodable(text: Any) -> None:
 def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> list[int]:
     splits = {} if split_special_tokens is None else {"split_special_tokens": split_special_tokens}
     with reading(tokenizer):
-        return [*leading(tokenizer), *tokenizer(text, add_special_tokens=False, **splits)["input_ids"]]
+        front, behind = _around(tokenizer)
+        ids = [*front, *tokenizer(text, add_special_tokens=False, **splits)["input_ids"]]
+    if behind and tokenizer not in _TOLD:
+        _TOLD.add(tokenizer)
+        told = "".join(tokenizer.convert_ids_to_tokens(behind))
+        same = "" if front else " tokenizer(prompt, add_special_tokens=False) leaves it out, too."
+        warnings.warn(
+            f"The target's tokenizer puts {told} behind a prompt. xtok leaves it out, so that the text goes on. "
+            f"To keep it, write it out: generate(prompt + {told!r}).{same}",
+            PromptWarning,
+            stacklevel=2,
+        )
+    return ids
+
+
+_TOLD: WeakSet[Any] = WeakSet()
+"""The tokenizers of which was told that they end prompts."""
 
 
 def is_chat(prompt: Any) -> bool:
