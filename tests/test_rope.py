@@ -310,4 +310,8 @@ def test_a_model_that_fills_a_cache_of_its_own_goes_on_with_that(held: int) -> N
 
     expected = model.generate(ids, **asked())
     xt = XTokAssisted((model, TOKENS), ScriptedDrafter(lambda context: expected[0, len(context.ids) :].tolist()[:3]))
+    if held and not hasattr(DynamicCache(), "is_croppable"):  # there it can't be rolled back to what was handed in
+        with pytest.raises(UnsupportedArgumentError, match="past_key_values holds 20 positions"):
+            model.generate(ids, custom_generate=xt, **asked())
+        return
     assert model.generate(ids, custom_generate=xt, **asked()).tolist() == expected.tolist()

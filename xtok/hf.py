@@ -273,6 +273,13 @@ def check_boundary(model: PreTrainedModel, ids: Tensor, inputs: Mapping[str, Any
     if long is None and dynamic is None:
         return
     rows, name = _lengths(ids, inputs), type(model).__name__
+    cache = inputs.get("past_key_values")
+    held = 0 if cache is None else int(cache.get_seq_length())
+    if long is not None and 0 < held <= long < min(rows) and not hasattr(cache, "is_croppable"):
+        raise UnsupportedArgumentError(
+            f"past_key_values holds {held} positions, and the prompt goes beyond position {long}, where {name} begins a cache "
+            "of its own in this release of transformers. Leave past_key_values out, or use transformers 5.23."
+        )
     ends = [row + longest - ids.shape[1] for row in rows]
     crossing = [end for row, end in zip(rows, ends, strict=True) if long is not None and row <= long < end]
     if crossing:

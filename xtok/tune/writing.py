@@ -12,7 +12,7 @@ from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
@@ -103,9 +103,8 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **argu
     padded = pad_sequence(ids, batch_first=True, padding_side="left").to(device_of(model))
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(padded.device)
     penalty = arguments.pop("repetition_penalty", None)
-    if penalty is not None:  # padding is no text that could be repeated
-        penalties = RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=(mask == 0).sum(dim=1))
-        arguments["logits_processor"] = LogitsProcessorList([penalties])
+    if penalty is not None:
+        arguments["logits_processor"] = LogitsProcessorList([_Penalty(penalty, (mask == 0).sum(dim=1).tolist())])
     kept: dict[str, Any] = {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -117,6 +116,19 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **argu
         "likeliest": torch.stack([law.indices for law in laws], dim=1).to(torch.int32).cpu(),
         "probabilities": torch.stack([law.values for law in laws], dim=1).to(torch.float16).cpu(),
     }
+
+
+class _Penalty(LogitsProcessor):  # type: ignore[misc]
+    """A repetition penalty on rows padded on the left: padding is no text that could be repeated."""
+
+    def __init__(self, penalty: float, padding: Sequence[int]) -> None:
+        self._of_a_row = RepetitionPenaltyLogitsProcessor(penalty)
+        self._padding = padding
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`input_ids`: (rows, length). `scores`: (rows, vocabulary)."""
+        rows = enumerate(self._padding)
+        return torch.cat([self._of_a_row(input_ids[i : i + 1, size:], scores[i : i + 1]) for i, size in rows])
 
 
 def _ends(target: tuple[Any, Any]) -> set[int]:
