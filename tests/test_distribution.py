@@ -20,12 +20,13 @@ from worlds import fitting, scaled, tokenizer
 
 from xtok import Budget, XTokAssisted
 from xtok.align.keys import spelling_key, spelling_keys
+from xtok.align.projection import Projection, projection
 from xtok.align.text import Text
 from xtok.align.tokenbytes import TokenBytes
 from xtok.bench.chi_square import chi_square
 from xtok.decode import drain
+from xtok.drafts.candidates import Candidates
 from xtok.drafts.projected import ProjectedDrafter
-from xtok.drafts.projection import Candidates, Projection, projection
 from xtok.drafts.reader import Reader
 from xtok.drafts.session import Session
 from xtok.ledger import Account, Ledger

@@ -14,10 +14,11 @@ from xtok import Budget, Context, Tree
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
 from xtok.align.keys import spelling_keys
+from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import token_bytes
+from xtok.drafts.candidates import Candidates
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.projected import ProjectedDrafter
-from xtok.drafts.projection import Candidates, Projection, projection
 from xtok.drafts.reader import Reader
 from xtok.models.load import draft_model
 from xtok.noise import noise

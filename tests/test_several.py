@@ -22,11 +22,11 @@ from transformers import LogitsProcessorList
 from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, pair
+from xtok.align.projection import same_ids
 from xtok.align.tokenbytes import same_tokens, token_bytes
 from xtok.drafts import Drafter, Request
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
-from xtok.drafts.projection import same_ids
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError

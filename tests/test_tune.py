@@ -20,10 +20,10 @@ from worlds import examples, fitting, texts, tokenizer
 
 from xtok import XTokAssisted, pair, tune, tune_draft
 from xtok.align.encoding import encoder
+from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.cli import app
 from xtok.drafts.lessons import NOT_LEARNT, Written, batch, lessons
-from xtok.drafts.projection import Projection, projection
 from xtok.errors import InvalidInputError
 from xtok.models.load import draft_model, load
 from xtok.tune import split

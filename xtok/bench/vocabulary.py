@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from xtok.align.keys import spelling_keys
+from xtok.align.projection import projection
 from xtok.align.vocabulary import Vocabulary
 from xtok.bench.compare import build_seconds
 from xtok.bench.context import random_model
@@ -26,7 +27,6 @@ from xtok.bench.stretch import with_pieces
 from xtok.budget import Budget
 from xtok.drafts import Context, Request
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.projection import projection
 from xtok.largest import best
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids

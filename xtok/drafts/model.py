@@ -4,13 +4,14 @@ from functools import cached_property
 from typing import Any
 
 from xtok.align.continuation import Continuation
+from xtok.align.projection import Projection, projection, same_ids
 from xtok.align.tokenbytes import same_tokens
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts import Drafter, Request
 from xtok.drafts.adapt import Adapter
+from xtok.drafts.candidates import Candidates
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.projected import ProjectedDrafter
-from xtok.drafts.projection import Candidates, Projection, projection, same_ids
 from xtok.drafts.reader import DraftModel, IdReader, Reader
 from xtok.models.cache import device_of
 from xtok.models.prompts import chat_ids, is_chat

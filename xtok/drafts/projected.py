@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList
 from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Context
+from xtok.drafts.candidates import Candidates
 from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, noise_states, tree_of
-from xtok.drafts.projection import Candidates
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.noise import GUESS
 from xtok.pick import race

@@ -15,11 +15,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from xtok.align.projection import projection
 from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
 from xtok.drafts.lessons import lessons
-from xtok.drafts.projection import projection
 from xtok.errors import InvalidInputError
 from xtok.models.load import Source, draft_model, load
 from xtok.tune.heads import TrainedHeads, train_heads

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from xtok.align.projection import Projection
 from xtok.drafts.lessons import NOT_LEARNT
-from xtok.drafts.projection import Projection
 
 _HARD = 0.5
 """How much the id that the text has counts where the target's law is known."""

@@ -11,9 +11,9 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from xtok.align.projection import Projection
 from xtok.drafts.adapt import with_lora
 from xtok.drafts.lessons import Lesson, batch
-from xtok.drafts.projection import Projection
 from xtok.tune.loss import guessing_loss
 
 _MEASURED = "tokens_per_forward"
