@@ -22,7 +22,7 @@ from xtok.bench.vocabulary import VocabularyRow, compare_vocabularies
 from xtok.console import EVERY, OWN_DRAFT, OWN_TARGET, DraftOption, TargetOption, errors_in_one_line, sample
 from xtok.drafts.heads import HeadsDrafter
 from xtok.errors import InvalidInputError
-from xtok.models.load import load
+from xtok.models.load import load, load_without_weights
 from xtok.pair import HEADS, TUNED, prompts, quoting, technical
 
 Found = TypeVar("Found")
@@ -89,7 +89,7 @@ def systems(
 ) -> None:
     """The target alone, transformers' universal assisted generation and xtok. (What `xtok bench` does.)"""
     _check_asked(setting or [], plot, tune=tune, unsaved=large and vocabularies is not None)
-    pair = _placed(load(target, "target"), load(draft, "draft"), dtype, device)
+    pair = _pair(target, draft, dtype, device)
     texts, others = _bench_prompts(file)
     narrow, pair = pair[1], _widened(pair, vocabularies)
     pair = _enlarged(*pair, ratio, large)
@@ -119,7 +119,7 @@ def sampling(
     as_json: JsonOption = False,
 ) -> None:
     """Sampling at four temperatures: are the texts draws from the target's law?"""
-    pair = _placed(load(target, "target"), load(draft, "draft"), dtype, device)
+    pair = _pair(target, draft, dtype, device)
     rows = compare_sampled(*pair, _bench_prompts(file)[0], max_new_tokens=max_new_tokens, guess_length=guess_length)
     _tell(rows, _print_sampled, as_json)
 
@@ -138,7 +138,7 @@ def ways_to_guess(
     as_json: JsonOption = False,
 ) -> None:
     """All ways to guess and mixtures of them, on three kinds of prompts."""
-    pair = _placed(load(target, "target"), load(draft, "draft"), dtype, device)
+    pair = _pair(target, draft, dtype, device)
     texts = _bench_prompts(file)[0]
     own = _own_drafts(pair, (target, draft))
     pair = _enlarged(*pair, ratio, large)
@@ -152,16 +152,14 @@ def lengths(
     target: TargetOption = OWN_TARGET, draft: DraftOption = OWN_DRAFT, file: PromptsOption = None, as_json: JsonOption = False
 ) -> None:
     """What a round costs beside the models, by the length of the context."""
-    pair = load(target, "target"), load(draft, "draft")
-    _tell(compare_contexts(pair[0][1], pair[1][1], _bench_prompts(file)[0]), _print_contexts, as_json)
+    _tell(compare_contexts(*_tokenizers(target, draft), _bench_prompts(file)[0]), _print_contexts, as_json)
 
 
 @app.command("vocabularies")
 @errors_in_one_line()
 def sizes(target: TargetOption = OWN_TARGET, draft: DraftOption = OWN_DRAFT, as_json: JsonOption = False) -> None:
     """What is computed over vocabularies beside the models, by their sizes."""
-    pair = load(target, "target"), load(draft, "draft")
-    _tell(compare_vocabularies(pair[0][1], pair[1][1]), _print_vocabularies, as_json)
+    _tell(compare_vocabularies(*_tokenizers(target, draft)), _print_vocabularies, as_json)
 
 
 def _check_asked(settings: list[str], plot: Path | None, *, tune: bool, unsaved: bool) -> None:
@@ -200,6 +198,16 @@ def _own_drafts(pair: tuple[Any, Any], given: tuple[str, str]) -> dict[str, Any]
     tuned_draft = model.to(pair[1][0].device, pair[1][0].dtype), tokenizer
     lower = shortened(pair[0][0], 1), pair[0][1]
     return {"draft": pair[1], "tuned draft": tuned_draft, "lower blocks": lower, "heads": HeadsDrafter(HEADS)}
+
+
+def _pair(target: str, draft: str, dtype: str, device: str) -> tuple[Any, Any]:
+    """Target and draft, each with its tokenizer."""
+    return _placed(load(target, "target"), load(draft, "draft"), dtype, device)
+
+
+def _tokenizers(target: str, draft: str) -> tuple[Any, Any]:
+    """Those alone: what is measured on random models needs no weights of these."""
+    return load_without_weights(target, "target")[0], load_without_weights(draft, "draft")[0]
 
 
 def _placed(target: Any, draft: Any, dtype: str, device: str) -> tuple[Any, Any]:
