@@ -23,9 +23,11 @@ from xtok.drafts.reader import Reader
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import CachedModel, context_window, new_cache
+from xtok.models.forwards import Answer, Ask, Slot, answered
 from xtok.models.load import draft_model, target_model
 from xtok.models.probe import check_continues
 from xtok.models.recurrent import cached_model
+from xtok.models.slots import Slots
 from xtok.stats import Meter
 
 VOCABULARY = 40
@@ -189,16 +191,18 @@ TestCaching = Caching.TestCase
     pieces=st.lists(texts(), min_size=1, max_size=5),
     window=st.sampled_from([16, 512]),
     width=st.integers(1, 3),
+    shares=st.booleans(),
 )
 def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
-    draft: tuple[str, str], target: str, pieces: list[str], window: int, width: int
+    draft: tuple[str, str], target: str, pieces: list[str], window: int, width: int, shares: bool
 ) -> None:
     """Law 5: caches tell the truth, also a draft's, after each round."""
     tokens, draft_tokens = tokenizer(target), tokenizer(draft[1])
     draft_lm = fitting(draft_tokens, draft[0], 0, window=window)
     continuation = Continuation(encoder(tokens, token_bytes(tokens)))
     made = draft_model((draft_lm, draft_tokens))
-    reader = Reader(made, Meter())
+    slot: Slot = Slots(draft_lm).join() if shares else CachedModel(draft_lm, new_cache(draft_lm))
+    reader = Reader(made, Meter(), slot=slot)
     drafter = CrossTokenizerDrafter(made, reader, continuation, 2, Meter())
     data = b""
     for piece in pieces:
@@ -206,18 +210,26 @@ def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
         ids = tokens(data.decode(), add_special_tokens=False).input_ids
         tree = drafter.propose(Context(ids, data, 0), Budget(4, width, longest=6, schedule="constant"))
         assert len(tree.within(6)) == len(tree)
-        if not reader._lm.roll_back(reader._lm.length - reader._lm.branched):
-            assert reader._lm._has_slid()
-            assert not hasattr(reader._lm.cache, "is_croppable"), "transformers 5.16's sliding layers alone forget so soon"
+        if not slot.roll_back(kept_by(slot)):
+            assert isinstance(slot, CachedModel)
+            assert slot._has_slid()
+            assert not hasattr(slot.cache, "is_croppable"), "transformers 5.16's sliding layers alone forget so soon"
             continue
         cached = reader._ids[reader._start : reader._start + reader._held]
-        assert reader._lm.length == len(cached)
-        assert reader._lm.length <= context_window(draft_lm)
+        assert slot.length == len(cached)
+        assert slot.branched == 0
+        assert slot.length <= context_window(draft_lm)
         if cached:
-            probe = reader._lm.forward(torch.tensor([[3]]), 1)
-            anew = draft_lm(torch.tensor([[*cached, 3]])).logits[0, -1:] if len(cached) < window else probe
-            assert_close(probe, anew)
-            assert reader._lm.roll_back(len(cached))
+            (probe,) = answered([Ask(slot, [3], 1)])
+            assert isinstance(probe, Answer)
+            anew = draft_lm(torch.tensor([[*cached, 3]])).logits[0, -1:] if len(cached) < window else probe.logits
+            assert_close(probe.logits, anew)
+            assert slot.roll_back(len(cached))
+
+
+def kept_by(slot: Slot) -> int:
+    """How many positions a slot keeps, without those of a tree."""
+    return slot.length - slot.branched if isinstance(slot, CachedModel) else slot.length
 
 
 def test_a_prefill_behind_a_filled_cache_forwards_the_rest_only() -> None:

@@ -24,12 +24,15 @@ from xtok.align.projection import Projection, projection
 from xtok.align.text import Text
 from xtok.align.tokenbytes import TokenBytes
 from xtok.bench.chi_square import chi_square
+from xtok.costs import Cost
 from xtok.decode import drain
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.session import Session
 from xtok.ledger import Account, Ledger
+from xtok.models.forwards import Answer, Ask, Asking
+from xtok.models.seats import Seat
 from xtok.models.target import Target as Checking
 from xtok.noise import Noise, gumbel, noise
 from xtok.pick import Acceptance, Picker
@@ -58,23 +61,26 @@ MARKS = TokenBytes((None, None, b".", b",", b"!", b"-", b"?", b";"), "test")
 
 
 class TableModel:
-    """What the loop asks of a target, from a table: the logits behind the last id."""
+    """What the loop asks of a slot in a target, from a table: the logits behind the last id."""
 
-    vocabulary, forwards, hidden = len(TARGET), 0, None
+    vocabulary, device, chunk, shares = len(TARGET), torch.device("cpu"), None, False
 
     def __init__(self) -> None:
-        self.length = 0
-        self.hidden, self.device = None, torch.device("cpu")
+        self.server = self
+        self.length = self.branched = self.forwards = 0
 
-    def prefill(self, ids: torch.Tensor, config: Any) -> torch.Tensor:
-        self.length = ids.shape[1]
-        return TARGET_LOGITS[ids[0, -1:]]
+    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+        return [[ask] for ask in asks]
 
-    def branch(self, ids: torch.Tensor, parents: Sequence[int]) -> torch.Tensor:
-        return TARGET_LOGITS[ids[0]]
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        (ask,) = asks
+        self.branched = len(ask.parents)
+        self.length += len(ask.ids) - self.branched
+        self.forwards += 1
+        return [Answer(TARGET_LOGITS[list(ask.ids[-ask.rows :])], None, Cost(len(ask.ids), 1e-3))]
 
     def keep(self, path: Sequence[int]) -> None:
-        self.length += len(path)
+        self.length, self.branched = self.length + len(path), 0
 
 
 class TableReader(Reader):
@@ -99,10 +105,12 @@ class TableReader(Reader):
     def holds(self, tokens: int) -> bool:
         return True
 
-    def logits(self, rows: int, rest: Sequence[int] = ()) -> torch.Tensor:
+    def logits(self, rows: int, rest: Sequence[int] = ()) -> Asking[torch.Tensor]:
+        yield from ()
         return DRAFT_LOGITS[[self.seen]]
 
-    def branch(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
+    def branch(self, tokens: list[int], parents: list[int]) -> Asking[torch.Tensor]:
+        yield from ()
         return DRAFT_LOGITS[tokens]
 
 
@@ -168,8 +176,12 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
         budget=Budget(GUESS_LENGTH, width=3 if mode == "tree" else 1, schedule="constant"),
         deepest=None,
         meter=meter,
+        seat=Seat(),
     )
-    drain(Checking(model, SimpleNamespace()), [text])  # type: ignore[arg-type]
+    ((_, ended),) = drain(Checking(model, SimpleNamespace()), [text], most=1)  # type: ignore[arg-type]
+    assert ended is text
+    if text.error is not None:
+        raise text.error
     LONGEST[mode] = max(LONGEST[mode], *(one.accepted for one in meter.rounds))
     return tuple(text.new_ids)
 
@@ -256,10 +268,10 @@ def test_rejection_is_exact_with_a_draft_that_fails_behind_one_of_its_own_guesse
     """Found in review: a guess that is thrown away because of what it says leaves others to be accepted too often."""
     right = TableReader.branch
 
-    def fails(self: TableReader, tokens: list[int], parents: list[int]) -> torch.Tensor:
+    def fails(self: TableReader, tokens: list[int], parents: list[int]) -> Asking[torch.Tensor]:
         if tokens == [2]:
             raise MemoryError("simulated")
-        return right(self, tokens, parents)
+        return (yield from right(self, tokens, parents))
 
     monkeypatch.setattr(TableReader, "branch", fails)
     assert p_value(texts_of("rejection", seeds=FEWER)) > PASSES

@@ -1,13 +1,13 @@
 """From the committed ids to a guess in the target's ids, by a draft that knows how the text goes on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import permutations
 
 import pytest
 import torch
 from tokenizers import normalizers, pre_tokenizers
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 from worlds import FAMILIES, fitting, tokenizer
 
 from xtok import Budget, Context, Tree
@@ -16,11 +16,15 @@ from xtok.align.encoding import encoder
 from xtok.align.keys import spelling_keys
 from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import token_bytes
+from xtok.costs import Cost
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.reader import Reader
+from xtok.models.cache import CachedModel, new_cache
+from xtok.models.forwards import Answer, Ask, Slot
 from xtok.models.load import draft_model
+from xtok.models.slots import Row, Slots
 from xtok.noise import noise
 from xtok.stats import Meter
 
@@ -28,32 +32,50 @@ TEXT = "吾輩は猫である。名前はまだ無い。どこで生れたか"
 END = 2
 
 
-class Speaker(Reader):
-    """A draft whose every logit says how `truth`, its own ids of the whole text, goes on; behind it, the end."""
+class Speaker:
+    """A slot in a draft whose every logit says how `truth`, its own ids of the whole text, goes on; behind it, the end."""
 
-    truth: tuple[int, ...] = ()
+    device, vocabulary, chunk, shares = torch.device("cpu"), 700, 5, False
 
-    paths: tuple[tuple[int, ...], ...] = ()
+    def __init__(self, truth: Sequence[int]) -> None:
+        self.truth = tuple(truth)
+        self.server = self
+        self.forwards = 0
+        self.start_anew()
+
+    @property
+    def length(self) -> int:
+        return len(self.trunk)
 
     @property
     def branched(self) -> int:
         return len(self.paths)
 
-    def _forward(self, new: list[int], rows: int) -> torch.Tensor:
-        self.trunk, self.paths = tuple(self._ids), ()
-        return self._said([self.trunk[: len(self.trunk) - row] for row in reversed(range(rows))])
+    def start_anew(self) -> None:
+        self.trunk, self.paths = tuple[int, ...](), tuple[tuple[int, ...], ...]()
 
-    def take_back(self) -> None:
-        self.trunk = self.trunk[:-1]
+    def roll_back(self, length: int) -> bool:
+        assert length <= self.length
+        self.trunk, self.paths = self.trunk[:length], ()
+        return True
 
-    def branch(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
-        for token, parent in zip(tokens, parents, strict=True):
+    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+        return [[ask] for ask in asks]
+
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        (ask,) = asks
+        assert ask.rows <= len(ask.ids)
+        kept = len(ask.ids) - len(ask.parents)
+        self.trunk += tuple(ask.ids[:kept])
+        for token, parent in zip(ask.ids[kept:], ask.parents, strict=True):
             before = self.paths[parent] if parent >= 0 else self.trunk[: len(self.trunk) + parent + 1]
             self.paths = (*self.paths, (*before, token))
-        return self._said(self.paths[-len(tokens) :])
+        prefixes = [self.trunk[: len(self.trunk) - row] for row in reversed(range(kept))]
+        said = self._said([*prefixes, *self.paths[self.branched - len(ask.parents) :]][-ask.rows :])
+        return [Answer(said, None, Cost(len(ask.ids), 1e-3))]
 
     def _said(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        logits = torch.zeros(len(paths), 700)
+        logits = torch.zeros(len(paths), self.vocabulary)
         for row, path in zip(logits, paths, strict=True):
             known = len(path) < len(self.truth) and path == self.truth[: len(path)]
             row[self.truth[len(path)] if known else END] = 9
@@ -63,8 +85,7 @@ class Speaker(Reader):
 def speaker(target: str, draft: str, text: str = TEXT) -> CrossTokenizerDrafter:
     tokens, draft_tokens = tokenizer(target), tokenizer(draft)
     made = draft_model((fitting(draft_tokens, "Llama", 0), draft_tokens))
-    reader = Speaker(made, Meter())
-    reader.truth = (*made.lead, *made.vocabulary.encoder.ids(text))
+    reader = Reader(made, Meter(), slot=Speaker([*made.lead, *made.vocabulary.encoder.ids(text)]))
     return CrossTokenizerDrafter(made, reader, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
 
 
@@ -134,29 +155,51 @@ def test_a_guess_is_cut_in_place_by_a_tokenizer_that_strips_spaces() -> None:
         assert Continuation(reading).ids(truth[:done], rest) == truth[done:]
 
 
+def deepest(slot: Slot) -> int:
+    """The last position that a slot holds, be it one of a tree."""
+    if isinstance(slot, CachedModel):
+        return slot.length - slot.branched + max(slot._nodes.depths, default=-1)
+    assert isinstance(slot, Row)
+    return slot.length + (int(slot.server._trees._depths[slot.index, : slot.branched].max()) if slot.branched else -1)
+
+
+def own(model: PreTrainedModel) -> Slot:
+    return CachedModel(model, new_cache(model))
+
+
+def shared(model: PreTrainedModel) -> Slot:
+    return Slots(model).join()
+
+
+@pytest.mark.parametrize("slot", [own, shared])
 @pytest.mark.parametrize("window", [1, 2, 3, 8])
-def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(window: int) -> None:
+def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(
+    window: int, slot: Callable[[PreTrainedModel], Slot]
+) -> None:
     tokens = tokenizer("byte-level BPE")
     made = draft_model((fitting(tokens, "GPT2", 0, window=window), tokens))
-    reader = Reader(made, Meter())
+    reader = Reader(made, Meter(), slot=slot(made.model))
     drafter = CrossTokenizerDrafter(made, reader, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
     for size in range(1, 12):
         drafter.propose(Context([5], TEXT[:size].encode(), 0), Budget(50, 1 + size % 3, schedule="constant"))
-        assert reader._lm.length - reader._lm.branched + max(reader._lm._nodes.depths, default=-1) < window
+        assert deepest(reader._slot) < window
 
 
+@pytest.mark.parametrize("slot", [own, shared])
 @pytest.mark.parametrize("window", [2, 3, 8])
-def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may_take_several_of_its_own(window: int) -> None:
+def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may_take_several_of_its_own(
+    window: int, slot: Callable[[PreTrainedModel], Slot]
+) -> None:
     tokens, draft_tokens = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
     made = draft_model((fitting(draft_tokens, "GPT2", 0, window=window), draft_tokens))
-    view, reader = token_bytes(tokens), Reader(made, Meter())
+    view, reader = token_bytes(tokens), Reader(made, Meter(), slot=slot(made.model))
     keys = spelling_keys(view, len(view))
-    own = projection(view, made.vocabulary.view).own
+    ids = projection(view, made.vocabulary.view).own
     several = [token for token in range(len(view)) if not made.vocabulary.view.ids_spelling(view[token] or b"")]
-    longer = Projection(own, torch.tensor(several)[torch.arange(len(own)) % len(several)], torch.ones(len(own)).double())
+    longer = Projection(ids, torch.tensor(several)[torch.arange(len(ids)) % len(several)], torch.ones(len(ids)).double())
     candidates = Candidates(longer, made.vocabulary.size, keys, made.vocabulary.ends, END)
     drafter = ProjectedDrafter(made, reader, candidates, view, Meter(), LogitsProcessorList(), independent=False)
     for seed in range(60):
         data = TEXT[: 1 + seed // 6].encode() + "が".encode()[: seed % 3]
         drafter.propose(Context([5], data, 0, noise=noise(seed, 0, b"")), Budget(50, 1 + seed % 3, schedule="constant"))
-        assert reader._lm.length - reader._lm.branched + max(reader._lm._nodes.depths, default=-1) < window
+        assert deepest(reader._slot) < window

@@ -16,7 +16,7 @@ from worlds import fitting, tokenizer
 from xtok import Budget, HeadsDrafter, XTokAssisted, hf, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
 from xtok.cli import app
-from xtok.decode import prefill, step
+from xtok.decode import step
 from xtok.drafts.heads import Heads, Trained, described, save_heads
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
@@ -82,12 +82,12 @@ def test_hidden_states_are_those_behind_which_the_last_id_was_picked() -> None:
     head: Any = TARGET.get_output_embeddings()
     xt = XTokAssisted((TARGET, TOKENS), (deepcopy(TARGET), TOKENS), budget=Budget(3, width=4, schedule="constant"))
     xt._shows_hidden = True
-    prepared = hf.prepare(xt._target, "吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
+    prepared = hf.prepare(xt.target, "吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
     (text,) = xt._begin(prepared, None)
-    prefill(xt._target, [text])
+    step(xt.target, [text])
     shown = []
     while text.finish_reason is None:
-        step(xt._target, [text])
+        step(xt.target, [text])
         assert text.session is not None
         hidden = text.session._hidden
         assert hidden is not None

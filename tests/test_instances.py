@@ -320,7 +320,10 @@ def test_a_target_that_can_not_be_forwarded_behind_its_cache_is_refused(monkeypa
 def test_a_target_is_tried_out_once() -> None:
     target = deepcopy(TARGET)
     with forwards(target) as seen:
-        XTokAssisted((target, TOKENS))
+        xt = XTokAssisted((target, TOKENS))
         once = len(seen)
         XTokAssisted((target, TOKENS))
-    assert len(seen) == once == 4
+        assert len(seen) == once == 13
+        for _ in range(2):
+            once += xt.generate(PROMPT, **GREEDY).stats.target_forwards
+            assert len(seen) == once

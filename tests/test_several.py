@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate, count, zip_longest
+from math import log
 from random import Random
 from statistics import mean
 from types import SimpleNamespace
@@ -24,13 +25,15 @@ from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, pair
 from xtok.align.projection import same_ids
 from xtok.align.tokenbytes import same_tokens, token_bytes
+from xtok.costs import _MEMORY, Cost
 from xtok.drafts import Drafter, Request
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
-from xtok.ledger import Account, Ledger, Pace, Proposal
+from xtok.ledger import Account, Company, Ledger, Pace, Proposal
+from xtok.models.forwards import Asking, together
 from xtok.models.prompts import prompt_ids
 from xtok.stats import Meter
 from xtok.tree import Trie
@@ -170,7 +173,7 @@ class Guesses:
 def merged(guesses: Sequence[Tree], budget: Budget) -> tuple[Tree, Session]:
     request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=9, view=token_bytes(TOKENS)))
     session = Session([Guesses(tree) for tree in guesses], request, Ledger([Account() for _ in guesses]), [])
-    return session.propose(budget), session
+    return together([session.propose(budget)])[0], session
 
 
 @examples(300)
@@ -236,14 +239,14 @@ def test_a_draft_is_left_alone_where_cheaper_ones_are_sure_and_asked_where_they_
     """A speed law: judged over all rounds together it would pay, so it would be asked where it adds nothing, too."""
     ledger, asked = Ledger([Account(), Account()]), {0.0: 0, 0.9: 0}
     tree = Tree((1,), (-1,), masses=(0.9,))
-    ledger.observe(Tree(), [1], (1, 1.0), [Proposal(), Proposal()])
+    ledger.observe(Tree(), [1], Cost(1, 1.0), [Proposal(), Proposal()])
     for step in range(800):
         sure = 0.9 * (step % 2)
-        on = ledger.asks(1, sure)
+        on = ledger.asks(1, sure, Company())
         asked[sure] += on
         cheap = Proposal(tree, rest=1e-6, own=frozenset([0])) if sure else Proposal(Tree(), rest=1e-6)
-        dear = Proposal(tree, sure, [(1, 0.4)], own=frozenset() if sure else frozenset([0])) if on else Proposal()
-        ledger.observe(tree if sure or on else Tree(), [1, 2] if sure or on else [1], (2, 1.0), [cheap, dear])
+        dear = Proposal(tree, sure, [Cost(1, 0.4)], own=frozenset() if sure else frozenset([0])) if on else Proposal()
+        ledger.observe(tree if sure or on else Tree(), [1, 2] if sure or on else [1], Cost(2, 1.0), [cheap, dear])
     assert asked[0.0] > 390
     assert asked[0.9] < 120
 
@@ -252,14 +255,14 @@ def test_a_drafts_time_costs_the_picks_that_cheaper_drafts_would_make_in_it() ->
     """A speed law: beside the target alone this draft would pay, but not beside a cheaper one that guesses three ids."""
     ledger, asked = Ledger([Account(), Account()]), 0
     three, four = (tree_of([(list(range(1, size + 1)), 0.9)]) for size in (3, 4))
-    ledger.observe(Tree(), [1], (1, 1.0), [Proposal(), Proposal()])
+    ledger.observe(Tree(), [1], Cost(1, 1.0), [Proposal(), Proposal()])
     for step in range(600):
-        on, right = ledger.asks(1, 0.0), step % 5 < 3
+        on, right = ledger.asks(1, 0.0, Company()), step % 5 < 3
         asked += on
         cheap = Proposal(three, rest=1e-6, own=frozenset(range(3)))
-        dear = Proposal(four, 0.0, [(1, 0.4)], own=frozenset([3])) if on else Proposal()
+        dear = Proposal(four, 0.0, [Cost(1, 0.4)], own=frozenset([3])) if on else Proposal()
         block = [1, 2, 3, 4, 5] if on and right else [1, 2, 3, 9]
-        ledger.observe(four if on else three, block, (4, 1.0), [cheap, dear])
+        ledger.observe(four if on else three, block, Cost(4, 1.0), [cheap, dear])
     assert asked < 200
 
 
@@ -275,8 +278,8 @@ def test_a_draft_that_earns_nothing_is_asked_ever_less_and_another_goes_on() -> 
             asked[draft] += on
             own = frozenset([0]) if draft == 1 else frozenset()
             guess = tree if draft == 1 else Tree((2,), (-1,), masses=(0.5,))
-            shares.append(Proposal(guess, 0.0, [(1, 0.05)], own=own) if on else Proposal())
-        ledger.observe(tree, [1, 5] if right else [3], (2, 1.0), shares)
+            shares.append(Proposal(guess, 0.0, [Cost(1, 0.05)], own=own) if on else Proposal())
+        ledger.observe(tree, [1, 5] if right else [3], Cost(2, 1.0), shares)
     assert asked[0] < 150
     assert asked[1] > 590
 
@@ -418,12 +421,17 @@ def test_the_heuristic_schedule_guesses_two_more_after_a_guess_that_was_right_to
 
 
 def test_a_draft_goes_on_only_behind_tokens_that_it_is_confident_of() -> None:
-    def expand(front: list[Path]) -> list[list[Path]]:
+    def expand(front: list[Path]) -> Asking[list[list[Path]]]:
+        yield from ()
         return [[Path(path.mass * 0.5, 0, path.written + b"a", 0.5)] for path in front]
 
-    assert len(grown([Path(0.9, -1, b"x", 0.9)], Budget(9, confidence=0.6, width=4, schedule="constant"), expand)) == 2
-    assert len(grown([Path(0.9, -1, b"x", 0.9)], Budget(9, confidence=0.4, width=4, schedule="constant"), expand)) == 9
-    assert len(grown([Path(0.3, -1, b"x", 0.3)], Budget(9, confidence=0.4, width=4, schedule="constant"), expand)) == 1
+    def grows(first: float, confidence: float) -> int:
+        budget = Budget(9, confidence=confidence, width=4, schedule="constant")
+        return len(together([grown([Path(first, -1, b"x", first)], budget, expand)])[0])
+
+    assert grows(0.9, confidence=0.6) == 2
+    assert grows(0.9, confidence=0.4) == 9
+    assert grows(0.3, confidence=0.4) == 1
 
 
 def test_a_confident_draft_drafts_less_than_one_that_never_stops() -> None:
@@ -518,13 +526,13 @@ def test_reading_a_long_prompt_is_no_reason_to_leave_a_draft_alone() -> None:
             asked = Proposal(tree, 0.0, (), 30.0 if first else 1e-4, first, frozenset([0]))
             on = not ledger.ready() or ledger.accounts[0].backoff(0.0).asks()
             assert on, (generation, turn)
-            ledger.observe(tree, [1, 5], (2, 1.0), [asked])
+            ledger.observe(tree, [1, 5], Cost(2, 1.0), [asked])
 
 
 def test_the_first_time_in_a_generation_is_marked() -> None:
     _, session = merged([tree_of([([1], 0.5)]), tree_of([([2], 0.5)])], Budget(depth=5, width=4, schedule="constant"))
     assert [one.first for one in session.proposals] == [True, True]
-    session.propose(Budget(depth=5, width=4, schedule="constant"))
+    together([session.propose(Budget(depth=5, width=4, schedule="constant"))])
     assert [one.first for one in session.proposals] == [False, False]
 
 
@@ -633,8 +641,14 @@ def test_a_budget_may_be_of_a_class_of_its_own() -> None:
 PROMPTS = ["吾輩は", "The quick brown", "🍣", "メロス"]
 
 
-def rounds_in(ledger: Ledger) -> int:
+def forwards_in(ledger: Ledger) -> int:
+    """How many forwards of the target were measured. Rounds of several texts may share one."""
     return sum(count for count, _, _ in ledger.target.cells.values())
+
+
+def rounds_in(ledger: Ledger) -> int:
+    """How many rounds were told of: each of them adds one to a sum that keeps a share of itself."""
+    return round(log(1 - (1 - _MEMORY) * ledger.lately.rounds, _MEMORY))
 
 
 def judged(generations: Sequence[Generation], length: int) -> int:
@@ -650,10 +664,23 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.stats.perf_counter", lambda: next(ticks) / 1e3)
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Cost]:
+    """What each round tells ledgers of its forward; those that share one tell of the same."""
+    costs, right = list[Cost](), Ledger.observe
+
+    def observe(self: Ledger, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal]) -> None:
+        costs.append(forward)
+        right(self, tree, block, forward, proposals)
+
+    monkeypatch.setattr(Ledger, "observe", observe)
+    return costs
+
+
 @pytest.mark.usefixtures("steady")
 @pytest.mark.parametrize("schedule", ["cost", "constant"])
 @pytest.mark.parametrize("way", ["list", "one by one", "samples", "batch", "streams"])
-def test_all_rounds_of_all_texts_are_in_the_ledger(way: str, schedule: Any) -> None:
+def test_all_rounds_of_all_texts_are_in_the_ledger(way: str, schedule: Any, told: list[Cost]) -> None:
     """Found in review: each text of a list had a ledger of its own, and the last to end replaced those of the others."""
     xt = XTokAssisted((TARGET, TOKENS), [OTHER, PromptLookup()], budget=Budget(3, schedule=schedule, width=4))
     generations: list[Generation] = []
@@ -671,6 +698,9 @@ def test_all_rounds_of_all_texts_are_in_the_ledger(way: str, schedule: Any) -> N
         assert rounds_in(xt._ledger) == judged(generations, 24)
     else:
         assert rounds_in(xt._ledger) > 24, "more than one row can have"
+    assert rounds_in(xt._ledger) == len(told)
+    assert forwards_in(xt._ledger) == sum(not cost.told for cost in told), "each forward counts once, whoever shares it"
+    assert (forwards_in(xt._ledger) < len(told)) == (way in ("list", "samples", "batch"))
 
 
 def ended(pieces: Any, generations: list[Generation]) -> Iterator[str]:
@@ -685,9 +715,9 @@ def test_no_round_of_any_thread_is_lost() -> None:
     def play(thread: int) -> None:
         pace = Pace(ledger, ledger.accounts[0])
         for step in range(rounds):
-            ledger.asks(0, 0.0), pace.expanded([0.9, 0.5]), pace.verified([0.9, 0.5]), ledger.masses(1, tree)
-            asked = [Proposal(tree, 0.0, [(1 << step % 6, 0.1)], own=frozenset([draft])) for draft in range(2)]
-            ledger.observe(tree.within(step % 3), [1, 2, 3], (3, 1.0), asked)
+            ledger.asks(0, 0.0, Company()), pace.expanded([0.9, 0.5]), pace.verified([0.9, 0.5]), ledger.masses(1, tree)
+            asked = [Proposal(tree, 0.0, [Cost(1 << step % 6, 0.1)], own=frozenset([draft])) for draft in range(2)]
+            ledger.observe(tree.within(step % 3), [1, 2, 3], Cost(3, 1.0), asked)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -696,7 +726,7 @@ def test_no_round_of_any_thread_is_lost() -> None:
             list(pool.map(play, range(threads)))
     finally:
         sys.setswitchinterval(interval)
-    assert rounds_in(ledger) == threads * rounds
+    assert forwards_in(ledger) == threads * rounds
     assert [sum(n for n, _, _ in account.forward.cells.values()) for account in ledger.accounts] == [threads * rounds] * 2
 
 

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from worlds import ARCHITECTURES, fitting, make_dear, model, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
-from xtok.costs import ForwardCost
+from xtok.costs import Cost, ForwardCost
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.ledger import Account, Ledger, Limit, Pace, Proposal
+from xtok.models.forwards import Asking, together
 from xtok.models.probe import takes_trees
 from xtok.tree import Trie, chain
 
@@ -119,13 +120,14 @@ def test_the_likeliest_guesses_grow_wherever_they_branch_off() -> None:
     budget = Budget(depth=3, width=2, schedule="constant")
     calls = []
 
-    def expand(front: list[Path]) -> list[list[Path]]:
+    def expand(front: list[Path]) -> Asking[list[list[Path]]]:
+        yield from ()
         calls.append([path.written for path in front])
         return [
             [Path(path.mass * share, 0, path.written + name) for share, name in ((0.6, b"a"), (0.3, b"b"))] for path in front
         ]
 
-    found = grown([Path(0.7, -1, b"x"), Path(0.2, -1, b"y")], budget, expand)
+    found = together([grown([Path(0.7, -1, b"x"), Path(0.2, -1, b"y")], budget, expand)])[0]
     assert calls == [[b"x", b"y"], [b"xa", b"xb"]]
     assert sum(path.kept for path in found) == pytest.approx(0.9)
 
@@ -198,8 +200,8 @@ def simulated(ledger: Ledger, *, target: float, draft: float, right: float, roun
         block = [*path[1:], -1]
         took = target * (1 + 0.01 * len(tree))
         nodes = frozenset(range(len(tree)))
-        own = Proposal(tree, 0.0, [(1, draft)] * calls, own=frozenset() if others else nodes) if asked else Proposal()
-        ledger.observe(tree, block, (1 + len(tree), took), [own, *(Proposal(tree, rest=1e-9, own=nodes) for _ in others)])
+        own = Proposal(tree, 0.0, [Cost(1, draft)] * calls, own=frozenset() if others else nodes) if asked else Proposal()
+        ledger.observe(tree, block, Cost(1 + len(tree), took), [own, *(Proposal(tree, rest=1e-9, own=nodes) for _ in others)])
         picks, seconds, drafted = picks + len(path), seconds + took + calls * draft, drafted + calls
     return picks * target / seconds, drafted / rounds
 

@@ -9,6 +9,8 @@ from xtok.budget import Budget
 from xtok.drafts import Context, Draft, Drafter, Request
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
+from xtok.engines.engine import Engine, EngineStats
+from xtok.engines.ticket import Ticket
 from xtok.stats import Round, Stats
 from xtok.tree import Tree, chain
 from xtok.version import __version__
@@ -21,12 +23,15 @@ __all__ = [
     "Context",
     "Draft",
     "Drafter",
+    "Engine",
+    "EngineStats",
     "Generation",
     "HeadsDrafter",
     "PromptLookup",
     "Request",
     "Round",
     "Stats",
+    "Ticket",
     "TrainedHeads",
     "Tree",
     "Tuned",

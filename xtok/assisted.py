@@ -1,13 +1,16 @@
 """`XTokAssisted`: the front door."""
 
+import sys
 import warnings
 from collections import abc
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any, Literal, get_args, overload
 
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -15,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from xtok import hf
 from xtok.align.text import Text, TextPieces
 from xtok.budget import Budget
-from xtok.decode import prefill, step
+from xtok.decode import step
 from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.adapt import Adapter
 from xtok.drafts.heads import HeadsDrafter
@@ -26,16 +29,22 @@ from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.ledger import Account, Ledger
 from xtok.models.cache import context_window
+from xtok.models.forwards import Slot
 from xtok.models.load import Source, draft_model, target_model
-from xtok.models.probe import fits_trees, takes_trees
+from xtok.models.probe import fits_trees, takes_slots, takes_trees
 from xtok.models.prompts import Chat, is_chat
 from xtok.models.recurrent import cached_model
+from xtok.models.seats import Caches, Seat
 from xtok.noise import Noise
 from xtok.pick import Acceptance, Picker
 from xtok.processors import warpers
 from xtok.sequence import Sequence
 from xtok.stats import Meter, Round, Stats
 
+BATCH = 8
+"""How many texts of a list are written at a time."""
+Written = tuple[int, Sequence]
+"""A text that has ended, and its number."""
 Accepts = Literal["match", "rejection", "typical"]
 
 
@@ -108,11 +117,11 @@ class XTokAssisted:
         self._budget = budget or Budget()
         self._judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
         given = _as_list(draft, alone=self._acceptance.rejects or self._budget.width == 1)
-        self._target = target_model(target)
-        self.model, self.tokenizer = self._target.model, self._target.vocabulary.tokenizer
+        self.target = target_model(target)
+        self.model, self.tokenizer = self.target.model, self.target.vocabulary.tokenizer
         models = {i: draft_model(one) for i, one in enumerate(given) if not _guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
-        self.adapter = Adapter(next(iter(models.values())), self._target.vocabulary.view) if adapt else None
+        self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
         self._ledger = Ledger([Account() for _ in given])
         self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in given)
@@ -134,9 +143,9 @@ class XTokAssisted:
     def _draft(self, given: Any, model: DraftModel | None) -> Draft:
         """What starts drafters, checked against the target."""
         if model is not None:
-            return ModelDraft(model, self._target.vocabulary, self.adapter)
+            return ModelDraft(model, self.target.vocabulary, self.adapter)
         if isinstance(given, HeadsDrafter):
-            given.check(self.model, self._target.vocabulary.view)
+            given.check(self.model, self.target.vocabulary.view)
         return _Shared(given) if isinstance(given, Drafter) else given
 
     @overload
@@ -152,45 +161,53 @@ class XTokAssisted:
         `stopping_criteria`. `split_special_tokens=True` reads control tokens written out in a text as plain text.
         `seed`, where `do_sample=True`: the ids depend on target, prompt, settings and seed alone, not on the draft or on what
         else is in the list. The same prompt again, in a list or by `num_return_sequences`, gives further, independent texts.
+
+        `batch_size`: how many texts of a list are written at a time, by forwards that they share; as one ends, the next begins,
+        and ids don't depend on it. `progress`: a bar on stderr; None for one where that is a terminal.
+
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
         many = isinstance(prompt, abc.Sequence) and not isinstance(prompt, (str, bytes)) and not is_chat(prompt)
         prompts = list(prompt) if many else [prompt]
         streamer, seed = arguments.pop("streamer", None), arguments.pop("seed", None)
+        batch_size, progress = arguments.pop("batch_size", BATCH), arguments.pop("progress", None)
         hf.check_seed(seed)
+        check_batch(batch_size, progress)
         hf.check_streamer(streamer, several=many)
         own = [hf.own_arguments(arguments, len(prompts)) for _ in prompts]
-        prepared = [one for pair in zip(prompts, own, strict=True) for one in hf.prepare(self._target, *pair)]
+        prepared = [one for pair in zip(prompts, own, strict=True) for one in hf.prepare(self.target, *pair)]
         hf.check_streamer(streamer, several=len(prepared) > 1)
         if streamer is not None:
             streamer.put(prepared[0].ids.cpu())
-        texts = self._begin(prepared, seed)
-        hf.complete(self._target, texts, streamer)
-        results = [self._result(text) for text in texts]
-        return results if many or len(texts) > 1 else results[0]
+        written = hf.written(self.target, self._begin(prepared, seed), batch_size, streamer)
+        shown = self._shown(written, len(prepared), progress)
+        results = {number: self.result(text) for number, text in shown}
+        return [results[number] for number in range(len(prepared))] if many or len(prepared) > 1 else results[0]
+
+    @staticmethod
+    def _shown(written: Iterator[Written], texts: int, progress: bool | None) -> Iterable[Written]:
+        """What is written, and a bar that shows how many texts are left."""
+        hidden = not (sys.stderr.isatty() and texts > 1 if progress is None else progress)
+        return written if hidden else track(written, "texts", texts, console=Console(stderr=True), transient=True)
 
     def stream(self, prompt: str | Chat, **arguments: Any) -> Generator[str, None, Generation]:
         """Yield the new text in pieces as they are committed, never half a character. Joined, they are `generate(...).text`.
 
         The generator returns (`StopIteration.value`) what `generate` returns.
         """
-        seed = arguments.pop("seed", None)
-        hf.check_seed(seed)
-        prepared = hf.prepare(self._target, prompt, arguments)
-        if len(prepared) > 1:
-            raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")
-        return self._pieces(self._begin(prepared, seed)[0])
+        return self._pieces(self.asked(prompt, arguments)(Seat()))
 
     def _pieces(self, text: Sequence) -> Generator[str, None, Generation]:
-        pieces = TextPieces(self._target.vocabulary.view, text.text.data)
+        pieces = TextPieces(self.target.vocabulary.view, text.text.data)
         while text.finish_reason is None:
-            (block,) = (step if text.begun else prefill)(self._target, [text])
+            (block,) = step(self.target, [text])
             if piece := pieces.add(block):
                 yield piece
         hf.stop_recording(text)
+        result = self.result(text)
         if rest := pieces.rest():
             yield rest
-        return self._result(text)
+        return result
 
     def __call__(
         self,
@@ -215,22 +232,40 @@ class XTokAssisted:
         hf.check_arguments({name: hf.callers(name) for name in ("assistant_model", "synced_gpus")})
         criteria = hf.with_stop_strings(self.tokenizer, stopping_criteria, stop_strings)
         hf.check_rows(generation_config, criteria, rows=len(input_ids))
-        prepared = hf.rows(self.model, input_ids, logits_processor, criteria, generation_config, model_kwargs)
-        texts = self._begin(prepared, seed)
-        hf.complete(self._target, texts, hf.callers("streamer"))
+        wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate
+        keeps_cache = bool(wanted or (hf.callers("kwargs") or {}).get("past_key_values") is not None)
+        prepared = hf.rows(
+            self.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
+        )
+        written = dict(hf.written(self.target, self._begin(prepared, seed), len(prepared), hf.callers("streamer")))
+        texts = [written[number] for number in range(len(prepared))]
         for text in texts:
-            self._learn(text)
+            self._learn(text)  # raises what one of them ended in
         return hf.as_transformers(texts, generation_config)
 
-    def _begin(self, prepared: list[hf.Prepared], seed: int | None) -> list[Sequence]:
-        """The texts of a call, none of which has begun. What those share, such as the seed, is decided here."""
-        seed, noises = hf.noises(prepared, seed)
-        return [self._text(one, noise, seed) for one, noise in zip(prepared, noises, strict=True)]
+    def asked(self, prompt: str | Chat, arguments: dict[str, Any]) -> Callable[[Seat], Sequence]:
+        """One text, checked and ready to begin wherever there is a seat for it. Errors are those of `generate`."""
+        seed = arguments.pop("seed", None)
+        hf.check_seed(seed)
+        prepared = hf.prepare(self.target, prompt, arguments)
+        if len(prepared) > 1:
+            raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")
+        seed, (noise,) = hf.noises(prepared, seed)
+        return lambda seat: self._text(prepared[0], noise, seed, seat)
 
-    def _text(self, prepared: hf.Prepared, noise: Noise | None, seed: int | None) -> Sequence:
-        vocabulary, prompt = self._target.vocabulary, prepared.unpadded
+    def _begin(self, prepared: list[hf.Prepared], seed: int | None) -> Iterator[Sequence]:
+        """The texts of a call, one after another. What those share, such as the seed, is decided here."""
+        caches = Caches()
+        seed, noises = hf.noises(prepared, seed)
+        for one, noise in zip(prepared, noises, strict=True):
+            yield self._text(one, noise, seed, Seat(caches))
+
+    def _text(self, prepared: hf.Prepared, noise: Noise | None, seed: int | None, seat: Seat) -> Sequence:
+        vocabulary, prompt = self.target.vocabulary, prepared.unpadded
         branches = self._branches and fits_trees(self.model, prepared.cache)
-        meter = Meter(chains_only=not branches, exact=not (self._acceptance.typical and prepared.samples))
+        slot = self._slot(prepared, seat)
+        lossy = bool(self._acceptance.typical and prepared.samples)
+        meter = Meter(chains_only=not branches, exact=not lossy, shared_forwards=slot.shares)
         picker = Picker(
             prepared.processors,
             meter,
@@ -241,25 +276,35 @@ class XTokAssisted:
             prepared.records("output_logits"),
         )
         return Sequence(
-            slot=cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden),
+            slot=slot,
+            seat=seat,
             ids=prepared.ids,
             text=Text(vocabulary.view, prompt),
             picker=picker,
             criteria=prepared.criteria,
             config=prepared.config,
-            session=self._session(prepared, prompt, noise, meter),
+            session=self._session(prepared, prompt, noise, meter, seat),
             budget=self._budget_of(prepared, branches=branches),
             deepest=context_window(self.model),
             meter=meter,
             seed=seed if prepared.samples else None,
         )
 
-    def _session(self, prepared: hf.Prepared, prompt: list[int], noise: Noise | None, meter: Meter) -> Session | None:
+    def _slot(self, prepared: hf.Prepared, seat: Seat) -> Slot:
+        """One whose forwards are shared; with a cache of its own for what can't be held so, and where that is the caller's."""
+        if prepared.is_plain and not prepared.keeps_cache and takes_slots(self.model):
+            return seat.slot(self.model, shows_hidden=self._shows_hidden)
+        prompt = prepared.ids, prepared.config
+        return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden, prompt=prompt)
+
+    def _session(
+        self, prepared: hf.Prepared, prompt: list[int], noise: Noise | None, meter: Meter, seat: Seat
+    ) -> Session | None:
         """The drafting of one text, which shares what all of this instance learn of costs and gains."""
         if not self._drafts:
             return None
         request = Request(
-            self._target.vocabulary,
+            self.target.vocabulary,
             meter,
             samples=prepared.samples,
             independent=self._acceptance.rejects,
@@ -267,6 +312,7 @@ class XTokAssisted:
             warpers=warpers(prepared.processors),
             prompt=prepared.prompt,
             model=self.model,
+            seat=seat,
         )
         return Session(self._drafts, request, self._ledger, prompt, noise)
 
@@ -282,13 +328,16 @@ class XTokAssisted:
         return not self._drafts or takes_trees(self.model)
 
     def _learn(self, text: Sequence) -> None:
-        """Let an adapting draft learn from a text that is done."""
+        """Let an adapting draft learn from a text that is done. Raises the error that it ended in."""
+        if text.error is not None:
+            raise text.error
         if self.adapter is not None and text.picker.noise is None:
             size = text.text.prompt_size
             start, new = (part.decode(errors="ignore") for part in (text.text.data[:size], text.text.data[size:]))
             self.adapter.learn(start, new, text.meter.seconds["all"])
 
-    def _result(self, text: Sequence) -> Generation:
+    def result(self, text: Sequence) -> Generation:
+        """What a text that has ended is handed out as. Raises the error that it ended in."""
         self._learn(text)
         margin = text.picker.margin
         return Generation(
@@ -326,6 +375,14 @@ def _as_list(draft: Any, *, alone: bool) -> list[Any]:
     if isinstance(draft, list):
         return list(draft)
     return [draft] if alone or _guesses(draft) else [draft, PromptLookup()]
+
+
+def check_batch(batch_size: Any, progress: Any) -> None:
+    """Raises `InvalidInputError` for what are none."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise InvalidInputError(f"batch_size is {batch_size!r}; it must be a whole number, 1 or more.")
+    if not isinstance(progress, bool | None):
+        raise InvalidInputError(f"progress is {progress!r}; it must be True, False or None.")
 
 
 def _check_settings(budget: Any, acceptance: Any, **posterior: Any) -> None:

@@ -1,6 +1,7 @@
 """What forwards take and rounds bring, by what was measured. Seconds come in as numbers: there is no clock here."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _MEMORY = 0.9
 """What a round keeps of its weight when the next one comes."""
@@ -12,6 +13,23 @@ _ENOUGH = 8
 """From how many measurements on a number of rows counts fully."""
 _ROW = 0.02
 """What a row more is taken to cost, as a share of a forward, until forwards of other numbers of rows were measured."""
+
+
+class Cost(NamedTuple):
+    """What a forward took: `rows`, the ids of all the `texts` that shared it, padding included, and `seconds`.
+
+    `told`: whether another of those texts tells of it.
+    """
+
+    rows: int
+    seconds: float
+    texts: int = 1
+    told: bool = False
+
+    @property
+    def share(self) -> float:
+        """Seconds for each text."""
+        return self.seconds / self.texts
 
 
 @dataclass
@@ -60,6 +78,10 @@ class ForwardCost:
         """Seconds of a forward of so many rows."""
         start, slope = self.fit()
         return start + slope * rows
+
+    def share(self, rows: float, texts: int) -> float:
+        """Seconds for each of some texts that share a forward and have so many rows each."""
+        return self.at(rows * texts) / texts
 
 
 @dataclass

@@ -4,48 +4,74 @@ Every committed id is the target's own pick from its own logits on the committed
 forward yields.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import islice, zip_longest
 from math import ceil
 from typing import Any
 
 import torch
 
 from xtok.budget import Budget
-from xtok.models.target import Checked, Target
+from xtok.ledger import Company
+from xtok.models.forwards import Answer, Asking, together
+from xtok.models.target import Target
 from xtok.sequence import Sequence
 from xtok.stats import Round
 from xtok.tree import Tree
 
 
-def drain(target: Target, texts: list[Sequence], on_block: Callable[[int, list[int]], Any] = lambda row, block: None) -> None:
-    """Write texts to their ends, round by round together, so that a limit of time treats them alike."""
-    for row, block in enumerate(prefill(target, texts)):
-        on_block(row, block)
-    while active := [row for row, text in enumerate(texts) if text.finish_reason is None]:
-        for row, block in zip(active, step(target, [texts[row] for row in active]), strict=True):
-            on_block(row, block)
-
-
-def prefill(target: Target, texts: list[Sequence]) -> list[list[int]]:
-    """Read the prompts, and commit the first id of each text. Returns the ids that each commits."""
-    return [_commit(target, text, Tree(), target.prefill(text.slot, text.ids, text.config)) for text in texts]
+def drain(
+    target: Target, texts: Iterable[Sequence], most: int, on_round: Callable[[], Any] = lambda: None
+) -> Iterator[tuple[int, Sequence]]:
+    """Write texts to their ends, `most` of them at a time, and give each with its number as it ends, be it by an error."""
+    waiting, running = enumerate(texts), list[tuple[int, Sequence]]()
+    while running := [*running, *islice(waiting, most - len(running))]:
+        step(target, [text for _, text in running])
+        on_round()
+        for number, text in running:
+            if text.finish_reason is not None:
+                yield number, text
+        running = [one for one in running if one[1].finish_reason is None]
 
 
 def step(target: Target, texts: list[Sequence]) -> list[list[int]]:
-    """A round of texts that have begun and aren't finished: plan each, verify all, commit each. Returns what each commits."""
-    trees = [_plan(text) for text in texts]
-    checked = target.verify([(text.slot, text.text.ids[-1], tree) for text, tree in zip(texts, trees, strict=True)])
-    return [_commit(target, *one) for one in zip(texts, trees, checked, strict=True)]
+    """A round of texts that aren't finished: plan each, verify all, commit each. Returns what each commits.
+
+    A text that has not begun has some of its prompt read. What fails in a text ends that text alone.
+    """
+    company = Company(len(texts))
+    trees = _evened(texts, together([_plan(text, company) for text in texts]))
+    unread = [text.unread() for text in texts]
+    checked = target.verify([(text.slot, *one) for text, one in zip(texts, zip(unread, trees, strict=True), strict=True)])
+    return [_checked(target, *one) for one in zip(texts, map(len, unread), trees, checked, strict=True)]
 
 
-def _plan(text: Sequence) -> Tree:
+def _plan(text: Sequence, company: Company) -> Asking[Tree]:
     """What the drafts guess."""
     limit = _limit(text)
-    if text.session is None or limit.longest == 0:
+    if text.session is None or not text.begun or limit.longest == 0:
         return Tree()
     with text.meter.timing("draft"), text.meter.timing("all"):
-        return text.session.propose(limit)
+        return (yield from text.session.propose(limit, company))
+
+
+def _evened(texts: list[Sequence], trees: list[Tree]) -> list[Tree]:
+    """Guesses with no more nodes than pay: where texts share a forward, a node more in one of them is a row more in all."""
+    sharing = [text for text in texts if text.slot.shares]
+    guessing = {
+        text.session: tree for text, tree in zip(texts, trees, strict=True) if tree and text.session and text in sharing
+    }
+    offers = [offer for session in guessing if (offer := session.offer()) is not None]
+    if len(sharing) < 2 or not offers or len(offers) < len(guessing):
+        return trees
+    price = len(sharing) * next(iter(guessing)).price
+    gains = [sum(masses) for masses in zip_longest(*offers, fillvalue=0.0)]
+    nodes = next((nodes for nodes, gain in enumerate(gains) if gain <= price), len(gains))
+    return [
+        text.session.cut(nodes) if text.session in guessing and len(tree) > nodes else tree
+        for text, tree in zip(texts, trees, strict=True)
+    ]
 
 
 def _limit(text: Sequence) -> Budget:
@@ -57,24 +83,35 @@ def _limit(text: Sequence) -> Budget:
     return replace(text.budget, longest=longest)
 
 
-def _commit(target: Target, text: Sequence, tree: Tree, checked: Checked) -> list[int]:
+def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Answer | Exception) -> list[int]:
+    """Commit what was checked, if all of the text was read. Returns the ids."""
+    try:
+        if isinstance(checked, Exception):
+            raise checked
+        text.meter.add(checked.cost.share, "target", "all")
+        text.read += read
+        with text.meter.timing("all"):
+            return _commit(target, text, tree, checked) if text.read == len(text.text.ids) else []
+    except Exception as error:
+        text.fail(error)
+        return []
+
+
+def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer) -> list[int]:
     """Commit what the target picks along a guess, and let the drafts learn from it. Returns the ids."""
-    text.meter.add(checked.seconds, "target", "all")
-    with text.meter.timing("all"):
-        block, path = _walk(text, tree, checked)
-        if text.begun:
-            target.keep(text.slot, path[1:])
-        text.begun = True
-        if text.session is not None:
-            text.session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1])
-            text.session.observe(checked.rows, checked.seconds)
-            if text.finish_reason is not None:
-                text.session.close()
+    block, path = _walk(text, tree, checked)
+    target.keep(text.slot, path[1:])
+    text.read += len(path) - 1
+    if text.session is not None:
+        text.session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1])
+        text.session.observe(checked.cost)
+    if text.finish_reason is not None:
+        text.end()
     return block
 
 
 @torch.no_grad()
-def _walk(text: Sequence, tree: Tree, checked: Checked) -> tuple[list[int], list[int]]:
+def _walk(text: Sequence, tree: Tree, checked: Answer) -> tuple[list[int], list[int]]:
     """Walk the picks along the guesses, until those or the text ends.
 
     Returns the ids picked, and the nodes behind which they were picked: -1, for the context, and its descendants.

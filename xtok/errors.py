@@ -34,6 +34,14 @@ class InvalidInputError(XTokError, ValueError):
     """A prompt, an id or a setting that makes no sense."""
 
 
+class EngineFullError(XTokError, RuntimeError):
+    """As many texts wait for an engine as may."""
+
+
+class EngineClosedError(XTokError, RuntimeError):
+    """A text was submitted to an engine that takes no more."""
+
+
 class DraftFailedWarning(UserWarning):
     """A draft raised an exception. The rest of the text comes from the target alone."""
 

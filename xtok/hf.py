@@ -2,9 +2,9 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 
 from xtok.decode import drain
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
-from xtok.models.cache import device_of, ids_read
+from xtok.models.cache import CachedModel, device_of, ids_read
 from xtok.models.probe import check_cache
 from xtok.models.prompts import prompt_ids, reading
 from xtok.models.rope import dynamic_boundary, longrope_boundary
@@ -37,6 +37,8 @@ from xtok.models.target import Target
 from xtok.noise import Noise, noise
 from xtok.sequence import Sequence
 
+_COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
+"""What a model may be given beside ids that follows from those, and from where there is padding."""
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
 
@@ -46,7 +48,7 @@ class Prepared:
     """A text as transformers prepared it for a decoding method.
 
     `ids`: (1, length), with padding; `inputs`: what else the model is given for them. `prompt`: what the caller gave, None
-    where that was ids.
+    where that was ids. `keeps_cache`: whether the caller handed in the cache, or is to be given it.
     """
 
     ids: Tensor
@@ -56,6 +58,17 @@ class Prepared:
     cache: Cache
     inputs: dict[str, Any] = field(default_factory=dict)
     prompt: Any = None
+    keeps_cache: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ids are all that the model reads: beside them there is padding at most, and positions that count them."""
+        others = {name for name, value in self.inputs.items() if value is not None} - _COUNTED
+        mask, positions = self.inputs.get("attention_mask"), self.inputs.get("position_ids")
+        if others or any(one is not None and one.shape != self.ids.shape for one in (mask, positions)):
+            return False
+        counted = None if positions is None else (positions if mask is None else positions[mask != 0]).flatten()
+        return counted is None or torch.equal(counted, torch.arange(len(counted), device=counted.device))
 
     @property
     def samples(self) -> bool:
@@ -88,6 +101,7 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any]) -> list[Prep
     stop_strings = _take_stop_strings(target.model, arguments)
     if arguments.get("generation_config") is None:
         arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
+    keeps_cache = arguments.get("past_key_values") is not None
     captured: list[Prepared] = []
 
     def capture(
@@ -100,7 +114,10 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any]) -> list[Prep
         **model_kwargs: Any,
     ) -> Tensor:
         criteria = with_stop_strings(target.vocabulary.tokenizer, stopping_criteria, stop_strings)
-        captured.extend(rows(target.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, prompt))
+        made = rows(
+            target.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
+        )
+        captured.extend(replace(one, prompt=prompt) for one in made)
         return torch.empty(0)
 
     target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
@@ -114,7 +131,8 @@ def rows(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     inputs: dict[str, Any],
-    prompt: Any = None,
+    *,
+    keeps_cache: bool,
 ) -> list[Prepared]:
     """A batch as texts of their own. `inputs` are the model's, (rows, …) where they are tensors."""
     check_config(config, inputs, rows=len(ids))
@@ -124,7 +142,7 @@ def rows(
     check_cache(model, cache)
     inputs.pop("use_cache", None)
     if len(ids) == 1:
-        return [Prepared(ids, processors, criteria, config, cache, inputs, prompt)]
+        return [Prepared(ids, processors, criteria, config, cache, inputs, keeps_cache=keeps_cache)]
     return [
         Prepared(
             ids[row : row + 1],
@@ -133,7 +151,7 @@ def rows(
             config,
             _cache_of_row(cache, row),
             {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()},
-            prompt,
+            keeps_cache=keeps_cache,
         )
         for row in range(len(ids))
     ]
@@ -370,23 +388,29 @@ def callers(name: str) -> Any:
     return frame.f_locals.get(name) if frame is not None else None
 
 
-def complete(target: Target, texts: list[Sequence], streamer: Any) -> None:
-    """Write texts to their ends, and hand a streamer what transformers hands it: ids of all rows at a time, then the end."""
-    sent = 0
+def written(target: Target, texts: Iterable[Sequence], most: int, streamer: Any) -> Iterator[tuple[int, Sequence]]:
+    """Texts with their numbers as they end, `most` of them at a time.
 
-    def feed(row: int, block: list[int]) -> None:
+    A streamer is handed what transformers hands it: ids of all rows at a time, then the end. Then all are written at once.
+    """
+    if streamer is None:
+        for number, text in drain(target, texts, most):
+            stop_recording(text)
+            yield number, text
+        return
+    sent, texts = 0, list(texts)
+
+    def feed() -> None:
         nonlocal sent
         while (column := _column(texts, sent)) is not None:
             streamer.put(column)
             sent += 1
 
-    if streamer is None:
-        drain(target, texts)
-    else:
-        drain(target, texts, feed)
-        streamer.end()
-    for text in texts:
+    ended = list(drain(target, texts, len(texts), feed))
+    streamer.end()
+    for number, text in ended:
         stop_recording(text)
+        yield number, text
 
 
 def _column(texts: list[Sequence], index: int) -> Tensor | None:
@@ -400,7 +424,7 @@ def _column(texts: list[Sequence], index: int) -> Tensor | None:
 
 def stop_recording(text: Sequence) -> None:
     """A cache that may be handed back is left as transformers leaves it."""
-    for layer in text.slot.cache.layers:
+    for layer in text.slot.cache.layers if isinstance(text.slot, CachedModel) else ():
         if hasattr(layer, "record_past"):
             layer.record_past = False
 
@@ -416,11 +440,12 @@ def as_transformers(texts: list[Sequence], config: GenerationConfig) -> Generate
     if not config.return_dict_in_generate:
         return sequences
     alone = texts[0] if len(texts) == 1 else None
-    if alone is not None:
-        alone.slot.settle()
+    own = alone.slot if alone is not None and isinstance(alone.slot, CachedModel) else None
+    if own is not None:
+        own.settle()
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
         scores=alone.picker.scores if alone else None,
         logits=alone.picker.logits if alone else None,
-        past_key_values=alone.slot.cache if alone else None,
+        past_key_values=None if own is None else own.cache,
     )

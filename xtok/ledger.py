@@ -1,15 +1,16 @@
 """What pays: who is asked, and how far a guess goes, by what forwards cost and guesses gained. There is no clock here."""
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from functools import partial
 from math import log2
 from threading import RLock
 from typing import Any
 
 from xtok.budget import Budget
-from xtok.costs import ForwardCost, Throughput
+from xtok.costs import Cost, ForwardCost, Throughput
 from xtok.tree import Tree
 
 _SHARE = 0.1
@@ -117,11 +118,27 @@ class Account:
         return self.backoffs[bisect(_SURE, sure)]
 
 
+@dataclass(eq=False)
+class Company:
+    """The texts of a round, as many as share its forwards. They ask a draft all together or not at all, as far as cheaper ones
+    are about as sure of their guesses: what one of them asks for alone costs as much as what all ask for.
+    """
+
+    texts: int = 1
+    _asked: dict[tuple[int, int], bool] = field(default_factory=dict)
+
+    def asks(self, draft: int, degree: int, decide: Callable[[], bool]) -> bool:
+        """Whether to ask a draft, decided once."""
+        if (draft, degree) not in self._asked:
+            self._asked[draft, degree] = decide()
+        return self._asked[draft, degree]
+
+
 @dataclass(frozen=True)
 class Proposal:
     """What became of asking a draft in a round.
 
-    `tree`: its guess. `drafted`: rows and seconds of each of its forwards. `rest`: the seconds of all else that it took.
+    `tree`: its guess. `drafted`: what each of its forwards took. `rest`: the seconds of all else that it took.
     `first`: whether it was the first time in a generation, in which it also reads the prompt: that is no measure of a round.
     `own`: the nodes of the round's tree that no cheaper draft guessed. `sure`: the probability of the likeliest guess of those.
     Without a `tree` it wasn't asked, or failed.
@@ -129,7 +146,7 @@ class Proposal:
 
     tree: Tree | None = None
     sure: float = 0.0
-    drafted: Sequence[tuple[int, float]] = ()
+    drafted: Sequence[Cost] = ()
     rest: float = 0.0
     first: bool = False
     own: frozenset[int] = frozenset()
@@ -150,6 +167,7 @@ class Ledger:
     accounts: list[Account]
     target: ForwardCost = field(default_factory=ForwardCost)
     lately: Throughput = field(default_factory=Throughput)
+    _texts: int = 1
     lock: Any = field(default_factory=RLock, init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ledger":
@@ -161,17 +179,23 @@ class Ledger:
         """Whether to guess at all. The target's forward of one row is measured before the first guess."""
         return bool(self.target.cells)
 
-    def asks(self, draft: int, sure: float) -> bool:
+    def asks(self, draft: int, sure: float, company: Company) -> bool:
         """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
         with self.lock:
-            return self.ready() and self.accounts[draft].backoff(sure).asks()
+            return self.ready() and company.asks(draft, bisect(_SURE, sure), self.accounts[draft].backoff(sure).asks)
 
     @property
     def rate(self) -> float:
         """Picks per second: what the run has lately, and at least what the target alone has."""
         with self.lock:
-            alone = self.target.at(1)
+            alone = self.target.share(1, self._texts)
             return max(self.lately.rate, 1 / alone if alone else 0.0)
+
+    @property
+    def price(self) -> float:
+        """How probable a guessed id has to be, to be worth a row of the target's forward."""
+        with self.lock:
+            return self.rate * self.target.fit()[1]
 
     def cheapest_first(self) -> list[int]:
         """The drafts by what asking them takes."""
@@ -186,8 +210,8 @@ class Ledger:
     def verified(self, masses: Sequence[float]) -> int:
         """How many guessed ids, whose probabilities fall, are worth a row of the target's forward."""
         with self.lock:
-            row = self.rate * self.target.fit()[1]
-            return sum(mass > row for mass in masses)
+            price = self.price
+            return sum(mass > price for mass in masses)
 
     def adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
         """The heuristic schedule, for each draft that guessed: `depth` is what it begins with."""
@@ -197,47 +221,54 @@ class Ledger:
                     full = len(one.tree.along(block)) == one.tree.depth
                     account.depth = max(1, (account.depth or depth) + (2 if full else -1))
 
-    def observe(self, tree: Tree, block: Sequence[int], forward: tuple[int, float], proposals: Sequence[Proposal]) -> None:
-        """A round is over: `block` was committed where `tree` was guessed. `forward`: rows and seconds of the target's."""
+    def observe(self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal]) -> None:
+        """A round is over: `block` was committed where `tree` was guessed. `forward`: the target's, which other texts may
+        have shared.
+        """
         with self.lock:
             self._observe(tree, block, forward, proposals)
 
-    def _observe(self, tree: Tree, block: Sequence[int], forward: tuple[int, float], proposals: Sequence[Proposal]) -> None:
-        self.target.add(*forward)
+    def _observe(self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal]) -> None:
+        if not forward.told:
+            self.target.add(forward.rows, forward.seconds)
+        self._texts, at = forward.texts, partial(self.target.share, texts=forward.texts)
         path = tree.along(block)[: len(block) - 1]  # behind the last id committed nothing was picked
         rows = right = 0
         spent = 0.0
         for draft in self.cheapest_first():
             account, one = self.accounts[draft], proposals[draft]
-            account.without.add(1 + right, self.target.at(1 + rows) + spent)
+            account.without.add(1 + right, at(1 + rows) + spent)
             if one.tree is None:
                 continue
             took = self._learn(account, one, block)
             gained = len(one.own.intersection(path))
-            extra = self.target.at(1 + rows + len(one.own)) - self.target.at(1 + rows) + took
+            extra = at(1 + rows + len(one.own)) - at(1 + rows) + took
             if not one.first:
-                account.backoff(one.sure).judge(extra * account.without.rate - gained, extra / (self.target.at(1) or 1.0))
+                lost = (extra * account.without.rate - gained) / forward.texts
+                account.backoff(one.sure).judge(lost, extra / (at(1) or 1.0))
                 account.lately.add(len(one.tree.along(block)), took)
             rows, right, spent = rows + len(one.own), right + gained, spent + took
-        self.lately.add(len(block), self.target.at(1 + len(tree)) + spent)
+        self.lately.add(len(block), at(1 + len(tree)) + spent)
 
     @staticmethod
     def _learn(account: Account, one: Proposal, block: Sequence[int]) -> float:
         """Take in what a draft did. Returns the seconds that it took, as those of a forward are known."""
         assert one.tree is not None
-        for rows, took in one.drafted or ([] if one.first else [(1, one.rest)]):
-            if rows <= _FEW:
-                account.forward.add(rows, took)
+        for cost in one.drafted or ([] if one.first else [Cost(1, one.rest)]):
+            if cost.rows <= _FEW * cost.texts and not cost.told:
+                account.forward.add(cost.rows, cost.seconds)
         account.calibration.learn(one.tree, one.tree.along(block))
-        return sum(account.forward.at(min(rows, _FEW)) for rows, _ in one.drafted) + (0.0 if one.first else one.rest)
+        drafted = sum(account.forward.at(min(one.rows, _FEW * one.texts)) / one.texts for one in one.drafted)
+        return drafted + (0.0 if one.first else one.rest)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What one draft is to guess, by a ledger and its account there."""
+    """What one draft is to guess, by a ledger and its account there. `texts`: how many share forwards, each as it does."""
 
     ledger: Ledger
     account: Account
+    texts: int = 1
 
     def expanded(self, masses: Sequence[float]) -> int:
         """How many paths to continue, all in one forward of the draft; 0 where that doesn't pay or its cost isn't known.
@@ -252,7 +283,7 @@ class Pace:
             row = rate * self.ledger.target.fit()[1]
             worth = [calibration.believed(mass) * calibration.onward - row for mass in masses]
         count = sum(gain > rate * slope for gain in worth)
-        return count if sum(worth[:count]) > rate * start + rate * slope * count else 0
+        return count if sum(worth[:count]) > rate * start / self.texts + rate * slope * count else 0
 
     def verified(self, masses: Sequence[float]) -> int:
         """How many guessed ids are worth a row of the target's forward."""

@@ -11,7 +11,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from xtok.align.text import Text
 from xtok.budget import Budget
 from xtok.drafts.session import Session
-from xtok.models.cache import CachedModel
+from xtok.models.forwards import Slot
+from xtok.models.seats import Seat
 from xtok.pick import Picker
 from xtok.stats import Meter
 
@@ -25,10 +26,11 @@ class Sequence:
     """The state of one generation: its text, its slot in the target, how it is picked, drafted and ended.
 
     `ids`: what processors and criteria read, (1, length), padding included. `deepest`: how many positions the
-    target has, where that is known. `seed`: what the noise of a sampled text comes from. `begun`: the prompt was read.
+    target has, where that is known. `seat`: where it has this slot and those in drafts. `seed`: what the noise of a sampled
+    text comes from. `read`: how many of its ids were forwarded. `error`: what ended it, where `finish_reason` is "error".
     """
 
-    slot: CachedModel
+    slot: Slot
     ids: Tensor
     text: Text
     picker: Picker
@@ -38,12 +40,15 @@ class Sequence:
     budget: Budget
     deepest: int | None
     meter: Meter
+    seat: Seat
     seed: int | None = None
     finish_reason: str | None = None
-    begun: bool = False
+    error: Exception | None = None
+    read: int = 0
     _limit: int | None = field(init=False)
     _ends: frozenset[int] = field(init=False)
     _length: int = field(init=False)
+    _shown: int = field(init=False)
 
     def __post_init__(self) -> None:
         limits = [one.max_length for one in self.criteria if type(one) is MaxLengthCriteria]
@@ -51,11 +56,38 @@ class Sequence:
         self._limit, self._ends = min(limits, default=None), frozenset(token for some in ends for token in some)
         self.criteria = StoppingCriteriaList(one for one in self.criteria if type(one) not in _KNOWN)
         self._length = self.ids.shape[1]
+        self._shown = self.text.prompt_length
 
     @property
     def new_ids(self) -> list[int]:
         """What was committed so far."""
         return self.text.new_ids
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was committed."""
+        return len(self.text.ids) > self.text.prompt_length
+
+    def unread(self) -> list[int]:
+        """What is to be forwarded next: committed ids, no more of a prompt than the slot takes at once."""
+        end = None if self.slot.chunk is None else self.read + self.slot.chunk
+        return list(self.text.ids[self.read : end])
+
+    def fresh(self) -> list[int]:
+        """What was committed since it was last asked for."""
+        before, self._shown = self._shown, len(self.text.ids)
+        return self.text.ids[before:]
+
+    def end(self) -> None:
+        """Let go of its drafters, and make room for other texts."""
+        if self.session is not None:
+            self.session.close()
+        self.seat.leave()
+
+    def fail(self, error: Exception) -> None:
+        """End it by an error."""
+        self.finish_reason, self.error = "error", error
+        self.end()
 
     def append(self, token: int) -> None:
         """Commit an id, and ask whether to stop."""

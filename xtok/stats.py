@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from xtok.costs import Cost
+
 _PARTS = ("target", "draft", "propose", "reading", "align", "noise", "all")
 
 
@@ -30,7 +32,8 @@ class Stats:
     under the noise, of which the draft's part lies within `seconds_draft`. `chains_only`: whether the target can verify no
     tree, so that all guesses were chains. `accepted_by_draft`: for each draft, in order, the accepted ids that no cheaper one
     guessed; a model given by itself is followed by prompt lookup. `exact`: whether the text is the target's own. False only for
-    sampled ones under `acceptance="typical"`.
+    sampled ones under `acceptance="typical"`. `shared_forwards`: whether the target's forwards can be shared with other texts;
+    the seconds of those that are count for each text by its share.
 
     `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
     penalty stretches is taken back. Where it is above twice what forwards of several rows and of one differ in, the ids are
@@ -52,6 +55,7 @@ class Stats:
     draft_error: str | None
     chains_only: bool
     exact: bool
+    shared_forwards: bool = False
     accepted_by_draft: tuple[int, ...] = ()
     min_margin: float | None = None
 
@@ -87,7 +91,8 @@ def timed() -> Iterator[Span]:
 class Meter:
     """Counts and times of one generation while it runs.
 
-    `seconds`: by part. `drafted`: rows (ids forwarded) and seconds of each `drafting` block of the current round.
+    `seconds`: by part; of a forward that texts share, each has its share. `drafted`: what each `drafting` block of the current
+    round took.
     """
 
     draft_forwards: int = 0
@@ -95,22 +100,41 @@ class Meter:
     chains_only: bool = False
     exact: bool = True
     accepted_by_draft: list[int] = field(default_factory=list)
+    shared_forwards: bool = True
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
-    drafted: list[tuple[int, float]] = field(default_factory=list)
-    _rows: int = 0
+    drafted: list[Cost] = field(default_factory=list)
+    _away: float = 0.0
+    _shared: Cost = field(default_factory=lambda: Cost(0, 0.0))
 
-    def drafts(self, rows: int) -> None:
-        """Count a forward of the draft, of so many rows (ids)."""
+    def now(self) -> float:
+        """Seconds on the text's own clock, which stands still while others are served."""
+        return perf_counter() - self._away
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Let the text's clock stand still."""
+        left = perf_counter()
+        try:
+            yield
+        finally:
+            self._away += perf_counter() - left
+
+    def drafts(self, cost: Cost) -> None:
+        """Count a forward of a draft. The text's clock goes on by its share of what the forward took."""
+        self._away -= cost.share
+        self.seconds["reading"] += cost.share
         self.draft_forwards += 1
-        self._rows += rows
+        self._shared = cost._replace(rows=self._shared.rows + cost.rows)
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Add what the block forwards and how long it takes, with all that it does with it, to `drafted`: rows and seconds."""
-        self._rows, start = 0, perf_counter()
+        """Add to `drafted` what the block forwards and how long it takes, with all that it does with it: what it is for the
+        texts that share the forward, if each has as much to do.
+        """
+        self._shared, start = Cost(0, 0.0), self.now()
         yield
-        self.drafted.append((self._rows, perf_counter() - start))
+        self.drafted.append(self._shared._replace(seconds=(self.now() - start) * self._shared.texts))
 
     def accepts(self, counts: Sequence[int]) -> None:
         """Add how many guessed ids of each draft were accepted in a round."""
@@ -125,11 +149,11 @@ class Meter:
     @contextmanager
     def timing(self, part: str) -> Iterator[Span]:
         """Add the seconds that the block takes to `part`; they are known behind it."""
-        span = Span()
+        span, start = Span(), self.now()
         try:
-            with timed() as span:
-                yield span
+            yield span
         finally:
+            span.seconds = self.now() - start
             self.seconds[part] += span.seconds
 
     def stats(self, target_forwards: int, min_margin: float | None = None) -> Stats:
@@ -149,6 +173,7 @@ class Meter:
             draft_error=self.draft_error,
             chains_only=self.chains_only,
             exact=self.exact,
+            shared_forwards=self.shared_forwards,
             accepted_by_draft=tuple(self.accepted_by_draft),
             min_margin=min_margin,
         )

@@ -76,9 +76,7 @@ class Tree:
     def within(self, longest: int) -> "Tree":
         """The nodes that are at most `longest` deep."""
         depths = self._depths()
-        return (
-            self if max(depths, default=0) <= longest else self._of([i for i, depth in enumerate(depths) if depth <= longest])
-        )
+        return self if max(depths, default=0) <= longest else self.of([i for i, depth in enumerate(depths) if depth <= longest])
 
     @property
     def depth(self) -> int:
@@ -91,7 +89,7 @@ class Tree:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
-    def _of(self, nodes: list[int]) -> "Tree":
+    def of(self, nodes: list[int]) -> "Tree":
         """The tree of some nodes, in order, whose parents are all among them."""
         index = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         tokens = tuple(self.tokens[node] for node in nodes)
@@ -150,7 +148,7 @@ class Trie:
 
     def tree(self, nodes: list[int], guess: bytes = b"") -> Tree:
         """The tree of some nodes, in order, whose parents are all among them."""
-        return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.masses))._of(nodes)
+        return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.masses)).of(nodes)
 
     def best(self, count: Callable[[Sequence[float]], int], guess: bytes = b"") -> Tree:
         """The tree of the likeliest nodes."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from xtok.bench.batches import BatchRow, compare_batches
 from xtok.bench.compare import SETTINGS, Row, build_seconds, check_settings, compare, tuned, useless_drafts
 from xtok.bench.context import ContextRow, compare_contexts
 from xtok.bench.drafters import DrafterRow, compare_drafters
@@ -56,6 +57,10 @@ LargeOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option(help="The precision of both models: float32, bfloat16 or float64.")]
 DeviceOption = Annotated[str, typer.Option(help="Where both models are: cpu, cuda, …")]
+SettingOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Only that way to ask for texts: greedy, penalty or sampled. May be given again.", show_default="all"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -69,12 +74,7 @@ def systems(
     guess_length: GuessOption = GUESS_LENGTH,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
     tune: Annotated[bool, typer.Option("--tune", help="Also with the draft tuned on the target's text, in minutes.")] = False,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Only that way to ask for texts: greedy, penalty or sampled. May be given again.", show_default="all"
-        ),
-    ] = None,
+    setting: SettingOption = None,
     ratio: RatioOption = None,
     large: LargeOption = False,
     vocabularies: Annotated[
@@ -160,6 +160,39 @@ def lengths(
 def sizes(target: TargetOption = OWN_TARGET, draft: DraftOption = OWN_DRAFT, as_json: JsonOption = False) -> None:
     """What is computed over vocabularies beside the models, by their sizes."""
     _tell(compare_vocabularies(*_tokenizers(target, draft)), _print_vocabularies, as_json)
+
+
+@app.command("batches")
+@errors_in_one_line()
+def batches(
+    target: TargetOption = OWN_TARGET,
+    draft: DraftOption = OWN_DRAFT,
+    file: PromptsOption = None,
+    max_new_tokens: TokensOption = 64,
+    batch: Annotated[str, typer.Option(help="How many texts at once, with commas.")] = "1,2,4,8,16,32",
+    repeats: Annotated[int, typer.Option(min=1, help="How often to run each batch.")] = 3,
+    setting: SettingOption = None,
+    ratio: RatioOption = None,
+    large: LargeOption = False,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Many texts at once: transformers' padded batch, and xtok's shared forwards without a draft and with one."""
+    check_settings(setting or [])
+    texts = _sizes(batch)
+    pair = _enlarged(*_pair(target, draft, dtype, device), ratio, large)
+    shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
+    names = [name for name in SETTINGS if name in (setting or SETTINGS)]
+    rows = [row for name in names for row in compare_batches(*pair, _bench_prompts(file)[0], name, texts, **shape)]
+    _tell(rows, _print_batches, as_json)
+
+
+def _sizes(batch: str) -> list[int]:
+    """Numbers with commas. Raises `InvalidInputError` for anything else."""
+    if not all(one.strip().isdecimal() and int(one) for one in batch.split(",")):
+        raise InvalidInputError(f"batch is {batch!r}; give numbers from 1 with commas, as 1,8,32.")
+    return [int(one) for one in batch.split(",")]
 
 
 def _check_asked(settings: list[str], plot: Path | None, *, tune: bool, unsaved: bool) -> None:
@@ -310,6 +343,21 @@ def _print_vocabularies(rows: list[VocabularyRow]) -> None:
     for what in dict.fromkeys(row.what for row in rows):
         table.add_row(what, *(times[(what, *size)] for size in sizes))
     Console(highlight=False, width=100).print(table)
+
+
+def _print_batches(rows: list[BatchRow]) -> None:
+    for setting in dict.fromkeys(row.setting for row in rows):
+        table = Table(title=f"{SETTINGS[setting].title}: tokens per second of all texts")
+        for name in ("texts", "", "tokens/s", "speed", "tokens per\nforward", "identical", "target", "draft", "rest"):
+            table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+        for row in (row for row in rows if row.setting == setting):
+            same = "" if row.identical is None else f"{row.identical} of {row.texts}"
+            speed = f"{row.tokens_per_second:,.0f}", f"{row.speed:.2f}", f"{row.tokens_per_forward:.2f}"
+            shares = [f"{row.split[part]:.0%}" if row.split else "" for part in ("target", "draft", "rest")]
+            table.add_row(str(row.texts), row.system, *speed, same, *shares)
+        Console(highlight=False, width=110).print(table)
+    typer.echo("speed: how many times as fast as transformers' batch of as many texts. identical: texts with its ids.")
+    typer.echo("target, draft, rest: shares of the time: of the target's forwards, of the draft's, and of all else.")
 
 
 def _print_sampled(rows: list[SampledRow]) -> None:

@@ -16,6 +16,7 @@ from xtok.budget import Budget
 from xtok.drafts.session import Session
 from xtok.hf import Prepared
 from xtok.models.prompts import prompt_ids
+from xtok.models.seats import Seat
 from xtok.noise import Noise
 from xtok.stats import Meter
 
@@ -77,10 +78,10 @@ def compare_sampled(
 class _ModeAssisted(XTokAssisted):
     """Guesses the draft's likeliest text, whatever the noise."""
 
-    def _session(self, prepared: Prepared, prompt: list[int], noise: Noise | None, meter: Meter) -> Session | None:
+    def _session(self, prepared: Prepared, prompt: list[int], noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
         config = deepcopy(prepared.config)
         config.do_sample = False
-        return super()._session(replace(prepared, config=config), prompt, None, meter)
+        return super()._session(replace(prepared, config=config), prompt, None, meter, seat)
 
 
 def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, Sampler]:

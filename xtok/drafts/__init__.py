@@ -1,7 +1,8 @@
 """Drafts: whatever guesses what the target is about to write. No target is run here."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -9,6 +10,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget
+from xtok.models.forwards import Asking, together
+from xtok.models.seats import Seat
 from xtok.noise import Noise
 from xtok.stats import Meter
 from xtok.tree import Tree
@@ -44,6 +47,18 @@ class Drafter(Protocol):
         """
 
 
+class Asker(ABC):
+    """A drafter that runs a model: it is written for one text, and asks for forwards that texts may share."""
+
+    @abstractmethod
+    def guess(self, context: Context, budget: Budget) -> Asking[Tree]:
+        """As `propose`, by forwards that it yields."""
+
+    def propose(self, context: Context, budget: Budget) -> Tree:
+        """Guess what follows `context`, in the target's ids, by forwards of its own."""
+        return together([self.guess(context, budget)])[0]
+
+
 @dataclass(frozen=True)
 class Request:
     """A text that is to be drafted, as far as drafters have to know of it.
@@ -51,7 +66,7 @@ class Request:
     `vocabulary`: the target's. `samples`: whether the target draws. `independent`: guesses are to be draws of noise of their
     own, with their laws, for speculative sampling. `end`: the target's end of text. `warpers`: what shapes laws in any
     vocabulary. `prompt`: a text, a chat, or None where the target was given ids. `model`: the target, for what shares its
-    layers; None where there is none at hand.
+    layers; None where there is none at hand. `seat`: where the text has its slots in models.
     """
 
     vocabulary: Vocabulary
@@ -62,6 +77,7 @@ class Request:
     warpers: LogitsProcessorList | None = None
     prompt: Any = None
     model: PreTrainedModel | None = None
+    seat: Seat = field(default_factory=Seat)
 
     @property
     def shapes(self) -> LogitsProcessorList:

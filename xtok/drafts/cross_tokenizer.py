@@ -8,10 +8,11 @@ from torch import Tensor
 
 from xtok.align.continuation import Continuation
 from xtok.budget import Budget
-from xtok.drafts import Context
+from xtok.drafts import Asker, Context
 from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, check_numbers, grown
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.largest import largest
+from xtok.models.forwards import Asking
 from xtok.stats import Meter
 from xtok.tree import Tree, Trie
 
@@ -41,7 +42,7 @@ class _Text(Path):
         return self.written[len(self.given) :]
 
 
-class CrossTokenizerDrafter:
+class CrossTokenizerDrafter(Asker):
     """Reads the context in the draft's own ids, guesses texts, and gives them in the target's ids. One per generation.
 
     The last draft token of the context may be the beginning of a longer one ("healing", as in guidance's token healing): the
@@ -65,7 +66,7 @@ class CrossTokenizerDrafter:
         self._meter = meter
 
     @torch.no_grad()
-    def propose(self, context: Context, budget: Budget) -> Tree:
+    def guess(self, context: Context, budget: Budget) -> Asking[Tree]:
         """A tree of the target's ids for what the draft writes within the budget; a chain where its width is 1."""
         chained = budget.width == 1 or not self._draft.branches
         depth = self._reader.longest(budget.depth)
@@ -74,14 +75,15 @@ class CrossTokenizerDrafter:
             return Tree()
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         with self._meter.drafting():
-            first = self._first(pending, chained)
-        texts = grown(first, budget, self._expanded if not chained else lambda front: self._expanded(front, 1))
+            first = yield from self._first(pending, chained)
+        texts = yield from grown(first, budget, self._expanded if not chained else lambda front: self._expanded(front, 1))
         with self._meter.timing("align"):
             return self._mapped(context, texts[-1:] if chained else texts, budget)
 
-    def _first(self, pending: bytes, chained: bool) -> list[_Text]:
+    def _first(self, pending: bytes, chained: bool) -> Asking[list[_Text]]:
         """The beginnings of guesses: behind the last token, and in place of it. A chain begins with the likeliest."""
-        rows = self._reader.logits(rows=min(2, self._reader.size)).float() * SHARPNESS
+        logits = yield from self._reader.logits(rows=min(2, self._reader.size))
+        rows = logits.float() * SHARPNESS
         token = self._reader.last
         last = self._view[token] or b""
         behind = _Text(1.0, -1, b"", given=pending)
@@ -100,11 +102,11 @@ class CrossTokenizerDrafter:
         longer.parent = -1
         return self._children(again.log()[None], [longer], 1)[0]
 
-    def _expanded(self, front: list[_Text], count: int = CHILDREN) -> list[list[_Text]]:
+    def _expanded(self, front: list[_Text], count: int = CHILDREN) -> Asking[list[list[_Text]]]:
         """The continuations of some texts, all by one forward."""
         with self._meter.drafting():
             first = self._reader.branched
-            logits = self._reader.branch([text.token for text in front], [text.parent for text in front])
+            logits = yield from self._reader.branch([text.token for text in front], [text.parent for text in front])
             for node, text in enumerate(front, start=first):
                 text.parent = node
             return self._children(logits.float() * SHARPNESS, front, count)

@@ -13,6 +13,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 from xtok.budget import Budget
 from xtok.drafts import Context
 from xtok.largest import largest
+from xtok.models.forwards import Asking
 from xtok.noise import PICK, near_exponential, states_of
 from xtok.tree import Tree, Trie
 
@@ -106,7 +107,9 @@ def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
 Some = TypeVar("Some", bound=Path)
 
 
-def grown(first: list[Some], budget: Budget, expand: Callable[[list[Some]], Sequence[Sequence[Some]]]) -> list[Some]:
+def grown(
+    first: list[Some], budget: Budget, expand: Callable[[list[Some]], Asking[Sequence[Sequence[Some]]]]
+) -> Asking[list[Some]]:
     """All guesses that come of `first`, as far as the budget allows. `expand` gives each of some guesses its continuations."""
     found, level = list(first), 1
 
@@ -116,7 +119,8 @@ def grown(first: list[Some], budget: Budget, expand: Callable[[list[Some]], Sequ
     waiting = sorted(filter(is_open, first), key=_falling)
     while count := budget.expanded(level, [path.mass for path in waiting]):
         front, waiting = waiting[:count], waiting[count:]
-        for path, children in zip(front, expand(front), strict=True):
+        found_behind = yield from expand(front)
+        for path, children in zip(front, found_behind, strict=True):
             path.kept = max(0.0, path.mass - sum(child.mass for child in children))
             waiting += filter(is_open, children)
             found += children

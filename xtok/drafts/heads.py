@@ -17,10 +17,11 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
-from xtok.drafts import Context, Request
+from xtok.drafts import Asker, Context, Request
 from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, tree_of
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
+from xtok.models.forwards import Asking
 from xtok.stats import Meter
 from xtok.tree import Tree
 
@@ -145,7 +146,7 @@ class _Ids(IdPath):
         return len(self.ids) < self.deepest
 
 
-class HeadsGuesser:
+class HeadsGuesser(Asker):
     """`HeadsDrafter` for one generation."""
 
     def __init__(
@@ -160,14 +161,14 @@ class HeadsGuesser:
         self._warpers = warpers
 
     @torch.no_grad()
-    def propose(self, context: Context, budget: Budget) -> Tree:
+    def guess(self, context: Context, budget: Budget) -> Asking[Tree]:
         """The likeliest products of what each head says; nothing where the hidden state isn't known yet."""
         if context.hidden is None:
             return Tree()
         with self._meter.drafting():
             laws = self._laws(context.hidden)
             first = self._children(context, laws, [_Ids(1.0, -1, b"", deepest=len(laws[0]))])[0]
-        found = grown(first, budget, lambda front: self._expanded(context, laws, front))
+        found = yield from grown(first, budget, lambda front: self._expanded(context, laws, front))
         return tree_of(found, budget)
 
     def _laws(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +178,8 @@ class HeadsGuesser:
         check_numbers(logits, law[:, :1].tolist())
         return torch.arange(law.shape[1], device=law.device).expand(len(law), -1) if ids is None else ids, law
 
-    def _expanded(self, context: Context, laws: tuple[Tensor, Tensor], front: Sequence[_Ids]) -> list[list[_Ids]]:
+    def _expanded(self, context: Context, laws: tuple[Tensor, Tensor], front: Sequence[_Ids]) -> Asking[list[list[_Ids]]]:
+        yield from ()  # heads take no forward
         with self._meter.drafting():
             return self._children(context, laws, front)
 

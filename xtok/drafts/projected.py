@@ -10,10 +10,11 @@ from transformers import LogitsProcessorList
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
-from xtok.drafts import Context
+from xtok.drafts import Asker, Context
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, noise_states, tree_of
 from xtok.drafts.reader import DraftModel, Reader
+from xtok.models.forwards import Asking
 from xtok.noise import GUESS
 from xtok.pick import race
 from xtok.stats import Meter
@@ -41,7 +42,7 @@ class _Draw(IdPath):
         return bool(self.own)
 
 
-class ProjectedDrafter:
+class ProjectedDrafter(Asker):
     """Guesses what the target is about to draw, in the target's ids. One per generation.
 
     The law of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary; what several of the
@@ -75,7 +76,7 @@ class ProjectedDrafter:
         self._candidates = candidates
 
     @torch.no_grad()
-    def propose(self, context: Context, budget: Budget) -> Tree:
+    def guess(self, context: Context, budget: Budget) -> Asking[Tree]:
         """A tree; a chain where the budget's width is 1, and always of independent draws.
 
         What fails behind a first draw is raised in the next round: what was drawn must be judged, for what is thrown away
@@ -91,10 +92,10 @@ class ProjectedDrafter:
             return Tree()
         chained = budget.width == 1 or self._independent or not self._draft.branches
         with self._meter.drafting():
-            logits = self._reader.logits(rows=1, rest=rest)
+            logits = yield from self._reader.logits(rows=1, rest=rest)
             first = self._children(context, logits, [_Draw(1.0, -1, b"", size=size)], chained)[0]
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
-        draws = grown(first, budget, lambda front: self._expanded(context, front, chained))
+        draws = yield from grown(first, budget, lambda front: self._expanded(context, front, chained))
         return self._chain(draws) if self._independent else tree_of(draws, budget)
 
     def _fail(self, failure: Exception) -> NoReturn:
@@ -105,17 +106,17 @@ class ProjectedDrafter:
         finally:
             del failure
 
-    def _expanded(self, context: Context, front: list[_Draw], chained: bool) -> list[list[_Draw]]:
+    def _expanded(self, context: Context, front: list[_Draw], chained: bool) -> Asking[list[list[_Draw]]]:
         """The continuations of some guesses, all by one forward."""
         try:
             with self._meter.drafting():
-                logits = self._read(front)
+                logits = yield from self._read(front)
                 return self._children(context, logits, front, chained)
         except Exception as error:
             self._failure = error.with_traceback(None)  # which would hold on to all that the forward held
             return [[] for _ in front]
 
-    def _read(self, front: list[_Draw]) -> Tensor:
+    def _read(self, front: list[_Draw]) -> Asking[Tensor]:
         """The draft's logits behind each guess, (guesses, vocabulary). An id of the target may be several of its own."""
         tokens, parents, last = list[int](), list[int](), list[int]()
         first = self._reader.branched
@@ -125,7 +126,8 @@ class ProjectedDrafter:
                 parents.append(draw.parent)
                 draw.parent = first + len(tokens) - 1
             last.append(len(tokens) - 1)
-        return self._reader.branch(tokens, parents)[last]
+        logits = yield from self._reader.branch(tokens, parents)
+        return logits[last]
 
     def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> list[list[_Draw]]:
         """The likeliest ids behind each guess, by the law and the noise there. Nothing behind laws of nothing.

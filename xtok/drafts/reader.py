@@ -4,20 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from xtok.align.reencode import Reencoder
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts import Context
-from xtok.models.cache import context_window, new_cache
+from xtok.models.cache import context_window
+from xtok.models.forwards import Ask, Asking, Slot
 from xtok.models.probe import takes_trees
-from xtok.models.recurrent import cached_model
+from xtok.models.seats import Seat
 from xtok.stats import Meter
-
-_SNAPSHOTS = 16
-"""Of two rounds: what is read in one may be read otherwise in the next."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,10 @@ class Reader:
     A text beyond the draft's window is read from its most recent part. What a round costs here doesn't grow with the text.
     """
 
-    def __init__(self, draft: DraftModel, meter: Meter, prompt: Sequence[int] | None = None) -> None:
-        """`prompt`: the draft's own ids for the prompt (its chat template), instead of the prompt's text."""
+    def __init__(self, draft: DraftModel, meter: Meter, prompt: Sequence[int] | None = None, slot: Slot | None = None) -> None:
+        """`prompt`: the draft's own ids for the prompt (its chat template), instead of the prompt's text. `slot`: its place in
+        the draft, one of its own where there is none.
+        """
         self._draft = draft
         self._meter = meter
         self._own_prompt = prompt is not None
@@ -51,7 +50,7 @@ class Reader:
         self._lead = len(draft.lead if prompt is None else prompt)
         self._ids = list(draft.lead if prompt is None else prompt)
         self._start = self._held = 0  # the cache holds `_held` ids from `_start` on, as far as they are read alike
-        self._lm = cached_model(draft.model, new_cache(draft.model), snapshots=_SNAPSHOTS)
+        self._slot = slot or Seat().slot(draft.model)
         self._spelled: dict[bytes, list[int] | None] = {}
 
     @property
@@ -67,7 +66,7 @@ class Reader:
     @property
     def branched(self) -> int:
         """How many nodes stand behind what was read."""
-        return self._lm.branched
+        return self._slot.branched
 
     def longest(self, guess: int) -> int:
         """How much of a guess of `guess` tokens leaves room in the window for a text to guess behind."""
@@ -133,42 +132,44 @@ class Reader:
             self._start = max(0, len(self._ids) - max(1, room // 2))
             self._held = 0
 
-    def logits(self, rows: int, rest: Sequence[int] = ()) -> Tensor:
+    def logits(self, rows: int, rest: Sequence[int] = ()) -> Asking[Tensor]:
         """The logits behind the last `rows` ids of the text and `rest`, (rows, vocabulary).
 
         Only what the KV cache lacks is forwarded.
         """
         held = min(self._held, self.size + len(rest) - rows)
-        if not self._lm.roll_back(held):
-            self._lm.start_anew()
+        if not self._slot.roll_back(held):
+            self._slot.start_anew()
             held = 0
-        logits = self._forward([*self._ids[self._start + held :], *rest], rows)
+        new = [*self._ids[self._start + held :], *rest]
+        while self._slot.chunk is not None and len(new) - rows > self._slot.chunk:
+            yield from self._forward(Ask(self._slot, new[: self._slot.chunk], 1))
+            del new[: self._slot.chunk]
+        logits = yield from self._forward(Ask(self._slot, new, rows))
         self._held = self.size
         return logits
 
-    def branch(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """The logits behind further tokens, nodes of a tree, (tokens, vocabulary); parents as for `CachedModel.branch`."""
-        self._meter.drafts(len(tokens))
-        with self._meter.timing("reading"):
-            return self._lm.branch(torch.tensor([tokens], device=self._lm.device), parents)
+    def branch(self, tokens: list[int], parents: list[int]) -> Asking[Tensor]:
+        """The logits behind further tokens, nodes of a tree, (tokens, vocabulary); parents as for `Ask`."""
+        return self._forward(Ask(self._slot, tokens, len(tokens), parents))
 
     def take_back(self) -> None:
         """Forget the last token."""
-        self._lm.roll_back(self._lm.length - 1)
+        self._slot.roll_back(self._slot.length - 1)
         self._held -= 1
 
-    def _forward(self, new: list[int], rows: int) -> Tensor:
-        """The logits behind the last rows of the new ids, (rows, vocabulary)."""
-        self._meter.drafts(len(new))
-        with self._meter.timing("reading"):
-            return self._lm.forward(torch.tensor([new], device=self._lm.device), rows)
+    def _forward(self, ask: Ask) -> Asking[Tensor]:
+        with self._meter.away():
+            answer = yield ask
+        self._meter.drafts(answer.cost)
+        return answer.logits
 
 
 class IdReader(Reader):
     """The same for a draft whose ids are the target's: it reads those, and no text."""
 
-    def __init__(self, draft: DraftModel, meter: Meter) -> None:
-        super().__init__(draft, meter, prompt=())
+    def __init__(self, draft: DraftModel, meter: Meter, slot: Slot | None = None) -> None:
+        super().__init__(draft, meter, prompt=(), slot=slot)
         self._read = 0
 
     def reads(self, token: int, piece: bytes) -> Sequence[int]:

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from xtok.align.text import Text
 from xtok.budget import Budget
-from xtok.drafts import Context, Draft, Drafter, Request
+from xtok.costs import Cost
+from xtok.drafts import Asker, Context, Draft, Drafter, Request
 from xtok.errors import DraftFailedWarning, InvalidInputError
-from xtok.ledger import Ledger, Limit, Pace, Proposal
+from xtok.ledger import Company, Ledger, Limit, Pace, Proposal
+from xtok.models.forwards import Asking
 from xtok.noise import Noise
 from xtok.tree import Law, Tree, Trie
 
@@ -60,8 +62,12 @@ class Session:
         self._hidden = hidden
         self._committed = list(ids)
 
-    def propose(self, limit: Budget) -> Tree:
-        """A tree of all that those guess which are worth asking; a chain where the limit's width is 1."""
+    def propose(self, limit: Budget, company: Company | None = None) -> Asking[Tree]:
+        """A tree of all that those guess which are worth asking; a chain where the limit's width is 1.
+
+        `company`: the texts of the round; None for this one alone.
+        """
+        company = company or Company()
         context = Context(
             self._text.ids, self._text.data, self._text.prompt_size, self._text.controls, self._noise, self._hidden
         )
@@ -69,16 +75,44 @@ class Session:
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
         for draft in self._ledger.cheapest_first():
             drafter = self._drafters[draft]
-            if drafter is not None and (own := self._own(draft, limit, sure)) is not None:
-                self.proposals[draft] = self._ask(draft, drafter, context, own, sure)
+            if drafter is not None and (own := self._own(draft, limit, sure, company)) is not None:
+                self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
                 sure = max([sure, *self._ledger.masses(draft, self.proposals[draft].tree or Tree())])
         tree = self._merged(limit)
         tree = self._chained(tree, limit.longest) if limit.width == 1 else tree
         self._guessed = limit, tree
         return tree
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Learn from a round whose ids came by `extend`: the target's forward had so many `rows` and took so many `seconds`."""
+    @property
+    def price(self) -> float:
+        """How probable a guessed id has to be, to be worth a row of the target's forward."""
+        return self._ledger.price
+
+    def offer(self) -> list[float] | None:
+        """How probable the nodes of the latest guess are believed to be, falling; None where the budget doesn't go by costs."""
+        if self._guessed is None or self._guessed[0].schedule != "cost":
+            return None
+        return sorted(self._believed(self._guessed[1]), reverse=True)
+
+    def cut(self, nodes: int) -> Tree:
+        """The likeliest nodes of the latest guess, so many at most; the guess from now on."""
+        assert self._guessed is not None
+        limit, tree = self._guessed
+        masses = self._believed(tree)
+        kept = sorted(sorted(range(len(tree)), key=lambda node: -masses[node])[:nodes])
+        self._guessed = limit, tree.of(kept)
+        self.proposals = [
+            replace(one, own=frozenset(i for i, node in enumerate(kept) if node in one.own)) for one in self.proposals
+        ]
+        return self._guessed[1]
+
+    def _believed(self, tree: Tree) -> list[float]:
+        """What is believed of each node: of a guess that stands alone, what its draft's account says."""
+        alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
+        return self._ledger.masses(alone[0], tree) if len(alone) == 1 else list(tree.masses)
+
+    def observe(self, cost: Cost) -> None:
+        """Learn from a round whose ids came by `extend`, by what the target's forward took."""
         if self._guessed is None:
             return
         (limit, tree), self._guessed = self._guessed, None
@@ -87,34 +121,40 @@ class Session:
         if limit.schedule == "heuristic":
             self._ledger.adjust(limit.depth, self._committed, self.proposals)
         if limit.schedule == "cost" or len(self._drafters) > 1:
-            self._ledger.observe(tree, self._committed, (rows, seconds), self.proposals)
+            self._ledger.observe(tree, self._committed, cost, self.proposals)
 
     def close(self) -> None:
         """Let go of the drafters, and of what they hold."""
         self._drafters = [None for _ in self._drafters]
 
-    def _own(self, draft: int, limit: Budget, sure: float) -> Budget | None:
+    def _own(self, draft: int, limit: Budget, sure: float, company: Company) -> Budget | None:
         """The limit of one draft; None where it isn't to be asked."""
         account = self._ledger.accounts[draft]
         if limit.schedule == "heuristic":
             return replace(limit, depth=account.depth or limit.depth)
         if limit.schedule == "constant":
             return limit
-        return Limit.of(limit, Pace(self._ledger, account)) if self._ledger.asks(draft, sure) else None
+        if not self._ledger.asks(draft, sure, company):
+            return None
+        return Limit.of(limit, Pace(self._ledger, account, company.texts))
 
-    def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Proposal:
+    def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Asking[Proposal]:
         """A guess, as far as it can be verified."""
         before, first = len(self._meter.drafted), draft not in self._begun
         self._begun.add(draft)
         try:
             with self._meter.timing("propose") as took:
-                tree = _sound(drafter.propose(context, limit)).within(limit.longest)
+                if isinstance(drafter, Asker):
+                    guess = yield from drafter.guess(context, limit)
+                else:
+                    guess = drafter.propose(context, limit)
+                tree = _sound(guess).within(limit.longest)
         except Exception as error:
             return self._fails(draft, error)
         if not all(0 <= token < self._size for token in tree.tokens):
             tree = Tree()
         drafted = self._meter.drafted[before:]
-        return Proposal(tree, sure, drafted, took.seconds - sum(seconds for _, seconds in drafted), first)
+        return Proposal(tree, sure, drafted, took.seconds - sum(one.share for one in drafted), first)
 
     def _fails(self, draft: int, error: Exception) -> Proposal:
         self._drafters[draft] = None

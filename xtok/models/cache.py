@@ -11,7 +11,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from xtok.costs import Cost
+from xtok.models.forwards import Answer, Ask, wait_for
 from xtok.models.rope import turns
+from xtok.stats import timed
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
@@ -68,11 +71,25 @@ class CachedModel:
     transformers' own generation continues them.
     `hidden`, with `shows_hidden`: the last hidden states, (rows, hidden size), of the rows that the latest `forward` or
     `branch` gave logits of.
+    `prompt`: ids, (1, length), int64, padding included, and the configuration that the first of all forwards is to be the
+    prefill of.
+    As a `Slot` it has a forward of its own.
     """
 
+    shares = False
+    chunk: int | None = None
+
     def __init__(
-        self, model: PreTrainedModel, cache: Cache, inputs: dict[str, Any] | None = None, *, shows_hidden: bool = False
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        inputs: dict[str, Any] | None = None,
+        *,
+        shows_hidden: bool = False,
+        prompt: tuple[Tensor, Any] | None = None,
     ) -> None:
+        self._prompt = prompt
+        self._lead = 0
         self._model = model
         self._turn = turns(model)
         rows = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
@@ -101,6 +118,38 @@ class CachedModel:
     def branched(self) -> int:
         """How many nodes of a tree stand behind what is kept."""
         return len(self._nodes)
+
+    @property
+    def server(self) -> "CachedModel":
+        """Itself: it is forwarded alone."""
+        return self
+
+    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+        """Each ask alone."""
+        return [[ask] for ask in asks]
+
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        """The answer to one ask."""
+        (ask,) = asks
+        with timed() as took:
+            logits = self._answered(ask)
+            wait_for(logits)
+        return [Answer(logits, self.hidden, Cost(len(ask.ids), took.seconds))]
+
+    def _answered(self, ask: Ask) -> Tensor:
+        if self._prompt is not None:
+            prompt, self._prompt = self._prompt, None
+            return self.prefill(*prompt)
+        ids = torch.tensor([list(ask.ids)], device=self.device)
+        if not ask.parents:
+            return self.forward(ids, ask.rows)
+        lead = len(ask.ids) - len(ask.parents)
+        self._lead = self._lead or lead
+        nodes = [parent + lead if parent >= 0 else (lead - 1 if lead else parent) for parent in ask.parents]
+        return self.branch(ids, [*range(-1, lead - 1), *nodes])[-ask.rows :]
+
+    def leave(self) -> None:
+        """Nothing: it serves one text."""
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, config: Any) -> Tensor:
@@ -142,8 +191,9 @@ class CachedModel:
 
     def keep(self, path: Sequence[int]) -> None:
         """End a tree: keep the nodes of `path`, each the parent of the next and the first a child of -1. Drop the others."""
+        path = [*range(self._lead), *(node + self._lead for node in path)]
         size = len(self._nodes)
-        self._nodes = Nodes()
+        self._nodes, self._lead = Nodes(), 0
         if list(path) != list(range(len(path))):
             kept = torch.tensor(path, device=self.device)
             for layer in self.cache.layers:
@@ -219,7 +269,7 @@ class CachedModel:
         """Take the newest positions back until `length` are left. False, and nothing done, where the cache forgot too much."""
         if length < self._recorded and self._has_slid():
             return False
-        self._nodes = Nodes()
+        self._nodes, self._lead = Nodes(), 0
         self._crop(self.length - length)
         return True
 
@@ -234,7 +284,7 @@ class CachedModel:
     def start_anew(self) -> None:
         """Forget everything."""
         self.cache = new_cache(self._model)
-        self._nodes = Nodes()
+        self._nodes, self._lead = Nodes(), 0
         self._recorded = 0
 
     def _has_slid(self) -> bool:

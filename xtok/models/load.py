@@ -19,7 +19,7 @@ from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
 from xtok.models.cache import context_window, ids_read, vocabulary_size
-from xtok.models.probe import check_continues, check_rolls_back
+from xtok.models.probe import check_continues, check_rolls_back, takes_slots
 from xtok.models.prompts import leading, reading
 from xtok.models.target import Target
 
@@ -92,6 +92,7 @@ def _loaded(source: Any, role: str) -> tuple[PreTrainedModel, Vocabulary]:
     view = token_bytes(tokenizer)
     _check_sizes(model, view, role)
     check_continues(model, role)
+    takes_slots(model)  # tried here, and not in the first text
     ends = model.generation_config.eos_token_id
     ends = [getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])]
     return model, Vocabulary(tokenizer, view, vocabulary_size(model), frozenset(end for end in ends if end is not None))

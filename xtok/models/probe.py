@@ -10,7 +10,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import context_window, device_of, new_cache, vocabulary_size, windows
+from xtok.models.forwards import Ask
 from xtok.models.recurrent import cached_model
+from xtok.models.rope import dynamic_boundary, longrope_boundary
+from xtok.models.slots import Slots
 
 
 def takes_trees(model: PreTrainedModel) -> bool:
@@ -59,6 +62,63 @@ def _branches_as_it_should(model: PreTrainedModel) -> bool:
 def _rounding(dtype: torch.dtype) -> float:
     """How large what rounding changes may be beside what a fault would change."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
+
+
+def takes_slots(model: PreTrainedModel) -> bool:
+    """Whether texts can share forwards of `model`. It is tried out, once for a model and its kind of attention.
+
+    Rotary embeddings that depend on how long a text is would depend on the longest text of a forward.
+    """
+    turns = longrope_boundary(model) is not None or dynamic_boundary(model) is not None
+    short = (context_window(model) or _SHARED) < _SHARED
+    if turns or short or model.config.model_type in _UNLIKE or not takes_trees(model):
+        return False
+    known = _TAKES_SLOTS.setdefault(model, {})
+    attention = str(model.config.get_text_config(decoder=True)._attn_implementation)
+    if attention not in known:
+        known[attention] = _shares_as_it_should(model)
+    return known[attention]
+
+
+_UNLIKE = ("moshi",)
+"""Models whose cache keeps a window, while what is forwarded at once sees all of itself. No short text betrays them."""
+_SHARED = 8
+"""How many positions shared forwards are tried out with."""
+_TAKES_SLOTS: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _shares_as_it_should(model: PreTrainedModel) -> bool:
+    """Whether texts of unlike lengths have the logits in shared forwards that each has alone.
+
+    One of them has a tree, of which a later branch is kept. What is off by less than it would be if the texts were each
+    other's is rounding.
+    """
+    if not _is_plain(new_cache(model)):
+        return False
+    try:
+        long, short = (slots := Slots(model)).join(), slots.join()
+        texts = {long: [3, 5, 7, 11, 13, 17], short: [2, 5]}
+        for asks in (
+            [Ask(long, _ids(model, texts[long][:3]), 1), Ask(short, _ids(model, texts[short][:1]), 1)],
+            [Ask(long, _ids(model, [19, *texts[long][3:5]]), 3, (-1, -1, 1))],
+        ):
+            slots.serve(asks)
+        long.keep([1, 2])
+        answers = slots.serve([Ask(long, _ids(model, texts[long][5:]), 1), Ask(short, _ids(model, texts[short][1:]), 1)])
+        alone = [
+            cached_model(model, new_cache(model)).forward(torch.tensor([_ids(model, text)], device=slots.device), 1)
+            for text in texts.values()
+        ]
+    except Exception:  # a model says in many ways that it takes no such mask or cache
+        return False
+    errors = [(answer.logits - one).abs().max() for answer, one in zip(answers, alone, strict=True)]
+    effect = (alone[0] - alone[1]).abs().max()
+    return bool(max(errors) <= effect * _rounding(alone[0].dtype))
+
+
+def _ids(model: PreTrainedModel, ids: list[int]) -> list[int]:
+    return [token % vocabulary_size(model) for token in ids]
 
 
 def rolls_back(cache: Cache) -> bool:

@@ -25,11 +25,12 @@ def cached_model(
     *,
     shows_hidden: bool = False,
     snapshots: int = 1,
+    prompt: tuple[Tensor, Any] | None = None,
 ) -> CachedModel:
     """`model` with its KV cache. `snapshots`: how many earlier states of recurrent layers are kept, to return to."""
     if any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
-        return RecurrentModel(model, cache, inputs, shows_hidden=shows_hidden, snapshots=snapshots)
-    return CachedModel(model, cache, inputs, shows_hidden=shows_hidden)
+        return RecurrentModel(model, cache, inputs, shows_hidden=shows_hidden, snapshots=snapshots, prompt=prompt)
+    return CachedModel(model, cache, inputs, shows_hidden=shows_hidden, prompt=prompt)
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,16 @@ class RecurrentModel(CachedModel):
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: Cache, inputs: dict[str, Any] | None, *, shows_hidden: bool, snapshots: int
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        inputs: dict[str, Any] | None,
+        *,
+        shows_hidden: bool,
+        snapshots: int,
+        prompt: tuple[Tensor, Any] | None,
     ) -> None:
-        super().__init__(model, cache, inputs, shows_hidden=shows_hidden)
+        super().__init__(model, cache, inputs, shows_hidden=shows_hidden, prompt=prompt)
         self._ids = torch.zeros((1, 0), dtype=torch.int64, device=self.device)
         self._most = snapshots
         self._snapshots: list[_Snapshot] = []
@@ -84,7 +92,7 @@ class RecurrentModel(CachedModel):
 
     def roll_back(self, length: int) -> bool:
         """Take the newest positions back until `length` are left."""
-        self._nodes = Nodes()
+        self._nodes, self._lead = Nodes(), 0
         self._crop(self.length - length)
         return True
 

@@ -1,0 +1,133 @@
+"""Many texts at once: transformers' padded batch beside xtok's shared forwards, with a draft and without one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from xtok.assisted import XTokAssisted
+from xtok.bench.compare import SETTINGS, check_prompts, check_settings
+from xtok.models.prompts import prompt_ids
+
+BATCHED, NONE, TURNS, XTOK = "transformers' batch", "xtok, no draft", "xtok, one after another", "xtok"
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """A system that writes so many `texts` at once.
+
+    `tokens_per_second`: of all texts, the median over repeats. `speed`: the median of the seconds of transformers' batch ÷ its
+    own. `tokens_per_forward`: of a text, on the average. `identical`: how many texts have the ids of transformers' batch;
+    None for sampled ones, whose draws are others. `split`: the shares of a text's time that its parts take.
+    """
+
+    setting: str
+    texts: int
+    system: str
+    tokens_per_second: float
+    speed: float
+    tokens_per_forward: float
+    identical: int | None
+    split: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The new ids of each text, and what writing them took."""
+
+    ids: list[list[int]]
+    seconds: float
+    forwards: int
+    split: dict[str, float]
+
+
+def compare_batches(
+    target: tuple[Any, Any],
+    draft: tuple[Any, Any],
+    prompts: Sequence[str],
+    setting: str,
+    sizes: Sequence[int],
+    *,
+    max_new_tokens: int,
+    repeats: int = 3,
+) -> list[BatchRow]:
+    """Write batches of each size by every system in turn, as one of `SETTINGS` has it, and give a row per system and size.
+
+    Ends of text are no ends here, so that all have as much to do. A batch has the first prompts, again where there are too few.
+    Raises `InvalidInputError` for a `setting` that is unknown, and without prompts.
+    """
+    check_settings([setting])
+    check_prompts(prompts)
+    arguments = {**SETTINGS[setting].arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
+    systems = _systems(target, draft, arguments)
+    rows = []
+    for size in track(sizes, description=f"bench, batches, {setting}", transient=True):
+        texts = list(islice(cycle(prompts), size))
+        runs: dict[str, list[_Run]] = {name: [] for name in systems}
+        for repeat in range(-1, repeats):
+            for name, system in systems.items():
+                runs[name] += [run] if (run := system(texts, repeat + 1)) and repeat >= 0 else []
+        rows += [_row(setting, name, runs) for name in systems]
+    return rows
+
+
+def _systems(target: Any, draft: Any, arguments: dict[str, Any]) -> dict[str, Callable[[Sequence[str], int], _Run]]:
+    alone, assisted = XTokAssisted(target), XTokAssisted(target, draft)
+
+    def xtok(xt: XTokAssisted, batch_size: int | None = None) -> Callable[[Sequence[str], int], _Run]:
+        return lambda texts, seed: _by_xtok(xt, texts, batch_size=batch_size or len(texts), seed=seed, **arguments)
+
+    return {
+        BATCHED: lambda texts, seed: _by_transformers(target, texts, seed, arguments),
+        NONE: xtok(alone),
+        TURNS: xtok(assisted, 1),
+        XTOK: xtok(assisted),
+    }
+
+
+def _by_transformers(target: tuple[Any, Any], texts: Sequence[str], seed: int, arguments: dict[str, Any]) -> _Run:
+    model, tokenizer = target
+    read = [prompt_ids(tokenizer, text) for text in texts]
+    longest = max(map(len, read))
+    ids = torch.tensor([[0] * (longest - len(one)) + one for one in read], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in read], device=model.device)
+    torch.manual_seed(seed)
+    start = perf_counter()
+    output = model.generate(ids, attention_mask=mask, pad_token_id=0, **arguments)
+    seconds = perf_counter() - start
+    new = output[:, longest:].tolist()
+    return _Run(new, seconds, sum(map(len, new)), {})
+
+
+def _by_xtok(xt: XTokAssisted, texts: Sequence[str], **arguments: Any) -> _Run:
+    start = perf_counter()
+    made = xt.generate(list(texts), **arguments)
+    seconds = perf_counter() - start
+    stats = [one.stats for one in made]
+    parts = {
+        "target": sum(one.seconds_target for one in stats) / seconds,
+        "draft": sum(one.seconds_draft_forwards for one in stats) / seconds,
+    }
+    split = parts | {"rest": 1 - sum(parts.values())}
+    return _Run([one.token_ids for one in made], seconds, sum(one.target_forwards for one in stats), split)
+
+
+def _row(setting: str, name: str, runs: dict[str, list[_Run]]) -> BatchRow:
+    own, batched = runs[name], runs[BATCHED]
+    tokens = sum(map(len, own[0].ids))
+    pairs = [pair for run, beside in zip(own, batched, strict=True) for pair in zip(run.ids, beside.ids, strict=True)]
+    return BatchRow(
+        setting=setting,
+        texts=len(own[0].ids),
+        system=name,
+        tokens_per_second=tokens / median(run.seconds for run in own),
+        speed=median(other.seconds / run.seconds for run, other in zip(own, batched, strict=True)),
+        tokens_per_forward=tokens / own[0].forwards,
+        identical=None if SETTINGS[setting].arguments["do_sample"] else sum(one == other for one, other in pairs) // len(own),
+        split=own[0].split,
+    )

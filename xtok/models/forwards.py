@@ -1,0 +1,139 @@
+"""Texts ask for forwards, and models answer: one forward for all that wait for the same model.
+
+Whatever guesses or checks is written for one text, as a generator that yields what it wants forwarded and is sent the logits.
+"""
+
+from collections.abc import Generator, Sequence
+from itertools import chain as joined
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from xtok.costs import Cost
+
+Result = TypeVar("Result")
+
+
+class Answer(NamedTuple):
+    """What a forward says of a text.
+
+    `logits`: behind the last ids, (rows, vocabulary), as many as were asked for. `hidden`: the last hidden states there,
+    (rows, hidden size), where the slot shows them.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None
+    cost: Cost
+
+
+class Slot(Protocol):
+    """A text's place in a model: what the model keeps of it, and how it is forwarded.
+
+    `chunk`: how many ids of a prompt are forwarded at once, None for
+    all. `forwards`: how many it took part in. `vocabulary`: how many ids the model has logits for. `shares`: whether forwards
+    can be shared.
+    """
+
+    device: torch.device
+    vocabulary: int
+    chunk: int | None
+    forwards: int
+    shares: bool
+
+    @property
+    def server(self) -> Any:
+        """What forwards it."""
+
+    @property
+    def length(self) -> int:
+        """How many positions are kept."""
+
+    @property
+    def branched(self) -> int:
+        """How many nodes of a tree stand behind what is kept."""
+
+    def keep(self, path: Sequence[int]) -> None:
+        """End a tree: keep the nodes of `path`, each the parent of the next and the first a child of -1. Drop the others."""
+
+    def roll_back(self, length: int) -> bool:
+        """Take the newest positions back until `length` are left. False, and nothing done, where too much was forgotten."""
+
+    def start_anew(self) -> None:
+        """Forget everything."""
+
+    def leave(self) -> None:
+        """Make room for another text."""
+
+
+class Ask(NamedTuple):
+    """What a text wants forwarded: `ids` behind what its slot holds, of which the last `rows` are to have logits.
+
+    `parents`, one for each of the last of them, make those nodes of a tree, which stands until it is kept or rolled back. A
+    parent is the index of an earlier node, those of earlier forwards counted, or -1 for all that is kept, or -2 for that
+    less its last position. A node sees its ancestors alone, and its position is its depth. The ids before those are kept.
+    """
+
+    slot: Slot
+    ids: Sequence[int]
+    rows: int
+    parents: Sequence[int] = ()
+
+
+Asking = Generator[Ask, Answer, Result]
+"""What is written for one text: it yields what it wants forwarded, and is sent the answers."""
+
+
+def together(runs: Sequence[Asking[Result]]) -> list[Result]:
+    """Run some texts side by side to their ends, and give what each returns. Those that wait for one model share its forward.
+
+    A forward that fails is raised where it was asked for.
+    """
+    results: dict[int, Result] = {}
+    answers: dict[int, Answer | Exception | None] = dict.fromkeys(range(len(runs)))
+    while answers:
+        asks: dict[int, Ask] = {}
+        for number in list(answers):
+            asked, result = _go_on(runs[number], answers.pop(number))
+            asks |= {number: asked} if asked else {}
+            results |= {number: result} if not asked else {}
+        answers = dict(zip(asks, answered(list(asks.values())), strict=True))
+    return [results[number] for number in range(len(runs))]
+
+
+def _go_on(run: Asking[Any], answer: Answer | Exception | None) -> tuple[Ask | None, Any]:
+    """What it asks for next, or None and what it returns."""
+    try:
+        if isinstance(answer, Exception):
+            return run.throw(answer.with_traceback(None)), None
+        return (run.send(answer) if answer is not None else next(run)), None
+    except StopIteration as end:
+        return None, end.value
+    finally:
+        del answer  # an error and the frames that it came through would hold each other, and caches with them
+
+
+def answered(asks: Sequence[Ask]) -> list[Answer | Exception]:
+    """The answer of each, or the error that its forward ended in, if it fails alone, too."""
+    servers = {id(ask.slot.server): ask.slot.server for ask in asks}
+    found: dict[int, Answer | Exception] = {}
+    for server in servers.values():
+        groups = server.groups([ask for ask in asks if ask.slot.server is server])
+        found |= {id(ask.slot): answer for ask, answer in joined.from_iterable(map(_served, groups))}
+    return [found[id(ask.slot)] for ask in asks]
+
+
+def _served(group: list[Ask]) -> list[tuple[Ask, Answer | Exception]]:
+    try:
+        return list(zip(group, group[0].slot.server.serve(group), strict=True))
+    except Exception as error:
+        if len(group) == 1:
+            return [(group[0], error)]
+    return [pair for ask in group for pair in _served([ask])]
+
+
+def wait_for(states: Tensor) -> None:
+    """A forward on an accelerator takes until its work is done, not until it is launched."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and states.device.type == accelerator.type:
+        torch.accelerator.synchronize(states.device)

@@ -1,0 +1,117 @@
+"""What new ids of several texts see of what a cache holds, made on the device."""
+
+from math import ceil, log2
+
+import torch
+from torch import Tensor
+
+SHORT, KEPT, PADDING = -2, -3, -4
+"""In place of a parent: of nodes that don't see the last kept position, of ids that are kept, and of padding."""
+_NODES = 64
+"""Room for nodes grows by multiples of that."""
+
+
+class Trees:
+    """The trees that stand behind texts, one for each row of a cache.
+
+    `ancestors`: (rows, nodes, nodes), bool, whether the column's node is on the row's path, itself included. `short`: (rows,
+    nodes), bool, whether a node begins a path that doesn't see the last kept position. `depths`: (rows, nodes), int64, 0 for
+    what follows what is kept.
+    """
+
+    def __init__(self, windows: dict[str, int | None], dtype: torch.dtype, device: torch.device) -> None:
+        """`windows`: of how many positions each kind of layer sees the last; None for all."""
+        self._windows = windows
+        self._dtype = dtype
+        self._device = device
+        self._grow(0, 0)
+
+    def _grow(self, rows: int, nodes: int) -> None:
+        """Behind the room for nodes there is one more, for what is none."""
+        self._room = nodes
+        self._ancestors = torch.zeros((rows, nodes + 1, nodes), dtype=torch.bool, device=self._device)
+        self._short = torch.zeros((rows, nodes + 1), dtype=torch.bool, device=self._device)
+        self._depths = torch.zeros((rows, nodes + 1), dtype=torch.int64, device=self._device)
+
+    def copy(self, row: int, to: int) -> None:
+        """Let a row have the tree of another."""
+        for held in (self._ancestors, self._short, self._depths):
+            if row < len(held):
+                held[to] = held[row]
+
+    def add(
+        self, rows: slice, trunk: Tensor, places: Tensor, parents: Tensor, *, nodes: int, seen: int, linked: bool
+    ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
+        """Add new ids to `rows` of the cache, and see what is visible behind them.
+
+        Returns their positions, (rows, new), int64, and what they see of the first `seen` places, (rows, 1, new, seen),
+        additive, in the model's dtype; where that has several kinds of layers, a mask for each.
+
+        `trunk`: how many positions are kept, (rows, 1), int64, those of new ids included. `places`, `parents`: of new ids,
+        (rows, new), int64. `nodes`: how many a row has at most, new ones included. `linked`: whether the parent of a new id
+        is another new one.
+        """
+        guessed, padding = parents > KEPT, parents == PADDING
+        sees = torch.where(guessed, trunk, torch.where(padding, 1, places + 1))  # padding has to see something
+        positions = torch.where(padding, 0, places)
+        keys = torch.arange(seen, device=places.device)
+        visible, key_positions = keys, keys[None]
+        if not nodes:
+            visible = keys < sees[..., None]
+        else:
+            ancestors, depths, short = self._added(rows, places - trunk, parents, guessed, nodes, linked=linked)
+            positions = torch.where(guessed, trunk + depths, positions)
+            visible = keys < torch.where(guessed, sees - short, sees)[..., None]
+            columns = trunk + torch.arange(nodes, device=places.device)
+            visible.scatter_(2, columns[:, None].expand(-1, places.shape[1], -1), ancestors)
+            key_positions = keys.repeat(len(places), 1).scatter_(1, columns, trunk + self._depths[rows, :nodes])
+        return positions, self._masks(visible, positions, key_positions)
+
+    def _added(
+        self, rows: slice, numbers: Tensor, parents: Tensor, guessed: Tensor, nodes: int, *, linked: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Ancestors, (rows, new, nodes), bool, depths and whether a path is short, (rows, new), int64, of new nodes.
+
+        `numbers`, `parents`, `guessed`: (rows, new). What isn't guessed has no ancestors.
+        """
+        if nodes > self._room or rows.stop > len(self._ancestors):
+            self._make_room(rows.stop, nodes)
+        own = (numbers[..., None] == torch.arange(nodes, device=numbers.device)) & guessed[..., None]
+        older = self._ancestors[rows].gather(1, parents.clamp(min=0)[..., None].expand(-1, -1, self._room))[..., :nodes]
+        links = (parents[:, :, None] == numbers[:, None, :]) & guessed[:, None, :] & guessed[:, :, None]
+        older &= ((parents >= 0) & ~links.any(dim=2))[..., None]
+        ancestors = _closed(links, own | older) if linked else own | older
+        places = torch.where(guessed, numbers, self._room)
+        self._short[rows] = self._short[rows].scatter(1, places, parents == SHORT)
+        short = (ancestors & self._short[rows, None, :nodes]).any(dim=2).long()
+        depths = torch.where(guessed, ancestors.sum(dim=2) - 1 - short, 0)
+        self._depths[rows] = self._depths[rows].scatter(1, places, depths)
+        into = places[..., None].expand(-1, -1, nodes)
+        self._ancestors[rows, :, :nodes] = self._ancestors[rows, :, :nodes].scatter(1, into, ancestors)
+        return ancestors, depths, short
+
+    def _make_room(self, rows: int, nodes: int) -> None:
+        held = self._ancestors, self._short, self._depths
+        self._grow(max(rows, len(held[0])), _NODES * ceil(max(nodes, self._room) / _NODES))
+        for new, old in zip((self._ancestors, self._short, self._depths), held, strict=True):
+            new[tuple(map(slice, old.shape))] = old
+
+    def _masks(self, visible: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """What is visible, (rows, new, seen), bool, less what lies before a layer's window, as masks."""
+        masks = {}
+        for kind, window in self._windows.items():
+            near = visible
+            if window is not None and window < visible.shape[2]:
+                near = visible & (key_positions[:, None] > positions[..., None] - window)
+            mask = torch.zeros(near.shape, dtype=self._dtype, device=near.device)
+            masks[kind] = mask.masked_fill_(~near, torch.finfo(self._dtype).min)[:, None]
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def _closed(links: Tensor, own: Tensor) -> Tensor:
+    """What is reached along `links`, (rows, new, new), bool, of `own`, (rows, new, nodes), bool, by doubling the way."""
+    width = links.shape[1]
+    reach = links.float() + torch.eye(width, device=links.device)
+    for _ in range(ceil(log2(width))):
+        reach = (reach @ reach).clamp_(max=1)
+    return (reach @ own.float()) > 0

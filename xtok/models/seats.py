@@ -1,0 +1,46 @@
+"""Where texts have their slots: which models they share, and which each has for itself."""
+
+from transformers import PreTrainedModel
+
+from xtok.models.cache import new_cache
+from xtok.models.forwards import Slot
+from xtok.models.probe import takes_slots
+from xtok.models.recurrent import cached_model
+from xtok.models.slots import Slots
+
+_SNAPSHOTS = 16
+"""Of two rounds: what a draft reads in one may be read otherwise in the next."""
+
+
+class Caches:
+    """The caches of texts that are generated together, one for each model."""
+
+    def __init__(self) -> None:
+        self._slots: dict[PreTrainedModel, Slots] = {}
+
+    def of(self, model: PreTrainedModel, *, shows_hidden: bool = False) -> Slots:
+        """The cache of a model that takes slots."""
+        if model not in self._slots:
+            self._slots[model] = Slots(model, shows_hidden=shows_hidden)
+        return self._slots[model]
+
+
+class Seat:
+    """What one text takes up in the caches that it shares with others, or in its own."""
+
+    def __init__(self, caches: Caches | None = None) -> None:
+        self._caches = caches or Caches()
+        self._taken: list[Slot] = []
+
+    def slot(self, model: PreTrainedModel, *, shows_hidden: bool = False) -> Slot:
+        """A slot in `model`: one whose forwards are shared, where the model can be held so."""
+        if takes_slots(model):
+            self._taken.append(self._caches.of(model, shows_hidden=shows_hidden).join())
+            return self._taken[-1]
+        return cached_model(model, new_cache(model), shows_hidden=shows_hidden, snapshots=_SNAPSHOTS)
+
+    def leave(self) -> None:
+        """Make room for other texts."""
+        for slot in self._taken:
+            slot.leave()
+        self._taken.clear()

@@ -1,0 +1,319 @@
+"""One KV cache for many texts: each has a row of its own in it, and one forward serves all that ask for one.
+
+A row's keys and values stand at places of its own, and are seen through an explicit mask with position ids per row. So a
+rewind is a smaller length, a sliding window is a mask, texts of unlike lengths need no realignment, and a text that ends
+leaves its row to the next one. Nothing is copied but when the cache grows, and where a branch wins.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from xtok.costs import Cost
+from xtok.models.cache import device_of, new_cache, vocabulary_size, windows
+from xtok.models.forwards import Answer, Ask, wait_for
+from xtok.models.masks import KEPT, PADDING, Trees
+from xtok.stats import timed
+
+CHUNK = 512
+"""How many ids of a prompt are forwarded at once."""
+_ALIKE = 32
+"""Up to so many new ids, rows share a forward however unlike they are: padding costs less than a forward of its own."""
+_STEP = 64
+"""The cache grows by multiples of so many positions, and by half of what it has."""
+
+
+class Row:
+    """A text's slot in a cache that others share; `Slot` says what it does.
+
+    `moves`: which places of the row, kept nodes of a tree, are yet to move where.
+    """
+
+    shares = True
+    chunk: int | None = CHUNK
+
+    def __init__(self, server: "Slots", index: int) -> None:
+        self.server = server
+        self.index = index
+        self.device, self.vocabulary = server.device, server.vocabulary
+        self.length = self.branched = self.forwards = 0
+        self.moves: list[tuple[int, int]] = []
+
+    @property
+    def held(self) -> int:
+        """How many places are taken."""
+        return self.length + self.branched
+
+    def take(self, ask: Ask) -> None:
+        """Count what was forwarded."""
+        self.length += len(ask.ids) - len(ask.parents)
+        self.branched += len(ask.parents)
+        self.forwards += 1
+
+    def keep(self, path: Sequence[int]) -> None:
+        """End a tree: keep the nodes of `path`, each the parent of the next and the first a child of -1. Drop the others."""
+        self.moves += [(self.length + node, self.length + place) for place, node in enumerate(path) if node != place]
+        self.roll_back(self.length + len(path))
+
+    def roll_back(self, length: int) -> bool:
+        """Take the newest positions back until `length` are left. True: it always can."""
+        self.length, self.branched = length, 0
+        return True
+
+    def start_anew(self) -> None:
+        """Forget everything."""
+        self.roll_back(0)
+
+    def leave(self) -> None:
+        """Make room for another text."""
+        self.server.leave(self)
+
+
+class Slots:
+    """A model, and one cache for the texts that it forwards together.
+
+    Law: a text's logits are those that it has alone, within rounding, whatever other rows hold. Rows that aren't asked for and
+    stand between others are forwarded with padding.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, shows_hidden: bool = False) -> None:
+        own = new_cache(model)
+        kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""]
+        self.device, self.vocabulary = device_of(model), vocabulary_size(model)
+        self._model = model
+        windows_of = dict(zip(kinds, windows(own), strict=False))
+        self._view = _View()
+        self._layers = [_Layer(self._view) for _ in own.layers]
+        self._cache = Cache(layers=list(self._layers))
+        self._trees = Trees(windows_of, model.dtype, self.device)
+        self._shown = {"output_hidden_states": True} if shows_hidden else {}
+        self._rows: list[Row | None] = []
+        self._used: list[int] = []  # up to where the places of each row may hold something
+
+    def join(self) -> Row:
+        """A row for a text: one that another left, or a further one."""
+        if None not in self._rows:
+            self._rows.append(None)
+            self._used.append(0)
+        row = Row(self, self._rows.index(None))
+        self._rows[row.index] = row
+        return row
+
+    def leave(self, row: Row) -> None:
+        """Let go of a row."""
+        if row.index < len(self._rows) and self._rows[row.index] is row:
+            self._rows[row.index] = None
+
+    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+        """Which are to share a forward: those of few new ids, and of others those of about as many that stand side by side."""
+        self._close_gaps()
+        groups = [few] if (few := [ask for ask in asks if len(ask.ids) <= _ALIKE]) else []
+        last: Ask | None = None
+        for ask in sorted((ask for ask in asks if len(ask.ids) > _ALIKE), key=lambda ask: _row(ask).index):
+            if last is not None and _row(ask).index == _row(last).index + 1 and _alike(len(ask.ids), len(last.ids)):
+                groups[-1].append(ask)
+            else:
+                groups.append([ask])
+            last = ask
+        return groups
+
+    @torch.no_grad()
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Answer texts of different rows by one forward."""
+        first, last = min(_row(ask).index for ask in asks), 1 + max(_row(ask).index for ask in asks)
+        self._settle()
+        with timed() as took:
+            outputs = self._model(**self._inputs(first, last, asks), **self._shown, return_dict=True)
+            wait_for(outputs.logits)
+        cost = Cost((last - first) * max(len(ask.ids) for ask in asks), took.seconds, len(asks))  # padding included
+        hidden = outputs.hidden_states[-1] if self._shown else None
+        for ask in asks:
+            _row(ask).take(ask)
+        found = list[Answer]()
+        for ask in asks:
+            row = _row(ask).index - first, slice(-ask.rows, None)
+            shown = None if hidden is None else hidden[row]
+            found.append(Answer(outputs.logits[row], shown, cost._replace(told=bool(found))))
+        return found
+
+    def _inputs(self, first: int, last: int, asks: Sequence[Ask]) -> dict[str, Any]:
+        """What the model is given for the rows from `first` to `last`."""
+        rows = [row for row in self._rows[first:last] if row is not None]
+        asked = {_row(ask).index: ask for ask in asks}
+        news = [_New.of(row, asked.get(row.index)) for row in rows]
+        width, nodes = max(len(one.ids) for one in news), max(one.nodes for one in news)
+        seen = max(max(one.base + width, one.trunk + nodes) for one in news)
+        self._clear(first, [one.base + width for one in news], seen)
+        table = torch.tensor([one.line(width) for one in news], device=self.device)
+        base, trunk, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
+        padding = (parents == PADDING).sum(dim=1, keepdim=True)
+        places = base + (torch.arange(width, device=self.device) - padding) % width  # padding goes behind what is new
+        self._view.look(first, places, seen, len(self._rows), news[0].base if len(news) == 1 else None)
+        linked = any(one.linked for one in news)
+        positions, masks = self._trees.add(slice(first, last), trunk, places, parents, nodes=nodes, seen=seen, linked=linked)
+        kept = {"logits_to_keep": max(ask.rows for ask in asks)} if self._model._supports_logits_to_keep() else {}
+        inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
+        return {**inputs, "attention_mask": masks, **kept}
+
+    def _clear(self, first: int, ends: Sequence[int], seen: int) -> None:
+        """Empty what others left behind the `ends` of rows, as far as it is looked at: what isn't a number would be seen
+        through any mask.
+        """
+        for index, end in enumerate(ends, start=first):
+            if end < min(self._used[index], seen):
+                for layer in self._layers:
+                    layer.clear(index, end, self._used[index])
+                self._used[index] = end
+            self._used[index] = max(self._used[index], end)
+
+    def _settle(self) -> None:
+        """Move the nodes of branches that won to where they are kept."""
+        moves = [(row.index, *move) for row in self._rows if row is not None for move in row.moves]
+        if moves:
+            rows, sources, places = torch.tensor(moves, device=self.device).T
+            for layer in self._layers:
+                layer.move(rows, sources, places)
+        for row in self._rows:
+            if row is not None:
+                row.moves.clear()
+
+    def _close_gaps(self) -> None:
+        """Let the last rows take the places of rows that were left, so that no forward runs over empty ones."""
+        self._settle()
+        while None in self._rows:
+            row, used = self._rows.pop(), self._used.pop()
+            if row is not None:
+                gap = self._rows.index(None)
+                for layer in self._layers:
+                    layer.copy(row.index, gap, max(used, self._used[gap]))
+                self._trees.copy(row.index, gap)
+                self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap
+
+
+def _row(ask: Ask) -> Row:
+    assert isinstance(ask.slot, Row)
+    return ask.slot
+
+
+def _alike(one: int, other: int) -> bool:
+    return max(one, other) <= 2 * min(one, other)
+
+
+@dataclass(frozen=True)
+class _New:
+    """What is new in a row: its ids, from place `base` on, the last of them nodes behind `trunk` positions; all its nodes."""
+
+    base: int
+    trunk: int
+    ids: Sequence[int]
+    parents: Sequence[int]
+    nodes: int
+
+    @classmethod
+    def of(cls, row: Row, ask: Ask | None) -> "_New":
+        """Nothing in a row that doesn't ask."""
+        if ask is None:
+            return cls(row.held, row.length, (), (), row.branched)
+        kept = len(ask.ids) - len(ask.parents)
+        return cls(row.held, row.length + kept, ask.ids, [*[KEPT] * kept, *ask.parents], row.branched + len(ask.parents))
+
+    @property
+    def linked(self) -> bool:
+        """Whether one of the new ids is the parent of another."""
+        return max(self.parents, default=KEPT) >= self.nodes - sum(parent > KEPT for parent in self.parents)
+
+    def line(self, width: int) -> list[int]:
+        """All of it as numbers, with padding in front."""
+        padding = width - len(self.ids)
+        return [self.base, self.trunk, *[0] * padding, *self.ids, *[PADDING] * padding, *self.parents]
+
+
+class _View:
+    """What a forward looks at: from row `first` on, `places` of the new ids, (rows, new), and `seen` places of each row.
+
+    `rows`: how many there are to be. `start`: the first place, where one row is looked at.
+    """
+
+    def look(self, first: int, places: Tensor, seen: int, rows: int, start: int | None) -> None:
+        """Set it for the next forward."""
+        self.first, self.last = first, first + len(places)
+        self.places, self.seen, self.rows, self.start = places, seen, rows, start
+        self.index = torch.arange(first, self.last, device=places.device)[:, None]
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of a layer, (rows, heads, positions, size) both."""
+
+    is_sliding = False
+
+    def __init__(self, view: _View) -> None:
+        super().__init__()
+        self._view = view
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Begin with nothing."""
+        self.keys, self.values = (
+            states.new_zeros((0, states.shape[1], 0, states.shape[3])) for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write new ones, (rows, heads, new, size), to their places. Returns what the rows see, (rows, heads, seen, size)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        return self._written(self.keys, key_states), self._written(self.values, value_states)
+
+    def _grown(self, held: Any) -> Tensor:
+        """`held`, or something larger that begins with it where it has too few rows or positions."""
+        rows, heads, positions, size = held.shape
+        if rows >= self._view.rows and positions >= self._view.seen:
+            return held  # type: ignore[no-any-return]
+        if positions < self._view.seen:
+            positions = _STEP * ceil(max(self._view.seen + _STEP, positions * 1.5) / _STEP)
+        made = held.new_zeros((max(rows, self._view.rows), heads, positions, size))
+        made[:rows, :, : held.shape[2]] = held
+        return made  # type: ignore[no-any-return]
+
+    def _written(self, held: Tensor, states: Tensor) -> Tensor:
+        view = self._view
+        if view.start is not None:
+            held[view.first, :, view.start : view.start + states.shape[2]] = states[0]
+        else:
+            held[view.index, :, view.places] = states.transpose(1, 2)
+        return held[view.first : view.last, :, : view.seen]
+
+    def clear(self, row: int, start: int, end: int) -> None:
+        """Empty some places of a row."""
+        self._both(lambda held: held[row, :, start:end].zero_())
+
+    def move(self, rows: Tensor, sources: Tensor, places: Tensor) -> None:
+        """Copy places of some rows, all three (moves,), int64, to other places of those."""
+        self._both(lambda held: held.__setitem__((rows, slice(None), places), held[rows, :, sources]))
+
+    def copy(self, row: int, to: int, positions: int) -> None:
+        """Copy the first positions of a row to another row."""
+        self._both(lambda held: held[to, :, :positions].copy_(held[row, :, :positions]))
+
+    def _both(self, do: Callable[[Tensor], Any]) -> None:
+        for held in (self.keys, self.values):
+            if held is not None:
+                do(held)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many places are looked at, and the first of them."""
+        return self._view.seen, 0
+
+    def get_seq_length(self) -> int:
+        """How many places are looked at."""
+        return self._view.seen
+
+    def get_max_length(self) -> int:
+        """There is no most."""
+        return -1
