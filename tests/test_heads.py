@@ -83,7 +83,7 @@ def test_hidden_states_are_those_behind_which_the_last_id_was_picked() -> None:
     xt = XTokAssisted((TARGET, TOKENS), (deepcopy(TARGET), TOKENS), budget=Budget(3, width=4, schedule="constant"))
     xt._shows_hidden = True
     prepared = hf.prepare(xt.target, "吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
-    (text,) = xt._begin(prepared, None)
+    (text,) = xt._begin(prepared, None, 1)
     step(xt.target, [text])
     shown = []
     while text.finish_reason is None:

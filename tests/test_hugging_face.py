@@ -98,6 +98,22 @@ def test_the_returned_dictionary_is_that_of_transformers(architecture: str, argu
         assert getattr(mine, "record_past", None) == getattr(other, "record_past", None)
 
 
+@pytest.mark.parametrize("arguments", ["plain", "repetition penalty", "an early end"])
+def test_the_rows_of_a_batch_have_the_scores_and_logits_that_transformers_gives_them(xt: XTokAssisted, arguments: str) -> None:
+    """Where a row has ended, transformers' are those of padding, and xtok's are 0."""
+    asked = {**GREEDY, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    inputs = encoded(*PROMPTS)
+    theirs = TARGET.generate(**inputs, **asked, **HF_ARGUMENTS[arguments]())
+    ours = TARGET.generate(**inputs, custom_generate=xt, **asked, **HF_ARGUMENTS[arguments]())
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    running = (theirs.sequences[:, inputs["input_ids"].shape[1] :] != 0).T
+    for name in ("scores", "logits"):
+        assert len(ours[name]) == len(theirs[name]) == len(running)
+        for mine, other, rows in zip(ours[name], theirs[name], running, strict=True):
+            torch.testing.assert_close(mine[rows], other[rows])
+            assert not mine[~rows].any()
+
+
 def test_scores_are_recorded_only_where_they_were_asked_for(xt: XTokAssisted) -> None:
     for asked in ({}, {"output_scores": True}, {"output_logits": True}):
         theirs = TARGET.generate(**encoded(PROMPT), return_dict_in_generate=True, **asked, **GREEDY)
@@ -162,7 +178,6 @@ def test_custom_generate_refuses_embeddings(xt: XTokAssisted) -> None:
 
 def test_custom_generate_refuses_for_a_batch_what_it_can_honour_for_one_row(xt: XTokAssisted) -> None:
     refused = [
-        {"return_dict_in_generate": True, "output_scores": True},
         {"guidance_scale": 1.5},
         {"eos_token_id": -1, "stopping_criteria": StoppingCriteriaList([StopsOn(5)])},
     ]

@@ -179,7 +179,7 @@ class XTokAssisted:
         hf.check_streamer(streamer, several=len(prepared) > 1)
         if streamer is not None:
             streamer.put(prepared[0].ids.cpu())
-        written = hf.written(self.target, self._begin(prepared, seed), batch_size, streamer)
+        written = hf.written(self.target, self._begin(prepared, seed, batch_size), batch_size, streamer)
         shown = self._shown(written, len(prepared), progress)
         results = {number: self.result(text) for number, text in shown}
         return [results[number] for number in range(len(prepared))] if many or len(prepared) > 1 else results[0]
@@ -231,31 +231,51 @@ class XTokAssisted:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
         hf.check_arguments({name: hf.callers(name) for name in ("assistant_model", "synced_gpus")})
         criteria = hf.with_stop_strings(self.tokenizer, stopping_criteria, stop_strings)
-        hf.check_rows(generation_config, criteria, rows=len(input_ids))
+        hf.check_rows(criteria, rows=len(input_ids))
         wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate
         keeps_cache = bool(wanted or (hf.callers("kwargs") or {}).get("past_key_values") is not None)
         prepared = hf.rows(
             self.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
         )
-        written = dict(hf.written(self.target, self._begin(prepared, seed), len(prepared), hf.callers("streamer")))
+        written = dict(
+            hf.written(self.target, self._begin(prepared, seed, len(prepared)), len(prepared), hf.callers("streamer"))
+        )
         texts = [written[number] for number in range(len(prepared))]
         for text in texts:
             self._learn(text)  # raises what one of them ended in
         return hf.as_transformers(texts, generation_config)
 
-    def asked(self, prompt: str | Chat, arguments: dict[str, Any]) -> Callable[[Seat], Sequence]:
-        """One text, checked and ready to begin wherever there is a seat for it. Errors are those of `generate`."""
+    def models(self) -> list[PreTrainedModel]:
+        """The target, and the draft models."""
+        adapted = [] if self.adapter is None else [self.adapter.draft.model]
+        return [self.model, *adapted, *(draft.model for draft in self._drafts if isinstance(draft, ModelDraft))]
+
+    def guesses(self) -> int:
+        """How many positions the guesses of a text may take in a model."""
+        budget = self._budget
+        return max(64, budget.nodes, 4 * budget.depth * budget.width)
+
+    def asked(self, prompt: str | Chat, arguments: dict[str, Any], most: int | None = None) -> Callable[[Seat], Sequence]:
+        """One text, checked and ready to begin wherever there is a seat for it. Errors are those of `generate`.
+
+        `most`: how many positions it may have; `InvalidInputError` where it might get more.
+        """
         seed = arguments.pop("seed", None)
         hf.check_seed(seed)
         prepared = hf.prepare(self.target, prompt, arguments)
         if len(prepared) > 1:
             raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")
+        if most is not None and prepared[0].config.max_length > most:
+            raise InvalidInputError(
+                f"The text may get {prepared[0].config.max_length} positions, prompt included, and there is room for {most}. "
+                "Ask for fewer new tokens, or give more memory."
+            )
         seed, (noise,) = hf.noises(prepared, seed)
         return lambda seat: self._text(prepared[0], noise, seed, seat)
 
-    def _begin(self, prepared: list[hf.Prepared], seed: int | None) -> Iterator[Sequence]:
+    def _begin(self, prepared: list[hf.Prepared], seed: int | None, batch_size: int) -> Iterator[Sequence]:
         """The texts of a call, one after another. What those share, such as the seed, is decided here."""
-        caches = Caches()
+        caches = Caches(min(batch_size, len(prepared)))
         seed, noises = hf.noises(prepared, seed)
         for one, noise in zip(prepared, noises, strict=True):
             yield self._text(one, noise, seed, Seat(caches))
@@ -285,7 +305,7 @@ class XTokAssisted:
             config=prepared.config,
             session=self._session(prepared, prompt, noise, meter, seat),
             budget=self._budget_of(prepared, branches=branches),
-            deepest=context_window(self.model),
+            deepest=min((size for size in (context_window(self.model), slot.most) if size), default=None),
             meter=meter,
             seed=seed if prepared.samples else None,
         )

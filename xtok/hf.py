@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from numbers import Integral
 from typing import Any
 
@@ -251,16 +252,10 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int)
     _refuse(faults)
 
 
-def check_rows(config: GenerationConfig, criteria: StoppingCriteriaList, rows: int) -> None:
+def check_rows(criteria: StoppingCriteriaList, rows: int) -> None:
     """Refuse what rows of transformers' batches can't be given as texts of their own. Raises `UnsupportedArgumentError`."""
-    scores = config.output_scores or config.output_logits
-    faults = {
-        "output_scores and output_logits are for one text at a time": bool(config.return_dict_in_generate and scores),
-        "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported": (
-            not _ends_rows(criteria)
-        ),
-    }
-    _refuse({f"{fault}. Call generate once per row": applies for fault, applies in faults.items() if rows > 1})
+    fault = "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported"
+    _refuse({f"{fault}. Call generate once per row": rows > 1 and not _ends_rows(criteria)})
 
 
 def _refuse(faults: Mapping[str, bool]) -> None:
@@ -434,7 +429,10 @@ def _pad(config: GenerationConfig) -> int:
 
 
 def as_transformers(texts: list[Sequence], config: GenerationConfig) -> GenerateDecoderOnlyOutput | Tensor:
-    """Rows of equal length: those that ended early are filled up with padding, as transformers does."""
+    """Rows of equal length: those that ended early are filled up with padding, as transformers does.
+
+    Scores and logits, (rows, vocabulary) for each new id, are 0 where a row has ended.
+    """
     rows = [text.ids[0] for text in texts]
     sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_pad(config))
     if not config.return_dict_in_generate:
@@ -445,7 +443,16 @@ def as_transformers(texts: list[Sequence], config: GenerationConfig) -> Generate
         own.settle()
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
-        scores=alone.picker.scores if alone else None,
-        logits=alone.picker.logits if alone else None,
+        scores=_by_step([text.picker.scores for text in texts]),
+        logits=_by_step([text.picker.logits for text in texts]),
         past_key_values=None if own is None else own.cache,
     )
+
+
+def _by_step(rows: list[tuple[Tensor, ...] | None]) -> tuple[Tensor, ...] | None:
+    """What rows recorded, (1, vocabulary) for each of their ids, as (rows, vocabulary) for each id of the longest."""
+    recorded = [row for row in rows if row is not None]
+    if not recorded:
+        return None
+    ended = torch.zeros_like(recorded[0][0])
+    return tuple(torch.cat(step) for step in zip_longest(*recorded, fillvalue=ended))

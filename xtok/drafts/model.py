@@ -3,6 +3,8 @@
 from functools import cached_property
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from xtok.align.continuation import Continuation
 from xtok.align.projection import Projection, projection, same_ids
 from xtok.align.tokenbytes import same_tokens
@@ -28,6 +30,11 @@ class ModelDraft:
         self._candidates = dict[int | None, Candidates]()
         own = draft.vocabulary
         self._same = same_tokens(target.tokenizer, target.view, own.tokenizer, own.view)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """What guesses."""
+        return self._draft.model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelDraft":
         """Itself: nothing in it changes but what is made where it is first asked for."""

@@ -46,11 +46,11 @@ class Reader:
         self._own_prompt = prompt is not None
         self._text = Reencoder(draft.vocabulary.encoder)
         self._read: int | None = None
-        self._window = context_window(draft.model)
+        self._slot = slot or Seat().slot(draft.model)
+        self._window = min((size for size in (context_window(draft.model), self._slot.most) if size), default=None)
         self._lead = len(draft.lead if prompt is None else prompt)
         self._ids = list(draft.lead if prompt is None else prompt)
         self._start = self._held = 0  # the cache holds `_held` ids from `_start` on, as far as they are read alike
-        self._slot = slot or Seat().slot(draft.model)
         self._spelled: dict[bytes, list[int] | None] = {}
 
     @property

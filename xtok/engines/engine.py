@@ -12,7 +12,8 @@ from xtok.align.text import TextPieces
 from xtok.assisted import XTokAssisted, check_batch
 from xtok.decode import step
 from xtok.engines.ticket import Ticket
-from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, UnsupportedArgumentError
+from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
+from xtok.models.probe import position_bytes
 from xtok.models.prompts import Chat
 from xtok.models.seats import Caches, Seat
 from xtok.models.slots import CHUNK
@@ -57,8 +58,12 @@ class Engine:
                 print(ticket.result().text)
     """
 
-    def __init__(self, xt: XTokAssisted, *, batch_size: int = 16, queue: int = 1024) -> None:
-        """`queue`: how many texts may wait. Raises `InvalidInputError` for settings that make no sense."""
+    def __init__(self, xt: XTokAssisted, *, batch_size: int = 16, queue: int = 1024, memory: int | None = None) -> None:
+        """`queue`: how many texts may wait. `memory`: how many bytes the caches of all texts and models may have, of which
+        each of `batch_size` texts has as much; a text that might need more is refused.
+
+        Raises `InvalidInputError` for settings that make no sense, and `UnsupportedModelError` where memory can't be bounded.
+        """
         check_batch(batch_size, None)
         if not isinstance(queue, int) or queue < 0:
             raise InvalidInputError(f"queue is {queue!r}; it must be a whole number, 0 or more.")
@@ -67,7 +72,8 @@ class Engine:
         self._changed = Condition()
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
-        self._caches = Caches()
+        self._most = None if memory is None else _positions(xt, batch_size, memory)
+        self._caches = Caches(batch_size, self._most, xt.guesses())
         self._closing = False
         self._tokens = self._forwards = 0
         self._seconds = 0.0
@@ -82,7 +88,7 @@ class Engine:
         """
         if arguments.get("streamer") is not None:
             raise UnsupportedArgumentError("streamer can't be used here. Iterate over the ticket, for pieces of text.")
-        begin = self._xt.asked(prompt, arguments)
+        begin = self._xt.asked(prompt, arguments, self._most)
         job = _Job(Ticket(self._wake), begin)
         with self._changed:
             if self._closing:
@@ -214,3 +220,20 @@ class Engine:
     def _count(self, text: Sequence) -> None:
         self._tokens += len(text.new_ids)
         self._forwards += text.slot.forwards
+
+
+def _positions(xt: XTokAssisted, rows: int, memory: int) -> int:
+    """How many positions each of some rows may have in so many bytes, in all models together."""
+    if not isinstance(memory, int) or memory < 1:
+        raise InvalidInputError(f"memory is {memory!r}; give a number of bytes, as 8 * 1024**3.")
+    sizes = {type(model).__name__: position_bytes(model) for model in xt.models()}
+    if apart := [name for name, size in sizes.items() if size is None]:
+        raise UnsupportedModelError(f"{apart[0]} keeps a cache of its own for each text, so its memory isn't bounded here.")
+    size = sum(position_bytes(model) or 0 for model in xt.models())
+    most = memory // (rows * size) - xt.guesses()
+    if most < 1:
+        raise InvalidInputError(
+            f"memory is {memory:,} bytes; {rows} texts of one position, and {xt.guesses()} for its guesses, take "
+            f"{rows * size * (xt.guesses() + 1):,} ({size:,} for each position). Give more, or a smaller batch_size."
+        )
+    return most

@@ -43,7 +43,7 @@ class Ticket:
         return True
 
     def __iter__(self) -> Iterator[str]:
-        """The new text in pieces as they are committed, never half a character. Behind the last, it raises what `result` does."""
+        """The new text in pieces as they are committed, never half a character. Then it raises what `result` raises."""
         sent = 0
         while True:
             with self._changed:

@@ -78,6 +78,7 @@ class CachedModel:
 
     shares = False
     chunk: int | None = None
+    most: int | None = None
 
     def __init__(
         self,

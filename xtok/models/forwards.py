@@ -32,7 +32,7 @@ class Slot(Protocol):
 
     `chunk`: how many ids of a prompt are forwarded at once, None for
     all. `forwards`: how many it took part in. `vocabulary`: how many ids the model has logits for. `shares`: whether forwards
-    can be shared.
+    can be shared. `most`: how many positions it may have, where memory is bounded.
     """
 
     device: torch.device
@@ -40,6 +40,7 @@ class Slot(Protocol):
     chunk: int | None
     forwards: int
     shares: bool
+    most: int | None
 
     @property
     def server(self) -> Any:

@@ -84,6 +84,14 @@ _UNLIKE = ("moshi",)
 """Models whose cache keeps a window, while what is forwarded at once sees all of itself. No short text betrays them."""
 _SHARED = 8
 """How many positions shared forwards are tried out with."""
+
+
+def position_bytes(model: PreTrainedModel) -> int | None:
+    """How many bytes a position of a text takes in shared caches; None where `model` can't be held so."""
+    return _POSITION_BYTES[model] if takes_slots(model) else None
+
+
+_POSITION_BYTES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 _TAKES_SLOTS: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
@@ -112,6 +120,7 @@ def _shares_as_it_should(model: PreTrainedModel) -> bool:
         ]
     except Exception:  # a model says in many ways that it takes no such mask or cache
         return False
+    _POSITION_BYTES[model] = slots.position_bytes
     errors = [(answer.logits - one).abs().max() for answer, one in zip(answers, alone, strict=True)]
     effect = (alone[0] - alone[1]).abs().max()
     return bool(max(errors) <= effect * _rounding(alone[0].dtype))

@@ -15,13 +15,17 @@ _SNAPSHOTS = 16
 class Caches:
     """The caches of texts that are generated together, one for each model."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 1, most: int | None = None, guesses: int = 0) -> None:
+        """`rows`: how many texts there will be at a time. `most`, `guesses`: how many positions each may have in a model."""
+        self._rows, self._most, self._guesses = rows, most, guesses
         self._slots: dict[PreTrainedModel, Slots] = {}
 
     def of(self, model: PreTrainedModel, *, shows_hidden: bool = False) -> Slots:
         """The cache of a model that takes slots."""
         if model not in self._slots:
-            self._slots[model] = Slots(model, shows_hidden=shows_hidden)
+            self._slots[model] = Slots(
+                model, shows_hidden=shows_hidden, rows=self._rows, most=self._most, guesses=self._guesses
+            )
         return self._slots[model]
 
 

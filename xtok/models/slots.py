@@ -7,6 +7,7 @@ leaves its row to the next one. Nothing is copied but when the cache grows, and 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import ceil
 from typing import Any
 
@@ -23,8 +24,10 @@ from xtok.stats import timed
 
 CHUNK = 512
 """How many ids of a prompt are forwarded at once."""
-_ALIKE = 32
-"""Up to so many new ids, rows share a forward however unlike they are: padding costs less than a forward of its own."""
+_NARROW, _PADDED = 8, 64
+"""Texts of up to so many new ids share a forward however unlike they are, and forwards of up to so many rows of padding and ids
+are shared: that costs less than forwards of their own.
+"""
 _STEP = 64
 """The cache grows by multiples of so many positions, and by half of what it has."""
 
@@ -41,7 +44,7 @@ class Row:
     def __init__(self, server: "Slots", index: int) -> None:
         self.server = server
         self.index = index
-        self.device, self.vocabulary = server.device, server.vocabulary
+        self.device, self.vocabulary, self.most = server.device, server.vocabulary, server.most
         self.length = self.branched = self.forwards = 0
         self.moves: list[tuple[int, int]] = []
 
@@ -82,16 +85,29 @@ class Slots:
     stand between others are forwarded with padding.
     """
 
-    def __init__(self, model: PreTrainedModel, *, shows_hidden: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        shows_hidden: bool = False,
+        rows: int = 1,
+        most: int | None = None,
+        guesses: int = 0,
+    ) -> None:
+        """`rows`: how many there is room for from the beginning. `most`: how many positions each may have at most, beside so
+        many `guesses`; None for as many as are needed.
+        """
         own = new_cache(model)
         kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""]
         self.device, self.vocabulary = device_of(model), vocabulary_size(model)
+        self.most = most
         self._model = model
         windows_of = dict(zip(kinds, windows(own), strict=False))
-        self._view = _View()
+        self._view = _View(rows, None if most is None else most + guesses)
         self._layers = [_Layer(self._view) for _ in own.layers]
         self._cache = Cache(layers=list(self._layers))
         self._trees = Trees(windows_of, model.dtype, self.device)
+        self._keeps = bool(model._supports_logits_to_keep())
         self._shown = {"output_hidden_states": True} if shows_hidden else {}
         self._rows: list[Row | None] = []
         self._used: list[int] = []  # up to where the places of each row may hold something
@@ -110,18 +126,22 @@ class Slots:
         if row.index < len(self._rows) and self._rows[row.index] is row:
             self._rows[row.index] = None
 
+    @property
+    def position_bytes(self) -> int:
+        """How many bytes a position of a row takes; 0 before the first forward."""
+        held = [part for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
+        return sum(part.shape[1] * part.shape[3] * part.element_size() for part in held)
+
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
-        """Which are to share a forward: those of few new ids, and of others those of about as many that stand side by side."""
+        """Which are to share a forward: those of about as many new ids, where little of it would be padding."""
         self._close_gaps()
-        groups = [few] if (few := [ask for ask in asks if len(ask.ids) <= _ALIKE]) else []
-        last: Ask | None = None
-        for ask in sorted((ask for ask in asks if len(ask.ids) > _ALIKE), key=lambda ask: _row(ask).index):
-            if last is not None and _row(ask).index == _row(last).index + 1 and _alike(len(ask.ids), len(last.ids)):
+        groups = list[list[Ask]]()
+        for ask in sorted(asks, key=lambda ask: len(ask.ids)):
+            if groups and len(ask.ids) <= max(_NARROW, 2 * len(groups[-1][0].ids)):
                 groups[-1].append(ask)
             else:
                 groups.append([ask])
-            last = ask
-        return groups
+        return [part for group in groups for part in _dense(group)]
 
     @torch.no_grad()
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
@@ -148,16 +168,18 @@ class Slots:
         asked = {_row(ask).index: ask for ask in asks}
         news = [_New.of(row, asked.get(row.index)) for row in rows]
         width, nodes = max(len(one.ids) for one in news), max(one.nodes for one in news)
-        seen = max(max(one.base + width, one.trunk + nodes) for one in news)
-        self._clear(first, [one.base + width for one in news], seen)
+        ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
+        seen = max(max(end, one.trunk + nodes) for end, one in zip(ends, news, strict=True))
+        self._clear(first, ends, seen)
         table = torch.tensor([one.line(width) for one in news], device=self.device)
         base, trunk, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
         padding = (parents == PADDING).sum(dim=1, keepdim=True)
-        places = base + (torch.arange(width, device=self.device) - padding) % width  # padding goes behind what is new
-        self._view.look(first, places, seen, len(self._rows), news[0].base if len(news) == 1 else None)
+        places = torch.arange(width, device=self.device) - padding
+        places = base + torch.where(places < 0, width - padding, places)  # padding goes to one place behind what is new
+        self._view.look(first, places, seen, news[0].base if len(news) == 1 else None)
         linked = any(one.linked for one in news)
         positions, masks = self._trees.add(slice(first, last), trunk, places, parents, nodes=nodes, seen=seen, linked=linked)
-        kept = {"logits_to_keep": max(ask.rows for ask in asks)} if self._model._supports_logits_to_keep() else {}
+        kept = {"logits_to_keep": max(ask.rows for ask in asks)} if self._keeps else {}
         inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
         return {**inputs, "attention_mask": masks, **kept}
 
@@ -190,8 +212,8 @@ class Slots:
             row, used = self._rows.pop(), self._used.pop()
             if row is not None:
                 gap = self._rows.index(None)
-                for layer in self._layers:
-                    layer.copy(row.index, gap, max(used, self._used[gap]))
+                for layer in self._layers if used else ():
+                    layer.copy(row.index, gap, used)
                 self._trees.copy(row.index, gap)
                 self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap
 
@@ -201,8 +223,14 @@ def _row(ask: Ask) -> Row:
     return ask.slot
 
 
-def _alike(one: int, other: int) -> bool:
-    return max(one, other) <= 2 * min(one, other)
+def _dense(group: list[Ask]) -> list[list[Ask]]:
+    """A group as it is, or in parts whose rows stand side by side, where rows between them would be much padding."""
+    group = sorted(group, key=lambda ask: _row(ask).index)
+    first, last, width = _row(group[0]).index, _row(group[-1]).index, max(len(ask.ids) for ask in group)
+    if (last + 1 - first) * width <= max(_PADDED, 2 * sum(len(ask.ids) for ask in group)):
+        return [group]
+    parts = groupby(enumerate(group), key=lambda pair: _row(pair[1]).index - pair[0])
+    return [[ask for _, ask in part] for _, part in parts]
 
 
 @dataclass(frozen=True)
@@ -237,13 +265,17 @@ class _New:
 class _View:
     """What a forward looks at: from row `first` on, `places` of the new ids, (rows, new), and `seen` places of each row.
 
-    `rows`: how many there are to be. `start`: the first place, where one row is looked at.
+    `start`: the first place, where one row is looked at. `rows`: how many there are to be at least. `most`: how many places
+    a row has at most; None for as many as are needed.
     """
 
-    def look(self, first: int, places: Tensor, seen: int, rows: int, start: int | None) -> None:
+    def __init__(self, rows: int, most: int | None) -> None:
+        self.rows, self.most = rows, most
+
+    def look(self, first: int, places: Tensor, seen: int, start: int | None) -> None:
         """Set it for the next forward."""
         self.first, self.last = first, first + len(places)
-        self.places, self.seen, self.rows, self.start = places, seen, rows, start
+        self.places, self.seen, self.start = places, seen, start
         self.index = torch.arange(first, self.last, device=places.device)[:, None]
 
 
@@ -273,12 +305,16 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def _grown(self, held: Any) -> Tensor:
         """`held`, or something larger that begins with it where it has too few rows or positions."""
         rows, heads, positions, size = held.shape
-        if rows >= self._view.rows and positions >= self._view.seen:
+        view = self._view
+        if rows >= view.last and positions >= view.seen:
             return held  # type: ignore[no-any-return]
-        if positions < self._view.seen:
-            positions = _STEP * ceil(max(self._view.seen + _STEP, positions * 1.5) / _STEP)
-        made = held.new_zeros((max(rows, self._view.rows), heads, positions, size))
-        made[:rows, :, : held.shape[2]] = held
+        if positions < view.seen:
+            positions = _STEP * ceil(max(view.seen + _STEP, positions * 1.5) / _STEP)
+            positions = max(view.seen, min(positions, view.most or positions))
+        if rows < view.last:
+            rows = max(view.rows, 2 ** (view.last - 1).bit_length())
+        made = held.new_zeros((rows, heads, positions, size))
+        made[: held.shape[0], :, : held.shape[2]] = held
         return made  # type: ignore[no-any-return]
 
     def _written(self, held: Tensor, states: Tensor) -> Tensor:
