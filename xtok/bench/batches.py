@@ -1,4 +1,4 @@
-"""Many texts at once: transformers' padded batch beside xtok's shared forwards, with a draft and without one."""
+"""Many texts at once: transformers' padded batches beside xtok's shared forwards, with a draft and without one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,20 @@ from xtok.assisted import XTokAssisted
 from xtok.bench.compare import SETTINGS, check_prompts, check_settings
 from xtok.models.prompts import prompt_ids
 
-BATCHED, NONE, TURNS, XTOK = "transformers' batch", "xtok, no draft", "xtok, one after another", "xtok"
+BATCHED, NONE, TURNS, XTOK = "transformers' batches", "xtok, no draft", "xtok, one after another", "xtok"
+_BATCHES = 2
+"""How many batches a list has. In xtok's, the next text begins where one ends."""
+_TURNS = 8
+"""Beside larger batches, texts aren't written one after another: it takes too long."""
 
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A system that writes so many `texts` at once.
+    """A system that writes a list of texts, `texts` of them at a time.
 
-    `tokens_per_second`: of all texts, the median over repeats. `speed`: the median of the seconds of transformers' batch ÷ its
-    own. `tokens_per_forward`: of a text, on the average. `identical`: how many texts have the ids of transformers' batch;
-    None for sampled ones, whose draws are others. `split`: the shares of a text's time that its parts take.
+    `tokens_per_second`: of all texts, the median over repeats. `speed`: the median of the seconds of transformers' batches ÷
+    its own. `tokens_per_forward`: of a text, on the average. `identical`: the share of texts with the ids of transformers'
+    batches; None for sampled ones, whose draws are others. `split`: the shares of the time that parts take.
     """
 
     setting: str
@@ -32,7 +36,7 @@ class BatchRow:
     tokens_per_second: float
     speed: float
     tokens_per_forward: float
-    identical: int | None
+    identical: float | None
     split: dict[str, float]
 
 
@@ -56,9 +60,10 @@ def compare_batches(
     max_new_tokens: int,
     repeats: int = 3,
 ) -> list[BatchRow]:
-    """Write batches of each size by every system in turn, as one of `SETTINGS` has it, and give a row per system and size.
+    """Write lists by every system in turn, as one of `SETTINGS` has it, and give a row per system and size of a batch.
 
-    Ends of text are no ends here, so that all have as much to do. A batch has the first prompts, again where there are too few.
+    Ends of text are no ends here, so that all have as much to do. A list is two batches of the first prompts, again where
+    there are too few.
     Raises `InvalidInputError` for a `setting` that is unknown, and without prompts.
     """
     check_settings([setting])
@@ -67,41 +72,45 @@ def compare_batches(
     systems = _systems(target, draft, arguments)
     rows = []
     for size in track(sizes, description=f"bench, batches, {setting}", transient=True):
-        texts = list(islice(cycle(prompts), size))
-        runs: dict[str, list[_Run]] = {name: [] for name in systems}
-        for repeat in range(-1, repeats):
-            for name, system in systems.items():
-                runs[name] += [run] if (run := system(texts, repeat + 1)) and repeat >= 0 else []
-        rows += [_row(setting, name, runs) for name in systems]
+        texts = list(islice(cycle(prompts), _BATCHES * size))
+        timed = {name: system for name, system in systems.items() if name != TURNS or size <= _TURNS}
+        runs: dict[str, list[_Run]] = {name: [] for name in timed}
+        for repeat in range(repeats + 1):
+            for name, system in timed.items():
+                runs[name].append(system(texts, size, repeat))
+        rows += [_row(setting, size, name, {one: found[1:] for one, found in runs.items()}) for name in timed]
     return rows
 
 
-def _systems(target: Any, draft: Any, arguments: dict[str, Any]) -> dict[str, Callable[[Sequence[str], int], _Run]]:
+_System = Callable[[Sequence[str], int, int], _Run]
+"""Of texts, how many at a time, and a seed."""
+
+
+def _systems(target: Any, draft: Any, arguments: dict[str, Any]) -> dict[str, _System]:
     alone, assisted = XTokAssisted(target), XTokAssisted(target, draft)
 
-    def xtok(xt: XTokAssisted, batch_size: int | None = None) -> Callable[[Sequence[str], int], _Run]:
-        return lambda texts, seed: _by_xtok(xt, texts, batch_size=batch_size or len(texts), seed=seed, **arguments)
+    def xtok(xt: XTokAssisted, most: int | None = None) -> _System:
+        return lambda texts, size, seed: _by_xtok(xt, texts, batch_size=most or size, seed=seed, **arguments)
 
     return {
-        BATCHED: lambda texts, seed: _by_transformers(target, texts, seed, arguments),
+        BATCHED: lambda texts, size, seed: _by_transformers(target, texts, size, seed, arguments),
         NONE: xtok(alone),
         TURNS: xtok(assisted, 1),
         XTOK: xtok(assisted),
     }
 
 
-def _by_transformers(target: tuple[Any, Any], texts: Sequence[str], seed: int, arguments: dict[str, Any]) -> _Run:
+def _by_transformers(target: tuple[Any, Any], texts: Sequence[str], size: int, seed: int, arguments: dict[str, Any]) -> _Run:
     model, tokenizer = target
-    read = [prompt_ids(tokenizer, text) for text in texts]
-    longest = max(map(len, read))
-    ids = torch.tensor([[0] * (longest - len(one)) + one for one in read], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in read], device=model.device)
     torch.manual_seed(seed)
-    start = perf_counter()
-    output = model.generate(ids, attention_mask=mask, pad_token_id=0, **arguments)
-    seconds = perf_counter() - start
-    new = output[:, longest:].tolist()
-    return _Run(new, seconds, sum(map(len, new)), {})
+    new, start = list[list[int]](), perf_counter()
+    for first in range(0, len(texts), size):
+        read = [prompt_ids(tokenizer, text) for text in texts[first : first + size]]
+        longest = max(map(len, read))
+        ids = torch.tensor([[0] * (longest - len(one)) + one for one in read], device=model.device)
+        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in read], device=model.device)
+        new += model.generate(ids, attention_mask=mask, pad_token_id=0, **arguments)[:, longest:].tolist()
+    return _Run(new, perf_counter() - start, sum(map(len, new)), {})
 
 
 def _by_xtok(xt: XTokAssisted, texts: Sequence[str], **arguments: Any) -> _Run:
@@ -117,17 +126,17 @@ def _by_xtok(xt: XTokAssisted, texts: Sequence[str], **arguments: Any) -> _Run:
     return _Run([one.token_ids for one in made], seconds, sum(one.target_forwards for one in stats), split)
 
 
-def _row(setting: str, name: str, runs: dict[str, list[_Run]]) -> BatchRow:
+def _row(setting: str, size: int, name: str, runs: dict[str, list[_Run]]) -> BatchRow:
     own, batched = runs[name], runs[BATCHED]
     tokens = sum(map(len, own[0].ids))
     pairs = [pair for run, beside in zip(own, batched, strict=True) for pair in zip(run.ids, beside.ids, strict=True)]
     return BatchRow(
         setting=setting,
-        texts=len(own[0].ids),
+        texts=size,
         system=name,
         tokens_per_second=tokens / median(run.seconds for run in own),
         speed=median(other.seconds / run.seconds for run, other in zip(own, batched, strict=True)),
         tokens_per_forward=tokens / own[0].forwards,
-        identical=None if SETTINGS[setting].arguments["do_sample"] else sum(one == other for one, other in pairs) // len(own),
+        identical=None if SETTINGS[setting].arguments["do_sample"] else sum(one == other for one, other in pairs) / len(pairs),
         split=own[0].split,
     )

@@ -351,12 +351,12 @@ def _print_batches(rows: list[BatchRow]) -> None:
         for name in ("texts", "", "tokens/s", "speed", "tokens per\nforward", "identical", "target", "draft", "rest"):
             table.add_column(name, justify="right" if name else "left", no_wrap=not name)
         for row in (row for row in rows if row.setting == setting):
-            same = "" if row.identical is None else f"{row.identical} of {row.texts}"
+            same = "" if row.identical is None else f"{row.identical:.0%}"
             speed = f"{row.tokens_per_second:,.0f}", f"{row.speed:.2f}", f"{row.tokens_per_forward:.2f}"
             shares = [f"{row.split[part]:.0%}" if row.split else "" for part in ("target", "draft", "rest")]
             table.add_row(str(row.texts), row.system, *speed, same, *shares)
         Console(highlight=False, width=110).print(table)
-    typer.echo("speed: how many times as fast as transformers' batch of as many texts. identical: texts with its ids.")
+    typer.echo("speed: how many times as fast as transformers' batches of as many texts. identical: texts with their ids.")
     typer.echo("target, draft, rest: shares of the time: of the target's forwards, of the draft's, and of all else.")
 
 
