@@ -396,3 +396,27 @@ def test_a_command_of_the_bench_that_there_is_not_is_told_of() -> None:
     result = CliRunner().invoke(app, ["bench", "nosuch"])
     assert result.exit_code == 2
     assert "No such command 'nosuch'" in result.output
+
+
+def test_lists_of_batches_have_a_row_per_system_and_size(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(pair.prompts()[:6]), encoding="utf-8")
+    asked = ["bench", "batches", "--prompts", str(file), "--max-new-tokens", "6", "--setting", "greedy", "--repeats", "1"]
+    result = CliRunner().invoke(app, [*asked, "--batch", "1,9", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    names = ["transformers' batches", "xtok, no draft", "xtok, one after another", "xtok"]
+    assert [(row["texts"], row["system"]) for row in rows] == [(1, name) for name in names] + [
+        (9, name) for name in names if name != "xtok, one after another"
+    ]
+    assert all(row["identical"] == 1.0 for row in rows)
+    assert all(row["tokens_per_forward"] >= 1.0 and row["tokens_per_second"] > 0 for row in rows)
+    assert {row["speed"] for row in rows if row["system"] == names[0]} == {1.0}
+    assert names[3] in CliRunner().invoke(app, [*asked, "--batch", "2"]).stdout
+
+
+@pytest.mark.parametrize("batch", ["", "0", "1,x", "4,,8"])
+def test_sizes_of_batches_that_are_none_are_refused(batch: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "batches", "--batch", batch])
+    assert result.exit_code != 0
+    assert "give numbers from 1" in result.output

@@ -27,9 +27,9 @@ def other() -> PreTrainedModel:
     return fitting(OTHERS, "Llama", 1)
 
 
-def truth(model: PreTrainedModel, tokens: Any) -> list[int]:
+def truth(model: PreTrainedModel, tokens: Any, text: str = TEXT) -> list[int]:
     """What a model alone writes."""
-    return alone(model, tokens(TEXT).input_ids, use_cache=True, **PLAIN)
+    return alone(model, tokens(text).input_ids, use_cache=True, **PLAIN)
 
 
 def built(name: str, attention: str) -> PreTrainedModel | str:
@@ -49,15 +49,18 @@ def built(name: str, attention: str) -> PreTrainedModel | str:
 
 
 def helped(target: tuple[Any, Any], draft: tuple[Any, Any]) -> str:
-    """ "tree" or "chain", by which the target's own ids came; else why the pair is refused."""
+    """By what the target's own ids of two texts came; else why the pair is refused."""
     try:
-        generation = XTokAssisted(target, [draft], budget=Budget(3, width=4, schedule="constant")).generate(TEXT, **PLAIN)
+        xt = XTokAssisted(target, [draft], budget=Budget(3, width=4, schedule="constant"))
+        generations = xt.generate([TEXT, TEXT[:6]], **PLAIN)
     except UnsupportedModelError as error:
         return str(error)
-    assert generation.token_ids == truth(*target)
-    assert generation.stats.draft_error is None
-    assert generation.stats.proposed > 0
-    return "chain" if generation.stats.chains_only else "tree"
+    for text, generation in zip((TEXT, TEXT[:6]), generations, strict=True):
+        assert generation.token_ids == truth(*target, text)
+        assert generation.stats.draft_error is None
+        assert generation.stats.proposed > 0
+    kind = "chain" if generations[0].stats.chains_only else "tree"
+    return f"{kind}, shared forwards" if generations[0].stats.shared_forwards else kind
 
 
 @cache
@@ -71,7 +74,7 @@ def verdict(name: str) -> tuple[str, str]:
     ways = dict.fromkeys(told.values())
     as_target = next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way} ({attention})" for attention, way in told.items())
     as_draft = helped((other(), OTHERS), (next(iter(tried.values())), TOKENS))
-    return as_target, "yes" if as_draft in ("tree", "chain") else as_draft
+    return as_target, "yes" if as_draft.startswith(("tree", "chain")) else as_draft
 
 
 def table() -> list[str]:
@@ -83,7 +86,7 @@ def table() -> list[str]:
             way.split(". ")[0].replace(f"The cache of {kind}", "its cache").replace(kind, "it") for way in verdict(name)
         )
         groups.setdefault((told[0], "no" if told[1] == told[0] else told[1]), []).append(name)
-    rows = sorted(groups.items(), key=lambda group: (group[0][0] not in ("tree", "chain"), -len(group[1])))
+    rows = sorted(groups.items(), key=lambda group: (not group[0][0].startswith(("tree", "chain")), -len(group[1])))
     head = [f"| as target (transformers {transformers.__version__}) | as draft | architectures |", "|---|---|---|"]
     return head + [f"| {target} | {draft} | {', '.join(names)} |" for (target, draft), names in rows]
 

@@ -40,7 +40,7 @@ def step(target: Target, texts: list[Sequence]) -> list[list[int]]:
 
     A text that has not begun has some of its prompt read. What fails in a text ends that text alone.
     """
-    company = Company(len(texts))
+    company = Company(max(1, sum(text.slot.shares for text in texts)))
     trees = _evened(texts, together([_plan(text, company) for text in texts]))
     unread = [text.unread() for text in texts]
     checked = target.verify([(text.slot, *one) for text, one in zip(texts, zip(unread, trees, strict=True), strict=True)])

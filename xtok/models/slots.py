@@ -322,7 +322,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         if view.start is not None:
             held[view.first, :, view.start : view.start + states.shape[2]] = states[0]
         else:
-            held[view.index, :, view.places] = states.transpose(1, 2)
+            index, places = view.index.to(held.device), view.places.to(held.device)  # layers may lie on several devices
+            held[index, :, places] = states.transpose(1, 2)
         return held[view.first : view.last, :, : view.seen]
 
     def clear(self, row: int, start: int, end: int) -> None:
@@ -331,7 +332,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def move(self, rows: Tensor, sources: Tensor, places: Tensor) -> None:
         """Copy places of some rows, all three (moves,), int64, to other places of those."""
-        self._both(lambda held: held.__setitem__((rows, slice(None), places), held[rows, :, sources]))
+
+        def moved(held: Tensor) -> None:
+            row, source, place = (part.to(held.device) for part in (rows, sources, places))
+            held[row, :, place] = held[row, :, source]
+
+        self._both(moved)
 
     def copy(self, row: int, to: int, positions: int) -> None:
         """Copy the first positions of a row to another row."""
