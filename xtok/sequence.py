@@ -43,7 +43,7 @@ class Sequence:
     seat: Seat
     seed: int | None = None
     finish_reason: str | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     read: int = 0
     _limit: int | None = field(init=False)
     _ends: frozenset[int] = field(init=False)
@@ -84,7 +84,7 @@ class Sequence:
             self.session.close()
         self.seat.leave()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End it by an error."""
         self.finish_reason, self.error = "error", error
         self.end()

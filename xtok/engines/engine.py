@@ -83,7 +83,8 @@ class Engine:
     def submit(self, prompt: str | Chat, **arguments: Any) -> Ticket:
         """Hand in a text or a chat, and go on at once. `arguments` are those of `xt.generate` for one text.
 
-        `max_time` counts from here. Raises what `xt.generate` raises before any forward, `EngineFullError` where as many texts
+        `max_time` counts from here. Logits processors and stopping criteria that keep a state are for one text: give each its
+        own. Raises what `xt.generate` raises before any forward, `EngineFullError` where as many texts
         wait as may, and `EngineClosedError` behind `close`.
         """
         if arguments.get("streamer") is not None:
@@ -144,7 +145,7 @@ class Engine:
             start = perf_counter()
             try:
                 step(self._xt.target, [job.text for job in self._turn() if job.text is not None])
-            except Exception as error:  # what is no fault of one text is told to all
+            except BaseException as error:  # what is no fault of one text is told to all, an exit, too: none may wait forever
                 for job in self._running:
                     if job.text is not None:
                         job.text.fail(error)
@@ -175,10 +176,12 @@ class Engine:
             job.ticket.end_cancelled()
 
     def _begin(self, job: _Job) -> None:
+        seat = Seat(self._caches)
         try:
-            job.text = job.begin(Seat(self._caches))
+            job.text = job.begin(seat)
             job.pieces = TextPieces(self._xt.target.vocabulary.view, job.text.text.data)
         except Exception as error:
+            seat.leave()
             self._end(job, error)
 
     def _turn(self) -> list[_Job]:
@@ -203,7 +206,7 @@ class Engine:
     def _finish(self, job: _Job, text: Sequence, pieces: TextPieces) -> None:
         try:
             result = self._xt.result(text)
-        except Exception as error:
+        except BaseException as error:
             self._end(job, error)
             return
         if rest := pieces.rest():

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from threading import Condition
 
@@ -32,7 +33,10 @@ class Ticket:
         Raises what ended the text, `concurrent.futures.CancelledError` where it was cancelled, and `TimeoutError` if it takes
         longer than `timeout` seconds.
         """
-        return self._future.result(timeout)
+        try:
+            return self._future.result(timeout)
+        except FutureTimeoutError as error:
+            raise TimeoutError(f"The text hasn't ended within {timeout} seconds.") from error
 
     def cancel(self) -> bool:
         """End the text before the next round. False where it has ended already."""

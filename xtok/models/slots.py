@@ -116,7 +116,7 @@ class Slots:
         """A row for a text: one that another left, or a further one."""
         if None not in self._rows:
             self._rows.append(None)
-            self._used.append(0)
+            self._used += [0] * (len(self._rows) - len(self._used))
         row = Row(self, self._rows.index(None))
         self._rows[row.index] = row
         return row
@@ -209,8 +209,9 @@ class Slots:
         """Let the last rows take the places of rows that were left, so that no forward runs over empty ones."""
         self._settle()
         while None in self._rows:
-            row, used = self._rows.pop(), self._used.pop()
+            row = self._rows.pop()
             if row is not None:
+                used = self._used[row.index]  # which stays: the row holds what it held
                 gap = self._rows.index(None)
                 for layer in self._layers if used else ():
                     layer.copy(row.index, gap, used)
@@ -320,15 +321,15 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def _written(self, held: Tensor, states: Tensor) -> Tensor:
         view = self._view
         if view.start is not None:
-            held[view.first, :, view.start : view.start + states.shape[2]] = states[0]
+            held.select(0, view.first).narrow(1, view.start, states.shape[2]).copy_(states[0])
         else:
             index, places = view.index.to(held.device), view.places.to(held.device)  # layers may lie on several devices
             held[index, :, places] = states.transpose(1, 2)
-        return held[view.first : view.last, :, : view.seen]
+        return held.narrow(0, view.first, view.last - view.first).narrow(2, 0, view.seen)
 
     def clear(self, row: int, start: int, end: int) -> None:
         """Empty some places of a row."""
-        self._both(lambda held: held[row, :, start:end].zero_())
+        self._both(lambda held: held[row : row + 1, :, start:end].zero_())
 
     def move(self, rows: Tensor, sources: Tensor, places: Tensor) -> None:
         """Copy places of some rows, all three (moves,), int64, to other places of those."""
@@ -340,8 +341,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self._both(moved)
 
     def copy(self, row: int, to: int, positions: int) -> None:
-        """Copy the first positions of a row to another row."""
-        self._both(lambda held: held[to, :, :positions].copy_(held[row, :, :positions]))
+        """Copy the first positions of a row to another row. A row that a failed forward left without room holds nothing."""
+        self._both(lambda held: held[to, :, :positions].copy_(held[row, :, :positions]) if row < len(held) else None)
 
     def _both(self, do: Callable[[Tensor], Any]) -> None:
         for held in (self.keys, self.values):

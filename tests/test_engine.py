@@ -1,0 +1,754 @@
+"""Law 8 in an engine: texts that come from any thread and go in any way are what each is alone. Nothing here reads a clock."""
+
+import asyncio
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from architectures import tiny
+from front_door import CHAT, CountsItsCalls, StopsOn, forwards
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_batches import GREEDY, LENGTH, MADE, SAMPLED, TEXTS, TREE, UNRELATED, WAYS, drawn, greedily, long, target
+from test_caches import RECURRENT
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from worlds import budgets, examples, make_dear, scaled, tokenizer
+
+from xtok import Budget, Engine, PromptLookup, Ticket, XTokAssisted
+from xtok.errors import (
+    DraftFailedWarning,
+    EngineClosedError,
+    EngineFullError,
+    InvalidInputError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
+
+TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
+LM = target("Llama")
+PLAIN = XTokAssisted((LM, TOKENS))
+WITH_DRAFTS = XTokAssisted((LM, TOKENS), MADE["several"](), budget=TREE)
+ENDLESS = {**GREEDY, "eos_token_id": None}
+PATIENCE = 60.0
+"""Seconds until a test that hangs fails."""
+
+
+class Holds:
+    """A processor that stops the engine's thread, when it is asked behind so many calls, until it is let go."""
+
+    def __init__(self, behind: int = 0) -> None:
+        self.left = behind
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == -1:
+            self.reached.set()
+            assert self.go.wait(PATIENCE)
+        return scores
+
+    def wait(self) -> None:
+        assert self.reached.wait(PATIENCE)
+
+
+class Cancels:
+    """A processor that cancels its own text when it is asked behind so many calls."""
+
+    def __init__(self, behind: int) -> None:
+        self.left = behind
+        self.known = threading.Event()
+        self.ticket: Ticket
+
+    def of(self, ticket: Ticket) -> Ticket:
+        self.ticket = ticket
+        self.known.set()
+        return ticket
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == -1:
+            assert self.known.wait(PATIENCE)
+            assert self.ticket.cancel()
+        return scores
+
+
+class Raises:
+    """A processor that raises when it is asked behind so many calls."""
+
+    def __init__(self, behind: int, error: BaseException) -> None:
+        self.left, self.error = behind, error
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return scores
+
+
+def by(*processors: Any) -> dict[str, Any]:
+    return {"logits_processor": LogitsProcessorList(processors)}
+
+
+@contextmanager
+def held(engine: Engine, behind: int = 0, **more: Any) -> Iterator[Ticket]:
+    """The engine's thread stands still within a text while the block runs."""
+    holds = Holds(behind)
+    ticket = engine.submit(TEXTS[0], **{**GREEDY, **more}, **by(holds))
+    try:
+        holds.wait()
+        yield ticket
+    finally:
+        holds.go.set()
+
+
+def until_closing(engine: Engine) -> None:
+    with engine._changed:
+        assert engine._changed.wait_for(lambda: engine._closing, PATIENCE)
+
+
+def ids(ticket: Ticket) -> list[int]:
+    return ticket.result(PATIENCE).token_ids
+
+
+def alone(prompt: str, way: str) -> list[int]:
+    return greedily("Llama", prompt) if way == "greedy" else drawn("Llama", prompt, 0)
+
+
+@examples(40)
+@given(
+    prompts=st.lists(st.tuples(st.sampled_from(TEXTS), st.sampled_from(sorted(WAYS))), min_size=1, max_size=10),
+    threads=st.integers(1, 4),
+    batch_size=st.integers(1, 6),
+    draft=st.sampled_from(sorted(MADE)),
+    budget=budgets(),
+    dear=st.booleans(),
+)
+@example(
+    [(TEXTS[0], "greedy"), (TEXTS[0], "sampled"), (TEXTS[1], "sampled"), (TEXTS[2], "greedy")], 4, 3, "several", TREE, True
+)
+def test_texts_from_several_threads_are_what_each_is_alone(
+    prompts: list[tuple[str, str]], threads: int, batch_size: int, draft: str, budget: Budget, dear: bool
+) -> None:
+    """Law 8: company changes nothing: the same alone and beside any others, greedy or sampled."""
+    xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=budget)
+    if dear:
+        make_dear(xt)
+    with Engine(xt, batch_size=batch_size) as engine, ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda one: engine.submit(one[0], **WAYS[one[1]]).result(PATIENCE), prompts))
+    assert [one.token_ids for one in found] == [alone(*one) for one in prompts]
+    assert all(one.stats.shared_forwards and one.stats.draft_error is None for one in found)
+
+
+FATES = ("ends", "is cancelled", "is cancelled at once", "fails")
+
+
+@examples(60)
+@given(
+    given_texts=st.lists(
+        st.tuples(st.sampled_from(TEXTS), st.sampled_from(sorted(WAYS)), st.sampled_from(FATES), st.integers(0, 8)),
+        min_size=1,
+        max_size=8,
+    ),
+    batch_size=st.integers(1, 5),
+    draft=st.sampled_from(sorted(MADE)),
+    budget=st.sampled_from([Budget(), TREE, Budget(3, width=1, schedule="constant")]),
+)
+@example([(TEXTS[row], "greedy", FATES[row % 4], row) for row in range(8)], 3, "several", TREE)
+def test_a_text_is_the_same_beside_others_that_join_end_fail_and_are_cancelled(
+    given_texts: list[tuple[str, str, str, int]], batch_size: int, draft: str, budget: Budget
+) -> None:
+    """Law 8: company changes nothing: a text's ids are the same alone, in any batch, in any order of joining and leaving,
+    beside texts that fail or are cancelled.
+    """
+    xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=budget)
+    tickets = []
+    with Engine(xt, batch_size=batch_size) as engine:
+        for prompt, way, fate, behind in given_texts:
+            cancels = Cancels(behind)
+            own = {"is cancelled": cancels, "fails": Raises(behind, ArithmeticError(behind))}.get(fate)
+            tickets.append(cancels.of(engine.submit(prompt, **WAYS[way], **(by(own) if own else {}))))
+            if fate == "is cancelled at once":
+                tickets[-1].cancel()
+    for (prompt, way, fate, behind), ticket in zip(given_texts, tickets, strict=True):
+        assert ticket.done
+        expected = alone(prompt, way)
+        try:
+            assert ids(ticket) == expected
+        except CancelledError:
+            assert fate.startswith("is cancelled")
+        except ArithmeticError as error:
+            assert fate == "fails"
+            assert error.args == (behind,)
+        else:
+            assert fate in ("ends", "is cancelled at once") or len(expected) <= behind + 1 or fate == "is cancelled"
+    assert all(slots._rows == [None] * len(slots._rows) for slots in engine._caches._slots.values())
+
+
+def test_texts_whose_processors_and_criteria_keep_a_state_are_what_each_is_alone() -> None:
+    def own(row: int) -> dict[str, Any]:
+        stops = StoppingCriteriaList([StopsOn(greedily("Llama", TEXTS[row])[3])])
+        return [by(CountsItsCalls()), {"stopping_criteria": stops}, {"repetition_penalty": 1.4}, {}][row % 4]
+
+    with Engine(WITH_DRAFTS, batch_size=5) as engine:
+        tickets = [engine.submit(prompt, **GREEDY, **own(row)) for row, prompt in enumerate(TEXTS)]
+    expected = [PLAIN.generate(prompt, **GREEDY, **own(row)) for row, prompt in enumerate(TEXTS)]
+    assert [(ids(one), one.result().finish_reason) for one in tickets] == [
+        (one.token_ids, one.finish_reason) for one in expected
+    ]
+
+
+RECURRENT_TARGET = tiny(RECURRENT[0], len(TOKENS)).float()
+KINDS: dict[str, Callable[[], XTokAssisted]] = {
+    "no draft": lambda: PLAIN,
+    "rejection": lambda: XTokAssisted((LM, TOKENS), (UNRELATED, BYTES), acceptance="rejection", budget=Budget(3)),
+    "no shared forwards": lambda: XTokAssisted((RECURRENT_TARGET, TOKENS), PromptLookup(corpus=[*TEXTS])),
+    "a draft without shared forwards": lambda: XTokAssisted((LM, TOKENS), [(RECURRENT_TARGET, TOKENS)], budget=TREE),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_an_engine_writes_what_its_instance_writes(kind: str, way: str) -> None:
+    xt = KINDS[kind]()
+    expected = [xt.generate(prompt, **WAYS[way]) for prompt in TEXTS[:4]]
+    with Engine(xt, batch_size=3) as engine:
+        found = [ticket.result(PATIENCE) for ticket in [engine.submit(prompt, **WAYS[way]) for prompt in TEXTS[:4]]]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.text, one.token_ids, one.finish_reason, one.seed) == (
+            other.text,
+            other.token_ids,
+            other.finish_reason,
+            other.seed,
+        )
+        assert one.stats.shared_forwards == other.stats.shared_forwards == (kind != "no shared forwards")
+
+
+def test_a_chat_and_a_recorded_text_are_what_generate_gives() -> None:
+    tokens = tokenizer("byte-level BPE")
+    template, tokens.chat_template = tokens.chat_template, "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    try:
+        xt = XTokAssisted((UNRELATED, tokens))
+        recorded = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+        with Engine(xt) as engine:
+            tickets = [engine.submit(CHAT, **GREEDY), engine.submit(TEXTS[0], **recorded)]
+        assert ids(tickets[0]) == xt.generate(CHAT, **GREEDY).token_ids
+        expected, found = xt.generate(TEXTS[0], **recorded), tickets[1].result()
+        assert expected.scores is not None
+        assert found.scores is not None
+        torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
+    finally:
+        tokens.chat_template = template
+
+
+# what fails, and what is cancelled
+
+
+def read(ticket: Ticket) -> tuple[str, BaseException | None]:
+    """What comes by iteration, and what that is ended by."""
+    pieces = []
+    try:
+        pieces.extend(ticket)  # keeps what came before an error
+    except Exception as error:
+        return "".join(pieces), error
+    return "".join(pieces), None
+
+
+@pytest.mark.parametrize("behind", [0, 1, 6])
+@pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
+def test_a_text_whose_processor_raises_ends_alone(xt: XTokAssisted, behind: int) -> None:
+    error = OSError("simulated")
+    with Engine(xt, batch_size=4) as engine:
+        with held(engine) as first:
+            failing = engine.submit(TEXTS[1], **ENDLESS, **by(Raises(behind, error)))
+            others = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[2:6]]
+        text, ended_by = read(failing)
+        assert ended_by is error
+        with pytest.raises(OSError, match="simulated"):
+            failing.result(PATIENCE)
+        later = engine.submit(TEXTS[1], **GREEDY)
+    assert failing.done
+    assert not failing.cancel()
+    assert PLAIN.generate(TEXTS[1], **ENDLESS).text.startswith(text)
+    assert [ids(one) for one in (first, *others, later)] == [greedily("Llama", TEXTS[row]) for row in (0, 2, 3, 4, 5, 1)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exit_in_a_text_leaves_nobody_waiting(error: type[BaseException]) -> None:
+    engine = Engine(PLAIN, batch_size=2)
+    with held(engine) as first:
+        exiting = engine.submit(TEXTS[1], **GREEDY, **by(Raises(2, error("simulated"))))
+        others = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[2:4]]
+    _, waiting = wait([ticket._future for ticket in (first, exiting, *others)], timeout=15)
+    assert not waiting
+    assert isinstance(exiting._future.exception(), error)
+    engine.close(cancel=True)
+
+
+def test_a_text_that_is_cancelled_before_it_begins_is_never_forwarded() -> None:
+    with Engine(PLAIN, batch_size=1) as engine:
+        with held(engine) as first, forwards(LM) as seen:
+            waiting = engine.submit(TEXTS[1], **GREEDY)
+            third = engine.submit(TEXTS[2], **GREEDY)
+            assert waiting.cancel()
+            assert not waiting.done
+        text, ended_by = read(waiting)
+        assert (text, type(ended_by)) == ("", CancelledError)
+        with pytest.raises(CancelledError):
+            waiting.result(PATIENCE)
+        assert not waiting.cancel()
+        assert ids(first) == greedily("Llama", TEXTS[0])
+        assert ids(third) == greedily("Llama", TEXTS[2])
+        assert not any(len(row) != 1 for row in seen)
+
+
+@pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
+def test_a_text_that_is_cancelled_halfway_keeps_its_pieces_and_makes_room(xt: XTokAssisted) -> None:
+    with Engine(xt, batch_size=1) as engine:
+        with held(engine, 4, eos_token_id=None, max_new_tokens=200) as ticket:
+            waiting = engine.submit(TEXTS[1], **GREEDY)
+            assert ticket.cancel()
+        text, ended_by = read(ticket)
+        assert isinstance(ended_by, CancelledError)
+        assert ids(waiting) == greedily("Llama", TEXTS[1])
+        assert engine.stats.tokens < 200
+    assert PLAIN.generate(TEXTS[0], **{**ENDLESS, "max_new_tokens": 200}).text.startswith(text)
+
+
+@pytest.mark.parametrize("when", [0, 1, 5])
+def test_a_draft_that_fails_in_a_shared_forward_ends_no_text(when: int) -> None:
+    """Law 7 in company: failing guesses cost speed only."""
+    calls: list[int] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) > when:
+            raise torch.OutOfMemoryError("simulated")
+
+    xt = XTokAssisted((LM, TOKENS), [(UNRELATED, BYTES), PromptLookup()], budget=TREE)
+    handle = UNRELATED.gpt_neox.layers[1].register_forward_pre_hook(fail)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DraftFailedWarning)
+            with Engine(xt, batch_size=4) as engine:
+                tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS]
+    finally:
+        handle.remove()
+    assert len(calls) > when
+    assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in TEXTS]
+    assert all("OutOfMemoryError" in str(one.result().stats.draft_error) for one in tickets[4:])
+
+
+def test_a_target_that_fails_tells_all_and_the_engine_goes_on() -> None:
+    failing = threading.Event()
+
+    def fail(*_: Any) -> None:
+        if failing.is_set():
+            raise torch.OutOfMemoryError("simulated")
+
+    handle = LM.model.layers[1].register_forward_pre_hook(fail)
+    try:
+        with Engine(WITH_DRAFTS, batch_size=3) as engine:
+            with held(engine, 2) as first:
+                others = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[1:3]]
+                failing.set()
+            for ticket in (first, *others):
+                with pytest.raises(torch.OutOfMemoryError, match="simulated"):
+                    ticket.result(PATIENCE)
+            failing.clear()
+            tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS]
+            assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in TEXTS]
+    finally:
+        handle.remove()
+
+
+# pieces
+
+
+async def gathered(ticket: Ticket) -> str:
+    return "".join([piece async for piece in ticket])
+
+
+@pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_pieces_joined_are_the_text_for_any_number_of_readers(xt: XTokAssisted, way: str) -> None:
+    """Threads and tasks that begin to read before the text is begun, while it is written, and behind its end."""
+
+    async def all_of(tickets: Sequence[Ticket]) -> list[str]:
+        return await asyncio.gather(*(gathered(ticket) for ticket in tickets for _ in range(2)))
+
+    with Engine(xt, batch_size=3) as engine, ThreadPoolExecutor(8) as pool:
+        with held(engine):
+            tickets = [engine.submit(prompt, **WAYS[way]) for prompt in TEXTS[:4]]
+            readers = [pool.submit(read, ticket) for ticket in tickets for _ in range(2)]
+        in_tasks = asyncio.run(all_of(tickets))
+        in_threads = [reader.result(PATIENCE) for reader in readers]
+        results = [ticket.result(PATIENCE).text for ticket in tickets]
+        late = [read(ticket) for ticket in tickets]
+    twice = [text for text in results for _ in range(2)]
+    assert in_tasks == twice
+    assert in_threads == [(text, None) for text in twice]
+    assert late == [(text, None) for text in results]
+    assert results == [PLAIN.generate(prompt, **WAYS[way]).text for prompt in TEXTS[:4]]
+    assert not any(ticket._listeners for ticket in tickets)
+
+
+def test_a_piece_comes_before_the_text_has_ended() -> None:
+    whole = PLAIN.generate(TEXTS[0], **ENDLESS).text
+    with Engine(PLAIN) as engine:
+        with held(engine, LENGTH - 1, eos_token_id=None) as ticket:
+            pieces = iter(ticket)
+            first = next(pieces)
+            assert not ticket.done
+        rest = list(pieces)
+    assert first
+    assert rest
+    assert "".join([first, *rest]) == whole
+
+
+def test_a_task_that_stops_reading_leaves_the_text_to_others() -> None:
+    async def first_piece(ticket: Ticket) -> str:
+        pieces = ticket.__aiter__()
+        try:
+            return await anext(pieces)
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+    async def given_up(ticket: Ticket) -> None:
+        task = asyncio.create_task(gathered(ticket))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with Engine(PLAIN) as engine:
+        with held(engine, LENGTH - 1, eos_token_id=None) as ticket:
+            first = asyncio.run(first_piece(ticket))
+            asyncio.run(given_up(ticket))
+            assert not ticket._listeners
+        assert ticket.result(PATIENCE).text.startswith(first)
+        assert asyncio.run(gathered(ticket)) == ticket.result().text
+
+
+def test_async_readers_are_told_of_failures_and_cancellations() -> None:
+    async def ending_of(ticket: Ticket) -> BaseException | None:
+        try:
+            await gathered(ticket)
+        except Exception as error:
+            return error
+        return None
+
+    async def all_of(*tickets: Ticket) -> list[BaseException | None]:
+        return await asyncio.gather(*map(ending_of, tickets))
+
+    with Engine(PLAIN, batch_size=4) as engine:
+        with held(engine) as first:
+            cancels = Cancels(3)
+            cancelled = cancels.of(engine.submit(TEXTS[1], **ENDLESS, **by(cancels)))
+            failing = engine.submit(TEXTS[2], **ENDLESS, **by(Raises(2, OSError("simulated"))))
+        kinds = [type(one) for one in asyncio.run(all_of(first, cancelled, failing))]
+    assert kinds == [type(None), CancelledError, OSError]
+
+
+def test_waiting_for_a_result_ends_in_time() -> None:
+    with Engine(PLAIN) as engine:
+        with held(engine) as ticket:
+            with pytest.raises(TimeoutError):
+                ticket.result(timeout=0.01)
+            with pytest.raises(TimeoutError):
+                ticket.result(timeout=0)
+            assert not ticket.done
+        assert ids(ticket) == greedily("Llama", TEXTS[0])
+
+
+# who waits
+
+
+@pytest.mark.parametrize("queue", [0, 1, 3])
+def test_more_texts_than_may_wait_are_refused(queue: int) -> None:
+    with Engine(PLAIN, batch_size=1, queue=queue) as engine:
+        with held(engine) as first:
+            waiting = [engine.submit(TEXTS[1 + row], **GREEDY) for row in range(queue)]
+            for _ in range(2):
+                with pytest.raises(EngineFullError, match=f"{queue} texts wait already"):
+                    engine.submit(TEXTS[5], **GREEDY)
+            assert (engine.stats.running, engine.stats.waiting) == (1, queue)
+        assert [ids(one) for one in (first, *waiting)] == [greedily("Llama", prompt) for prompt in TEXTS[: 1 + queue]]
+        with held(engine):
+            assert engine.stats.waiting == 0
+
+
+def test_a_queue_of_none_takes_as_many_texts_as_are_written_at_a_time() -> None:
+    with Engine(PLAIN, batch_size=3, queue=0) as engine, held(engine):
+        tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[1:3]]
+        with pytest.raises(EngineFullError):
+            engine.submit(TEXTS[3], **GREEDY)
+    assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in TEXTS[1:3]]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_who_comes_first_is_served_first(batch_size: int) -> None:
+    begun: list[int] = []
+
+    def notes(number: int) -> Any:
+        return lambda _, scores: (begun.append(number), scores)[1]
+
+    with Engine(WITH_DRAFTS, batch_size=batch_size) as engine:
+        with held(engine):
+            tickets = [engine.submit(prompt, **GREEDY, **by(notes(row))) for row, prompt in enumerate(TEXTS)]
+        assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in TEXTS]
+    assert list(dict.fromkeys(begun)) == list(range(len(TEXTS)))
+    assert begun == sorted(begun) or batch_size > 1
+
+
+def test_a_long_prompt_is_read_in_parts_between_which_others_are_written() -> None:
+    prompt = long(2000)
+    with Engine(PLAIN, batch_size=3) as engine, forwards(LM) as seen:
+        with held(engine, 1, max_new_tokens=30, eos_token_id=None) as short:
+            others = [engine.submit(prompt, **GREEDY), engine.submit(TEXTS[1], **GREEDY)]
+        found = [ids(one) for one in (short, *others)]
+    assert found[1:] == [greedily("Llama", prompt), greedily("Llama", TEXTS[1])]
+    assert found[0] == PLAIN.generate(TEXTS[0], **{**ENDLESS, "max_new_tokens": 30}).token_ids
+    wide = [number for number, row in enumerate(seen) if row.shape[1] > 100]
+    assert len(wide) >= len(TOKENS(prompt).input_ids) / 512 > 2
+    assert max(row.shape[1] for row in seen) <= 512
+    for before, after in pairwise(wide):
+        assert any(seen[number].shape[1] < 30 for number in range(before + 1, after))
+
+
+# its end
+
+
+def test_a_closed_engine_has_written_all_and_takes_no_more() -> None:
+    before = set(threading.enumerate())
+    engine = Engine(WITH_DRAFTS, batch_size=2)
+    assert set(threading.enumerate()) > before
+    tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[:5]]
+    engine.close()
+    assert all(one.done for one in tickets)
+    assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in TEXTS[:5]]
+    with forwards(LM) as seen, pytest.raises(EngineClosedError, match="closed"):
+        engine.submit(TEXTS[0], **GREEDY)
+    assert not seen
+    engine.close()
+    engine.close(cancel=True)
+    assert set(threading.enumerate()) == before
+
+
+def test_closing_refuses_texts_while_those_before_are_written() -> None:
+    engine = Engine(PLAIN, batch_size=1)
+    with held(engine) as first, ThreadPoolExecutor(2) as pool:
+        waiting = engine.submit(TEXTS[1], **GREEDY)
+        closing = [pool.submit(engine.close) for _ in range(2)]
+        until_closing(engine)
+        with pytest.raises(EngineClosedError):
+            engine.submit(TEXTS[2], **GREEDY)
+        assert not closing[0].done()
+        engine._wake()
+        _release(first, engine)
+        for one in closing:
+            one.result(PATIENCE)
+    assert [ids(one) for one in (first, waiting)] == [greedily("Llama", prompt) for prompt in TEXTS[:2]]
+
+
+def _release(ticket: Ticket, engine: Engine) -> None:
+    """Let go of the text that holds the engine's thread."""
+    job = next(job for job in engine._running if job.ticket is ticket)
+    assert job.text is not None
+    next(one for one in job.text.picker.processors if isinstance(one, Holds)).go.set()
+
+
+class WaitsForTheEnd:
+    """A processor that stands still until its engine is closing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.reached = engine, threading.Event()
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.reached.set()
+        until_closing(self.engine)
+        return scores
+
+
+def test_closing_with_cancel_ends_what_runs_and_what_waits() -> None:
+    engine = Engine(WITH_DRAFTS, batch_size=1)
+    waits = WaitsForTheEnd(engine)
+    tickets = [engine.submit(TEXTS[0], **ENDLESS, **by(waits)), engine.submit(TEXTS[1], **GREEDY)]
+    assert waits.reached.wait(PATIENCE)
+    engine.close(cancel=True)
+    for ticket in tickets:
+        assert ticket.done
+        with pytest.raises(CancelledError):
+            ticket.result(PATIENCE)
+    assert not engine._thread.is_alive()
+    assert engine.stats.running == engine.stats.waiting == 0
+
+
+def test_an_error_within_the_block_cancels_its_texts() -> None:
+    tickets = []
+    with pytest.raises(KeyError, match="the caller's"), Engine(PLAIN, batch_size=1) as engine:
+        waits = WaitsForTheEnd(engine)
+        tickets = [engine.submit(TEXTS[0], **ENDLESS, **by(waits)), engine.submit(TEXTS[1], **GREEDY)]
+        assert waits.reached.wait(PATIENCE)
+        raise KeyError("the caller's")
+    assert [type(read(ticket)[1]) for ticket in tickets] == [CancelledError] * 2
+    assert not engine._thread.is_alive()
+
+
+# what is refused
+
+BAD: dict[str, tuple[Any, dict[str, Any], type[Exception]]] = {
+    "beams": (TEXTS[0], {"num_beams": 2}, UnsupportedArgumentError),
+    "a streamer": (TEXTS[0], {"streamer": object()}, UnsupportedArgumentError),
+    "several samples": (TEXTS[0], {**SAMPLED, "num_return_sequences": 2}, UnsupportedArgumentError),
+    "a static cache": (TEXTS[0], {"cache_implementation": "static"}, UnsupportedArgumentError),
+    "a seed below 0": (TEXTS[0], {**SAMPLED, "seed": -1}, InvalidInputError),
+    "a number": (7, {}, InvalidInputError),
+    "nothing": (None, {}, InvalidInputError),
+    "a list of texts": ([TEXTS[0], TEXTS[1]], {}, InvalidInputError),
+    "an unknown argument": (TEXTS[0], {"max_new_tokenz": 3}, ValueError),
+    "a batch size": (TEXTS[0], {"batch_size": 3}, ValueError),
+    "a stop string that is none": (TEXTS[0], {"stop_strings": 7}, InvalidInputError),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_bad_arguments_are_refused_where_they_are_handed_in_and_before_any_forward(name: str) -> None:
+    prompt, arguments, error = BAD[name]
+    with Engine(PLAIN) as engine, held(engine) as other, forwards(LM) as seen:
+        with pytest.raises(error):
+            engine.submit(prompt, **{**GREEDY, **arguments})
+        assert not seen
+        assert engine.stats.waiting == 0
+    assert ids(other) == greedily("Llama", TEXTS[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", value) for value in (0, -3, 2.5, "4", None, True)]
+    + [("queue", value) for value in (-1, 1.5, "9", None)]
+    + [("memory", value) for value in (0, -5, 1, 2.5, "8 GB")],
+)
+def test_settings_that_make_no_sense_are_refused_and_no_thread_is_begun(name: str, value: Any) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(InvalidInputError, match=name):
+        Engine(PLAIN, **{name: value})
+    assert set(threading.enumerate()) == before
+
+
+# memory
+
+
+def cache_bytes(engine: Engine) -> int:
+    """What the caches of all texts take."""
+    layers = [layer for slots in engine._caches._slots.values() for layer in slots._layers if layer.is_initialized]
+    return sum(states.numel() * states.element_size() for layer in layers for states in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
+def test_caches_stay_within_the_memory_that_they_may_have(xt: XTokAssisted) -> None:
+    memory = 12_000_000
+    with Engine(xt, batch_size=3, memory=memory) as engine:
+        most = engine._most
+        assert most is not None
+        with pytest.raises(InvalidInputError, match=f"room for {most}"):
+            engine.submit(TEXTS[0], do_sample=False, max_length=most + 1)
+        sizes = [most - 20, 1, most // 2, most - 40, 3]
+        tickets = [engine.submit(long(size), **GREEDY) for size in sizes]
+        assert [ids(one) for one in tickets] == [greedily("Llama", long(size)) for size in sizes]
+        to_the_end = engine.submit(TEXTS[0], do_sample=False, max_length=64, eos_token_id=None, pad_token_id=0)
+        assert len(ids(to_the_end)) > 30
+    assert 0 < cache_bytes(engine) <= memory
+
+
+def test_memory_that_cant_be_bounded_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="memory isn't bounded"):
+        Engine(XTokAssisted((RECURRENT_TARGET, TOKENS)), memory=10**9)
+
+
+def live() -> int:
+    gc.collect()
+    return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+
+def held_up(engine: Engine) -> tuple[int, list[int]]:
+    """How many tensors are alive, and how many rows the caches have, while the engine stands still within one text."""
+    with held(engine):
+        slots = engine._caches._slots.values()
+        assert all(layer.keys.shape[2] <= 256 for one in slots for layer in one._layers)
+        return live(), [len(layer.keys) for one in slots for layer in one._layers]
+
+
+def flat_over(texts: int, xt: XTokAssisted) -> None:
+    """Two thirds of so many texts, one in five cancelled and one in five failing, leave as much as the first third."""
+
+    def serve(first: int, last: int) -> None:
+        tickets = []
+        for number in range(first, last):
+            own = {1: by(Raises(number % 3, ArithmeticError())), 2: by(cancels := Cancels(number % 3))}.get(number % 5, {})
+            more = {"max_new_tokens": 1 + number % 5, "eos_token_id": None}
+            tickets.append(
+                engine.submit(TEXTS[number % len(TEXTS)], **{**WAYS[("greedy", "sampled")[number % 2]], **more}, **own)
+            )
+            cancels.of(tickets[-1])
+        for ticket in tickets:
+            read(ticket)
+
+    threads = set(threading.enumerate())
+    with Engine(xt, batch_size=8, queue=texts) as engine:
+        serve(0, texts // 3)
+        before = held_up(engine)
+        serve(texts // 3, texts)
+        assert held_up(engine) == before
+        assert max(before[1]) <= 8
+    assert set(threading.enumerate()) == threads
+
+
+def test_many_texts_take_no_more_memory_than_few() -> None:
+    flat_over(max(300, scaled(300)), WITH_DRAFTS)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
+def test_a_thousand_texts_take_no_more_memory_than_few(xt: XTokAssisted) -> None:
+    flat_over(1000, xt)
+
+
+# figures
+
+
+def test_figures_tell_what_is_written_and_what_waits() -> None:
+    with Engine(PLAIN, batch_size=2) as engine:
+        idle = engine.stats
+        assert (idle.running, idle.waiting, idle.tokens, idle.positions) == (0, 0, 0, 0)
+        assert idle.tokens_per_second == idle.tokens_per_forward == 0
+        with held(engine, 5, eos_token_id=None) as first:
+            tickets = [engine.submit(prompt, **ENDLESS) for prompt in TEXTS[1:4]]
+            halfway = engine.stats
+            assert halfway.running + halfway.waiting == 4
+            assert halfway.tokens == 5
+            assert halfway.positions >= 5
+        found = [ids(one) for one in (first, *tickets)]
+        with held(engine):
+            end = engine.stats
+            assert (end.running, end.waiting) == (1, 0)
+            assert end.tokens == sum(map(len, found)) == 4 * LENGTH
+            assert end.tokens_per_second > 0
+    assert engine.stats.tokens_per_forward == 1, "the target alone"
+    assert engine.stats.positions == 0
+
+
+def test_guesses_that_come_true_show_in_the_figures() -> None:
+    whole = PLAIN.generate(TEXTS[0], **ENDLESS).text
+    xt = XTokAssisted((LM, TOKENS), PromptLookup(corpus=[TEXTS[0] + whole]), budget=Budget(4, width=1, schedule="constant"))
+    with Engine(xt) as engine:
+        assert engine.submit(TEXTS[0], **ENDLESS).result(PATIENCE).text == whole
+    assert engine.stats.tokens == LENGTH
+    assert engine.stats.tokens_per_forward > 1

@@ -1,0 +1,497 @@
+"""Law 8 where it is made: rows of one cache have the logits that each text has alone, whatever the others do."""
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from front_door import forwards
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_caches import assert_close
+from torch import Tensor
+from transformers import PreTrainedModel
+from worlds import ARCHITECTURES, examples, model
+
+from xtok.models.forwards import Answer, Ask, Asking, answered, together
+from xtok.models.slots import Row, Slots
+
+VOCABULARY = 40
+FAULTY = VOCABULARY - 1
+"""The id that a forward fails by, where it is to."""
+LONGEST = 400
+PLACES = ("before all layers", "between two", "behind all layers")
+tokens = st.integers(0, FAULTY - 1)
+few = st.lists(tokens, max_size=4)
+"""With a tree behind them still so few that all share a forward, however unlike they are."""
+
+
+@dataclass
+class Held:
+    """What a row ought to hold: ids that are kept, and behind them the nodes of a tree, each with its parent."""
+
+    slot: Row
+    ids: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+
+    def path(self, node: int) -> list[int]:
+        """All ids that a node sees, itself included."""
+        if node < 0:
+            return self.ids[: len(self.ids) + node + 1]
+        return [*self.path(self.parents[node]), self.nodes[node]]
+
+    def root(self, node: int) -> int:
+        """What the path to a node begins behind: -1 or -2."""
+        return self.root(self.parents[node]) if node >= 0 else node
+
+    def with_new(self, ids: Sequence[int], parents: Sequence[int]) -> "Held":
+        """What it holds when an ask is answered."""
+        kept = len(ids) - len(parents)
+        return Held(self.slot, [*self.ids, *ids[:kept]], [*self.nodes, *ids[kept:]], [*self.parents, *parents])
+
+    def take(self, other: "Held") -> None:
+        self.ids, self.nodes, self.parents = other.ids, other.nodes, other.parents
+
+
+@dataclass
+class Asked:
+    """An ask, what its row holds when it is answered, and what is seen by each id whose logits it asks for."""
+
+    held: Held
+    ask: Ask
+    then: Held
+    paths: list[list[int]]
+
+
+def asked(held: Held, ids: Sequence[int], parents: Sequence[int], rows: int) -> Asked:
+    then, kept = held.with_new(ids, parents), len(held.ids)
+    new = [then.ids[: kept + i + 1] for i in range(len(ids) - len(parents))]
+    new += [then.path(len(held.nodes) + i) for i in range(len(parents))]
+    return Asked(held, Ask(held.slot, list(ids), rows, list(parents)), then, new[-rows:])
+
+
+def anew(lm: PreTrainedModel, paths: list[list[int]]) -> list[Tensor]:
+    """The logits behind each of some texts, forwarded as a whole; what is padded at the end is seen by nothing before it."""
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(path) for path in paths], batch_first=True)
+    with torch.no_grad():
+        logits = lm(padded).logits
+    return [row[len(path) - 1] for row, path in zip(logits, paths, strict=True)]
+
+
+def check(lm: PreTrainedModel, all_asked: Sequence[Asked], answers: Sequence[Answer | Exception]) -> None:
+    """All are answered by what forwarding the texts anew gives."""
+    expected = iter(anew(lm, [path for one in all_asked for path in one.paths]))
+    for one, answer in zip(all_asked, answers, strict=True):
+        assert isinstance(answer, Answer), answer
+        assert_close(answer.logits, torch.stack([next(expected) for _ in one.paths]))
+        one.held.take(one.then)
+
+
+@contextmanager
+def failing_by_an_id(lm: PreTrainedModel, place: str) -> Iterator[list[int]]:
+    """A model that raises in each forward that reads `FAULTY`. Counts those."""
+    layers = next(module for module in lm.modules() if isinstance(module, torch.nn.ModuleList))
+    failed: list[int] = []
+    reads_it = False
+
+    def look(_: Any, args: Any, kwargs: Any) -> None:
+        nonlocal reads_it
+        reads_it = bool((kwargs["input_ids"] == FAULTY).any())
+
+    def fail(*_: Any) -> None:
+        if reads_it:
+            failed.append(1)
+            raise RuntimeError("simulated")
+
+    part: Any = {PLACES[0]: lm, PLACES[1]: layers[1], PLACES[2]: lm.get_output_embeddings()}[place]
+    handles = [lm.register_forward_pre_hook(look, with_kwargs=True), part.register_forward_pre_hook(fail)]
+    try:
+        yield failed
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def poison(slots: Slots, index: int, places: slice) -> None:
+    """Let some places of a row hold what isn't a number, as a text that overflows leaves it."""
+    for layer in slots._layers:
+        if layer.is_initialized:
+            for states in (layer.keys, layer.values):
+                states[index : index + 1, :, places] = float("nan")
+
+
+class Sharing(RuleBasedStateMachine):
+    """Law 8: company changes nothing. Lists hold what the rows ought to hold."""
+
+    @initialize(architecture=st.sampled_from(sorted(ARCHITECTURES)), seed=st.integers(0, 1), texts=st.integers(1, 4))
+    def start(self, architecture: str, seed: int, texts: int) -> None:
+        self.model = model(architecture, VOCABULARY, seed, torch.float64)
+        self.slots = Slots(self.model)
+        self.texts = [Held(self.slots.join()) for _ in range(texts)]
+
+    @precondition(lambda self: len(self.texts) < 5)
+    @rule()
+    def join(self) -> None:
+        self.texts.append(Held(self.slots.join()))
+
+    def chosen(self, data: st.DataObject, most: int = 5) -> list[Held]:
+        able = [one for one in self.texts if len(one.ids) < LONGEST]
+        return data.draw(st.lists(st.sampled_from(able), min_size=1, max_size=most, unique_by=id)) if able else []
+
+    def drawn(self, held: Held, data: st.DataObject) -> Asked:
+        """Ids that are kept, nodes of a tree, or those behind these. Where a tree stands, there are further nodes alone."""
+        kept = [] if held.nodes else data.draw(few)
+        nodes = data.draw(st.lists(tokens, min_size=not kept, max_size=4))
+        first = -2 if len(held.ids) + len(kept) > 1 else -1
+        parents = [data.draw(st.integers(first, len(held.nodes) + i - 1)) for i in range(len(nodes))]
+        if data.draw(st.booleans()):  # a chain
+            parents = list(range(len(held.nodes) - 1, len(held.nodes) + len(nodes) - 1))
+        return asked(held, [*kept, *nodes], parents, data.draw(st.integers(1, len(kept) + len(nodes))))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        """One forward answers all."""
+        if all_asked := [self.drawn(one, data) for one in self.chosen(data)]:
+            with forwards(self.model) as seen:
+                answers = answered([one.ask for one in all_asked])
+            assert len(seen) == 1
+            check(self.model, all_asked, answers)
+            assert [isinstance(one, Answer) and one.cost.texts for one in answers] == [len(answers)] * len(answers)
+            assert sum(not answer.cost.told for answer in answers if isinstance(answer, Answer)) == 1
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def ask_for_much(self, data: st.DataObject) -> None:
+        """The cache grows, beside texts that ask for little."""
+        all_asked = []
+        for one in self.chosen(data):
+            if one.nodes or data.draw(st.booleans()):
+                all_asked.append(self.drawn(one, data))
+            else:
+                size, step = data.draw(st.integers(33, 90)), data.draw(st.integers(1, FAULTY - 1))
+                all_asked.append(asked(one, [(7 + step * i) % FAULTY for i in range(size)], (), data.draw(st.integers(1, 3))))
+        if all_asked:
+            check(self.model, all_asked, answered([one.ask for one in all_asked]))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), place=st.sampled_from(PLACES))
+    def ask_for_what_fails(self, data: st.DataObject, place: str) -> None:
+        """A text whose forward fails is told so, and holds what it held; the others are answered."""
+        all_asked = [self.drawn(one, data) for one in self.chosen(data)]
+        faulty = data.draw(st.lists(st.booleans(), min_size=len(all_asked), max_size=len(all_asked)))
+        for one, fails in zip(all_asked, faulty, strict=True):
+            if fails:
+                one.ask.ids[data.draw(st.integers(0, len(one.ask.ids) - 1))] = FAULTY  # type: ignore[index]
+        with failing_by_an_id(self.model, place) as failed:
+            answers = answered([one.ask for one in all_asked])
+        assert [isinstance(answer, Exception) for answer in answers] == faulty
+        assert len(failed) == sum(faulty) + (sum(faulty) > 0 and len(faulty) > 1)
+        right = [pair for pair, fails in zip(zip(all_asked, answers, strict=True), faulty, strict=True) if not fails]
+        if right:
+            check(self.model, *map(list, zip(*right, strict=True)))  # type: ignore[arg-type]
+
+    @precondition(lambda self: any(one.nodes for one in self.texts))
+    @rule(data=st.data())
+    def keep_a_path(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from([one for one in self.texts if one.nodes]))
+        node = data.draw(st.sampled_from([-1, *(node for node in range(len(held.nodes)) if held.root(node) == -1)]))
+        path: list[int] = []
+        ids = held.path(node)
+        while node >= 0:
+            path, node = [node, *path], held.parents[node]
+        held.slot.keep(path)
+        held.ids, held.nodes, held.parents = ids, [], []
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(self.texts))
+        length = data.draw(st.integers(max(0, len(held.ids) - 12), len(held.ids)))
+        assert held.slot.roll_back(length)
+        held.ids, held.nodes, held.parents = held.ids[:length], [], []
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def start_anew(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(self.texts))
+        held.slot.start_anew()
+        held.ids, held.nodes, held.parents = [], [], []
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def leave(self, data: st.DataObject, times: int) -> None:
+        held = self.texts.pop(data.draw(st.integers(0, len(self.texts) - 1)))
+        for _ in range(times):
+            held.slot.leave()
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def overflow_and_leave(self, data: st.DataObject) -> None:
+        """What a text forwarded isn't a number."""
+        held = self.texts.pop(data.draw(st.integers(0, len(self.texts) - 1)))
+        poison(self.slots, held.slot.index, slice(0, self.slots._used[held.slot.index]))
+        held.slot.leave()
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def overflow_in_what_is_taken_back(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(self.texts))
+        if not held.slot.moves:
+            poison(self.slots, held.slot.index, slice(held.slot.held, self.slots._used[held.slot.index]))
+
+    @invariant()
+    def slots_are_as_long_as_their_ids_and_no_two_texts_have_one_row(self) -> None:
+        if hasattr(self, "texts"):
+            assert [(one.slot.length, one.slot.branched) for one in self.texts] == [
+                (len(one.ids), len(one.nodes)) for one in self.texts
+            ]
+            assert len({one.slot.index for one in self.texts}) == len(self.texts)
+            assert all(self.slots._rows[one.slot.index] is one.slot for one in self.texts)
+
+
+Sharing.TestCase.settings = examples(250, stateful_step_count=16)
+TestSharing = Sharing.TestCase
+
+LM = model("Llama", VOCABULARY, 0, torch.float64)
+
+
+def filled(slots: Slots, *sizes: int) -> list[Held]:
+    """Texts of so many ids, in rows of their own."""
+    texts = [Held(slots.join()) for _ in sizes]
+    all_asked = [
+        asked(held, [(3 + 5 * row + i) % FAULTY for i in range(size)], (), 1)
+        for row, (held, size) in enumerate(zip(texts, sizes, strict=True))
+    ]
+    check(LM, all_asked, answered([one.ask for one in all_asked]))
+    return texts
+
+
+def ask_one_more(texts: Sequence[Held], lm: PreTrainedModel = LM) -> None:
+    all_asked = [asked(held, [11], (), 1) for held in texts]
+    check(lm, all_asked, answered([one.ask for one in all_asked]))
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("between", [False, True])
+def test_what_isnt_a_number_in_a_row_that_was_left_never_reaches_the_next_text(index: int, between: bool) -> None:
+    """Be there a forward of the others before it joins, or none."""
+    slots = Slots(LM)
+    texts = filled(slots, 20, 20, 20)
+    left = texts.pop(index)
+    poison(slots, left.slot.index, slice(0, slots._used[left.slot.index]))
+    left.slot.leave()
+    if between:
+        ask_one_more(texts)
+    texts.append(Held(slots.join()))
+    for _ in range(3):
+        ask_one_more(texts)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_isnt_a_number_behind_the_end_of_a_row_never_reaches_a_text(index: int) -> None:
+    slots = Slots(LM)
+    texts = filled(slots, 30, 30)
+    for held in texts:
+        held.slot.roll_back(4)
+        held.ids = held.ids[:4]
+    poison(slots, index, slice(4, 30))
+    texts[1 - index].slot.start_anew()
+    texts[1 - index].ids = []
+    long = asked(texts[1 - index], list(range(25)), (), 1)
+    check(LM, [long], answered([long.ask]))
+    for _ in range(3):
+        ask_one_more(texts)
+
+
+def test_a_text_that_overflows_leaves_the_logits_of_others_as_they_are() -> None:
+    slots = Slots(LM)
+    texts = filled(slots, 6, 9, 12)
+    poison(slots, 1, slice(2, 5))
+    (first, sick, last) = (asked(held, [11, 12], (), 2) for held in texts)
+    answers = answered([first.ask, sick.ask, last.ask])
+    assert isinstance(answers[1], Answer)
+    assert answers[1].logits.isnan().all()
+    check(LM, [first, last], [answers[0], answers[2]])
+
+
+@examples(40)
+@given(
+    sizes=st.lists(st.integers(1, 32), min_size=2, max_size=6),
+    staying=st.lists(st.booleans(), min_size=6, max_size=6),
+    joining=st.integers(0, 3),
+)
+def test_no_forward_runs_over_rows_that_were_left(sizes: list[int], staying: list[bool], joining: int) -> None:
+    """Also where texts joined that were not forwarded yet."""
+    slots = Slots(LM)
+    texts = filled(slots, *sizes)
+    further = [Held(slots.join()) for _ in range(joining)]
+    for held, stays in zip(texts, staying, strict=False):
+        if not stays:
+            held.slot.leave()
+    kept = [*(held for held, stays in zip(texts, staying, strict=False) if stays), *further]
+    if not kept:
+        return
+    with forwards(LM) as seen:
+        ask_one_more(kept)
+    assert [tuple(ids.shape) for ids in seen[:1]] == [(len(kept), 1)]
+    ask_one_more(kept)
+
+
+def test_texts_that_come_and_go_take_no_more_room_than_those_that_are_there() -> None:
+    slots = Slots(LM)
+    shapes = set()
+    for turn in range(12):
+        texts = filled(slots, *[20] * 3)
+        shapes.add(tuple(slots._layers[0].keys.shape))
+        for held in texts[:: 1 if turn % 2 else -1]:
+            held.slot.leave()
+    assert len(shapes) == 1
+    assert shapes.pop()[0] <= 4
+
+
+def test_leaving_twice_takes_nobodys_row() -> None:
+    slots = Slots(LM)
+    first, second = filled(slots, 3, 5)
+    first.slot.leave()
+    third = Held(slots.join())
+    first.slot.leave()
+    assert third.slot.index == 0
+    ask_one_more([second, third])
+
+
+def test_a_row_that_moved_is_left_where_it_is_now() -> None:
+    slots = Slots(LM)
+    first, second, third = filled(slots, 3, 5, 7)
+    first.slot.leave()
+    ask_one_more([second, third])
+    third.slot.leave()
+    fourth = Held(slots.join())
+    ask_one_more([second, fourth])
+    assert len(slots._rows) == 2
+
+
+def test_texts_of_much_unlike_lengths_are_read_apart_and_those_alike_together() -> None:
+    slots = Slots(LM)
+    texts = [Held(slots.join()) for _ in range(4)]
+    sizes = (40, 60, 200, 5)
+    all_asked = [asked(held, [(3 + i) % FAULTY for i in range(size)], (), 1) for held, size in zip(texts, sizes, strict=True)]
+    with forwards(LM) as seen:
+        answers = answered([one.ask for one in all_asked])
+    assert sorted(tuple(ids.shape) for ids in seen) == [(1, 5), (1, 200), (2, 60)]
+    check(LM, all_asked, answers)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_others_are_forwarded_again_where_one_of_them_fails(place: str) -> None:
+    """As trees and chains, and also where the failing text is asked for first or in between."""
+    for faulty in range(3):
+        slots = Slots(LM)
+        texts = filled(slots, 4, 6, 8)
+        all_asked = [
+            asked(texts[0], [5, 6, 7], (-1, -1, 0), 3),
+            asked(texts[1], [8], (), 1),
+            asked(texts[2], [9, 10, 11], (-2, 0), 2),
+        ]
+        right = all_asked[faulty].ask.ids
+        all_asked[faulty] = replace(all_asked[faulty], ask=all_asked[faulty].ask._replace(ids=[*right[:-1], FAULTY]))
+        with failing_by_an_id(LM, place) as failed:
+            answers = answered([one.ask for one in all_asked])
+        assert len(failed) == 2, "together, and alone"
+        assert isinstance(answers[faulty], RuntimeError)
+        others = [row for row in range(3) if row != faulty]
+        check(LM, [all_asked[row] for row in others], [answers[row] for row in others])
+        for row in others:
+            texts[row].slot.keep([])
+            texts[row].nodes, texts[row].parents = [], []
+        ask_one_more(texts)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_texts_whose_first_forward_fails_spoil_nothing_for_those_that_come_behind_them(place: str) -> None:
+    slots = Slots(LM)
+    (long,) = filled(slots, 40)
+    bad = [slots.join() for _ in range(2)]
+    with failing_by_an_id(LM, place):
+        answers = answered([Ask(slot, [FAULTY, 3], 1) for slot in bad] + [Ask(long.slot, [FAULTY], 1)])
+    assert all(isinstance(answer, RuntimeError) for answer in answers)
+    joined = Held(slots.join())
+    bad[0].leave()
+    with forwards(LM) as seen:
+        ask_one_more([long, joined])
+    assert len(seen[:-1]) == 1, "one for both, and that of the check"
+    bad[1].leave()
+    ask_one_more([joined, long])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_row_whose_first_forward_failed_may_move_to_another_place(place: str) -> None:
+    slots = Slots(LM)
+    (long,) = filled(slots, 40)
+    bad = [slots.join() for _ in range(2)]
+    with failing_by_an_id(LM, place):
+        assert all(isinstance(answer, RuntimeError) for answer in answered([Ask(slot, [FAULTY, 3], 1) for slot in bad]))
+    bad[0].leave()
+    ask_one_more([long])
+    assert bad[1].index == 1
+    ask_one_more([Held(bad[1]), long])
+
+
+# what is written for one text
+
+
+def writes(slot: Row, ids: list[int], told: list[str]) -> Asking[list[int]]:
+    """Reads some ids one by one; what fails it notes, and goes on behind it."""
+    picks = []
+    while ids:
+        try:
+            answer = yield Ask(slot, [ids[0]], 1)
+            picks.append(int(answer.logits.argmax()))
+        except RuntimeError as error:
+            told.append(str(error))
+        ids = ids[1:]
+    return picks
+
+
+@examples(40)
+@given(texts=st.lists(st.lists(st.integers(0, FAULTY), max_size=6), max_size=4), place=st.sampled_from(PLACES))
+def test_a_text_that_is_told_of_a_failure_goes_on_and_the_others_never_know(texts: list[list[int]], place: str) -> None:
+    slots = Slots(LM)
+    told: list[list[str]] = [[] for _ in texts]
+    with failing_by_an_id(LM, place):
+        results = together([writes(slots.join(), ids, notes) for ids, notes in zip(texts, told, strict=True)])
+    assert [len(notes) for notes in told] == [ids.count(FAULTY) for ids in texts]
+    for ids, picks in zip(texts, results, strict=True):
+        read = [token for token in ids if token != FAULTY]
+        assert picks == (LM(torch.tensor([read])).logits[0].argmax(-1).tolist() if read else [])
+
+
+def test_a_failure_that_nobody_catches_is_raised_where_the_texts_are_run() -> None:
+    slots = Slots(LM)
+
+    def careless() -> Generator[Ask, Answer, int]:
+        yield Ask(slots.join(), [FAULTY], 1)
+        return 0
+
+    with failing_by_an_id(LM, PLACES[1]), pytest.raises(RuntimeError, match="simulated"):
+        together([writes(slots.join(), [3, 4], []), careless()])  # type: ignore[list-item]
+
+
+def test_texts_that_ask_for_nothing_and_for_different_models_run_together() -> None:
+    other = model("Mistral", VOCABULARY, 1, torch.float64)
+    slots, others = Slots(LM), Slots(other)
+
+    def silent() -> Asking[list[int]]:
+        return []
+        yield
+
+    with forwards(LM) as seen, forwards(other) as seen_too:
+        found = together([silent(), *(writes(one.join(), [3, 5, 7], []) for one in (slots, others, slots))])
+    assert (len(seen), len(seen_too)) == (3, 3)
+    ids = torch.tensor([[3, 5, 7]])
+    expected = [lm(ids).logits[0].argmax(-1).tolist() for lm in (LM, other)]
+    assert found == [[], expected[0], expected[1], expected[0]]
