@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import partial
-from math import log2
+from math import log2, sqrt
 from threading import RLock
 from typing import Any
 
@@ -244,7 +244,7 @@ class Ledger:
             gained = len(one.own.intersection(path))
             extra = at(1 + rows + len(one.own)) - at(1 + rows) + took
             if not one.first:
-                lost = (extra * account.without.rate - gained) / forward.texts
+                lost = (extra * account.without.rate - gained) / sqrt(forward.texts)  # by which luck grows with the texts
                 account.backoff(one.sure).judge(lost, extra / (at(1) or 1.0))
                 account.lately.add(len(one.tree.along(block)), took)
             rows, right, spent = rows + len(one.own), right + gained, spent + took
