@@ -35,7 +35,7 @@ END = 2
 class Speaker:
     """A slot in a draft whose every logit says how `truth`, its own ids of the whole text, goes on; behind it, the end."""
 
-    device, vocabulary, chunk, shares = torch.device("cpu"), 700, 5, False
+    device, vocabulary, chunk, shares, most = torch.device("cpu"), 700, 5, False, None
 
     def __init__(self, truth: Sequence[int]) -> None:
         self.truth = tuple(truth)
