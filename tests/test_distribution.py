@@ -63,7 +63,7 @@ MARKS = TokenBytes((None, None, b".", b",", b"!", b"-", b"?", b";"), "test")
 class TableModel:
     """What the loop asks of a slot in a target, from a table: the logits behind the last id."""
 
-    vocabulary, device, chunk, shares = len(TARGET), torch.device("cpu"), None, False
+    vocabulary, device, chunk, shares, most = len(TARGET), torch.device("cpu"), None, False, None
 
     def __init__(self) -> None:
         self.server = self
