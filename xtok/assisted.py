@@ -28,7 +28,7 @@ from xtok.drafts.reader import DraftModel
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.ledger import Account, Ledger
-from xtok.models.cache import context_window
+from xtok.models.cache import positions
 from xtok.models.forwards import Slot
 from xtok.models.load import Source, draft_model, target_model
 from xtok.models.probe import fits_trees, takes_slots, takes_trees
@@ -305,7 +305,7 @@ class XTokAssisted:
             config=prepared.config,
             session=self._session(prepared, prompt, noise, meter, seat),
             budget=self._budget_of(prepared, branches=branches),
-            deepest=min((size for size in (context_window(self.model), slot.most) if size), default=None),
+            deepest=positions(self.model, slot),
             meter=meter,
             seed=seed if prepared.samples else None,
         )

@@ -60,7 +60,7 @@ def _evened(texts: list[Sequence], trees: list[Tree]) -> list[Tree]:
     """Guesses with no more nodes than pay: where texts share a forward, a node more in one of them is a row more in all."""
     sharing = [text for text in texts if text.slot.shares]
     guessing = {
-        text.session: tree for text, tree in zip(texts, trees, strict=True) if tree and text.session and text in sharing
+        text.session: tree for text, tree in zip(texts, trees, strict=True) if tree and text.session and text.slot.shares
     }
     offers = [offer for session in guessing if (offer := session.offer()) is not None]
     if len(sharing) < 2 or not offers or len(offers) < len(guessing):

@@ -48,7 +48,6 @@ class Sequence:
     _limit: int | None = field(init=False)
     _ends: frozenset[int] = field(init=False)
     _length: int = field(init=False)
-    _shown: int = field(init=False)
 
     def __post_init__(self) -> None:
         limits = [one.max_length for one in self.criteria if type(one) is MaxLengthCriteria]
@@ -56,7 +55,6 @@ class Sequence:
         self._limit, self._ends = min(limits, default=None), frozenset(token for some in ends for token in some)
         self.criteria = StoppingCriteriaList(one for one in self.criteria if type(one) not in _KNOWN)
         self._length = self.ids.shape[1]
-        self._shown = self.text.prompt_length
 
     @property
     def new_ids(self) -> list[int]:
@@ -72,11 +70,6 @@ class Sequence:
         """What is to be forwarded next: committed ids, no more of a prompt than the slot takes at once."""
         end = None if self.slot.chunk is None else self.read + self.slot.chunk
         return list(self.text.ids[self.read : end])
-
-    def fresh(self) -> list[int]:
-        """What was committed since it was last asked for."""
-        before, self._shown = self._shown, len(self.text.ids)
-        return self.text.ids[before:]
 
     def end(self) -> None:
         """Let go of its drafters, and make room for other texts."""

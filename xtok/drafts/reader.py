@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from xtok.align.reencode import Reencoder
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts import Context
-from xtok.models.cache import context_window
+from xtok.models.cache import positions
 from xtok.models.forwards import Ask, Asking, Slot
 from xtok.models.probe import takes_trees
 from xtok.models.seats import Seat
@@ -47,7 +47,7 @@ class Reader:
         self._text = Reencoder(draft.vocabulary.encoder)
         self._read: int | None = None
         self._slot = slot or Seat().slot(draft.model)
-        self._window = min((size for size in (context_window(draft.model), self._slot.most) if size), default=None)
+        self._window = positions(draft.model, self._slot)
         self._lead = len(draft.lead if prompt is None else prompt)
         self._ids = list(draft.lead if prompt is None else prompt)
         self._start = self._held = 0  # the cache holds `_held` ids from `_start` on, as far as they are read alike

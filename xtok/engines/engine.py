@@ -142,16 +142,17 @@ class Engine:
     def _run(self) -> None:
         """Round by round, until it is closed and nothing is left."""
         while self._admit():
-            start = perf_counter()
+            start, turn = perf_counter(), self._turn()
+            blocks = list[list[int]]()
             try:
-                step(self._xt.target, [job.text for job in self._turn() if job.text is not None])
+                blocks = step(self._xt.target, [job.text for job in turn if job.text is not None])
             except BaseException as error:  # what is no fault of one text is told to all, an exit, too: none may wait forever
                 for job in self._running:
                     if job.text is not None:
                         job.text.fail(error)
             with self._changed:
                 self._seconds += perf_counter() - start
-            self._deliver()
+            self._deliver(dict(zip(turn, blocks, strict=False)))
 
     def _admit(self) -> bool:
         """Wait for something to do; let texts begin in the order in which they came. False where there will be nothing."""
@@ -194,11 +195,11 @@ class Engine:
                 reading += 0 if job.text.begun else len(job.text.unread())
         return turn
 
-    def _deliver(self) -> None:
+    def _deliver(self, blocks: dict[_Job, list[int]]) -> None:
         """Hand out what was committed, and let those go that have ended."""
         for job in list(self._running):
             assert job.text is not None and job.pieces is not None
-            if piece := job.pieces.add(job.text.fresh()):
+            if piece := job.pieces.add(blocks.get(job, [])):
                 job.ticket.add(piece)
             if job.text.finish_reason is not None:
                 self._finish(job, job.text, job.pieces)
@@ -229,10 +230,13 @@ def _positions(xt: XTokAssisted, rows: int, memory: int) -> int:
     """How many positions each of some rows may have in so many bytes, in all models together."""
     if not isinstance(memory, int) or memory < 1:
         raise InvalidInputError(f"memory is {memory!r}; give a number of bytes, as 8 * 1024**3.")
-    sizes = {type(model).__name__: position_bytes(model) for model in xt.models()}
-    if apart := [name for name, size in sizes.items() if size is None]:
-        raise UnsupportedModelError(f"{apart[0]} keeps a cache of its own for each text, so its memory isn't bounded here.")
-    size = sum(position_bytes(model) or 0 for model in xt.models())
+    size = 0
+    for model in xt.models():
+        own = position_bytes(model)
+        if own is None:
+            name = type(model).__name__
+            raise UnsupportedModelError(f"{name} keeps a cache of its own for each text, so its memory isn't bounded here.")
+        size += own
     most = memory // (rows * size) - xt.guesses()
     if most < 1:
         raise InvalidInputError(

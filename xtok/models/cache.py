@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from xtok.costs import Cost
-from xtok.models.forwards import Answer, Ask, wait_for
+from xtok.models.forwards import Answer, Ask, Slot, wait_for
 from xtok.models.rope import turns
 from xtok.stats import timed
 
@@ -48,6 +48,11 @@ def context_window(model: PreTrainedModel) -> int | None:
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     return next((int(size) for name in names if (size := getattr(config, name, None))), None)
+
+
+def positions(model: PreTrainedModel, slot: Slot) -> int | None:
+    """How many positions a text may have: those that `model` was made for, and that its slot has room for; None for any."""
+    return min((size for size in (context_window(model), slot.most) if size), default=None)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
