@@ -30,6 +30,7 @@ from xtok.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
+from xtok.models.probe import position_bytes
 
 TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
 LM = target("Llama")
@@ -656,16 +657,51 @@ def cache_bytes(engine: Engine) -> int:
 def test_caches_stay_within_the_memory_that_they_may_have(xt: XTokAssisted) -> None:
     memory = 12_000_000
     with Engine(xt, batch_size=3, memory=memory) as engine:
-        most = engine._most
-        assert most is not None
+        assert engine._room is not None
+        most = engine._room - xt.guesses()
         with pytest.raises(InvalidInputError, match=f"room for {most}"):
             engine.submit(TEXTS[0], do_sample=False, max_length=most + 1)
-        sizes = [most - 20, 1, most // 2, most - 40, 3]
-        tickets = [engine.submit(long(size), **GREEDY) for size in sizes]
+        sizes = [most // 3, 1, most // 2, 1900, 3, 800, 40]
+        taken = list[int]()
+
+        def notes(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            taken.append(cache_bytes(engine))
+            return scores
+
+        tickets = [engine.submit(long(size), **GREEDY, **by(notes)) for size in sizes]
         assert [ids(one) for one in tickets] == [greedily("Llama", long(size)) for size in sizes]
         to_the_end = engine.submit(TEXTS[0], do_sample=False, max_length=64, eos_token_id=None, pad_token_id=0)
         assert len(ids(to_the_end)) > 30
-    assert 0 < cache_bytes(engine) <= memory
+    assert 0 < min(taken) <= max(taken) <= memory
+
+
+@examples(20)
+@given(sizes=st.lists(st.integers(1, 500), min_size=1, max_size=8), batch_size=st.integers(1, 5), room=st.integers(600, 3000))
+@example(sizes=[1, 1, 500, 1, 1], batch_size=5, room=600)
+def test_texts_wait_for_memory_and_are_what_each_is_alone(sizes: list[int], batch_size: int, room: int) -> None:
+    begun = list[int]()
+
+    def notes(number: int) -> Any:
+        return lambda _, scores: (begun.append(number), taken.append(cache_bytes(engine)), scores)[2]
+
+    taken, memory = list[int](), room * (position_bytes(LM) or 0)
+    with Engine(PLAIN, batch_size=batch_size, memory=memory) as engine:
+        tickets = [engine.submit(long(size), **GREEDY, **by(notes(row))) for row, size in enumerate(sizes)]
+        assert [ids(one) for one in tickets] == [greedily("Llama", long(size)) for size in sizes]
+    assert max(taken) <= memory
+    assert sorted(set(begun)) == list(dict.fromkeys(begun))
+
+
+def test_a_text_waits_until_there_is_room_and_those_behind_it_too() -> None:
+    memory = 1000 * (position_bytes(LM) or 0)
+    with Engine(PLAIN, batch_size=4, memory=memory) as engine:
+        with held(engine, 3) as first:
+            tickets = [engine.submit(prompt, **GREEDY) for prompt in (TEXTS[1], long(700), TEXTS[2])]
+            assert engine.stats.waiting == 3
+        with held(engine):
+            pass
+        assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in (TEXTS[1], long(700), TEXTS[2])]
+        assert first.result(PATIENCE).token_ids
 
 
 def test_memory_that_cant_be_bounded_is_refused() -> None:

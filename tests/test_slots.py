@@ -116,6 +116,11 @@ def failing_by_an_id(lm: PreTrainedModel, place: str) -> Iterator[list[int]]:
             handle.remove()
 
 
+def shapes(slots: Slots) -> set[tuple[int, int]]:
+    """How many rows and positions there are."""
+    return {(layer.keys.shape[0], layer.keys.shape[2]) for layer in slots._layers if layer.is_initialized}
+
+
 def poison(slots: Slots, index: int, places: slice) -> None:
     """Let some places of a row hold what isn't a number, as a text that overflows leaves it."""
     for layer in slots._layers:
@@ -127,10 +132,17 @@ def poison(slots: Slots, index: int, places: slice) -> None:
 class Sharing(RuleBasedStateMachine):
     """Law 8: company changes nothing. Lists hold what the rows ought to hold."""
 
-    @initialize(architecture=st.sampled_from(sorted(ARCHITECTURES)), seed=st.integers(0, 1), texts=st.integers(1, 4))
-    def start(self, architecture: str, seed: int, texts: int) -> None:
+    @initialize(
+        architecture=st.sampled_from(sorted(ARCHITECTURES)),
+        seed=st.integers(0, 1),
+        texts=st.integers(1, 4),
+        rows=st.integers(1, 6),
+        room=st.sampled_from([None, 1, 60, 200, 400]),
+    )
+    def start(self, architecture: str, seed: int, texts: int, rows: int, room: int | None) -> None:
         self.model = model(architecture, VOCABULARY, seed, torch.float64)
-        self.slots = Slots(self.model)
+        self.slots = Slots(self.model, rows=rows, room=room)
+        self.room, self.needed = room, 0
         self.texts = [Held(self.slots.join()) for _ in range(texts)]
 
     @precondition(lambda self: len(self.texts) < 5)
@@ -253,6 +265,14 @@ class Sharing(RuleBasedStateMachine):
             assert len({one.slot.index for one in self.texts}) == len(self.texts)
             assert all(self.slots._rows[one.slot.index] is one.slot for one in self.texts)
 
+    @invariant()
+    def there_is_no_more_room_than_is_needed_or_there_may_be(self) -> None:
+        if getattr(self, "room", None) is not None:
+            length = max((one.slot.length for one in self.texts), default=0)
+            nodes = max((one.slot.branched for one in self.texts), default=0)
+            self.needed = max(self.needed, len(self.slots._rows) * (length + nodes + 1))  # where padding goes
+            assert all(rows * positions <= max(self.room, self.needed) for rows, positions in shapes(self.slots))
+
 
 Sharing.TestCase.settings = examples(250, stateful_step_count=16)
 TestSharing = Sharing.TestCase
@@ -352,6 +372,16 @@ def test_texts_that_come_and_go_take_no_more_room_than_those_that_are_there() ->
             held.slot.leave()
     assert len(shapes) == 1
     assert shapes.pop()[0] <= 4
+
+
+def test_room_that_texts_leave_is_that_of_longer_ones_and_of_more() -> None:
+    slots = Slots(LM, rows=4, room=400)
+    for sizes, shape in [((20, 30, 25, 9), (4, 100)), ((300,), (1, 384)), ((120, 7, 11), (3, 133)), ((40,) * 8, (8, 50))]:
+        texts = filled(slots, *sizes)
+        assert shapes(slots) == {shape}
+        ask_one_more(texts)
+        for held in texts:
+            held.slot.leave()
 
 
 def test_leaving_twice_takes_nobodys_row() -> None:

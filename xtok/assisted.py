@@ -195,7 +195,8 @@ class XTokAssisted:
 
         The generator returns (`StopIteration.value`) what `generate` returns.
         """
-        return self._pieces(self.asked(prompt, arguments)(Seat()))
+        _, begin = self.asked(prompt, arguments)
+        return self._pieces(begin(Seat()))
 
     def _pieces(self, text: Sequence) -> Generator[str, None, Generation]:
         pieces = TextPieces(self.target.vocabulary.view, text.text.data)
@@ -251,27 +252,22 @@ class XTokAssisted:
         return [self.model, *adapted, *(draft.model for draft in self._drafts if isinstance(draft, ModelDraft))]
 
     def guesses(self) -> int:
-        """How many positions the guesses of a text may take in a model."""
+        """How many positions the guesses of a text, or padding, may take in a model."""
         budget = self._budget
-        return max(64, budget.nodes, 4 * budget.depth * budget.width)
+        return 1 if not self._drafts else max(64, budget.nodes, 4 * budget.depth * budget.width)
 
-    def asked(self, prompt: str | Chat, arguments: dict[str, Any], most: int | None = None) -> Callable[[Seat], Sequence]:
-        """One text, checked and ready to begin wherever there is a seat for it. Errors are those of `generate`.
+    def asked(self, prompt: str | Chat, arguments: dict[str, Any]) -> tuple[float, Callable[[Seat], Sequence]]:
+        """One text, checked: how many positions it may get, prompt included, and what begins it wherever there is a seat for it.
 
-        `most`: how many positions it may have; `InvalidInputError` where it might get more.
+        Errors are those of `generate`.
         """
         seed = arguments.pop("seed", None)
         hf.check_seed(seed)
         prepared = hf.prepare(self.target, prompt, arguments)
         if len(prepared) > 1:
             raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")
-        if most is not None and prepared[0].config.max_length > most:
-            raise InvalidInputError(
-                f"The text may get {prepared[0].config.max_length} positions, prompt included, and there is room for {most}. "
-                "Ask for fewer new tokens, or give more memory."
-            )
         seed, (noise,) = hf.noises(prepared, seed)
-        return lambda seat: self._text(prepared[0], noise, seed, seat)
+        return prepared[0].config.max_length, lambda seat: self._text(prepared[0], noise, seed, seat)
 
     def _begin(self, prepared: list[hf.Prepared], seed: int | None, batch_size: int) -> Iterator[Sequence]:
         """The texts of a call, one after another. What those share, such as the seed, is decided here."""

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from threading import Condition, Thread
 from time import perf_counter
 from types import TracebackType
@@ -38,9 +39,13 @@ class EngineStats:
 
 @dataclass(eq=False)
 class _Job:
-    """A text that was submitted. `begin` makes it; then there is `text`, and what cuts it in `pieces`."""
+    """A text that was submitted. `begin` makes it; then there is `text`, and what cuts it in `pieces`.
+
+    `most`: how many positions it may get, where memory is bounded.
+    """
 
     ticket: Ticket
+    most: int | None
     begin: Callable[[Seat], Sequence]
     text: Sequence | None = None
     pieces: TextPieces | None = None
@@ -59,8 +64,9 @@ class Engine:
     """
 
     def __init__(self, xt: XTokAssisted, *, batch_size: int = 16, queue: int = 1024, memory: int | None = None) -> None:
-        """`queue`: how many texts may wait. `memory`: how many bytes the caches of all texts and models may have, of which
-        each of `batch_size` texts has as much; a text that might need more is refused.
+        """`queue`: how many texts may wait. `memory`: how many bytes the caches of all texts and models may have: in each model,
+        texts × positions of the longest × bytes of a position. A text that might need more than all of it is refused; one that
+        there is no room for beside those that run waits, and with it those that came later.
 
         Raises `InvalidInputError` for settings that make no sense, and `UnsupportedModelError` where memory can't be bounded.
         """
@@ -72,8 +78,8 @@ class Engine:
         self._changed = Condition()
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
-        self._most = None if memory is None else _positions(xt, batch_size, memory)
-        self._caches = Caches(batch_size, self._most, xt.guesses())
+        self._room = None if memory is None else _room(xt, memory)
+        self._caches = Caches(batch_size, self._room)
         self._closing = False
         self._tokens = self._forwards = 0
         self._seconds = 0.0
@@ -89,8 +95,8 @@ class Engine:
         """
         if arguments.get("streamer") is not None:
             raise UnsupportedArgumentError("streamer can't be used here. Iterate over the ticket, for pieces of text.")
-        begin = self._xt.asked(prompt, arguments, self._most)
-        job = _Job(Ticket(self._wake), begin)
+        most, begin = self._xt.asked(prompt, arguments)
+        job = _Job(Ticket(self._wake), self._within_room(most), begin)
         with self._changed:
             if self._closing:
                 raise EngineClosedError("The engine is closed. Submit texts before it is, or make another one.")
@@ -160,12 +166,29 @@ class Engine:
             self._changed.wait_for(lambda: self._running or self._waiting or self._closing)
             self._drop_cancelled()
             begun = []
-            while self._waiting and len(self._running) < self._batch_size:
+            while self._waiting and len(self._running) < self._batch_size and self._has_room(self._waiting[0]):
                 self._running.append(self._waiting.popleft())
                 begun.append(self._running[-1])
         for job in begun:
             self._begin(job)
         return bool(self._running or self._waiting or not self._closing)
+
+    def _within_room(self, most: float) -> int | None:
+        """How many positions a text has, which may get `most`. Raises `InvalidInputError` where there is never room for it."""
+        if self._room is None:
+            return None
+        room = self._room - self._xt.guesses()
+        if most > room:
+            raise InvalidInputError(
+                f"The text may get {most} positions, prompt included, and memory has room for {room}, and {self._xt.guesses()} "
+                "for guesses. Ask for fewer new tokens, or give more memory."
+            )
+        return ceil(most)
+
+    def _has_room(self, job: _Job) -> bool:
+        """Whether it fits beside the texts that run: each has as many positions as the longest may get."""
+        sizes = [one.most + self._xt.guesses() for one in (*self._running, job) if one.most is not None]
+        return self._room is None or len(sizes) * max(sizes) <= self._room
 
     def _drop_cancelled(self) -> None:
         dropped = [job for job in (*self._running, *self._waiting) if job.ticket.cancelled]
@@ -177,7 +200,7 @@ class Engine:
             job.ticket.end_cancelled()
 
     def _begin(self, job: _Job) -> None:
-        seat = Seat(self._caches)
+        seat = Seat(self._caches, job.most)
         try:
             job.text = job.begin(seat)
             job.pieces = TextPieces(self._xt.target.vocabulary.view, job.text.text.data)
@@ -226,8 +249,8 @@ class Engine:
         self._forwards += text.slot.forwards
 
 
-def _positions(xt: XTokAssisted, rows: int, memory: int) -> int:
-    """How many positions each of some rows may have in so many bytes, in all models together."""
+def _room(xt: XTokAssisted, memory: int) -> int:
+    """How many positions the caches may have in so many bytes, each of them in all models."""
     if not isinstance(memory, int) or memory < 1:
         raise InvalidInputError(f"memory is {memory!r}; give a number of bytes, as 8 * 1024**3.")
     size = 0
@@ -237,10 +260,9 @@ def _positions(xt: XTokAssisted, rows: int, memory: int) -> int:
             name = type(model).__name__
             raise UnsupportedModelError(f"{name} keeps a cache of its own for each text, so its memory isn't bounded here.")
         size += own
-    most = memory // (rows * size) - xt.guesses()
-    if most < 1:
+    if memory < size * (xt.guesses() + 1):
         raise InvalidInputError(
-            f"memory is {memory:,} bytes; {rows} texts of one position, and {xt.guesses()} for its guesses, take "
-            f"{rows * size * (xt.guesses() + 1):,} ({size:,} for each position). Give more, or a smaller batch_size."
+            f"memory is {memory:,} bytes; a text of one position, and {xt.guesses()} for its guesses, takes "
+            f"{size * (xt.guesses() + 1):,} ({size:,} for each position). Give more."
         )
-    return most
+    return memory // size

@@ -15,31 +15,32 @@ _SNAPSHOTS = 16
 class Caches:
     """The caches of texts that are generated together, one for each model."""
 
-    def __init__(self, rows: int = 1, most: int | None = None, guesses: int = 0) -> None:
-        """`rows`: how many texts there will be at a time. `most`, `guesses`: how many positions each may have in a model."""
-        self._rows, self._most, self._guesses = rows, most, guesses
+    def __init__(self, rows: int = 1, room: int | None = None) -> None:
+        """`rows`: how many texts there will be at a time. `room`: how many positions a model's cache may have for all of them,
+        rows × positions of a row; None for as many as are needed.
+        """
+        self._rows, self._room = rows, room
         self._slots: dict[PreTrainedModel, Slots] = {}
 
     def of(self, model: PreTrainedModel, *, shows_hidden: bool = False) -> Slots:
         """The cache of a model that takes slots."""
         if model not in self._slots:
-            self._slots[model] = Slots(
-                model, shows_hidden=shows_hidden, rows=self._rows, most=self._most, guesses=self._guesses
-            )
+            self._slots[model] = Slots(model, shows_hidden=shows_hidden, rows=self._rows, room=self._room)
         return self._slots[model]
 
 
 class Seat:
     """What one text takes up in the caches that it shares with others, or in its own."""
 
-    def __init__(self, caches: Caches | None = None) -> None:
-        self._caches = caches or Caches()
+    def __init__(self, caches: Caches | None = None, most: int | None = None) -> None:
+        """`most`: how many positions it may have in a model, beside guesses; None for as many as it needs."""
+        self._caches, self._most = caches or Caches(), most
         self._taken: list[Slot] = []
 
     def slot(self, model: PreTrainedModel, *, shows_hidden: bool = False) -> Slot:
         """A slot in `model`: one whose forwards are shared, where the model can be held so."""
         if takes_slots(model):
-            self._taken.append(self._caches.of(model, shows_hidden=shows_hidden).join())
+            self._taken.append(self._caches.of(model, shows_hidden=shows_hidden).join(self._most))
             return self._taken[-1]
         return cached_model(model, new_cache(model), shows_hidden=shows_hidden, snapshots=_SNAPSHOTS)
 

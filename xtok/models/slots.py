@@ -41,10 +41,11 @@ class Row:
     shares = True
     chunk: int | None = CHUNK
 
-    def __init__(self, server: "Slots", index: int) -> None:
+    def __init__(self, server: "Slots", index: int, most: int | None) -> None:
         self.server = server
         self.index = index
-        self.device, self.vocabulary, self.most = server.device, server.vocabulary, server.most
+        self.most = most
+        self.device, self.vocabulary = server.device, server.vocabulary
         self.length = self.branched = self.forwards = 0
         self.moves: list[tuple[int, int]] = []
 
@@ -91,19 +92,17 @@ class Slots:
         *,
         shows_hidden: bool = False,
         rows: int = 1,
-        most: int | None = None,
-        guesses: int = 0,
+        room: int | None = None,
     ) -> None:
-        """`rows`: how many there is room for from the beginning. `most`: how many positions each may have at most, beside so
-        many `guesses`; None for as many as are needed.
+        """`rows`: how many there are from the beginning. `room`: how many positions all of them together may have, rows ×
+        positions of a row, as long as the texts in them need no more; None for as many as come.
         """
         own = new_cache(model)
         kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""]
         self.device, self.vocabulary = device_of(model), vocabulary_size(model)
-        self.most = most
         self._model = model
         windows_of = dict(zip(kinds, windows(own), strict=False))
-        self._view = _View(rows, None if most is None else most + guesses)
+        self._view = _View(rows, room)
         self._layers = [_Layer(self._view) for _ in own.layers]
         self._cache = Cache(layers=list(self._layers))
         self._trees = Trees(windows_of, model.dtype, self.device)
@@ -112,12 +111,12 @@ class Slots:
         self._rows: list[Row | None] = []
         self._used: list[int] = []  # up to where the places of each row may hold something
 
-    def join(self) -> Row:
-        """A row for a text: one that another left, or a further one."""
+    def join(self, most: int | None = None) -> Row:
+        """A row for a text, which may have so many positions beside guesses: one that another left, or a further one."""
         if None not in self._rows:
             self._rows.append(None)
             self._used += [0] * (len(self._rows) - len(self._used))
-        row = Row(self, self._rows.index(None))
+        row = Row(self, self._rows.index(None), most)
         self._rows[row.index] = row
         return row
 
@@ -177,6 +176,7 @@ class Slots:
         places = torch.arange(width, device=self.device) - padding
         places = base + torch.where(places < 0, width - padding, places)  # padding goes to one place behind what is new
         self._view.look(first, places, seen, news[0].base if len(news) == 1 else None)
+        self._view.hold(len(self._rows), max(row.held for row in self._rows if row is not None))
         linked = any(one.linked for one in news)
         positions, masks = self._trees.add(slice(first, last), trunk, places, parents, nodes=nodes, seen=seen, linked=linked)
         kept = {"logits_to_keep": max(ask.rows for ask in asks)} if self._keeps else {}
@@ -266,18 +266,40 @@ class _New:
 class _View:
     """What a forward looks at: from row `first` on, `places` of the new ids, (rows, new), and `seen` places of each row.
 
-    `start`: the first place, where one row is looked at. `rows`: how many there are to be at least. `most`: how many places
-    a row has at most; None for as many as are needed.
+    `start`: the first place, where one row is looked at. `rows`: how many there are to be at least. `room`: how many places all
+    of them may have; None for as many as are needed.
     """
 
-    def __init__(self, rows: int, most: int | None) -> None:
-        self.rows, self.most = rows, most
+    def __init__(self, rows: int, room: int | None) -> None:
+        self.rows, self.room = rows, room
 
     def look(self, first: int, places: Tensor, seen: int, start: int | None) -> None:
         """Set it for the next forward."""
         self.first, self.last = first, first + len(places)
         self.places, self.seen, self.start = places, seen, start
         self.index = torch.arange(first, self.last, device=places.device)[:, None]
+
+    def hold(self, rows: int, positions: int) -> None:
+        """Tell how many rows there are texts in, and how many places of one of them are taken at most."""
+        self._least = rows, max(positions, self.seen)
+
+    def shape(self, rows: int, positions: int) -> tuple[int, int]:
+        """Rows and positions that hold what is there and what comes, where there were so many.
+
+        They grow by more than is needed, if there is room for it; where rows need what is left of the positions of texts that
+        have ended, or the other way round, they have it.
+        """
+        if rows >= self.last and positions >= self.seen:
+            return rows, positions
+        least_rows, least_positions = self._least
+        if positions < self.seen:
+            positions = _STEP * ceil(max(self.seen + _STEP, positions * 1.5) / _STEP)
+        if rows < self.last:
+            rows = max(self.rows, 2 ** (self.last - 1).bit_length())
+        if self.room is None:
+            return rows, positions
+        rows = min(rows, max(least_rows, self.room // least_positions))
+        return rows, max(least_positions, min(positions, self.room // rows))
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -304,18 +326,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return self._written(self.keys, key_states), self._written(self.values, value_states)
 
     def _grown(self, held: Any) -> Tensor:
-        """`held`, or something larger that begins with it where it has too few rows or positions."""
+        """`held`, or what has another shape and holds the same."""
         rows, heads, positions, size = held.shape
-        view = self._view
-        if rows >= view.last and positions >= view.seen:
+        wanted = self._view.shape(rows, positions)
+        if wanted == (rows, positions):
             return held  # type: ignore[no-any-return]
-        if positions < view.seen:
-            positions = _STEP * ceil(max(view.seen + _STEP, positions * 1.5) / _STEP)
-            positions = max(view.seen, min(positions, view.most or positions))
-        if rows < view.last:
-            rows = max(view.rows, 2 ** (view.last - 1).bit_length())
-        made = held.new_zeros((rows, heads, positions, size))
-        made[: held.shape[0], :, : held.shape[2]] = held
+        made = held.new_zeros((wanted[0], heads, wanted[1], size))
+        rows, positions = min(rows, wanted[0]), min(positions, wanted[1])
+        made[:rows, :, :positions] = held[:rows, :, :positions]
         return made  # type: ignore[no-any-return]
 
     def _written(self, held: Tensor, states: Tensor) -> Tensor:
