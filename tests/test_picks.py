@@ -49,7 +49,10 @@ def test_the_best_is_that_of_argmax_and_the_first_of_equal_ones(
     scores = scores_of(seed, rows, size, spread=0.7).round().to(dtype)
     if broken:
         scores[0, size // 2 :] = torch.nan
-    assert torch.equal(best(scores), scores.argmax(dim=-1))
+    places, gaps = best(scores)
+    assert torch.equal(places, scores.argmax(dim=-1))
+    values = scores.topk(min(2, scores.shape[-1])).values
+    assert torch.equal(gaps.nan_to_num(-1), (values[:, 0] - values[:, -1]).nan_to_num(-1))
 
 
 @examples(60)

@@ -257,7 +257,7 @@ class XTokAssisted:
         return 1 if not self._drafts else max(64, budget.nodes, 4 * budget.depth * budget.width)
 
     def asked(self, prompt: str | Chat, arguments: dict[str, Any]) -> tuple[float, Callable[[Seat], Sequence]]:
-        """One text, checked: how many positions it may get, prompt included, and what begins it wherever there is a seat for it.
+        """One text, checked: how many positions it may get, prompt included, and what begins it where there is a seat for it.
 
         Errors are those of `generate`.
         """
@@ -355,12 +355,11 @@ class XTokAssisted:
     def result(self, text: Sequence) -> Generation:
         """What a text that has ended is handed out as. Raises the error that it ended in."""
         self._learn(text)
-        margin = text.picker.margin
         return Generation(
             text=text.text.new_data.decode(errors="replace"),
             token_ids=text.new_ids,
             finish_reason=text.finish_reason or "stop",
-            stats=text.meter.stats(text.slot.forwards, None if margin is None else float(margin)),
+            stats=text.meter.stats(text.slot.forwards, text.picker.margin),
             rounds=tuple(text.meter.rounds),
             seed=text.seed,
             scores=text.picker.scores,

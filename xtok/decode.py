@@ -6,7 +6,7 @@ forward yields.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import compress, islice, zip_longest
 from math import ceil
 from typing import Any
 
@@ -16,9 +16,13 @@ from xtok.budget import Budget
 from xtok.ledger import Company
 from xtok.models.forwards import Answer, Asking, together
 from xtok.models.target import Target
+from xtok.pick import greedily
 from xtok.sequence import Sequence
 from xtok.stats import Round
 from xtok.tree import Tree
+
+Picks = list[tuple[int, float]]
+"""For each row of logits the id that is picked, and by how much it beats the second."""
 
 
 def drain(
@@ -44,7 +48,8 @@ def step(target: Target, texts: list[Sequence]) -> list[list[int]]:
     trees = _evened(texts, together([_plan(text, company) for text in texts]))
     unread = [text.unread() for text in texts]
     checked = target.verify([(text.slot, *one) for text, one in zip(texts, zip(unread, trees, strict=True), strict=True)])
-    return [_checked(target, *one) for one in zip(texts, map(len, unread), trees, checked, strict=True)]
+    picks = _greedy_picks(texts, checked)
+    return [_checked(target, *one) for one in zip(texts, map(len, unread), trees, checked, picks, strict=True)]
 
 
 def _plan(text: Sequence, company: Company) -> Asking[Tree]:
@@ -83,7 +88,16 @@ def _limit(text: Sequence) -> Budget:
     return replace(text.budget, longest=longest)
 
 
-def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Answer | Exception) -> list[int]:
+@torch.no_grad()
+def _greedy_picks(texts: list[Sequence], checked: list[Answer | Exception]) -> list[Picks]:
+    """What is picked behind every row of texts whose picks follow from the logits alone; nothing for other texts."""
+    plain = [text.picker.is_plain and isinstance(answer, Answer) for text, answer in zip(texts, checked, strict=True)]
+    logits = [answer.logits for answer in compress(checked, plain) if isinstance(answer, Answer)]
+    found = iter(greedily(logits) if logits else [])
+    return [next(found) if one else [] for one in plain]
+
+
+def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Answer | Exception, picks: Picks) -> list[int]:
     """Commit what was checked, if all of the text was read. Returns the ids."""
     try:
         if isinstance(checked, Exception):
@@ -91,15 +105,15 @@ def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Ans
         text.meter.add(checked.cost.share, "target", "all")
         text.read += read
         with text.meter.timing("all"):
-            return _commit(target, text, tree, checked) if text.read == len(text.text.ids) else []
+            return _commit(target, text, tree, checked, picks) if text.read == len(text.text.ids) else []
     except Exception as error:
         text.fail(error)
         return []
 
 
-def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer) -> list[int]:
+def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> list[int]:
     """Commit what the target picks along a guess, and let the drafts learn from it. Returns the ids."""
-    block, path = _walk(text, tree, checked)
+    block, path = _walk(text, tree, checked, picks)
     target.keep(text.slot, path[1:])
     text.read += len(path) - 1
     if text.session is not None:
@@ -111,26 +125,26 @@ def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer) -> list
 
 
 @torch.no_grad()
-def _walk(text: Sequence, tree: Tree, checked: Answer) -> tuple[list[int], list[int]]:
-    """Walk the picks along the guesses, until those or the text ends.
+def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[list[int], list[int]]:
+    """Walk the picks along the guesses, until those or the text ends. `picks`: those of all rows, where they are known.
 
     Returns the ids picked, and the nodes behind which they were picked: -1, for the context, and its descendants.
     """
     offset, _ = text.text.place
-    greedy = text.picker.greedy(checked.logits)
     block, path = list[int](), list[int]()
     node: int | None = -1
     while node is not None and text.finish_reason is None:
         path.append(node)
-        row = slice(node + 1, node + 2)
-        block.append(
-            greedy[node + 1] if greedy else text.picker.pick(text.ids, checked.logits[row], text.text.place, tree, node)
-        )
-        text.append(block[-1])
+        if picks:
+            token, margin = picks[node + 1]
+            text.picker.note(margin)
+        else:
+            row = checked.logits[node + 1 : node + 2]
+            token = text.picker.pick(text.ids, row, text.text.place, tree, node)
+        block.append(token)
+        text.append(token)
         node = tree.child(node, block[-1])
     text.catch_up()
-    if greedy:
-        text.picker.note_greedy(checked.logits[[node + 1 for node in path]])
     accepted = len(block) - (node is None)
     text.meter.rounds.append(Round(offset, tree.guess, len(tree), accepted, len(block)))
     return block, path

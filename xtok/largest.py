@@ -33,19 +33,28 @@ def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return _among(rows, (chosen[:, None] + steps).flatten(1), size * blocks, count)
 
 
-def best(rows: Tensor) -> Tensor:
-    """The place of each row's largest value, (rows,), int64: the first of equal ones. `rows`: (rows, length).
+def best(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The place of each row's largest value, int64, the first of equal ones, and its lead over the second: (rows,) twice.
 
-    Law: it is `rows.argmax(dim=-1)`.
+    `rows`: (rows, length).
+    Law: the places are `rows.argmax(dim=-1)`; the leads are the gaps of `rows.topk(2)`.
     """
     length = rows.shape[-1]
     if length <= _SHORT:
-        return rows.argmax(dim=-1)
+        return rows.argmax(dim=-1), _gaps(rows)
     blocks = length // _WIDE  # block b holds the places b * 512, b * 512 + 1, …
     maxima = rows[:, : _WIDE * blocks].view(-1, blocks, _WIDE).amax(dim=-1)
     first = maxima.argmax(dim=-1, keepdim=True)
-    places = _with_rest(rows, first * _WIDE + torch.arange(_WIDE, device=rows.device), _WIDE * blocks)
-    return places.gather(1, rows.gather(1, places).argmax(dim=-1, keepdim=True))[:, 0]
+    second = maxima.scatter(1, first, -torch.inf).argmax(dim=-1, keepdim=True)
+    steps = torch.arange(_WIDE, device=rows.device)
+    places = _with_rest(rows, torch.cat([first * _WIDE + steps, second * _WIDE + steps], dim=1), _WIDE * blocks)
+    among = rows.gather(1, places)
+    return places.gather(1, among.argmax(dim=-1, keepdim=True))[:, 0], _gaps(among)
+
+
+def _gaps(rows: Tensor) -> Tensor:
+    values = rows.topk(min(2, rows.shape[-1])).values
+    return values[:, 0] - values[:, -1]
 
 
 def _among(rows: Tensor, places: Tensor, covered: int, count: int) -> tuple[Tensor, Tensor]:

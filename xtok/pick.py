@@ -6,7 +6,8 @@ for from the front: noise that can't win isn't computed, and what cuts a law is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, isinf, log
+from itertools import islice
+from math import exp, isinf, isnan, log
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class Picker:
 
     `noise` of a sampled text comes with the `keys` of the target's ids, (vocabulary,), int64; a greedy one has neither.
     `scores` and `logits` keep those of all picks where they begin as (): (1, vocabulary), float32 each. `margin`: that of the
-    closest pick so far, in logits, a float64 scalar; None where nothing says so.
+    closest pick so far, in logits; None where nothing says so.
     """
 
     processors: LogitsProcessorList
@@ -58,7 +59,7 @@ class Picker:
     acceptance: Acceptance = Acceptance()
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
-    margin: Tensor | None = None
+    margin: float | None = None
     _cuts: int = field(init=False)
     _stretch: float | None = field(init=False)
 
@@ -68,17 +69,10 @@ class Picker:
         self._cuts = known_cuts(self.processors) if late else 0
         self._stretch = None if judged else stretch(self.processors)
 
-    def greedy(self, logits: Tensor) -> list[int]:
-        """The picks from all rows of `logits`, in one transfer; none where a pick takes more than the logits.
-
-        `logits`: (rows, vocabulary).
-        """
-        plain = self.noise is None and not self.processors and self.scores is None and self.logits is None
-        return best(single(logits)).tolist() if plain else []
-
-    def note_greedy(self, logits: Tensor) -> None:
-        """Remember how close the greedy picks from these rows were. `logits`: (rows, vocabulary)."""
-        self._note(margin(single(logits)))
+    @property
+    def is_plain(self) -> bool:
+        """Whether its picks are those of `greedily`: they take no more than the logits."""
+        return self.noise is None and not self.processors and self.scores is None and self.logits is None
 
     def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
         """One pick, in the order and with the tensors of transformers' own loop; but cuts may be asked of the draw alone.
@@ -105,8 +99,9 @@ class Picker:
         `scores`: (vocabulary,).
         """
         if self.noise is None:
-            self._note(margin(scores[None]))
-            return int(best(scores[None]))
+            (((best, margin),),) = greedily([scores[None]])
+            self.note(margin)
+            return best
         if self.acceptance.typical is not None:
             guess = typical(scores, tree.children(node), *self.acceptance.typical)
             if guess is not None:
@@ -130,14 +125,24 @@ class Picker:
             drawn = draw(scores, self.keys, self.noise.at(*place), cuts)
         if drawn is None:
             return None
-        self._note(drawn.margin)
+        self.note(drawn.margin)
         return drawn.token
 
-    def _note(self, least: Tensor) -> None:
-        """Remember the least margin, a scalar. It stays where the scores are: reading it would wait for them."""
-        if self._stretch is not None:
-            least = least / self._stretch
-            self.margin = least if self.margin is None else torch.minimum(self.margin, least)
+    def note(self, margin: float) -> None:
+        """Remember by how much the best of a pick beat the second, if that is the least so far, or no number."""
+        if self._stretch is not None and not isnan(self.margin or 0.0):
+            margin /= self._stretch
+            self.margin = margin if self.margin is None or not margin > self.margin else self.margin
+
+
+def greedily(logits: Sequence[Tensor]) -> list[list[tuple[int, float]]]:
+    """The best id of each row, and by how much it beats the second, all in one transfer.
+
+    `logits`: (rows, vocabulary) each, on one device.
+    """
+    places, gaps = best(single(logits[0] if len(logits) == 1 else torch.cat(list(logits))))
+    pairs = iter(torch.stack([places.double(), gaps.double()], dim=1).tolist())
+    return [[(int(place), gap) for place, gap in islice(pairs, len(rows))] for rows in logits]
 
 
 def single(logits: Tensor) -> Tensor:
@@ -156,10 +161,10 @@ def process(ids: Tensor, logits: Tensor, processors: Sequence[Any]) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """A draw, and by how much the best beat the second before top-p, a float64 scalar."""
+    """A draw, and by how much the best beat the second before top-p."""
 
     token: int
-    margin: Tensor
+    margin: float
 
 
 def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> Draw | None:
@@ -187,7 +192,7 @@ def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> 
             if left is None or score < least + _NEAR:
                 return None
             if left:
-                return Draw(place if places is None else int(places[place]), values[0] - values[:2][-1])
+                return Draw(place if places is None else int(places[place]), float(values[0] - values[:2][-1]))
     return None
 
 
@@ -246,12 +251,6 @@ def _race(scores: Tensor, keys: Tensor, state: int, count: int, most: int) -> tu
     if bool(found.values[-1] < bound.values[-1]):
         return _race(scores, keys, state, count, 4 * most)
     return found.values, places[found.indices]
-
-
-def margin(scores: Tensor) -> Tensor:
-    """By how much the best of each row exceeds the second, the least of all rows, (), float64. `scores`: (rows, vocabulary)."""
-    best_two, _ = largest(scores, 2)
-    return (best_two[:, 0] - best_two[:, -1]).double().min()
 
 
 def accepts(scores: Tensor, law: Law, guess: int, uniform: float) -> bool:

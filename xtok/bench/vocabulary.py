@@ -96,7 +96,7 @@ def _seconds(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, float
     found[f"a level of {_GREEDY} greedily"] = _level(made, whole, context, _GREEDY, samples=False)
     found |= {f"a pick, {name}": _pick(whole, cuts) for name, cuts in _CUTS.items()}
     logits = _SPREAD * torch.randn(_CHECKED, whole.size)
-    return found | {f"the best of {_CHECKED} rows": _median(lambda _: best(logits).tolist())}
+    return found | {f"the best of {_CHECKED} rows": _median(lambda _: best(logits)[0].tolist())}
 
 
 def _context(target: Vocabulary) -> Context:

@@ -64,7 +64,7 @@ class Engine:
     """
 
     def __init__(self, xt: XTokAssisted, *, batch_size: int = 16, queue: int = 1024, memory: int | None = None) -> None:
-        """`queue`: how many texts may wait. `memory`: how many bytes the caches of all texts and models may have: in each model,
+        """`queue`: how many texts may wait. `memory`: how many bytes the caches of all texts and models may have, in each model
         texts × positions of the longest × bytes of a position. A text that might need more than all of it is refused; one that
         there is no room for beside those that run waits, and with it those that came later.
 
