@@ -140,3 +140,10 @@ HF_ARGUMENTS: dict[str, Any] = {
     "penalties on the prompt": lambda: {"encoder_repetition_penalty": 0.5, "encoder_no_repeat_ngram_size": 2},
     "a watermark": lambda: {"watermarking_config": {"bias": 9.0, "seeding_scheme": "selfhash"}},
 }
+
+
+def guesses(generation: Any) -> list[Any]:
+    """How much was guessed and what was right in each round: the order of guesses hangs on rounding, which company changes."""
+    return [
+        (one.offset, one.proposed, [one.tree.tokens[node] for node in one.right], one.committed) for one in generation.rounds
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import tiny
-from front_door import DRAFTS, HF_ARGUMENTS, TARGET, TOKENS, CountsItsCalls, StopsOn, encoded, forwards
+from front_door import DRAFTS, HF_ARGUMENTS, TARGET, TOKENS, CountsItsCalls, StopsOn, encoded, forwards, guesses
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_caches import RECURRENT
@@ -225,7 +225,7 @@ def test_heads_guess_for_each_text_by_what_the_target_thought_of_it(budget: Budg
     assert all(one.stats.shared_forwards and one.stats.draft_error is None for one in found)
     assert budget is None or sum(one.stats.proposed for one in found)
     one_by_one = [xt.generate(prompt, **WAYS[way]) for prompt in TEXTS[:5]]
-    assert budget is None or [one.rounds for one in one_by_one] == [one.rounds for one in found], "they guess the same"
+    assert budget is None or [guesses(one) for one in one_by_one] == [guesses(one) for one in found], "they guess the same"
 
 
 @examples(25)

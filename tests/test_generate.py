@@ -27,6 +27,7 @@ from front_door import (
     encoded,
     forced,
     forwards,
+    guesses,
     oracle,
     truth,
     with_template,
@@ -57,8 +58,8 @@ def test_generate_answers_a_list_with_a_list_each_as_if_asked_alone(xt: XTokAssi
     together = xt.generate(PROMPTS, **GREEDY)
     assert isinstance(together, list)
     singly = [xt.generate(prompt, **GREEDY) for prompt in PROMPTS]
-    assert [(one.text, one.token_ids, one.finish_reason, one.rounds) for one in together] == [
-        (one.text, one.token_ids, one.finish_reason, one.rounds) for one in singly
+    assert [(one.text, one.token_ids, one.finish_reason, guesses(one)) for one in together] == [
+        (one.text, one.token_ids, one.finish_reason, guesses(one)) for one in singly
     ]
     assert [one.stats.new_tokens for one in together] == [24] * len(PROMPTS)
     assert xt.generate([PROMPT], **GREEDY)[0].token_ids == truth()

@@ -80,7 +80,7 @@ def test_a_round_that_loses_a_right_guess_is_counted() -> None:
     from dataclasses import replace
 
     generation = assisted().generate(PROMPTS[0], max_new_tokens=LENGTH, do_sample=False)
-    spoilt = replace(generation, rounds=tuple(replace(one, accepted=0) for one in generation.rounds))
+    spoilt = replace(generation, rounds=tuple(replace(one, right=()) for one in generation.rounds))
     view = token_bytes(assisted().tokenizer)
     assert lost_to_boundaries(spoilt, view) > lost_to_boundaries(generation, view)
     assert pytest.approx(generation.stats.accepted) == sum(one.accepted for one in generation.rounds)

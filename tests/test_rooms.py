@@ -12,12 +12,13 @@ import xtok
 ROOT = Path(xtok.__file__).parent
 FLOORS = (
     ("version", "errors", "costs"),
+    ("tree",),
     ("stats", "align"),
     ("align.tokenbytes.table", "align.tokenbytes.families", "align.tokenbytes"),
     ("align.keys", "align.encoding", "align.text"),
     ("align.vocabulary", "align.projection", "align.reencode", "align.continuation", "align.fit"),
-    ("largest", "processors", "noise", "tree", "budget"),
-    ("pick", "ledger"),
+    ("largest", "processors", "noise", "budget", "page"),
+    ("pick", "ledger", "generation"),
     ("models", "models.prompts", "models.rope", "models.forwards", "models.masks"),
     ("models.cache",),
     ("models.recurrent", "models.slots", "models.target"),

@@ -4,13 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from xtok import errors
-from xtok.assisted import Generation, XTokAssisted
+from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
 from xtok.drafts import Context, Draft, Drafter, Request
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.engines.engine import Engine, EngineStats
 from xtok.engines.ticket import Ticket
+from xtok.generation import Generation, Token
 from xtok.stats import Round, Stats
 from xtok.tree import Tree, chain
 from xtok.version import __version__
@@ -32,6 +33,7 @@ __all__ = [
     "Round",
     "Stats",
     "Ticket",
+    "Token",
     "TrainedHeads",
     "Tree",
     "Tuned",

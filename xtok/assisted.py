@@ -4,9 +4,10 @@ import sys
 import warnings
 from collections import abc
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from numbers import Real
+from pathlib import PurePath
 from typing import Any, Literal, get_args, overload
 
 from rich.console import Console
@@ -27,6 +28,7 @@ from xtok.drafts.model import ModelDraft
 from xtok.drafts.reader import DraftModel
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
+from xtok.generation import Generation
 from xtok.ledger import Account, Ledger
 from xtok.models.cache import positions
 from xtok.models.forwards import Slot
@@ -39,33 +41,13 @@ from xtok.noise import Noise
 from xtok.pick import Acceptance, Picker
 from xtok.processors import warpers
 from xtok.sequence import Sequence
-from xtok.stats import Meter, Round, Stats
+from xtok.stats import Meter
 
 BATCH = 8
 """How many texts of a list are written at a time."""
 Written = tuple[int, Sequence]
 """A text that has ended, and its number."""
 Accepts = Literal["match", "rejection", "typical"]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What a prompt was answered with.
-
-    `finish_reason` is "length" where a limit of length or time ended the text, else "stop". `rounds` tells what happened.
-    `seed` gives the texts of a call again, by any draft or none; it is None for greedy ones.
-    `scores` and `logits`, one of shape (1, vocabulary) per new id: where `return_dict_in_generate` and `output_scores`
-    or `output_logits` ask for them.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stats: Stats
-    rounds: tuple[Round, ...]
-    seed: int | None = None
-    scores: tuple[Tensor, ...] | None = None
-    logits: tuple[Tensor, ...] | None = None
 
 
 class XTokAssisted:
@@ -123,8 +105,15 @@ class XTokAssisted:
         self._check_drafts(given, list(models.values()), adapt=adapt)
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
+        self._names = _names([models[i].model if i in models else one for i, one in enumerate(given)])
         self._ledger = Ledger([Account() for _ in given])
         self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in given)
+
+    def __repr__(self) -> str:
+        settings = {"budget": self._budget, "acceptance": self._acceptance, "adapt": self.adapter is not None}
+        usual = {"budget": Budget(), "acceptance": Acceptance(), "adapt": False}
+        told = "".join(f", {name}={value!r}" for name, value in settings.items() if value != usual[name])
+        return f"XTokAssisted({_name(self.model)}, drafts={list(self._names)}{told})"
 
     def _check_drafts(self, given: list[Any], models: list[DraftModel], *, adapt: bool) -> None:
         """Raises `InvalidInputError` or `UnsupportedArgumentError` where drafts, models among them, can't do what is asked."""
@@ -364,7 +353,15 @@ class XTokAssisted:
             seed=text.seed,
             scores=text.picker.scores,
             logits=text.picker.logits,
+            drafts=self._names,
+            pieces=tuple(text.text.pieces),
+            spelled=self._spelled(text),
         )
+
+    def _spelled(self, text: Sequence) -> dict[int, bytes]:
+        """The bytes of all ids that were guessed."""
+        view = self.target.vocabulary.view
+        return {token: view[token] or b"" for one in text.meter.rounds for token in one.tree.tokens}
 
 
 class _Shared:
@@ -390,6 +387,21 @@ def _as_list(draft: Any, *, alone: bool) -> list[Any]:
     if isinstance(draft, list):
         return list(draft)
     return [draft] if alone or _guesses(draft) else [draft, PromptLookup()]
+
+
+def _names(drafts: list[Any]) -> tuple[str, ...]:
+    """What drafts are called where it is told who guessed what, no two alike."""
+    found: list[str] = []
+    for draft in drafts:
+        name = _name(draft)
+        found.append(name if name not in found else f"{name} ({len(found) + 1})")
+    return tuple(found)
+
+
+def _name(draft: Any) -> str:
+    if isinstance(draft, PreTrainedModel):
+        return PurePath(draft.config._name_or_path or "").name or type(draft).__name__
+    return {PromptLookup: "prompt lookup", HeadsDrafter: "heads"}.get(type(draft), type(draft).__name__)
 
 
 def check_batch(batch_size: Any, progress: Any) -> None:

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from xtok.align.fit import Fit, Side, fit
-from xtok.assisted import Generation, XTokAssisted
+from xtok.assisted import XTokAssisted
 from xtok.bench.report import app as bench
 from xtok.budget import Budget
 from xtok.console import EVERY, OWN_DRAFT, OWN_TARGET, SHIPPED, DraftOption, TargetOption, errors_in_one_line, sample
+from xtok.generation import Generation
 from xtok.models.load import load, load_without_weights
 from xtok.pair import DRAFT, TARGET, TUNED, prompts
 from xtok.stats import Stats

@@ -131,6 +131,7 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[li
     Returns the ids picked, and the nodes behind which they were picked: -1, for the context, and its descendants.
     """
     offset, _ = text.text.place
+    drafts = () if text.session is None else text.session.sources(tree)
     block, path = list[int](), list[int]()
     node: int | None = -1
     while node is not None and text.finish_reason is None:
@@ -145,6 +146,6 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[li
         text.append(token)
         node = tree.child(node, block[-1])
     text.catch_up()
-    accepted = len(block) - (node is None)
-    text.meter.rounds.append(Round(offset, tree.guess, len(tree), accepted, len(block)))
+    right = (*path[1:], *([] if node is None else [node]))
+    text.meter.rounds.append(Round(offset, replace(tree, laws=()), drafts, right, len(block)))
     return block, path

@@ -6,22 +6,35 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from xtok.costs import Cost
+from xtok.tree import Tree
 
 _PARTS = ("target", "draft", "propose", "reading", "align", "noise", "all")
 
 
 @dataclass(frozen=True)
 class Round:
-    """One forward of the target: where it began (in bytes of new text), what was guessed, and what became of it.
+    """One forward of the target: what was guessed, and what of it was right.
 
-    `guess`: the bytes that the draft holds for likeliest. `proposed`, `accepted`, `committed`: ids of the target.
+    `offset`: how many bytes of new text there were before. `tree`: the guesses, in ids of the target. `drafts`: which draft
+    guessed each node, the cheapest of several. `right`: the nodes that were accepted, each the parent of the next.
+    `committed`: how many ids.
     """
 
     offset: int
-    guess: bytes
-    proposed: int
-    accepted: int
+    tree: Tree
+    drafts: tuple[int, ...]
+    right: tuple[int, ...]
     committed: int
+
+    @property
+    def proposed(self) -> int:
+        """How many ids were guessed."""
+        return len(self.tree)
+
+    @property
+    def accepted(self) -> int:
+        """How many of them were right."""
+        return len(self.right)
 
 
 @dataclass(frozen=True)

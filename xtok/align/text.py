@@ -9,7 +9,8 @@ from xtok.align.tokenbytes import TokenBytes
 class Text:
     """The ids of a prompt, of which none are padding, and those that were committed behind it, with the bytes that they spell.
 
-    `controls` counts the new ids that spell nothing: they move no offset, and yet must not share their noise.
+    `pieces`: the bytes of each new id. `controls` counts those that spell nothing: they move no offset, and yet must not share
+    their noise.
     """
 
     def __init__(self, view: TokenBytes, prompt: Sequence[int]) -> None:
@@ -18,6 +19,7 @@ class Text:
         self.data = view.to_bytes(self.ids)
         self.prompt_size = len(self.data)
         self.prompt_length = len(self.ids)
+        self.pieces: list[bytes] = []
         self.controls = 0
 
     @property
@@ -40,6 +42,7 @@ class Text:
         piece = self._view.to_bytes([token], before=self.data)
         self.ids.append(token)
         self.data += piece
+        self.pieces.append(piece)
         self.controls += not piece
 
 

@@ -16,11 +16,12 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM
 
 from xtok.align.tokenbytes import token_bytes
-from xtok.assisted import Generation, XTokAssisted
+from xtok.assisted import XTokAssisted
 from xtok.bench.stretch import forward_seconds, stretch, stretched_to
 from xtok.budget import Budget
 from xtok.drafts.lookup import PromptLookup
 from xtok.errors import InvalidInputError
+from xtok.generation import Generation
 from xtok.models.load import load
 from xtok.models.prompts import prompt_ids
 from xtok.stats import Stats
@@ -289,7 +290,7 @@ def lost_to_boundaries(generation: Generation, view: Any) -> int:
     pieces = [view[token] or b"" for token in generation.token_ids]
     lost = done = 0
     for one in generation.rounds:
-        following, guess, size, right = pieces[done:], one.guess, 0, 0
+        following, guess, size, right = pieces[done:], one.tree.guess, 0, 0
         for piece in following:
             size += len(piece)
             if not piece or guess[:size] != b"".join(following)[:size] or size > len(guess):

@@ -50,6 +50,9 @@ class PromptLookup:
                 self._index = Corpus(self._texts)
             return self._index
 
+    def __repr__(self) -> str:
+        return f"PromptLookup({f'a corpus of {len(self._texts)} texts' if self._texts else ''})"
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy has a lock of its own, for locks can't be copied."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}

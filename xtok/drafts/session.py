@@ -83,6 +83,11 @@ class Session:
         self._guessed = limit, tree
         return tree
 
+    def sources(self, tree: Tree) -> tuple[int, ...]:
+        """Of each node of the round's guess, which draft guessed it, the cheapest of several."""
+        owners = {node: draft for draft, one in enumerate(self.proposals) for node in one.own}
+        return tuple(owners[node] for node in range(len(tree)))
+
     @property
     def price(self) -> float:
         """How probable a guessed id has to be, to be worth a row of the target's forward."""

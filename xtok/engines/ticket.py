@@ -7,7 +7,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from threading import Condition
 
-from xtok.assisted import Generation
+from xtok.generation import Generation
 
 
 class Ticket:

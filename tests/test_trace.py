@@ -1,0 +1,139 @@
+"""Who each token is from: what a generation tells of it, and how it is shown."""
+
+import json
+import pickle
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from front_door import TARGET, TOKENS
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_batches import MADE, WAYS
+from worlds import FAMILIES, budgets, examples, fitting, texts, tokenizer
+
+from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, chain
+from xtok.drafts.scripted import ScriptedDrafter
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+TREE = Budget(3, width=3, nodes=12, schedule="constant")
+
+
+def made(draft: str = "several", prompt: str = "吾輩は猫", **more: Any) -> Generation:
+    return XTokAssisted((TARGET, TOKENS), MADE[draft](), budget=TREE).generate(prompt, **{**GREEDY, **more})
+
+
+@examples(40)
+@given(prompt=texts(), draft=st.sampled_from(sorted(MADE)), way=st.sampled_from(sorted(WAYS)), budget=budgets())
+@example(prompt="", draft="several", way="sampled", budget=TREE)
+def test_what_is_told_of_tokens_and_rounds_is_what_was_counted(prompt: str, draft: str, way: str, budget: Budget) -> None:
+    generation = XTokAssisted((TARGET, TOKENS), MADE[draft](), budget=budget).generate(prompt, **WAYS[way])
+    assert [one.id for one in generation.tokens] == generation.token_ids
+    assert "".join(one.text for one in generation.tokens) == generation.text
+    counted = dict(zip(generation.drafts, generation.stats.accepted_by_draft, strict=False))
+    guessed = Counter(one.draft for one in generation.tokens if one.draft is not None)
+    assert guessed == Counter({name: count for name, count in counted.items() if count})
+    start = 0
+    for one in generation.rounds:
+        committed = generation.token_ids[start : start + one.committed]
+        assert [one.tree.tokens[node] for node in one.right] == committed[: one.accepted]
+        assert [one.tree.parents[node] for node in one.right] == [-1, *one.right[:-1]][: one.accepted]
+        assert len(one.drafts) == one.proposed
+        start += one.committed
+    assert start == len(generation.token_ids)
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_pieces_are_whole_characters_whatever_the_tokenizer(kind: str) -> None:
+    tokens = tokenizer(kind)
+    for prompt in ("吾輩は🍣", "the Fox\n", "a"):
+        generation = XTokAssisted((fitting(tokens, "Llama", 0), tokens)).generate(prompt, **{**GREEDY, "max_new_tokens": 40})
+        assert "".join(one.text for one in generation.tokens) == generation.text
+        assert {one.draft for one in generation.tokens} == {None}
+
+
+def test_tokens_are_told_to_be_of_the_draft_that_guessed_them() -> None:
+    """Two drafts are right in turns, and both guess nonsense beside and behind that."""
+    truth = made("none").token_ids
+    places: list[int] = []
+
+    def right_at(turn: int) -> ScriptedDrafter:
+        def script(context: Context) -> Tree:
+            place = len(context.ids)
+            places.append(place)
+            place -= places[0] - 1  # before the first guess one id was picked
+            wrong = [(truth[place] + 1) % 90] if place < len(truth) else []
+            return chain([truth[place], *wrong] if place // 2 % 2 == turn and place < len(truth) else wrong)
+
+        return ScriptedDrafter(script)
+
+    xt = XTokAssisted((TARGET, TOKENS), [right_at(0), right_at(1)], budget=TREE)
+    generation = xt.generate("吾輩は猫", **GREEDY)
+    assert generation.token_ids == truth
+    assert generation.drafts == ("ScriptedDrafter", "ScriptedDrafter (2)")
+    told = [one.draft for one in generation.tokens]
+    assert told[0] is None
+    assert all(draft in (None, generation.drafts[place // 2 % 2]) for place, draft in enumerate(told))
+    assert set(told) == {None, *generation.drafts}
+
+
+def test_a_trace_is_json_and_can_be_kept(tmp_path: Path) -> None:
+    generation = made()
+    told = generation.to_dict()
+    assert json.loads(json.dumps(told)) == told
+    generation.save_trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8")) == told
+    assert told["text"] == generation.text == "".join(one["text"] for one in told["tokens"])
+    assert [one["committed"] for one in told["rounds"]] == [one.committed for one in generation.rounds]
+    assert {guess["draft"] for one in told["rounds"] for guess in one["guessed"]} <= set(generation.drafts)
+    assert any(one["right"] for one in told["rounds"])
+    again = pickle.loads(pickle.dumps(generation))
+    assert again == generation
+    assert again.to_dict() == told
+
+
+class Checked(HTMLParser):
+    """Raises where what is opened isn't closed; keeps what stands in tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tokens = ""
+        self.loads = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads = self.loads or any(name in ("src", "href") for name, _ in attrs)
+        if tag != "meta":
+            self.open.append(f"{tag} {dict(attrs).get('class')}")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop().split()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        self.tokens += data if self.open and self.open[-1] == "span token" else ""
+
+
+@pytest.mark.parametrize("draft", sorted(MADE))
+def test_a_page_shows_the_text_and_needs_nothing_else(draft: str) -> None:
+    generation = made(draft, "a < b & c\n<script>")
+    for page in (generation.to_html(), generation._repr_html_()):
+        checked = Checked()
+        checked.feed(page)
+        assert not checked.open
+        assert checked.tokens == generation.text
+        assert not checked.loads
+        assert "<script" not in page
+
+
+def test_what_is_printed_is_short() -> None:
+    xt = XTokAssisted((TARGET, TOKENS), MADE["several"]())
+    generation = made()
+    assert repr(generation) == (
+        f"Generation({generation.text!r}, 12 tokens, {generation.stats.target_forwards} target forwards, 'length')"
+    )
+    assert repr(xt).startswith("XTokAssisted(LlamaForCausalLM, drafts=[")
+    assert "prompt lookup" in repr(xt)
+    assert repr(PromptLookup(["a", "b"])) == "PromptLookup(a corpus of 2 texts)"
+    assert repr(PromptLookup()) == "PromptLookup()"
