@@ -1,6 +1,8 @@
 """Law 8: company changes nothing. Lists and padded batches, whose texts share forwards, beside each text alone."""
 
+import gc
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -316,6 +318,47 @@ def test_eight_texts_cost_fewer_forwards_than_each_alone(draft: str, budget: Bud
     assert [one.stats.target_forwards for one in found] == [one.stats.target_forwards for one in single]
     assert max(rounds) <= len(together) <= 2 * max(rounds) + 8 < len(apart)
     assert len(drafted) < len(drafted_apart) / 2 or draft != "unrelated"
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral"])
+@pytest.mark.parametrize("kind", ["on the right", "at the end", "a hole", "all of it"])
+def test_padding_that_isnt_on_the_left_is_read_as_transformers_reads_it(kind: str, architecture: str) -> None:
+    """Found by a hostile trial: such rows had other ids."""
+    inputs = dict(TOKENS([long(3), long(30)], padding=True, padding_side="right", return_tensors="pt"))
+    inputs.pop("token_type_ids", None)
+    if kind != "on the right":
+        inputs = {name: value[1:].clone() for name, value in inputs.items()}
+        inputs["attention_mask"][
+            0, {"at the end": slice(-1, None), "a hole": slice(-20, -5), "all of it": slice(None)}[kind]
+        ] = 0
+    lm = target(architecture)
+    xt = XTokAssisted((lm, TOKENS), MADE["several"](), budget=TREE)
+    arguments = {**GREEDY, "pad_token_id": 0}
+    assert torch.equal(lm.generate(**inputs, **arguments, custom_generate=xt), lm.generate(**inputs, **arguments))
+
+
+def test_padding_changes_no_text_where_an_id_is_no_number() -> None:
+    """Found by a hostile trial: rows were padded by id 0, which may be one that no text has."""
+    lm = deepcopy(target("Llama"))
+    lm.get_input_embeddings().weight.data[0] = torch.nan
+    xt = XTokAssisted((lm, TOKENS))
+    arguments = {**GREEDY, "suppress_tokens": [0]}
+    assert ids_of(xt.generate(list(TEXTS), **arguments)) == [xt.generate(text, **arguments).token_ids for text in TEXTS]
+
+
+def test_no_more_copies_of_a_processor_are_held_than_texts_are_written_at_a_time() -> None:
+    """Found by a hostile trial: one that refers to a model was copied for each text of the list before the first forward."""
+    held: list[int] = []
+
+    class Guide:
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            held.append(sum(type(one) is Guide for one in gc.get_objects()))
+            return scores
+
+    XTokAssisted((target("Llama"), TOKENS)).generate(
+        list(TEXTS), batch_size=2, logits_processor=LogitsProcessorList([Guide()]), **{**GREEDY, "max_new_tokens": 2}
+    )
+    assert max(held) <= 1 + 3, "the one that was given, two that are in use, and one that is left behind"
 
 
 def test_results_come_in_the_order_of_the_list() -> None:

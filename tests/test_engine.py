@@ -2,8 +2,11 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -16,12 +19,13 @@ from architectures import tiny
 from front_door import CHAT, CountsItsCalls, StopsOn, forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_batches import GREEDY, LENGTH, MADE, SAMPLED, TEXTS, TREE, UNRELATED, WAYS, drawn, greedily, long, target
+from test_batches import GREEDY, LENGTH, MADE, SAMPLED, SIBLING, TEXTS, TREE, UNRELATED, WAYS, drawn, greedily, long, target
 from test_caches import RECURRENT
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from worlds import budgets, examples, make_dear, scaled, tokenizer
 
-from xtok import Budget, Engine, PromptLookup, Ticket, XTokAssisted
+from xtok import Budget, Context, Engine, PromptLookup, Ticket, Tree, XTokAssisted
+from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import (
     DraftFailedWarning,
     EngineClosedError,
@@ -321,6 +325,79 @@ def test_a_text_that_is_cancelled_halfway_keeps_its_pieces_and_makes_room(xt: XT
         assert ids(waiting) == greedily("Llama", TEXTS[1])
         assert engine.stats.tokens < 200
     assert PLAIN.generate(TEXTS[0], **{**ENDLESS, "max_new_tokens": 200}).text.startswith(text)
+
+
+class StartsWith:
+    """A draft that does something for the text of a number."""
+
+    def __init__(self, number: int, does: Callable[[], Any]) -> None:
+        self.number, self.does = number, does
+
+    def start(self, request: Any) -> ScriptedDrafter:
+        self.number -= 1
+        if self.number == -1:
+            self.does()
+        return ScriptedDrafter(lambda context: [])
+
+
+def exits() -> None:
+    raise SystemExit(3)
+
+
+def test_an_exit_where_a_text_begins_ends_that_text_alone() -> None:
+    """Found by a hostile trial: the thread ended, and nobody was told."""
+    with Engine(XTokAssisted((LM, TOKENS), StartsWith(1, exits)), batch_size=3) as engine:
+        tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[:3]]
+        with pytest.raises(SystemExit):
+            tickets[1].result(PATIENCE)
+        assert [ids(one) for one in tickets[::2]] == [greedily("Llama", prompt) for prompt in TEXTS[:3:2]]
+
+
+def test_a_fault_of_the_engine_is_told_to_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(PLAIN, batch_size=1)
+    with held(engine) as first:
+        waiting = engine.submit(TEXTS[1], **GREEDY)
+        monkeypatch.setattr(engine, "_deliver", lambda blocks: [][1])
+    for ticket in (first, waiting):
+        with pytest.raises(IndexError):
+            ticket.result(PATIENCE)
+    with pytest.raises(EngineClosedError):
+        engine.submit(TEXTS[1], **GREEDY)
+    engine.close()
+
+
+def test_a_time_out_of_a_text_itself_is_what_its_ticket_raises() -> None:
+    with Engine(PLAIN) as engine, pytest.raises(TimeoutError, match="a grammar"):
+        engine.submit(TEXTS[0], **GREEDY, **by(Raises(1, TimeoutError("a grammar")))).result(PATIENCE)
+
+
+def test_a_warning_that_is_an_error_ends_the_text_that_it_is_about_alone() -> None:
+    def script(context: Context) -> list[int]:
+        if context.data.startswith(TEXTS[1].encode()):
+            raise OSError("mine")
+        return []
+
+    xt = XTokAssisted((LM, TOKENS), [ScriptedDrafter(script)], budget=TREE)
+    with warnings.catch_warnings(), Engine(xt) as engine:
+        warnings.simplefilter("error", DraftFailedWarning)
+        tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[:3]]
+        with pytest.raises(DraftFailedWarning):
+            tickets[1].result(PATIENCE)
+        assert [ids(one) for one in tickets[::2]] == [greedily("Llama", prompt) for prompt in TEXTS[:3:2]]
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)"])
+def test_a_script_that_ends_while_texts_are_written_ends_as_it_says(ending: str) -> None:
+    """Found by a hostile trial: it was aborted, for a thread can't be stopped in a forward."""
+    lines = [
+        "import sys",
+        "from xtok import Engine, XTokAssisted, pair",
+        "engine = Engine(XTokAssisted(pair.TARGET))",
+        "engine.submit('吾輩は', do_sample=False, max_new_tokens=400, eos_token_id=None)",
+        ending,
+    ]
+    run = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, timeout=120, check=False)
+    assert run.returncode == (3 if ending else 0), run.stderr.decode()
 
 
 @pytest.mark.parametrize("when", [0, 1, 5])
@@ -704,7 +781,41 @@ def test_a_text_waits_until_there_is_room_and_those_behind_it_too() -> None:
         assert first.result(PATIENCE).token_ids
 
 
+WILD = Tree(tuple(5 + i % 50 for i in range(900)), (-1,) * 900)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "batch_size"),
+    [([(SIBLING, TOKENS)] * 2, 5), ([(SIBLING, TOKENS)] * 3, 11), ([ScriptedDrafter(lambda context: WILD)], 4)],
+    ids=["one model in two drafts", "one model in three drafts", "guesses beyond the budget"],
+)
+def test_memory_is_kept_whatever_guesses(drafts: list[Any], batch_size: int) -> None:
+    """Found by a hostile trial."""
+    memory = 2**22
+    with Engine(XTokAssisted((LM, TOKENS), drafts, budget=TREE), batch_size=batch_size, memory=memory) as engine:
+        for size in (40, 200, 330, 90):
+            tickets = [engine.submit(long(size), **GREEDY) for _ in range(batch_size)]
+            assert {tuple(ids(one)) for one in tickets} == {tuple(greedily("Llama", long(size)))}
+            assert 0 < cache_bytes(engine) <= memory
+
+
+def test_tickets_that_are_kept_hold_no_caches() -> None:
+    """Found by a hostile trial: an error's frames held the logits of a forward, and each ticket its engine."""
+    with Engine(WITH_DRAFTS) as engine:
+        kept = [engine.submit(prompt, **GREEDY, **by(Raises(4, OSError()))) for prompt in TEXTS]
+        kept += [engine.submit(prompt, **GREEDY) for prompt in TEXTS]
+        for ticket in kept:
+            read(ticket)
+        caches = [weakref.ref(one) for one in (engine._caches, *engine._caches._slots.values())]
+        assert len(caches) == 4
+    gc.collect()
+    assert not [one for one in caches if one() is not None]
+    assert len(kept) == 2 * len(TEXTS)
+
+
 def test_memory_that_cant_be_bounded_is_refused() -> None:
+    with pytest.raises(UnsupportedArgumentError, match="rejection"):
+        Engine(XTokAssisted((LM, TOKENS), (UNRELATED, BYTES), acceptance="rejection"), memory=10**9)
     with pytest.raises(UnsupportedModelError, match="memory isn't bounded"):
         Engine(XTokAssisted((RECURRENT_TARGET, TOKENS)), memory=10**9)
 

@@ -281,3 +281,23 @@ def test_a_budget_that_decides_by_costs_leaves_the_ids_as_they_are() -> None:
     for _ in range(3):
         generation = xt.generate("吾輩は", max_new_tokens=60, do_sample=False, eos_token_id=None)
         assert generation.token_ids == expected.token_ids
+
+
+@given(
+    parents=st.integers(0, 20).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))),
+    data=st.data(),
+    nodes=st.integers(0, 24),
+)
+def test_the_likeliest_nodes_of_a_tree_are_one(parents: tuple[int, ...], data: st.DataObject, nodes: int) -> None:
+    """Masses needn't fall along a path: a drafter may be anybody's."""
+    masses = data.draw(st.one_of(st.just(()), st.tuples(*(st.floats(0, 1) for _ in parents))))
+    tree = Tree(tuple(range(len(parents))), parents, masses=masses)
+    kept = tree.likeliest(nodes)
+    assert len(kept) == min(nodes, len(tree))
+    assert all(kept.parents[i] == -1 or kept.tokens[kept.parents[i]] == parents[token] for i, token in enumerate(kept.tokens))
+    if (
+        masses
+        and len(set(masses)) == len(masses)
+        and all(parent < 0 or masses[parent] > mass for parent, mass in zip(parents, masses, strict=True))
+    ):
+        assert sorted(kept.masses) == sorted(masses, reverse=True)[:nodes][::-1]

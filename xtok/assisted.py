@@ -163,8 +163,10 @@ class XTokAssisted:
         hf.check_seed(seed)
         check_batch(batch_size, progress)
         hf.check_streamer(streamer, several=many)
-        own = [hf.own_arguments(arguments, len(prompts)) for _ in prompts]
-        prepared = [one for pair in zip(prompts, own, strict=True) for one in hf.prepare(self.target, *pair)]
+        several = len(prompts) > 1
+        if several:
+            hf.check_several(arguments)
+        prepared = [one for each in prompts for one in hf.prepare(self.target, each, dict(arguments), several=several)]
         hf.check_streamer(streamer, several=len(prepared) > 1)
         if streamer is not None:
             streamer.put(prepared[0].ids.cpu())
@@ -235,6 +237,11 @@ class XTokAssisted:
             self._learn(text)  # raises what one of them ended in
         return hf.as_transformers(texts, generation_config)
 
+    @property
+    def rejects(self) -> bool:
+        """Whether ids depend on the law that guesses are drawn from."""
+        return self._acceptance.rejects
+
     def models(self) -> list[PreTrainedModel]:
         """The target, and the draft models."""
         adapted = [] if self.adapter is None else [self.adapter.draft.model]
@@ -263,7 +270,7 @@ class XTokAssisted:
         caches = Caches(min(batch_size, len(prepared)))
         seed, noises = hf.noises(prepared, seed)
         for one, noise in zip(prepared, noises, strict=True):
-            yield self._text(one, noise, seed, Seat(caches))
+            yield self._text(one.with_own_state(), noise, seed, Seat(caches))
 
     def _text(self, prepared: hf.Prepared, noise: Noise | None, seed: int | None, seat: Seat) -> Sequence:
         vocabulary, prompt = self.target.vocabulary, prepared.unpadded

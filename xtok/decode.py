@@ -45,7 +45,14 @@ def step(target: Target, texts: list[Sequence]) -> list[list[int]]:
     A text that has not begun has some of its prompt read. What fails in a text ends that text alone.
     """
     company = Company(max(1, sum(text.slot.shares for text in texts)))
-    trees = _evened(texts, together([_plan(text, company) for text in texts]))
+    plans = dict(zip(texts, together([_plan(text, company) for text in texts]), strict=True))
+    going = {text: tree for text, tree in plans.items() if text.finish_reason is None}
+    blocks = dict(zip(going, _verified(target, list(going), _evened(list(going), list(going.values()))), strict=True))
+    return [blocks.get(text, []) for text in texts]
+
+
+def _verified(target: Target, texts: list[Sequence], trees: list[Tree]) -> list[list[int]]:
+    """Let the target verify what was guessed, and commit what was right. Returns that of each."""
     unread = [text.unread() for text in texts]
     checked = target.verify([(text.slot, *one) for text, one in zip(texts, zip(unread, trees, strict=True), strict=True)])
     picks = _greedy_picks(texts, checked)
@@ -53,12 +60,16 @@ def step(target: Target, texts: list[Sequence]) -> list[list[int]]:
 
 
 def _plan(text: Sequence, company: Company) -> Asking[Tree]:
-    """What the drafts guess."""
+    """What the drafts guess. What fails beside them, such as a warning of them that is an error, ends the text."""
     limit = _limit(text)
     if text.session is None or not text.begun or limit.longest == 0:
         return Tree()
-    with text.meter.timing("draft"), text.meter.timing("all"):
-        return (yield from text.session.propose(limit, company))
+    try:
+        with text.meter.timing("draft"), text.meter.timing("all"):
+            return (yield from text.session.propose(limit, company))
+    except Exception as error:
+        text.fail(error)
+        return Tree()
 
 
 def _evened(texts: list[Sequence], trees: list[Tree]) -> list[Tree]:

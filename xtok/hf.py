@@ -49,7 +49,8 @@ class Prepared:
     """A text as transformers prepared it for a decoding method.
 
     `ids`: (1, length), with padding; `inputs`: what else the model is given for them. `prompt`: what the caller gave, None
-    where that was ids. `keeps_cache`: whether the caller handed in the cache, or is to be given it.
+    where that was ids. `keeps_cache`: whether the caller handed in the cache, or is to be given it. `shared`: processors and
+    criteria that other texts were given, too.
     """
 
     ids: Tensor
@@ -60,6 +61,16 @@ class Prepared:
     inputs: dict[str, Any] = field(default_factory=dict)
     prompt: Any = None
     keeps_cache: bool = False
+    shared: tuple[Any, ...] = ()
+
+    def with_own_state(self) -> "Prepared":
+        """With copies of what other texts were given, too: processors and criteria may keep a state."""
+        if not self.shared:
+            return self
+        own = dict(zip(map(id, self.shared), _copied(self.shared), strict=True))
+        processors = LogitsProcessorList(own.get(id(one), one) for one in self.processors)
+        criteria = StoppingCriteriaList(own.get(id(one), one) for one in self.criteria)
+        return replace(self, processors=processors, criteria=criteria, shared=())
 
     @property
     def is_plain(self) -> bool:
@@ -67,6 +78,10 @@ class Prepared:
         others = {name for name, value in self.inputs.items() if value is not None} - _COUNTED
         mask, positions = self.inputs.get("attention_mask"), self.inputs.get("position_ids")
         if others or any(one is not None and one.shape != self.ids.shape for one in (mask, positions)):
+            return False
+        if mask is not None and not bool(
+            mask[0, -1] and (mask[0].long().diff() >= 0).all()
+        ):  # padding is read, but on the left
             return False
         counted = None if positions is None else (positions if mask is None else positions[mask != 0]).flatten()
         return counted is None or torch.equal(counted, torch.arange(len(counted), device=counted.device))
@@ -94,8 +109,11 @@ class Prepared:
         return () if self.config.return_dict_in_generate and getattr(self.config, what) else None
 
 
-def prepare(target: Target, prompt: Any, arguments: dict[str, Any]) -> list[Prepared]:
-    """Let transformers prepare the texts for a prompt, and take what it hands to a decoding method."""
+def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: bool = False) -> list[Prepared]:
+    """Let transformers prepare the texts for a prompt, and take what it hands to a decoding method.
+
+    `several`: whether the arguments serve other prompts, too.
+    """
     check_arguments(arguments)
     read = prompt_ids(target.vocabulary.tokenizer, prompt, arguments.pop("split_special_tokens", None))
     ids = torch.tensor([read], device=device_of(target.model))
@@ -103,6 +121,7 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any]) -> list[Prep
     if arguments.get("generation_config") is None:
         arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
     keeps_cache = arguments.get("past_key_values") is not None
+    shared = _stateful(arguments) if several else ()
     captured: list[Prepared] = []
 
     def capture(
@@ -118,7 +137,7 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any]) -> list[Prep
         made = rows(
             target.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
         )
-        captured.extend(replace(one, prompt=prompt) for one in made)
+        captured.extend(replace(one, prompt=prompt, shared=shared) for one in made)
         return torch.empty(0)
 
     target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
@@ -180,17 +199,16 @@ def with_stop_strings(tokenizer: Any, criteria: StoppingCriteriaList, strings: A
     return StoppingCriteriaList([*criteria, stops])
 
 
-def own_arguments(arguments: Mapping[str, Any], prompts: int) -> dict[str, Any]:
-    """The arguments for one of several prompts, which take turns: processors and criteria may keep a state."""
-    own = dict(arguments)
-    if prompts == 1:
-        return own
-    if own.get("past_key_values") is not None:
+def check_several(arguments: Mapping[str, Any]) -> None:
+    """Raises `UnsupportedArgumentError` for what several prompts can't be given: each needs its own state."""
+    if arguments.get("past_key_values") is not None:
         raise UnsupportedArgumentError("past_key_values holds one text. Call generate once per prompt.")
-    for name in ("logits_processor", "stopping_criteria"):
-        if own.get(name):
-            own[name] = _copied(own[name])
-    return own
+    _copied(_stateful(arguments))
+
+
+def _stateful(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The processors and criteria of a call."""
+    return (*(arguments.get("logits_processor") or ()), *(arguments.get("stopping_criteria") or ()))
 
 
 def _copied(kept: Any, name: str | None = None) -> Any:
@@ -213,6 +231,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         "inputs": "Pass the prompt as a text, or use target.generate(inputs, custom_generate=xt).",
         "input_ids": "Pass the prompt as a text, or use target.generate(input_ids, custom_generate=xt).",
         "attention_mask": "A prompt has no padding. Use target.generate(input_ids, custom_generate=xt) for padded ones.",
+        "batch_size": "It is for lists of prompts, in generate.",
+        "progress": "It is for lists of prompts, in generate.",
         "streamer": "Iterate over stream(prompt), or use generate(prompt, streamer=streamer).",
     }
     for name, remedy in refused.items():

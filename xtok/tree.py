@@ -78,6 +78,15 @@ class Tree:
         depths = self._depths()
         return self if max(depths, default=0) <= longest else self.of([i for i, depth in enumerate(depths) if depth <= longest])
 
+    def likeliest(self, nodes: int) -> "Tree":
+        """The likeliest nodes, so many at most; the first ones where it says no masses."""
+        if len(self) <= nodes:
+            return self
+        masses: list[float] = []
+        for node, parent in enumerate(self.parents):
+            masses.append(min(self.masses[node] if self.masses else 1.0, masses[parent] if parent >= 0 else 1.0))
+        return self.of(sorted(sorted(range(len(self)), key=lambda node: (-masses[node], node))[:nodes]))
+
     @property
     def depth(self) -> int:
         """How many ids its longest path has."""

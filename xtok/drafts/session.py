@@ -153,7 +153,7 @@ class Session:
                     guess = yield from drafter.guess(context, limit)
                 else:
                     guess = drafter.propose(context, limit)
-                tree = _sound(guess).within(limit.longest)
+                tree = _sound(guess).within(limit.longest).likeliest(limit.nodes)
         except Exception as error:
             return self._fails(draft, error)
         if not all(0 <= token < self._size for token in tree.tokens):

@@ -1,11 +1,14 @@
 """An engine: texts are submitted from any thread, and one thread writes all of them together."""
 
-from collections import deque
+import atexit
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from threading import Condition, Thread
 from time import perf_counter
+from traceback import walk_stack, walk_tb
 from types import TracebackType
 from typing import Any
 
@@ -79,12 +82,16 @@ class Engine:
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._room = None if memory is None else _room(xt, memory)
-        self._caches = Caches(batch_size, self._room)
+        self._caches = Caches(
+            batch_size,
+            None if self._room is None else {model: drafts * self._room for model, drafts in Counter(xt.models()).items()},
+        )
         self._closing = False
         self._tokens = self._forwards = 0
         self._seconds = 0.0
         self._thread = Thread(target=self._run, name="xtok engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close, cancel=True)
 
     def submit(self, prompt: str | Chat, **arguments: Any) -> Ticket:
         """Hand in a text or a chat, and go on at once. `arguments` are those of `xt.generate` for one text.
@@ -133,6 +140,7 @@ class Engine:
                 job.ticket.cancelled = True
             self._changed.notify_all()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> "Engine":
         return self
@@ -147,18 +155,29 @@ class Engine:
 
     def _run(self) -> None:
         """Round by round, until it is closed and nothing is left."""
-        while self._admit():
-            start, turn = perf_counter(), self._turn()
-            blocks = list[list[int]]()
-            try:
-                blocks = step(self._xt.target, [job.text for job in turn if job.text is not None])
-            except BaseException as error:  # what is no fault of one text is told to all, an exit, too: none may wait forever
-                for job in self._running:
-                    if job.text is not None:
-                        job.text.fail(error)
+        try:
+            while self._admit():
+                self._round()
+        except BaseException as error:  # a fault of the engine: nobody may wait for ever
             with self._changed:
-                self._seconds += perf_counter() - start
-            self._deliver(dict(zip(turn, blocks, strict=False)))
+                self._closing = True
+                left = [*self._running, *self._waiting]
+            for job in left:
+                job.ticket.end(error)
+        self._caches = Caches()
+
+    def _round(self) -> None:
+        start, turn = perf_counter(), self._turn()
+        blocks = list[list[int]]()
+        try:
+            blocks = step(self._xt.target, [job.text for job in turn if job.text is not None])
+        except BaseException as error:  # what is no fault of one text is told to all, an exit, too
+            for job in self._running:
+                if job.text is not None:
+                    job.text.fail(error)
+        with self._changed:
+            self._seconds += perf_counter() - start
+        self._deliver(dict(zip(turn, blocks, strict=False)))
 
     def _admit(self) -> bool:
         """Wait for something to do; let texts begin in the order in which they came. False where there will be nothing."""
@@ -200,13 +219,19 @@ class Engine:
             job.ticket.end_cancelled()
 
     def _begin(self, job: _Job) -> None:
+        if (error := self._begun(job)) is not None:
+            self._end(job, error)
+
+    def _begun(self, job: _Job) -> BaseException | None:
+        """Make its text. Returns what that fails with."""
         seat = Seat(self._caches, job.most)
         try:
             job.text = job.begin(seat)
             job.pieces = TextPieces(self._xt.target.vocabulary.view, job.text.text.data)
-        except Exception as error:
+        except BaseException as error:
             seat.leave()
-            self._end(job, error)
+            return error
+        return None
 
     def _turn(self) -> list[_Job]:
         """Who is in the next round: all whose prompts were read, and of other prompts about a chunk."""
@@ -225,34 +250,51 @@ class Engine:
             if piece := job.pieces.add(blocks.get(job, [])):
                 job.ticket.add(piece)
             if job.text.finish_reason is not None:
-                self._finish(job, job.text, job.pieces)
+                self._end(job, self._result(job))
 
-    def _finish(self, job: _Job, text: Sequence, pieces: TextPieces) -> None:
+    def _result(self, job: _Job) -> Any:
+        """What it was answered with, or what it failed with."""
+        assert job.text is not None and job.pieces is not None
         try:
-            result = self._xt.result(text)
+            result = self._xt.result(job.text)
         except BaseException as error:
-            self._end(job, error)
-            return
-        if rest := pieces.rest():
+            return error
+        if rest := job.pieces.rest():
             job.ticket.add(rest)
-        self._end(job, result)
+        return result
 
     def _end(self, job: _Job, result: Any) -> None:
         with self._changed:
             self._running.remove(job)
             if job.text is not None:
                 self._count(job.text)
-        job.ticket.end(result)
+                job.text = None
+        job.ticket.end(_freed(result) if isinstance(result, BaseException) else result)
 
     def _count(self, text: Sequence) -> None:
         self._tokens += len(text.new_ids)
         self._forwards += text.slot.forwards
 
 
+def _freed(error: BaseException) -> BaseException:
+    """The error, without what its frames hold: a ticket that is kept keeps no cache."""
+    trace = error.__traceback__ and error.__traceback__.tb_next
+    for frame, _ in walk_tb(trace):
+        for caller, _ in walk_stack(frame):
+            with suppress(RuntimeError):  # it is running
+                caller.clear()
+    return error.with_traceback(trace)
+
+
 def _room(xt: XTokAssisted, memory: int) -> int:
     """How many positions the caches may have in so many bytes, each of them in all models."""
     if not isinstance(memory, int) or memory < 1:
         raise InvalidInputError(f"memory is {memory!r}; give a number of bytes, as 8 * 1024**3.")
+    if xt.rejects:
+        raise UnsupportedArgumentError(
+            "memory can't be bounded with acceptance='rejection': ids depend on the law by which a draft guesses, and that on "
+            "how much of a text it reads. Leave memory out, or use acceptance='match'."
+        )
     size = 0
     for model in xt.models():
         own = position_bytes(model)

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from threading import Condition
 
@@ -33,10 +32,9 @@ class Ticket:
         Raises what ended the text, `concurrent.futures.CancelledError` where it was cancelled, and `TimeoutError` if it takes
         longer than `timeout` seconds.
         """
-        try:
-            return self._future.result(timeout)
-        except FutureTimeoutError as error:
-            raise TimeoutError(f"The text hasn't ended within {timeout} seconds.") from error
+        if not wait([self._future], timeout).done:
+            raise TimeoutError(f"The text hasn't ended within {timeout} seconds.")
+        return self._future.result()
 
     def cancel(self) -> bool:
         """End the text before the next round. False where it has ended already."""
@@ -88,7 +86,8 @@ class Ticket:
         self._tell(lambda: self._pieces.append(piece))
 
     def end(self, result: Generation | BaseException) -> None:
-        """For the engine: the text has ended."""
+        """For the engine, of which it lets go: the text has ended."""
+        self._on_cancel = lambda: None
         if isinstance(result, BaseException):
             self._tell(lambda: self._future.set_exception(result))
         else:

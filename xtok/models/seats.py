@@ -1,5 +1,7 @@
 """Where texts have their slots: which models they share, and which each has for itself."""
 
+from collections.abc import Mapping
+
 from transformers import PreTrainedModel
 
 from xtok.models.cache import new_cache
@@ -15,9 +17,9 @@ _SNAPSHOTS = 16
 class Caches:
     """The caches of texts that are generated together, one for each model."""
 
-    def __init__(self, rows: int = 1, room: int | None = None) -> None:
-        """`rows`: how many texts there will be at a time. `room`: how many positions a model's cache may have for all of them,
-        rows × positions of a row; None for as many as are needed.
+    def __init__(self, rows: int = 1, room: Mapping[PreTrainedModel, int] | None = None) -> None:
+        """`rows`: how many texts there will be at a time. `room`: how many positions the cache of each model may have for all
+        of them, rows × positions of a row; None for as many as are needed.
         """
         self._rows, self._room = rows, room
         self._slots: dict[PreTrainedModel, Slots] = {}
@@ -25,7 +27,8 @@ class Caches:
     def of(self, model: PreTrainedModel, *, shows_hidden: bool = False) -> Slots:
         """The cache of a model that takes slots."""
         if model not in self._slots:
-            self._slots[model] = Slots(model, shows_hidden=shows_hidden, rows=self._rows, room=self._room)
+            room = None if self._room is None else self._room[model]
+            self._slots[model] = Slots(model, shows_hidden=shows_hidden, rows=self._rows, room=room)
         return self._slots[model]
 
 

@@ -170,7 +170,7 @@ class Slots:
         ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
         seen = max(max(end, one.trunk + nodes) for end, one in zip(ends, news, strict=True))
         self._clear(first, ends, seen)
-        table = torch.tensor([one.line(width) for one in news], device=self.device)
+        table = torch.tensor([one.line(width, asks[0].ids[0]) for one in news], device=self.device)
         base, trunk, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
         padding = (parents == PADDING).sum(dim=1, keepdim=True)
         places = torch.arange(width, device=self.device) - padding
@@ -257,10 +257,14 @@ class _New:
         """Whether one of the new ids is the parent of another."""
         return max(self.parents, default=KEPT) >= self.nodes - sum(parent > KEPT for parent in self.parents)
 
-    def line(self, width: int) -> list[int]:
-        """All of it as numbers, with padding in front."""
+    def line(self, width: int, other: int) -> list[int]:
+        """All of it as numbers, with padding in front: by an id of its own, for one that it doesn't have may be no number.
+
+        `other`: an id for a row without any.
+        """
         padding = width - len(self.ids)
-        return [self.base, self.trunk, *[0] * padding, *self.ids, *[PADDING] * padding, *self.parents]
+        filler = self.ids[0] if self.ids else other
+        return [self.base, self.trunk, *[filler] * padding, *self.ids, *[PADDING] * padding, *self.parents]
 
 
 class _View:
