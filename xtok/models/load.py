@@ -1,18 +1,21 @@
 """Where models come from: a hub id, a local path, or the caller's hands.
 
-What is loaded here is data: weights in safetensors, and no code that comes with them.
+What is loaded here is data: weights as tensors and nothing else, in safetensors or in torch's own format. No code that comes
+with them is run.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
@@ -31,16 +34,19 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
     """The model and the tokenizer of a source. `role` ("target" or "draft") is for the message of an error.
 
     Raises `InvalidInputError` for what can't be loaded, and `UnsupportedModelError` for a model that isn't decoder-only, has no
-    language model head, or has no weights in safetensors. Errors of the network stay what they are.
+    language model head, or has weights that only code could open. Errors of the network stay what they are.
     """
     if isinstance(source, (str, PathLike)):
         with _loading(source, role):
-            _checked(source, role)
+            config = _checked(source, role)
+            for file in _weights(source, config):
+                _check_plain(file, source, role)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             model, found = AutoModelForCausalLM.from_pretrained(
-                source, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+                source, weights_only=True, trust_remote_code=False, output_loading_info=True
             )
             _check_complete(source, role, sorted(found["missing_keys"]))
-            return model, AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            return model, tokenizer
     if _is_pair(source):
         if not source[0].can_generate():
             name = type(source[0]).__name__
@@ -120,10 +126,19 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
     except XTokError:
         raise
     except OSError as error:
-        if "safetensors" not in str(error):
+        if WEIGHTS_NAME not in str(error):
             raise
-        raise UnsupportedModelError(
-            f"The {role} {source} has no weights in safetensors, and others aren't opened. {remedy}"
+        raise InvalidInputError(
+            f"The {role} {source} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}. "
+            "Pass the folder of a saved model, or load it and pass the pair."
+        ) from error
+    except ImportError as error:
+        module = _needed(error)
+        if module is None:
+            raise
+        package = "'xtok[ja]'" if module in ("fugashi", "unidic_lite") else module.replace("_", "-")
+        raise InvalidInputError(
+            f"The {role} {source} needs {module}, which isn't installed. Install it with: pip install {package}"
         ) from error
     except Exception as error:  # files make no sense in many ways, and each has its own
         told = str(error).strip().partition("\n")[0].rstrip(".")
@@ -138,12 +153,6 @@ def _checked(source: str | PathLike[str], role: str) -> Any:
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source} is an encoder-decoder model. Use a decoder-only model as {role}.")
-    for file in _weights(source, getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME):
-        if not str(file).endswith(".safetensors"):
-            raise UnsupportedModelError(
-                f"The {role} {source} names {file} for its weights, which aren't in safetensors, and others aren't opened. "
-                + _REMEDY.format(role=role)
-            )
     return config
 
 
@@ -156,12 +165,51 @@ def _check_complete(source: str | PathLike[str], role: str, missing: list[str]) 
         )
 
 
-def _weights(source: str | PathLike[str], named: str) -> list[Any]:
-    """The files that hold the weights, as far as they are named: transformers opens those of any format."""
-    if not named.endswith(".index.json"):
-        return [named]
+def _weights(source: str | PathLike[str], config: Any) -> list[Path]:
+    """The files that transformers takes the weights from, as far as they can be had."""
+    named = getattr(config, "transformers_weights", None)
+    names = [named] if named else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
+    first = next((file for name in names if (file := _file(source, name))), None)
+    if first is None or first.suffix != ".json":
+        return [first] if first else []
+    shards = sorted(set(json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()))
+    return [file for shard in shards if (file := _file(source, shard))]
+
+
+def _file(source: str | PathLike[str], name: str) -> Path | None:
+    """A file of a source, fetched where it lies on a hub; None where there is none."""
     try:
-        index = cached_file(source, named)
-    except OSError:  # there is no such file
-        return []
-    return list(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        return Path(cached_file(source, name))
+    except OSError:
+        return None
+
+
+def _check_plain(file: Path, source: str | PathLike[str], role: str) -> None:
+    """Refuse weights that only code could open, before anything else is read. Raises `UnsupportedModelError`.
+
+    Whatever is not in safetensors is opened here as transformers will open it, in torch's format and without code.
+    """
+    if file.suffix == ".safetensors":
+        return
+    try:
+        torch.load(file, map_location="meta", mmap=is_zipfile(file), weights_only=True)
+    except Exception as error:  # a file makes no sense in many ways, and each has its own
+        needed = re.search(r"GLOBAL (\S+)", str(error))
+        if needed is None:
+            raise InvalidInputError(
+                f"The {role} {source} can't be loaded: {file.name} doesn't hold weights in torch's format. "
+                "Download or save it again."
+            ) from error
+        raise UnsupportedModelError(
+            f"The {role} {source} needs code to open {file.name}, namely {needed[1]}, and xtok runs none. Save it in "
+            f"safetensors, or, if you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
+        ) from error
+
+
+def _needed(error: BaseException | None) -> str | None:
+    """The module for lack of which something failed."""
+    while error is not None:
+        if isinstance(error, ImportError) and error.name:
+            return error.name
+        error = error.__context__
+    return None
