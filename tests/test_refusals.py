@@ -12,13 +12,13 @@ from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, TARGET, TOKENS, Recor
 from transformers import DynamicCache, LogitsProcessorList
 from worlds import alone, model
 
-from xtok import Budget, HeadsDrafter, XTokAssisted
+from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.bench.compare import compare
-from xtok.bench.report import _placed
 from xtok.bench.sampled import compare_sampled
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
+from xtok.pair import TARGET as SAVED
 from xtok.tune import check_tunable
 from xtok.tune.work import check_trains
 
@@ -139,8 +139,52 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"no prompts\. Give a file",
     ),
-    "a dtype that nobody has": (lambda: _placed(PAIR, PAIR, "int3", "cpu"), InvalidInputError, r"dtype is 'int3'; use float32"),
-    "a device that nobody has": (lambda: _placed(PAIR, PAIR, "float64", "abc"), InvalidInputError, r"device is 'abc'"),
+    "a dtype that nobody has": (
+        lambda: XTokAssisted(SAVED, dtype="int3"),
+        InvalidInputError,
+        r"dtype is 'int3'; use float32, bfloat16, float16, float64, or auto",
+    ),
+    "a dtype that is no precision": (lambda: XTokAssisted(SAVED, dtype=torch.int8), InvalidInputError, r"dtype is torch\.int8"),
+    "a device that nobody has": (
+        lambda: XTokAssisted(SAVED, device="abc"),
+        InvalidInputError,
+        r"device is 'abc', which can't be used: .* Use cpu",
+    ),
+    "a device where nothing is computed": (
+        lambda: XTokAssisted(SAVED, device="meta"),
+        InvalidInputError,
+        r"device is 'meta', where nothing is computed\. Use cpu",
+    ),
+    "a device for each of three": (
+        lambda: XTokAssisted(SAVED, device=("cpu",) * 3),
+        InvalidInputError,
+        r"device is \('cpu', 'cpu', 'cpu'\); give one for both models, or a pair",
+    ),
+    "a device and a map of devices": (
+        lambda: XTokAssisted(SAVED, device="cpu", device_map="auto"),
+        InvalidInputError,
+        r"device is 'cpu' and device_map is 'auto'; give one of them",
+    ),
+    "a map of devices that is none": (
+        lambda: XTokAssisted(SAVED, device_map=3),
+        InvalidInputError,
+        r"device_map is 3; give 'auto'",
+    ),
+    "a device for a loaded target": (
+        lambda: XTokAssisted(PAIR, device="cpu"),
+        InvalidInputError,
+        r"The target is loaded already, so device=cpu can't be honoured\. Place it before .* device=\(None, 'cuda'\)",
+    ),
+    "a dtype for a loaded draft": (
+        lambda: XTokAssisted(SAVED, [PromptLookup(), (OTHER, BYTES)], dtype=(None, "float16")),
+        InvalidInputError,
+        r"The draft is loaded already, so dtype=torch\.float16 can't be honoured.* device=\('cuda', None\)",
+    ),
+    "a device for no draft": (
+        lambda: XTokAssisted(SAVED, PromptLookup(), device=("cpu", "cpu"), dtype=(None, "float32")),
+        InvalidInputError,
+        r"device=cpu, dtype=torch\.float32 is for the draft, and there is none to load\. Give the target's alone",
+    ),
 }
 
 PROMPTS: dict[str, Refused] = {

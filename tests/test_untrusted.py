@@ -537,7 +537,9 @@ def test_any_budget_is_kept_to_or_refused(settings: dict[str, Any]) -> None:
         assert (generation.token_ids, generation.stats.draft_error) == (EXPECTED, None)
 
 
-@pytest.mark.parametrize("name", ["budget", "acceptance", "posterior_threshold", "posterior_alpha", "draft"])
+@pytest.mark.parametrize(
+    "name", ["budget", "acceptance", "posterior_threshold", "posterior_alpha", "draft", "device", "dtype", "device_map"]
+)
 @pytest.mark.parametrize("value", [5, "x y", {}, math.nan, object(), [None], b"x", "\0", "\ud800", "", "/", 1e300])
 def test_settings_that_make_no_sense_are_refused_in_words(name: str, value: Any) -> None:
     """A name that might be one of the hub's is looked for there, which is the only thing that may fail otherwise."""

@@ -28,9 +28,10 @@ from xtok.drafts.reader import DraftModel
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.ledger import Account, Ledger
-from xtok.models.cache import positions
+from xtok.models.cache import device_of, positions
 from xtok.models.forwards import Slot
-from xtok.models.load import Source, draft_model, target_model
+from xtok.models.load import DEFAULT, Source, check_places, draft_model, target_model
+from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Placement, placements
 from xtok.models.probe import fits_trees, takes_slots, takes_trees
 from xtok.models.prompts import Chat, is_chat
 from xtok.models.recurrent import cached_model
@@ -87,6 +88,9 @@ class XTokAssisted:
         posterior_threshold: float = 0.09,
         posterior_alpha: float = 0.3,
         adapt: bool = False,
+        device: OneOrEach[Device] = None,
+        dtype: OneOrEach[Dtype] = None,
+        device_map: OneOrEach[DeviceMap] = None,
     ) -> None:
         """`draft`: a model, which guesses together with what the text repeats; `PromptLookup(...)`; anything with
         `propose(context, budget)`; or a list of such, whose guesses are merged. A list is taken as it is. Drafts with the
@@ -107,6 +111,11 @@ class XTokAssisted:
         `adapt`: a copy of the draft learns from each greedy text when it is done, in 3% of the time that those take, and
         guesses the greedy ones to come. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
 
+        `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
+        drafts', such as `device=("cuda:0", "cpu")`. Without them, models are in the precision that their configurations say
+        (`dtype="auto"`), the target on the best device there is (an accelerator, else the CPU), and drafts beside it.
+        `device_map="auto"` spreads a model over several devices, by accelerate.
+
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
         _check_settings(budget, acceptance, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
@@ -117,14 +126,27 @@ class XTokAssisted:
         self._budget = budget or Budget()
         self._judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
         given = _as_list(draft, alone=self._acceptance.rejects or self._budget.width == 1)
-        self.target = target_model(target)
+        places = placements(device, dtype, device_map)
+        self._check_places(target, given, places)
+        self.target = target_model(target, places[0])
         self.model, self.tokenizer = self.target.model, self.target.vocabulary.tokenizer
-        models = {i: draft_model(one) for i, one in enumerate(given) if not _guesses(one)}
+        beside = device_of(self.model)
+        models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not _guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
         self._ledger = Ledger([Account() for _ in given])
         self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in given)
+
+    @staticmethod
+    def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
+        """Raises `InvalidInputError` where a setting is of a model that xtok doesn't load."""
+        check_places(target, "target", places[0])
+        models = [one for one in drafts if not _guesses(one)]
+        for one in models:
+            check_places(one, "draft", places[1])
+        if not models and places[1] not in (DEFAULT, places[0]):
+            raise InvalidInputError(f"{places[1]} is for the draft, and there is none to load. Give the target's alone.")
 
     def _check_drafts(self, given: list[Any], models: list[DraftModel], *, adapt: bool) -> None:
         """Raises `InvalidInputError` or `UnsupportedArgumentError` where drafts, models among them, can't do what is asked."""

@@ -22,6 +22,7 @@ from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
 from xtok.models.cache import context_window, ids_read, vocabulary_size
+from xtok.models.placement import Placement, best_device
 from xtok.models.probe import check_continues, check_rolls_back, takes_slots
 from xtok.models.prompts import leading, reading
 from xtok.models.target import Target
@@ -30,8 +31,13 @@ Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 """A hub id, a local path, or a (model, tokenizer) pair."""
 
 
-def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
+DEFAULT = Placement()
+
+
+def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.device | None = None) -> tuple[PreTrainedModel, Any]:
     """The model and the tokenizer of a source. `role` ("target" or "draft") is for the message of an error.
+
+    `place`: where a model that is loaded here is put; without a word of it, on the device `beside`, or else on the best.
 
     Raises `InvalidInputError` for what can't be loaded, and `UnsupportedModelError` for a model that isn't decoder-only, has no
     language model head, or has weights that only code could open. Errors of the network stay what they are.
@@ -43,11 +49,19 @@ def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
                 _check_plain(file, source, role)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             model, found = AutoModelForCausalLM.from_pretrained(
-                source, weights_only=True, trust_remote_code=False, output_loading_info=True
+                source,
+                dtype=place.dtype or "auto",
+                device_map=place.device_map,
+                weights_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
             _check_complete(source, role, sorted(found["missing_keys"]))
+            if place.device_map is None:
+                _move(model, place.device or beside or best_device(), source, role)
             return model, tokenizer
     if _is_pair(source):
+        check_places(source, role, place)
         if not source[0].can_generate():
             name = type(source[0]).__name__
             raise UnsupportedModelError(f"{name} has no language model head. Load the {role} with AutoModelForCausalLM.")
@@ -79,21 +93,44 @@ def _is_pair(source: Any) -> bool:
     return pair and isinstance(source[0], PreTrainedModel) and callable(getattr(source[1], "get_vocab", None))
 
 
-def target_model(source: Any) -> Target:
+def check_places(source: Any, role: str, place: Placement) -> None:
+    """Raises `InvalidInputError` where a loaded model is to be put somewhere: those handed in are never changed."""
+    if _is_pair(source) and place != DEFAULT:
+        other = "('cuda', None)" if role == "draft" else "(None, 'cuda')"
+        raise InvalidInputError(
+            f"The {role} is loaded already, so {place} can't be honoured. Place it before you hand it in; a setting of the "
+            f"other model alone is a pair, the target's and the drafts', such as device={other}."
+        )
+
+
+def _move(model: PreTrainedModel, device: torch.device, source: str | PathLike[str], role: str) -> None:
+    """Put a model on a device. Raises `InvalidInputError` where it doesn't fit."""
+    if model.device == device:  # as that of a quantised one, which may not be moved, is
+        return
+    try:
+        model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidInputError(
+            f"The {role} {source} doesn't fit on {device}. Give another device (device='cpu'), a dtype that takes less, or "
+            "device_map='auto'."
+        ) from error
+
+
+def target_model(source: Any, place: Placement = DEFAULT) -> Target:
     """A target. Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` for what can't be one."""
-    return Target(*_loaded(source, "target"))
+    return Target(*_loaded(source, "target", place, None))
 
 
-def draft_model(source: Any) -> DraftModel:
+def draft_model(source: Any, place: Placement = DEFAULT, beside: torch.device | None = None) -> DraftModel:
     """A draft model; errors are those of `target_model`."""
-    model, vocabulary = _loaded(source, "draft")
+    model, vocabulary = _loaded(source, "draft", place, beside)
     _ = vocabulary.encoder  # refused here if it can't be had, and not in the first text
     with reading(vocabulary.tokenizer):
         return DraftModel(model, vocabulary, tuple(leading(vocabulary.tokenizer)))
 
 
-def _loaded(source: Any, role: str) -> tuple[PreTrainedModel, Vocabulary]:
-    model, tokenizer = load(source, role)
+def _loaded(source: Any, role: str, place: Placement, beside: torch.device | None) -> tuple[PreTrainedModel, Vocabulary]:
+    model, tokenizer = load(source, role, place, beside)
     check_rolls_back(model, role)
     view = token_bytes(tokenizer)
     _check_sizes(model, view, role)
