@@ -11,7 +11,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from xtok.align.fit import Fit, Side, fit
@@ -73,8 +72,9 @@ def _prepare(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version.")
     ] = False,
 ) -> None:
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet: Any = logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
 
 
 @app.command()
@@ -241,7 +241,7 @@ def _compared(xt: XTokAssisted, prompt: str) -> _Compared:
     return _Compared(generation, generation.token_ids == alone, perf_counter() - between, between - start)
 
 
-def _alone(model: PreTrainedModel, tokenizer: Any, prompt: str) -> list[int]:
+def _alone(model: Any, tokenizer: Any, prompt: str) -> list[int]:
     """The new ids that transformers' own greedy search gives, without xtok."""
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=DEMO_TOKENS, do_sample=False)

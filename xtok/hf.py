@@ -19,7 +19,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -27,6 +27,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.decode import drain
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
@@ -121,7 +122,8 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any]) -> list[Prep
         captured.extend(replace(one, prompt=prompt) for one in made)
         return torch.empty(0)
 
-    target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
+    model: Any = target.model
+    model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
     return captured
 
 
@@ -356,13 +358,14 @@ def _ends_rows(criteria: StoppingCriteriaList) -> bool:
 
 def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
     """A copy, for processors may keep a state. Those of transformers that know of the batch's rows know of this one alone."""
-    own = _copied(processors)
+    own: LogitsProcessorList = _copied(processors)
     for processor in own:
         if isinstance(processor, RepetitionPenaltyLogitsProcessor):
             if isinstance(processor.prompt_ignore_length, Tensor):
                 processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
         elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-            processor.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+            own_ids: Any = processor.encoder_input_ids[row : row + 1]
+            processor.encoder_input_ids = own_ids
         elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
             processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[row : row + 1], 1
         elif isinstance(processor, PrefixConstrainedLogitsProcessor):
@@ -442,14 +445,14 @@ def as_transformers(texts: list[Sequence], config: GenerationConfig) -> Generate
     if own is not None:
         own.settle()
     return GenerateDecoderOnlyOutput(
-        sequences=sequences,
+        sequences=sequences,  # type: ignore[arg-type, unused-ignore]
         scores=_by_step([text.picker.scores for text in texts]),
         logits=_by_step([text.picker.logits for text in texts]),
         past_key_values=None if own is None else own.cache,
     )
 
 
-def _by_step(rows: list[tuple[Tensor, ...] | None]) -> tuple[Tensor, ...] | None:
+def _by_step(rows: list[tuple[Tensor, ...] | None]) -> Any:
     """What rows recorded, (1, vocabulary) for each of their ids, as (rows, vocabulary) for each id of the longest."""
     recorded = [row for row in rows if row is not None]
     if not recorded:

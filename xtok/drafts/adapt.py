@@ -128,7 +128,8 @@ class Adapter:
             if isinstance(module, LoraLayer):
                 layer: Any = module
                 weight = layer.get_base_layer().weight
-                self.draft.model.get_submodule(name).weight.copy_(weight + layer.get_delta_weight("default").to(weight.dtype))
+                served: Any = self.draft.model.get_submodule(name)
+                served.weight.copy_(weight + layer.get_delta_weight("default").to(weight.dtype))
 
 
 def with_lora(model: PreTrainedModel, rank: int) -> Any:

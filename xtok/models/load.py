@@ -15,7 +15,8 @@ from zipfile import is_zipfile
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
@@ -32,6 +33,8 @@ Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 
 
 DEFAULT = Placement()
+from_config: Any = AutoModelForCausalLM.from_config
+"""A model of a configuration, with random weights."""
 
 
 def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.device | None = None) -> tuple[PreTrainedModel, Any]:
@@ -48,7 +51,7 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
             for file in _weights(source, config):
                 _check_plain(file, source, role)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=place.dtype or "auto",
                 device_map=place.device_map,
@@ -56,6 +59,7 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
                 trust_remote_code=False,
                 output_loading_info=True,
             )
+            model, found = loaded
             _check_complete(source, role, sorted(found["missing_keys"]))
             if place.device_map is None:
                 _move(model, place.device or beside or best_device(), source, role)
@@ -83,7 +87,7 @@ def load_without_weights(source: str, role: str) -> tuple[Any, int | None]:
     with _loading(source, role):
         config = _checked(source, role)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = from_config(config, trust_remote_code=False)
         check_rolls_back(model, role)
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False), context_window(model)
 
@@ -103,7 +107,7 @@ def check_places(source: Any, role: str, place: Placement) -> None:
         )
 
 
-def _move(model: PreTrainedModel, device: torch.device, source: str | PathLike[str], role: str) -> None:
+def _move(model: Any, device: torch.device, source: str | PathLike[str], role: str) -> None:
     """Put a model on a device. Raises `InvalidInputError` where it doesn't fit."""
     if model.device == device:  # as that of a quantised one, which may not be moved, is
         return
@@ -216,9 +220,10 @@ def _weights(source: str | PathLike[str], config: Any) -> list[Path]:
 def _file(source: str | PathLike[str], name: str) -> Path | None:
     """A file of a source, fetched where it lies on a hub; None where there is none."""
     try:
-        return Path(cached_file(source, name))
+        found = cached_file(source, name)
     except OSError:
         return None
+    return None if found is None else Path(found)
 
 
 def _check_plain(file: Path, source: str | PathLike[str], role: str) -> None:

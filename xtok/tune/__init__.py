@@ -103,9 +103,12 @@ def tune_draft(
         return per_way(_by_trees(pair, (model, learner.vocabulary.tokenizer)), settings.measured(kept), **settings.writing)
 
     first = measured(learner.model)
-    copy = deepcopy(learner.model).float()
-    model, found = train(copy, rows, seen, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora)
-    model = model.to(learner.model.dtype) if max(found) > first else learner.model
+    copy: Any = deepcopy(learner.model)
+    trained: Any
+    trained, found = train(
+        copy.float(), rows, seen, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora
+    )
+    model = trained.to(learner.model.dtype) if max(found) > first else learner.model
     before, after = by_ways(learner.model), by_ways(model)
     ways = {way: (before[way], after[way]) for way in before}
     result = Tuned(Path(out), len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)
