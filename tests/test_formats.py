@@ -59,6 +59,16 @@ def test_where_there_are_weights_in_safetensors_others_are_not_opened(saved: Pat
     assert XTokAssisted(saved).generate(PROMPT, **GREEDY).token_ids == truth(TARGET, TOKENS)
 
 
+def test_a_folder_without_weights_or_a_tokenizer_is_told_what_it_lacks(saved: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"has no weights: neither model\.safetensors nor pytorch_model\.bin\. Pass"):
+        XTokAssisted(saved)
+    TARGET.save_pretrained(saved)
+    for file in saved.glob("*token*"):
+        file.unlink()
+    with pytest.raises(InvalidInputError, match=r"The draft \S+ has no tokenizer beside the model\. Save it there"):
+        XTokAssisted((TARGET, TOKENS), saved)
+
+
 def sentencepiece(kind: str) -> bytes:
     """A small vocabulary, as SentencePiece itself trains and saves it."""
     made = BytesIO()

@@ -18,8 +18,9 @@ from xtok.bench.compare import compare
 from xtok.bench.sampled import compare_sampled
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
+from xtok.pair import HEADS
 from xtok.pair import TARGET as SAVED
-from xtok.tune import check_tunable
+from xtok.tune import check_tunable, split
 from xtok.tune.work import check_trains
 
 PAIR = (TARGET, TOKENS)
@@ -118,6 +119,43 @@ SETTINGS: dict[str, Refused] = {
         lambda: XTokAssisted(PAIR, Path("nowhere")),
         InvalidInputError,
         r"The draft nowhere does not exist\. Pass a hub id",
+    ),
+    "a target that nobody knows": (
+        lambda: XTokAssisted("nobody/no-such-model"),
+        InvalidInputError,
+        r"The target nobody/no-such-model is no folder here, and as a hub id it can't be had: .* Check the name",
+    ),
+    "a draft that nobody knows": (
+        lambda: XTokAssisted(PAIR, "no-such-model"),
+        InvalidInputError,
+        r"The draft no-such-model is no folder here, and as a hub id it can't be had: .* Check the name",
+    ),
+    "a name that is none": (
+        lambda: XTokAssisted("x y"),
+        InvalidInputError,
+        r"The target x y is no folder .* Check the name",
+    ),
+    "an empty name": (lambda: XTokAssisted(" "), InvalidInputError, r"The target has an empty name\. Pass a hub id"),
+    "a folder without a model": (
+        lambda: XTokAssisted(PAIR, Path(__file__).parent),
+        InvalidInputError,
+        r"The draft \S+ holds no model: there is no config\.json\. Pass the folder that a model was saved to\.$",
+    ),
+    "a file": (
+        lambda: XTokAssisted(PAIR, HEADS),
+        InvalidInputError,
+        r"The draft \S+ is a file\. Pass the folder that it is in; for heads, HeadsDrafter\(file\)",
+    ),
+    "a class": (lambda: XTokAssisted(PAIR, PromptLookup), InvalidInputError, r"The draft is the class PromptLookup\. Pass"),
+    "a folder of heads": (
+        lambda: HeadsDrafter(Path(__file__).parent),
+        InvalidInputError,
+        r"holds no heads: it is a folder\. Make one",
+    ),
+    "one text to learn from": (
+        lambda: split("text"),
+        InvalidInputError,
+        r"prompts is one text, 'text'; give a list of texts",
     ),
     "heads for a model that shares none": (
         lambda: described(SimpleNamespace(config=TARGET.config, get_output_embeddings=lambda: None), token_bytes(TOKENS)),
@@ -225,6 +263,31 @@ PROMPTS: dict[str, Refused] = {
         lambda: XT.generate([PROMPT, "a"], streamer=Recorder(), **GREEDY),
         UnsupportedArgumentError,
         r"A streamer takes one text\. Call generate once per prompt",
+    ),
+    "a list to stream": (
+        lambda: XT.stream([PROMPT, PROMPT], **GREEDY),
+        InvalidInputError,
+        r"A list of texts was given where one text is written\. Call generate for lists",
+    ),
+    "a function for a streamer": (
+        lambda: XT.generate(PROMPT, streamer=print, **GREEDY),
+        InvalidInputError,
+        r"streamer is <built-in function print>, which has no put and end\. Give one .* stream\(prompt\)",
+    ),
+    "a processor that is in no list": (
+        lambda: XT.generate(PROMPT, logits_processor=Uncopiable(), **GREEDY),
+        InvalidInputError,
+        r"logits_processor is <.*Uncopiable.*>; give a list of callables: logits_processor=\[…\]",
+    ),
+    "a criterion that is none": (
+        lambda: XT.generate(PROMPT, stopping_criteria=[5], **GREEDY),
+        InvalidInputError,
+        r"stopping_criteria is \[5\]; give a list of callables",
+    ),
+    "a prefix function that is none": (
+        lambda: XT.generate(PROMPT, prefix_allowed_tokens_fn=5, **GREEDY),
+        InvalidInputError,
+        r"prefix_allowed_tokens_fn is 5; give a function",
     ),
     "a stream of several texts": (
         lambda: XT.stream(PROMPT, **{**GREEDY, "do_sample": True, "num_return_sequences": 2}),

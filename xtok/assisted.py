@@ -33,7 +33,7 @@ from xtok.models.forwards import Slot
 from xtok.models.load import DEFAULT, Source, check_places, draft_model, target_model
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Placement, placements
 from xtok.models.probe import fits_trees, takes_slots, takes_trees
-from xtok.models.prompts import Chat, is_chat
+from xtok.models.prompts import Chat, is_chat, is_many
 from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Seat
 from xtok.noise import Noise
@@ -284,6 +284,8 @@ class XTokAssisted:
         """
         seed = arguments.pop("seed", None)
         hf.check_seed(seed)
+        if is_many(prompt):
+            raise InvalidInputError("A list of texts was given where one text is written. Call generate for lists.")
         prepared = hf.prepare(self.target, prompt, arguments)
         if len(prepared) > 1:
             raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")

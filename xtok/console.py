@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from xtok.errors import InvalidInputError, XTokError
+from xtok.errors import InvalidInputError, XTokError, reason
 from xtok.models.cache import device_of
 from xtok.models.load import load
 from xtok.models.placement import placements
@@ -38,7 +38,8 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (XTokError, OSError) as error:
-        typer.echo(f"xtok: {' '.join(str(error).split())}", err=True)
+        told = " ".join(str(error).split()) if isinstance(error, XTokError) else reason(error)
+        typer.echo(f"xtok: {told}", err=True)
         raise typer.Exit(1) from error
 
 

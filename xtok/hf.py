@@ -224,12 +224,24 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise UnsupportedArgumentError("synced_gpus=True can't be used here: rounds differ from rank to rank. Leave it out.")
     if arguments.get("token_healing"):
         raise UnsupportedArgumentError("token_healing=True can't be used here: it would rewrite the prompt. Leave it out.")
+    for name in ("logits_processor", "stopping_criteria"):
+        given = arguments.get(name)
+        if given is not None and not (isinstance(given, list | tuple) and all(map(callable, given))):
+            raise InvalidInputError(f"{name} is {given!r}; give a list of callables: {name}=[…].")
+    allowed = arguments.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise InvalidInputError(f"prefix_allowed_tokens_fn is {allowed!r}; give a function of a row's number and its ids.")
     if arguments.get("cache_implementation") not in _CACHES:
         raise UnsupportedArgumentError(_CACHE_FAULT.format(arguments["cache_implementation"]) + ".")
 
 
 def check_streamer(streamer: Any, *, several: bool) -> None:
-    """Raises `UnsupportedArgumentError` for a streamer that would be given several texts."""
+    """Raises `InvalidInputError` for what is no streamer, `UnsupportedArgumentError` where one would be given several texts."""
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise InvalidInputError(
+            f"streamer is {streamer!r}, which has no put and end. Give one of transformers' streamers, or iterate over "
+            "stream(prompt)."
+        )
     if streamer is not None and several:
         raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
 

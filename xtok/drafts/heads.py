@@ -19,7 +19,7 @@ from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context, Request
 from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, tree_of
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, reason
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
 from xtok.stats import Meter
@@ -76,7 +76,8 @@ class HeadsDrafter:
             self.heads.load_state_dict({"weight": weight, "bias": bias})
             self._copies = dict[tuple[torch.device, torch.dtype], Heads]()
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise InvalidInputError(f"{self.file} holds no heads: {error}. Make one with: xtok train-heads") from error
+            told = "it is a folder" if Path(self.file).is_dir() else reason(error)
+            raise InvalidInputError(f"{self.file} holds no heads: {told}. Make one with: xtok train-heads") from error
 
     def check(self, model: PreTrainedModel, view: TokenBytes) -> None:
         """Raises `InvalidInputError` unless the heads were trained for this target."""

@@ -15,13 +15,13 @@ from zipfile import is_zipfile
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.reader import DraftModel
-from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
+from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
 from xtok.models.cache import context_window, ids_read, vocabulary_size
 from xtok.models.placement import Placement, best_device
 from xtok.models.probe import check_continues, check_rolls_back, takes_slots
@@ -33,6 +33,8 @@ Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 
 
 DEFAULT = Placement()
+_TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "*.gguf", "*.txt")
+"""Files of a tokenizer have names like these."""
 from_config: Any = AutoModelForCausalLM.from_config
 """A model of a configuration, with random weights."""
 
@@ -43,14 +45,13 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
     `place`: where a model that is loaded here is put; without a word of it, on the device `beside`, or else on the best.
 
     Raises `InvalidInputError` for what can't be loaded, and `UnsupportedModelError` for a model that isn't decoder-only, has no
-    language model head, or has weights that only code could open. Errors of the network stay what they are.
+    language model head, or has weights that only code could open.
     """
     if isinstance(source, (str, PathLike)):
         with _loading(source, role):
             config = _checked(source, role)
-            for file in _weights(source, config):
-                _check_plain(file, source, role)
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            _check_weights(_weights(source, config), source, role)
+            tokenizer = _tokenizer(source, role)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=place.dtype or "auto",
@@ -71,7 +72,7 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
             raise UnsupportedModelError(f"{name} has no language model head. Load the {role} with AutoModelForCausalLM.")
         pair: tuple[PreTrainedModel, Any] = source
         return pair
-    kind = type(source).__name__
+    kind = f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
     if isinstance(source, tuple):
         kind = f"({', '.join(type(part).__name__ for part in source)})"
     raise InvalidInputError(
@@ -89,7 +90,7 @@ def load_without_weights(source: str, role: str) -> tuple[Any, int | None]:
         with torch.device("meta"):
             model = from_config(config, trust_remote_code=False)
         check_rolls_back(model, role)
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False), context_window(model)
+        return _tokenizer(source, role), context_window(model)
 
 
 def _is_pair(source: Any) -> bool:
@@ -155,24 +156,26 @@ def _check_sizes(model: PreTrainedModel, view: TokenBytes, role: str) -> None:
         )
 
 
-_REMEDY = "If you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
+_TRUST = "If you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
+_MEND = "Download or save it again, or load it with transformers and pass the pair (model, tokenizer) as {role}."
 
 
 @contextmanager
 def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
-    """What transformers and safetensors say of files that they can't use, in errors of xtok. Those of the network stay."""
-    remedy = _REMEDY.format(role=role)
+    """What transformers, safetensors and the network say of what they can't have or use, in errors of xtok."""
     try:
         yield
     except XTokError:
         raise
     except OSError as error:
-        if WEIGHTS_NAME not in str(error):
-            raise
-        raise InvalidInputError(
-            f"The {role} {source} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}. "
-            "Pass the folder of a saved model, or load it and pass the pair."
-        ) from error
+        if Path(source).exists():
+            told = f"can't be loaded: {reason(error)}. {_MEND.format(role=role)}"
+        else:
+            told = (
+                f"is no folder here, and as a hub id it can't be had: {reason(error)}. Check the name and the connection, or "
+                "pass the path of a saved model."
+            )
+        raise InvalidInputError(f"The {role} {source} {told}") from error
     except ImportError as error:
         module = _needed(error)
         if module is None:
@@ -182,15 +185,24 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
             f"The {role} {source} needs {module}, which isn't installed. Install it with: pip install {package}"
         ) from error
     except Exception as error:  # files make no sense in many ways, and each has its own
-        told = str(error).strip().partition("\n")[0].rstrip(".")
-        raise InvalidInputError(f"The {role} {source} can't be loaded: {told}. {remedy}") from error
+        remedy = (_TRUST if "trust_remote_code" in str(error) else _MEND).format(role=role)
+        raise InvalidInputError(f"The {role} {source} can't be loaded: {reason(error)}. {remedy}") from error
 
 
 def _checked(source: str | PathLike[str], role: str) -> Any:
     """The configuration of a source. Refuses what transformers would refuse less plainly, or open."""
+    if not str(source).strip():
+        raise InvalidInputError(f"The {role} has an empty name. Pass a hub id, or the path of a saved model.")
     looks_like_a_path = isinstance(source, PathLike) or source.startswith(("/", ".", "~")) or source.count("/") > 1
     if looks_like_a_path and not Path(source).exists():
         raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")
+    folder = Path(source)
+    if folder.is_file():
+        raise InvalidInputError(f"The {role} {source} is a file. Pass the folder that it is in; for heads, HeadsDrafter(file).")
+    if folder.is_dir() and not (folder / CONFIG_NAME).is_file():
+        raise InvalidInputError(
+            f"The {role} {source} holds no model: there is no {CONFIG_NAME}. Pass the folder that a model was saved to."
+        )
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source} is an encoder-decoder model. Use a decoder-only model as {role}.")
@@ -224,6 +236,28 @@ def _file(source: str | PathLike[str], name: str) -> Path | None:
     except OSError:
         return None
     return None if found is None else Path(found)
+
+
+def _check_weights(files: list[Path], source: str | PathLike[str], role: str) -> None:
+    """Raises `InvalidInputError` where a folder holds no weights, and what `_check_plain` raises."""
+    if not files and Path(source).is_dir() and not (Path(source) / "adapter_config.json").exists():
+        raise InvalidInputError(
+            f"The {role} {source} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}. "
+            "Pass the folder that a model was saved to."
+        )
+    for file in files:
+        _check_plain(file, source, role)
+
+
+def _tokenizer(source: str | PathLike[str], role: str) -> Any:
+    """Raises `InvalidInputError` for a folder without a tokenizer, of which transformers says something else."""
+    folder = Path(source)
+    if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZERS):
+        raise InvalidInputError(
+            f"The {role} {source} has no tokenizer beside the model. Save it there (tokenizer.save_pretrained), or pass the "
+            f"pair (model, tokenizer) as {role}."
+        )
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def _check_plain(file: Path, source: str | PathLike[str], role: str) -> None:
