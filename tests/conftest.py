@@ -9,7 +9,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from worlds import MADE, written
 
+import xtok.models.load
+
 torch.set_num_threads(1)
+xtok.models.load.best_device = lambda: torch.device("cpu")  # tests compare with models that they load there
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 for _name, _examples in (("quick", 40), ("deep", 200), ("more", 2000)):

@@ -128,6 +128,26 @@ def test_what_the_user_can_mend_is_told_in_one_line(arguments: tuple[str, ...]) 
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("inspect", "--text", "no-file.txt"), "xtok: no-file.txt: No such file or directory\n"),
+        (("inspect", "--text", "/"), "xtok: /: Is a directory\n"),
+        (("bench", "--prompts", "no-file.txt"), "xtok: no-file.txt: No such file or directory\n"),
+        (
+            ("bench", "--plot", "no-folder/x.png"),
+            "xtok: There is no folder no-folder for the picture. Make it, or choose another.\n",
+        ),
+        (
+            ("train-heads", "--data", str(TARGET.parent / "prompts.txt"), "--out", "/"),
+            "xtok: / is a folder. Give the name of a file for the heads.\n",
+        ),
+    ],
+)
+def test_what_the_system_refuses_is_told_without_its_numbers(arguments: tuple[str, ...], told: str) -> None:
+    assert run(*arguments, code=1)[1] == told
+
+
 def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty() -> list[str]:
         raise ZeroDivisionError

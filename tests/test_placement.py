@@ -16,9 +16,12 @@ from transformers import (
     QuantoConfig,
     TorchAoConfig,
 )
+from typer.testing import CliRunner
 
-from xtok import Budget, HeadsDrafter, XTokAssisted
-from xtok.errors import UnsupportedModelError
+from xtok import Budget, HeadsDrafter, XTokAssisted, cli
+from xtok.console import load_pair
+from xtok.errors import InvalidInputError, UnsupportedModelError
+from xtok.models.placement import best_device
 from xtok.pair import DRAFT, HEADS, TARGET, prompts
 
 TEXT = prompts()[0]
@@ -56,6 +59,77 @@ def test_any_attention(target: str, draft: str) -> None:
 
 def test_models_behind_the_hooks_of_accelerate() -> None:
     check(load(TARGET, device_map={"": "cpu"}), load(DRAFT, device_map={"": "cpu"}))
+
+
+def places(xt: XTokAssisted) -> list[tuple[str, torch.dtype]]:
+    return [(str(model.device), model.dtype) for model in xt.models()]
+
+
+@pytest.mark.parametrize(
+    ("how", "dtypes"),
+    [
+        ({}, (torch.float32, torch.float32)),
+        ({"dtype": "auto"}, (torch.float32, torch.float32)),
+        ({"dtype": torch.bfloat16}, (torch.bfloat16, torch.bfloat16)),
+        ({"dtype": ("float64", "bfloat16")}, (torch.float64, torch.bfloat16)),
+        ({"dtype": (None, "float16"), "device": ("cpu", None)}, (torch.float32, torch.float16)),
+        ({"dtype": "float64", "device_map": "cpu"}, (torch.float64, torch.float64)),
+        ({"device_map": ({"": "cpu"}, None)}, (torch.float32, torch.float32)),
+    ],
+)
+def test_models_given_as_paths_are_placed_as_is_asked(how: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> None:
+    assert places(XTokAssisted(TARGET, DRAFT, **how)) == [("cpu", dtype) for dtype in dtypes]
+
+
+def test_a_model_is_in_the_precision_that_its_configuration_says(tmp_path: Path) -> None:
+    model, tokenizer = load(TARGET, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert [dtype for _, dtype in places(XTokAssisted(tmp_path, DRAFT))] == [torch.bfloat16, torch.float32]
+
+
+def test_without_a_word_the_target_is_on_the_best_device_and_drafts_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[Any, str]] = []
+    monkeypatch.setattr("xtok.models.load.best_device", lambda: torch.device("cuda:7"))
+    monkeypatch.setattr("xtok.models.load._move", lambda model, device, *_: moved.append((model, str(device))))
+    xt = XTokAssisted(TARGET, [DRAFT, DRAFT])
+    beside = str(xt.model.device)
+    assert moved == list(zip(xt.models(), ["cuda:7", beside, beside], strict=True))
+
+
+def test_a_draft_is_loaded_beside_a_target_that_was_handed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.models.load.best_device", lambda: torch.device("cuda:7"))
+    assert [device for device, _ in places(XTokAssisted(load(TARGET, device_map="cpu"), DRAFT))] == ["cpu", "cpu"]
+
+
+def test_an_accelerator_that_cannot_compute_noise_is_not_the_best_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("mps"))
+    assert best_device() == torch.device("cpu")
+
+
+def test_a_model_that_does_not_fit_is_told_of_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried …")
+
+    monkeypatch.setattr("xtok.models.load.best_device", lambda: torch.device("cuda:7"))
+    monkeypatch.setattr("transformers.PreTrainedModel.to", full)
+    with pytest.raises(
+        InvalidInputError, match=r"The target \S+ doesn't fit on cuda:7\. Give another device .*device_map='auto'"
+    ):
+        XTokAssisted(TARGET)
+
+
+def test_the_command_line_places_models_apart() -> None:
+    pair = load_pair(str(TARGET), str(DRAFT), "cpu,", "bfloat16,float64")
+    assert [(model.device.type, model.dtype) for model, _ in pair] == [("cpu", torch.bfloat16), ("cpu", torch.float64)]
+    told = CliRunner().invoke(
+        cli.app, ["generate", TEXT, "--dtype", "float64,bfloat16", "--device", "cpu", "--max-new-tokens", "8"]
+    )
+    assert told.stdout == XTokAssisted(load(TARGET, dtype=torch.float64)).generate(TEXT, max_new_tokens=8).text + "\n"
+    for wrong in (["--dtype", "int3"], ["--device", "cpu,cpu,cpu"], ["--draft", "none", "--dtype", ",float32"]):
+        refused = CliRunner().invoke(cli.app, ["generate", TEXT, *wrong])
+        assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -190,6 +264,17 @@ def test_activations_quantised_by_the_range_of_a_whole_forward_are_refused() -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_target_and_draft_on_any_devices(target: str, draft: str, dtype: torch.dtype) -> None:
     check(load(TARGET, dtype=dtype, device_map=target), load(DRAFT, dtype=dtype, device_map=draft))
+
+
+@gpu
+def test_models_given_as_paths_go_to_the_gpu_unless_they_are_sent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.models.load.best_device", best_device)
+    assert [device for device, _ in places(XTokAssisted(TARGET, DRAFT))] == ["cuda:0", "cuda:0"]
+    apart = XTokAssisted(TARGET, DRAFT, device=("cpu", "cuda"), dtype="float64")
+    assert [device for device, _ in places(apart)] == ["cpu", "cuda:0"]
+    greedy: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    alone = XTokAssisted(TARGET, device="cpu", dtype="float64")
+    assert apart.generate(TEXT, **greedy).token_ids == alone.generate(TEXT, **greedy).token_ids
 
 
 @gpu

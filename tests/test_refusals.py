@@ -12,14 +12,15 @@ from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, TARGET, TOKENS, Recor
 from transformers import DynamicCache, LogitsProcessorList
 from worlds import alone, model
 
-from xtok import Budget, HeadsDrafter, XTokAssisted
+from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.bench.compare import compare
-from xtok.bench.report import _placed
 from xtok.bench.sampled import compare_sampled
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
-from xtok.tune import check_tunable
+from xtok.pair import HEADS
+from xtok.pair import TARGET as SAVED
+from xtok.tune import check_tunable, split
 from xtok.tune.work import check_trains
 
 PAIR = (TARGET, TOKENS)
@@ -119,6 +120,43 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"The draft nowhere does not exist\. Pass a hub id",
     ),
+    "a target that nobody knows": (
+        lambda: XTokAssisted("nobody/no-such-model"),
+        InvalidInputError,
+        r"The target nobody/no-such-model is no folder here, and as a hub id it can't be had: .* Check the name",
+    ),
+    "a draft that nobody knows": (
+        lambda: XTokAssisted(PAIR, "no-such-model"),
+        InvalidInputError,
+        r"The draft no-such-model is no folder here, and as a hub id it can't be had: .* Check the name",
+    ),
+    "a name that is none": (
+        lambda: XTokAssisted("x y"),
+        InvalidInputError,
+        r"The target x y is no folder .* Check the name",
+    ),
+    "an empty name": (lambda: XTokAssisted(" "), InvalidInputError, r"The target has an empty name\. Pass a hub id"),
+    "a folder without a model": (
+        lambda: XTokAssisted(PAIR, Path(__file__).parent),
+        InvalidInputError,
+        r"The draft \S+ holds no model: there is no config\.json\. Pass the folder that a model was saved to\.$",
+    ),
+    "a file": (
+        lambda: XTokAssisted(PAIR, HEADS),
+        InvalidInputError,
+        r"The draft \S+ is a file\. Pass the folder that it is in; for heads, HeadsDrafter\(file\)",
+    ),
+    "a class": (lambda: XTokAssisted(PAIR, PromptLookup), InvalidInputError, r"The draft is the class PromptLookup\. Pass"),
+    "a folder of heads": (
+        lambda: HeadsDrafter(Path(__file__).parent),
+        InvalidInputError,
+        r"holds no heads: it is a folder\. Make one",
+    ),
+    "one text to learn from": (
+        lambda: split("text"),
+        InvalidInputError,
+        r"prompts is one text, 'text'; give a list of texts",
+    ),
     "heads for a model that shares none": (
         lambda: described(SimpleNamespace(config=TARGET.config, get_output_embeddings=lambda: None), token_bytes(TOKENS)),
         InvalidInputError,
@@ -139,8 +177,52 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"no prompts\. Give a file",
     ),
-    "a dtype that nobody has": (lambda: _placed(PAIR, PAIR, "int3", "cpu"), InvalidInputError, r"dtype is 'int3'; use float32"),
-    "a device that nobody has": (lambda: _placed(PAIR, PAIR, "float64", "abc"), InvalidInputError, r"device is 'abc'"),
+    "a dtype that nobody has": (
+        lambda: XTokAssisted(SAVED, dtype="int3"),
+        InvalidInputError,
+        r"dtype is 'int3'; use float32, bfloat16, float16, float64, or auto",
+    ),
+    "a dtype that is no precision": (lambda: XTokAssisted(SAVED, dtype=torch.int8), InvalidInputError, r"dtype is torch\.int8"),
+    "a device that nobody has": (
+        lambda: XTokAssisted(SAVED, device="abc"),
+        InvalidInputError,
+        r"device is 'abc', which can't be used: .* Use cpu",
+    ),
+    "a device where nothing is computed": (
+        lambda: XTokAssisted(SAVED, device="meta"),
+        InvalidInputError,
+        r"device is 'meta', where nothing is computed\. Use cpu",
+    ),
+    "a device for each of three": (
+        lambda: XTokAssisted(SAVED, device=("cpu",) * 3),
+        InvalidInputError,
+        r"device is \('cpu', 'cpu', 'cpu'\); give one for both models, or a pair",
+    ),
+    "a device and a map of devices": (
+        lambda: XTokAssisted(SAVED, device="cpu", device_map="auto"),
+        InvalidInputError,
+        r"device is 'cpu' and device_map is 'auto'; give one of them",
+    ),
+    "a map of devices that is none": (
+        lambda: XTokAssisted(SAVED, device_map=3),
+        InvalidInputError,
+        r"device_map is 3; give 'auto'",
+    ),
+    "a device for a loaded target": (
+        lambda: XTokAssisted(PAIR, device="cpu"),
+        InvalidInputError,
+        r"The target is loaded already, so device=cpu can't be honoured\. Place it before .* device=\(None, 'cuda'\)",
+    ),
+    "a dtype for a loaded draft": (
+        lambda: XTokAssisted(SAVED, [PromptLookup(), (OTHER, BYTES)], dtype=(None, "float16")),
+        InvalidInputError,
+        r"The draft is loaded already, so dtype=torch\.float16 can't be honoured.* device=\('cuda', None\)",
+    ),
+    "a device for no draft": (
+        lambda: XTokAssisted(SAVED, PromptLookup(), device=("cpu", "cpu"), dtype=(None, "float32")),
+        InvalidInputError,
+        r"device=cpu, dtype=torch\.float32 is for the draft, and there is none to load\. Give the target's alone",
+    ),
 }
 
 PROMPTS: dict[str, Refused] = {
@@ -181,6 +263,31 @@ PROMPTS: dict[str, Refused] = {
         lambda: XT.generate([PROMPT, "a"], streamer=Recorder(), **GREEDY),
         UnsupportedArgumentError,
         r"A streamer takes one text\. Call generate once per prompt",
+    ),
+    "a list to stream": (
+        lambda: XT.stream([PROMPT, PROMPT], **GREEDY),
+        InvalidInputError,
+        r"A list of texts was given where one text is written\. Call generate for lists",
+    ),
+    "a function for a streamer": (
+        lambda: XT.generate(PROMPT, streamer=print, **GREEDY),
+        InvalidInputError,
+        r"streamer is <built-in function print>, which has no put and end\. Give one .* stream\(prompt\)",
+    ),
+    "a processor that is in no list": (
+        lambda: XT.generate(PROMPT, logits_processor=Uncopiable(), **GREEDY),
+        InvalidInputError,
+        r"logits_processor is <.*Uncopiable.*>; give a list of callables: logits_processor=\[…\]",
+    ),
+    "a criterion that is none": (
+        lambda: XT.generate(PROMPT, stopping_criteria=[5], **GREEDY),
+        InvalidInputError,
+        r"stopping_criteria is \[5\]; give a list of callables",
+    ),
+    "a prefix function that is none": (
+        lambda: XT.generate(PROMPT, prefix_allowed_tokens_fn=5, **GREEDY),
+        InvalidInputError,
+        r"prefix_allowed_tokens_fn is 5; give a function",
     ),
     "a stream of several texts": (
         lambda: XT.stream(PROMPT, **{**GREEDY, "do_sample": True, "num_return_sequences": 2}),

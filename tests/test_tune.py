@@ -301,7 +301,7 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_written(
 
 
 def test_too_few_prompts_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="2 different prompts"):
+    with pytest.raises(InvalidInputError, match="prompts that differ: 2"):
         split(["a", "b", "a", " "])
 
 
@@ -314,7 +314,7 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
 
 def test_going_on_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kill(monkeypatch, "xtok.tune.writing._continued", 1, tmp_path)
-    with pytest.raises(InvalidInputError, match="begun with another sampled, epochs"):
+    with pytest.raises(InvalidInputError, match="begun with other settings: sampled, epochs"):
         tuned(tmp_path, sampled=1.0, epochs=4)
 
 

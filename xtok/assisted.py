@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok import hf
 from xtok.align.text import Text, TextPieces
@@ -30,11 +30,12 @@ from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.generation import Generation
 from xtok.ledger import Account, Ledger
-from xtok.models.cache import positions
+from xtok.models.cache import device_of, positions
 from xtok.models.forwards import Slot
-from xtok.models.load import Source, draft_model, target_model
+from xtok.models.load import DEFAULT, Source, check_places, draft_model, target_model
+from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Placement, placements
 from xtok.models.probe import fits_trees, takes_slots, takes_trees
-from xtok.models.prompts import Chat, is_chat
+from xtok.models.prompts import Chat, is_chat, is_many
 from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Seat
 from xtok.noise import Noise
@@ -69,6 +70,9 @@ class XTokAssisted:
         posterior_threshold: float = 0.09,
         posterior_alpha: float = 0.3,
         adapt: bool = False,
+        device: OneOrEach[Device] = None,
+        dtype: OneOrEach[Dtype] = None,
+        device_map: OneOrEach[DeviceMap] = None,
     ) -> None:
         """`draft`: a model, which guesses together with what the text repeats; `PromptLookup(...)`; anything with
         `propose(context, budget)`; or a list of such, whose guesses are merged. A list is taken as it is. Drafts with the
@@ -89,6 +93,11 @@ class XTokAssisted:
         `adapt`: a copy of the draft learns from each greedy text when it is done, in 3% of the time that those take, and
         guesses the greedy ones to come. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
 
+        `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
+        drafts', such as `device=("cuda:0", "cpu")`. Without them, models are in the precision that their configurations say
+        (`dtype="auto"`), the target on the best device there is (an accelerator, else the CPU), and drafts beside it.
+        `device_map="auto"` spreads a model over several devices, by accelerate.
+
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
         _check_settings(budget, acceptance, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
@@ -99,9 +108,12 @@ class XTokAssisted:
         self._budget = budget or Budget()
         self._judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
         given = _as_list(draft, alone=self._acceptance.rejects or self._budget.width == 1)
-        self.target = target_model(target)
+        places = placements(device, dtype, device_map)
+        self._check_places(target, given, places)
+        self.target = target_model(target, places[0])
         self.model, self.tokenizer = self.target.model, self.target.vocabulary.tokenizer
-        models = {i: draft_model(one) for i, one in enumerate(given) if not _guesses(one)}
+        beside = device_of(self.model)
+        models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not _guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
@@ -114,6 +126,16 @@ class XTokAssisted:
         usual = {"budget": Budget(), "acceptance": Acceptance(), "adapt": False}
         told = "".join(f", {name}={value!r}" for name, value in settings.items() if value != usual[name])
         return f"XTokAssisted({_name(self.model)}, drafts={list(self._names)}{told})"
+
+    @staticmethod
+    def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
+        """Raises `InvalidInputError` where a setting is of a model that xtok doesn't load."""
+        check_places(target, "target", places[0])
+        models = [one for one in drafts if not _guesses(one)]
+        for one in models:
+            check_places(one, "draft", places[1])
+        if not models and places[1] not in (DEFAULT, places[0]):
+            raise InvalidInputError(f"{places[1]} is for the draft, and there is none to load. Give the target's alone.")
 
     def _check_drafts(self, given: list[Any], models: list[DraftModel], *, adapt: bool) -> None:
         """Raises `InvalidInputError` or `UnsupportedArgumentError` where drafts, models among them, can't do what is asked."""
@@ -259,6 +281,8 @@ class XTokAssisted:
         """
         seed = arguments.pop("seed", None)
         hf.check_seed(seed)
+        if is_many(prompt):
+            raise InvalidInputError("A list of texts was given where one text is written. Call generate for lists.")
         prepared = hf.prepare(self.target, prompt, arguments)
         if len(prepared) > 1:
             raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")

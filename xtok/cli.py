@@ -11,16 +11,29 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from xtok.align.fit import Fit, Side, fit
 from xtok.assisted import XTokAssisted
 from xtok.bench.report import app as bench
 from xtok.budget import Budget
-from xtok.console import EVERY, OWN_DRAFT, OWN_TARGET, SHIPPED, DraftOption, TargetOption, errors_in_one_line, sample
+from xtok.console import (
+    EVERY,
+    OWN_DRAFT,
+    OWN_TARGET,
+    SHIPPED,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    TargetOption,
+    each,
+    errors_in_one_line,
+    load_pair,
+    sample,
+)
 from xtok.generation import Generation
 from xtok.models.load import load, load_without_weights
+from xtok.models.placement import placements
 from xtok.pair import DRAFT, TARGET, TUNED, prompts
 from xtok.stats import Stats
 from xtok.version import __version__
@@ -60,8 +73,9 @@ def _prepare(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version.")
     ] = False,
 ) -> None:
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet: Any = logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
 
 
 @app.command()
@@ -76,10 +90,12 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this total.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
 ) -> None:
     """Continue a text as the target alone would. The text goes to stdout, a summary to stderr."""
     helper = None if draft == "none" else draft
-    xt = XTokAssisted(target, helper)
+    xt = XTokAssisted(target, helper, device=each(device), dtype=each(dtype))
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "seed": seed} if temperature else {}
     generation = _printed(xt.stream(prompt, max_new_tokens=max_new_tokens, **{"do_sample": False, **sampling}))
     typer.echo(_summary(generation.stats), err=True)
@@ -226,9 +242,9 @@ def _compared(xt: XTokAssisted, prompt: str) -> _Compared:
     return _Compared(generation, generation.token_ids == alone, perf_counter() - between, between - start)
 
 
-def _alone(model: PreTrainedModel, tokenizer: Any, prompt: str) -> list[int]:
+def _alone(model: Any, tokenizer: Any, prompt: str) -> list[int]:
     """The new ids that transformers' own greedy search gives, without xtok."""
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=DEMO_TOKENS, do_sample=False)
     new: list[int] = output[0, ids.shape[1] :].tolist()
     return new
@@ -269,12 +285,14 @@ def tune(
     lora: Annotated[
         bool | None, typer.Option("--lora/--full", help="Train small matrices, or all.", show_default="LoRA above 500 M")
     ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
 ) -> None:
     """Fine-tune a draft on what the target writes behind your prompts. Stopped, it goes on where it was when run again."""
     from xtok.tune import tune_draft
 
     texts = [line.rstrip("\n") for file in _files(prompts_from) for line in sample(file)]
-    pair = load(target, "target"), load(draft, "draft")
+    pair = load_pair(target, draft, device, dtype)
     shape: dict[str, Any] = {"starts": starts, "max_new_tokens": max_new_tokens, "sampled": sampled, "temperature": temperature}
     done = tune_draft(*pair, texts, out, epochs=epochs, learning_rate=learning_rate, lora=lora, **shape)
     typer.echo(
@@ -297,13 +315,16 @@ def heads(
     sampled: Annotated[float, typer.Option(min=0, max=1, help="The share of texts to sample; 0: all are greedy.")] = 0.0,
     temperature: Annotated[float | None, typer.Option(help="Of the sampled ones.", show_default="the target's")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="At most; it stops where nothing is gained.")] = 8,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
 ) -> None:
     """Train heads on the frozen target, on what it writes. Stopped, it goes on where it was when run again."""
     from xtok.tune import train_heads
 
     texts = [line.rstrip("\n") for file in _files(data) for line in sample(file)]
     shape: dict[str, Any] = {"starts": starts, "max_new_tokens": max_new_tokens, "sampled": sampled, "temperature": temperature}
-    done = train_heads(target, texts, out, heads=count, epochs=epochs, **shape)
+    model = load(target, "target", placements(device, dtype, None)[0])
+    done = train_heads(model, texts, out, heads=count, epochs=epochs, **shape)
     table = Table(title="how often a head's guesses were right, on texts kept apart")
     for name in ("head", "1st", "2nd", "3rd", "4th", "5th"):
         table.add_column(name, justify="right")

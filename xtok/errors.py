@@ -14,6 +14,13 @@ Errors come before any forward of a model but the few ids by which models are tr
 """
 
 
+def reason(error: BaseException) -> str:
+    """What an exception says, in one line: the system's without their numbers, of others the first line."""
+    system = error.strerror if isinstance(error, OSError) and error.filename is not None else None
+    told = f"{error.filename}: {system}" if system and isinstance(error, OSError) else str(error).strip().partition("\n")[0]
+    return told.rstrip(".: ")
+
+
 class XTokError(Exception):
     """Base of all errors of xtok."""
 

@@ -19,7 +19,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -27,6 +27,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.decode import drain
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
@@ -140,7 +141,8 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
         captured.extend(replace(one, prompt=prompt, shared=shared) for one in made)
         return torch.empty(0)
 
-    target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
+    model: Any = target.model
+    model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
     return captured
 
 
@@ -242,12 +244,24 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise UnsupportedArgumentError("synced_gpus=True can't be used here: rounds differ from rank to rank. Leave it out.")
     if arguments.get("token_healing"):
         raise UnsupportedArgumentError("token_healing=True can't be used here: it would rewrite the prompt. Leave it out.")
+    for name in ("logits_processor", "stopping_criteria"):
+        given = arguments.get(name)
+        if given is not None and not (isinstance(given, list | tuple) and all(map(callable, given))):
+            raise InvalidInputError(f"{name} is {given!r}; give a list of callables: {name}=[…].")
+    allowed = arguments.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise InvalidInputError(f"prefix_allowed_tokens_fn is {allowed!r}; give a function of a row's number and its ids.")
     if arguments.get("cache_implementation") not in _CACHES:
         raise UnsupportedArgumentError(_CACHE_FAULT.format(arguments["cache_implementation"]) + ".")
 
 
 def check_streamer(streamer: Any, *, several: bool) -> None:
-    """Raises `UnsupportedArgumentError` for a streamer that would be given several texts."""
+    """Raises `InvalidInputError` for what is no streamer, `UnsupportedArgumentError` where one would be given several texts."""
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise InvalidInputError(
+            f"streamer is {streamer!r}, which has no put and end. Give one of transformers' streamers, or iterate over "
+            "stream(prompt)."
+        )
     if streamer is not None and several:
         raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
 
@@ -376,13 +390,14 @@ def _ends_rows(criteria: StoppingCriteriaList) -> bool:
 
 def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
     """A copy, for processors may keep a state. Those of transformers that know of the batch's rows know of this one alone."""
-    own = _copied(processors)
+    own: LogitsProcessorList = _copied(processors)
     for processor in own:
         if isinstance(processor, RepetitionPenaltyLogitsProcessor):
             if isinstance(processor.prompt_ignore_length, Tensor):
                 processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
         elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-            processor.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+            own_ids: Any = processor.encoder_input_ids[row : row + 1]
+            processor.encoder_input_ids = own_ids
         elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
             processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[row : row + 1], 1
         elif isinstance(processor, PrefixConstrainedLogitsProcessor):
@@ -462,14 +477,14 @@ def as_transformers(texts: list[Sequence], config: GenerationConfig) -> Generate
     if own is not None:
         own.settle()
     return GenerateDecoderOnlyOutput(
-        sequences=sequences,
+        sequences=sequences,  # type: ignore[arg-type, unused-ignore]
         scores=_by_step([text.picker.scores for text in texts]),
         logits=_by_step([text.picker.logits for text in texts]),
         past_key_values=None if own is None else own.cache,
     )
 
 
-def _by_step(rows: list[tuple[Tensor, ...] | None]) -> tuple[Tensor, ...] | None:
+def _by_step(rows: list[tuple[Tensor, ...] | None]) -> Any:
     """What rows recorded, (1, vocabulary) for each of their ids, as (rows, vocabulary) for each id of the longest."""
     recorded = [row for row in rows if row is not None]
     if not recorded:

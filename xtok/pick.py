@@ -156,7 +156,8 @@ def process(ids: Tensor, logits: Tensor, processors: Sequence[Any]) -> Tensor:
     `ids`: the committed prefix, (1, length), int64. `logits`: (1, vocabulary), float32. Processors run once per committed token
     and in order, so those that keep a state (grammars, guidance, watermarks) see just what they would see without a draft.
     """
-    scores: Tensor = LogitsProcessorList(processors)(ids, logits)
+    chained: Any = LogitsProcessorList(processors)
+    scores: Tensor = chained(ids, logits)
     return scores
 
 

@@ -32,7 +32,7 @@ _WARPERS = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
 )
-CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+CUTS: tuple[Any, ...] = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 """These cut a law by its scores alone: what is left are those from some score on."""
 _ADDS = (
     MinLengthLogitsProcessor,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
-from transformers import AutoModelForCausalLM
 
 from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
@@ -22,7 +21,7 @@ from xtok.budget import Budget
 from xtok.drafts.lookup import PromptLookup
 from xtok.errors import InvalidInputError
 from xtok.generation import Generation
-from xtok.models.load import load
+from xtok.models.load import from_config, load
 from xtok.models.prompts import prompt_ids
 from xtok.stats import Stats
 
@@ -303,7 +302,7 @@ def lost_to_boundaries(generation: Generation, view: Any) -> int:
 
 def useless_drafts(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, tuple[Any, Any]]:
     """The draft with random weights, and the draft enlarged until its forward costs as much as the target's."""
-    random = AutoModelForCausalLM.from_config(draft[0].config, dtype=draft[0].dtype).to(draft[0].device).eval()
+    random = from_config(draft[0].config, dtype=draft[0].dtype).to(draft[0].device).eval()
     dear = stretched_to(draft[0], forward_seconds(target[0]))
     return {"with random weights": (random, draft[1]), "as dear as the target": (dear, draft[1])}
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
+from xtok.models.load import from_config
 from xtok.models.prompts import prompt_ids
 from xtok.stats import Stats
 
@@ -61,9 +62,9 @@ def compare_contexts(
 def random_model(tokenizer: Any, positions: int) -> Any:
     """A random model of one layer, with a row for each id of the tokenizer."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=2 * positions, **sizes)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return from_config(config).eval()
 
 
 def _least(xt: XTokAssisted, prompt: str, count: int) -> tuple[float, ...]:

@@ -70,7 +70,7 @@ def compare_drafters(
     return [row for kind, prompts in kinds.items() for row in _rows(kind, systems, run, prompts)]
 
 
-class _Writes(LogitsProcessor):  # type: ignore[misc]
+class _Writes(LogitsProcessor):
     """Lets a model write a given text."""
 
     def __init__(self, tokenizer: Any, prompt: str, answer: str) -> None:

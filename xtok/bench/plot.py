@@ -27,6 +27,8 @@ def check_drawable(path: Path) -> None:
     """Raises `InvalidInputError` where nothing can be drawn into `path`, before anything is measured."""
     if path.suffix not in (".png", ".svg"):
         raise InvalidInputError(f"A picture can't be {path.name!r}. Use a name that ends in .png or .svg.")
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"There is no folder {path.parent} for the picture. Make it, or choose another.")
     if find_spec("matplotlib") is None:
         raise InvalidInputError("Drawing needs matplotlib. Install it with: pip install 'xtok[plot]'")
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +19,18 @@ from xtok.bench.plot import check_drawable, draw
 from xtok.bench.sampled import SampledRow, compare_sampled
 from xtok.bench.stretch import forward_seconds, shortened, sized, stretched_to, with_vocabulary
 from xtok.bench.vocabulary import VocabularyRow, compare_vocabularies
-from xtok.console import EVERY, OWN_DRAFT, OWN_TARGET, DraftOption, TargetOption, errors_in_one_line, sample
+from xtok.console import (
+    EVERY,
+    OWN_DRAFT,
+    OWN_TARGET,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    TargetOption,
+    errors_in_one_line,
+    load_pair,
+    sample,
+)
 from xtok.drafts.heads import HeadsDrafter
 from xtok.errors import InvalidInputError
 from xtok.models.load import load, load_without_weights
@@ -55,8 +65,6 @@ RatioOption = Annotated[
 LargeOption = Annotated[
     bool, typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB.")
 ]
-DtypeOption = Annotated[str, typer.Option(help="The precision of both models: float32, bfloat16 or float64.")]
-DeviceOption = Annotated[str, typer.Option(help="Where both models are: cpu, cuda, …")]
 SettingOption = Annotated[
     list[str] | None,
     typer.Option(help="Only that way to ask for texts: greedy, penalty or sampled. May be given again.", show_default="all"),
@@ -81,15 +89,15 @@ def systems(
         tuple[int, int] | None,
         typer.Option(help="Enlarge the vocabularies of target and draft to so many ids.", show_default=False),
     ] = None,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
     useless: Annotated[bool, typer.Option("--useless", help="Also with useless drafts: a random one, and a dear one.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw bars and a breakdown of the time, as PNG or SVG.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """The target alone, transformers' universal assisted generation and xtok. (What `xtok bench` does.)"""
     _check_asked(setting or [], plot, tune=tune, unsaved=large and vocabularies is not None)
-    pair = _pair(target, draft, dtype, device)
+    pair = load_pair(target, draft, device, dtype)
     texts, others = _bench_prompts(file)
     narrow, pair = pair[1], _widened(pair, vocabularies)
     pair = _enlarged(*pair, ratio, large)
@@ -114,12 +122,12 @@ def sampling(
     file: PromptsOption = None,
     max_new_tokens: TokensOption = 64,
     guess_length: GuessOption = GUESS_LENGTH,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Sampling at four temperatures: are the texts draws from the target's law?"""
-    pair = _pair(target, draft, dtype, device)
+    pair = load_pair(target, draft, device, dtype)
     rows = compare_sampled(*pair, _bench_prompts(file)[0], max_new_tokens=max_new_tokens, guess_length=guess_length)
     _tell(rows, _print_sampled, as_json)
 
@@ -133,12 +141,12 @@ def ways_to_guess(
     max_new_tokens: TokensOption = 64,
     ratio: RatioOption = None,
     large: LargeOption = False,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """All ways to guess and mixtures of them, on three kinds of prompts."""
-    pair = _pair(target, draft, dtype, device)
+    pair = load_pair(target, draft, device, dtype)
     texts = _bench_prompts(file)[0]
     own = _own_drafts(pair, (target, draft))
     pair = _enlarged(*pair, ratio, large)
@@ -174,14 +182,14 @@ def batches(
     setting: SettingOption = None,
     ratio: RatioOption = None,
     large: LargeOption = False,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Many texts at once: transformers' padded batch, and xtok's shared forwards without a draft and with one."""
     check_settings(setting or [])
     texts = _sizes(batch)
-    pair = _enlarged(*_pair(target, draft, dtype, device), ratio, large)
+    pair = _enlarged(*load_pair(target, draft, device, dtype), ratio, large)
     shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     names = [name for name in SETTINGS if name in (setting or SETTINGS)]
     rows = [row for name in names for row in compare_batches(*pair, _bench_prompts(file)[0], name, texts, **shape)]
@@ -233,25 +241,9 @@ def _own_drafts(pair: tuple[Any, Any], given: tuple[str, str]) -> dict[str, Any]
     return {"draft": pair[1], "tuned draft": tuned_draft, "lower blocks": lower, "heads": HeadsDrafter(HEADS)}
 
 
-def _pair(target: str, draft: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Target and draft, each with its tokenizer."""
-    return _placed(load(target, "target"), load(draft, "draft"), dtype, device)
-
-
 def _tokenizers(target: str, draft: str) -> tuple[Any, Any]:
     """Those alone: what is measured on random models needs no weights of these."""
     return load_without_weights(target, "target")[0], load_without_weights(draft, "draft")[0]
-
-
-def _placed(target: Any, draft: Any, dtype: str, device: str) -> tuple[Any, Any]:
-    """The pair in a precision and on a device."""
-    if dtype not in ("float32", "bfloat16", "float64"):
-        raise InvalidInputError(f"dtype is {dtype!r}; use float32, bfloat16 or float64.")
-    try:
-        big, small = (model.to(device, getattr(torch, dtype)) for model, _ in (target, draft))
-    except (RuntimeError, AssertionError) as error:  # torch's own ways to say so
-        raise InvalidInputError(f"device is {device!r}, which can't be used: {error}") from error
-    return (big, target[1]), (small, draft[1])
 
 
 def _widened(pair: tuple[Any, Any], vocabularies: tuple[int, int] | None) -> tuple[Any, Any]:

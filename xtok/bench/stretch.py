@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
+from xtok.models.cache import output_embeddings
+from xtok.models.load import from_config
 
 _OUTPUTS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj", "out_proj", "fc2")
 """What attention and MLPs call the projection that they add to the residual stream by."""
@@ -58,14 +60,15 @@ def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrai
 def _made(config: Any, model: PreTrainedModel) -> PreTrainedModel:
     """A model of that configuration, with those weights of `model` that fit."""
     with model.device:
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+        made = from_config(config, dtype=model.dtype).eval()
     if not getattr(config, "tie_word_embeddings", True):  # a head may have a bias, which its class doesn't give it
-        made.set_output_embeddings(deepcopy(model.get_output_embeddings()))
+        made.set_output_embeddings(deepcopy(output_embeddings(model)))
     shapes = {name: value.shape for name, value in made.state_dict().items()}
     kept = {name: value for name, value in model.state_dict().items() if value.shape == shapes.get(name)}
     made.load_state_dict(kept, strict=False)
     made.generation_config = deepcopy(model.generation_config)
-    return made
+    found: PreTrainedModel = made
+    return found
 
 
 def with_vocabulary(model: PreTrainedModel, tokenizer: Any, size: int) -> tuple[PreTrainedModel, Any]:
@@ -154,19 +157,21 @@ def _remade(tokenizer: Any, state: dict[str, Any]) -> PreTrainedTokenizerFast:
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         (Path(folder) / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
-        return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+        made: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+        return made
 
 
 @torch.no_grad()
 def _with_rows(model: PreTrainedModel, own: int, size: int) -> PreTrainedModel:
     """The model with rows for `size` ids. Those behind its `own` are rows of them, each about as often as any other."""
-    reads, writes = model.get_input_embeddings(), model.get_output_embeddings()
+    reads: Any = model.get_input_embeddings()
+    writes = output_embeddings(model)
     plain = type(reads) is nn.Embedding and type(writes) is nn.Linear and writes.out_features >= own
     if not plain:
         raise UnsupportedModelError(_NO_ROWS.format(type(model).__name__))
     config = deepcopy(model.config)
     config.vocab_size, config.tie_word_embeddings = size, False
-    made = _made(config, model)
+    made: Any = _made(config, model)
     random, copies = torch.Generator().manual_seed(_SEED), ceil((size - own) / own)
     rows = torch.cat([torch.arange(own), *(torch.randperm(own, generator=random) for _ in range(copies))])[:size]
     rows = rows.to(model.device)
@@ -176,7 +181,8 @@ def _with_rows(model: PreTrainedModel, own: int, size: int) -> PreTrainedModel:
     ids = rows[None, :2]
     if not float((made(ids).logits - model(ids).logits[..., rows] + lowered).abs().max()) < _ROUNDED:
         raise UnsupportedModelError(_NO_ROWS.format(type(model).__name__))
-    return made
+    found: PreTrainedModel = made
+    return found
 
 
 def _head(writes: nn.Linear, rows: Tensor, lowered: Tensor) -> nn.Linear:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.lessons import Lesson, Written, batch, lessons
 from xtok.drafts.reader import DraftModel
-from xtok.errors import DraftFailedWarning, InvalidInputError
+from xtok.errors import DraftFailedWarning, InvalidInputError, reason
 
 SHARE = 0.03
 """How much of the time of all generations learning may take."""
@@ -82,7 +82,7 @@ class Adapter:
         try:
             kept = load_file(Path(file))
         except (OSError, SafetensorError, TypeError, ValueError) as error:
-            raise InvalidInputError(f"{file} can't be read as an adapter: {error}") from error
+            raise InvalidInputError(f"{file} can't be read as an adapter: {reason(error)}.") from error
         own = self._matrices()
         if {name: weight.shape for name, weight in kept.items()} != {name: weight.shape for name, weight in own.items()}:
             raise InvalidInputError(f"{file} is an adapter of another draft. Load one that was saved with this draft.")
@@ -128,7 +128,8 @@ class Adapter:
             if isinstance(module, LoraLayer):
                 layer: Any = module
                 weight = layer.get_base_layer().weight
-                self.draft.model.get_submodule(name).weight.copy_(weight + layer.get_delta_weight("default").to(weight.dtype))
+                served: Any = self.draft.model.get_submodule(name)
+                served.weight.copy_(weight + layer.get_delta_weight("default").to(weight.dtype))
 
 
 def with_lora(model: PreTrainedModel, rank: int) -> Any:

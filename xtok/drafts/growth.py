@@ -68,7 +68,8 @@ def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | No
     ids, values = None, logits
     if logits.shape[1] > _SMALL or any(type(one) is not TemperatureLogitsWarper for one in warpers):
         values, ids = largest(logits, max(_LEAST, min(_MOST, _SEEN // len(logits))))
-    return ids, warpers(ids, values.float()).softmax(dim=-1)
+    warped: Tensor = warpers(ids, values.float())  # type: ignore[arg-type, unused-ignore] # those that look at scores alone
+    return ids, warped.softmax(dim=-1)
 
 
 def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int = PICK) -> list[int]:

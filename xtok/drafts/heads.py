@@ -19,8 +19,8 @@ from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context, Request
 from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, tree_of
-from xtok.errors import InvalidInputError
-from xtok.models.cache import device_of
+from xtok.errors import InvalidInputError, reason
+from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
 from xtok.stats import Meter
 from xtok.tree import Tree
@@ -76,7 +76,8 @@ class HeadsDrafter:
             self.heads.load_state_dict({"weight": weight, "bias": bias})
             self._copies = dict[tuple[torch.device, torch.dtype], Heads]()
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise InvalidInputError(f"{self.file} holds no heads: {error}. Make one with: xtok train-heads") from error
+            told = "it is a folder" if Path(self.file).is_dir() else reason(error)
+            raise InvalidInputError(f"{self.file} holds no heads: {told}. Make one with: xtok train-heads") from error
 
     def check(self, model: PreTrainedModel, view: TokenBytes) -> None:
         """Raises `InvalidInputError` unless the heads were trained for this target."""
@@ -92,7 +93,7 @@ class HeadsDrafter:
         """A drafter for one text of the target that the heads were trained for, `request.model`."""
         if request.model is None:
             raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
-        device, head = device_of(request.model), request.model.get_output_embeddings()
+        device, head = device_of(request.model), output_embeddings(request.model)
         heads = self._placed(device, request.model.dtype)
         keys = request.vocabulary.keys.to(device)
         return HeadsGuesser(heads, keys, head, request.vocabulary.view, request.meter, request.shapes)
@@ -118,7 +119,7 @@ def described(model: PreTrainedModel, view: TokenBytes) -> Trained:
     Raises `InvalidInputError` for a target whose output embedding doesn't take its hidden states as they are.
     """
     size = int(model.config.get_text_config(decoder=True).hidden_size)
-    head: Any = model.get_output_embeddings()
+    head = output_embeddings(model)
     if head is None or getattr(head, "in_features", None) != size:
         raise InvalidInputError(
             f"{type(model).__name__} has no output embedding of its hidden size, {size}, that heads could share."

@@ -24,16 +24,21 @@ def new_cache(model: PreTrainedModel) -> Cache:
     return cache
 
 
+def layers_of(cache: Cache) -> list[Any]:
+    """A cache's layers. What they have besides the methods that all have differs from kind to kind."""
+    return list(cache.layers)
+
+
 def record_past(cache: Cache) -> None:
     """Let layers with a window remember what a roll-back may need. Recurrent ones would remember too little."""
-    for layer in cache.layers:
+    for layer in layers_of(cache):
         if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.activate_past_recording()
+            layer.activate_past_recording()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def windows(cache: Cache) -> list[int | None]:
     """For each layer, of how many positions it keeps what is needed; None for all."""
-    return [layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in cache.layers]
+    return [layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in layers_of(cache)]
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -57,8 +62,18 @@ def positions(model: PreTrainedModel, slot: Slot) -> int | None:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """How many ids `model` has logits for, those without a token included."""
-    head = model.get_output_embeddings()  # a quantised one's weights have shapes of their own
+    head = output_embeddings(model)  # a quantised one's weights have shapes of their own
     return int(getattr(head, "out_features", None) or model.config.get_text_config(decoder=True).vocab_size)
+
+
+def output_embeddings(model: Any) -> Any:
+    """What makes logits of a model's last hidden states; None where it has no such module."""
+    return model.get_output_embeddings()
+
+
+def keeps_rows(model: Any) -> bool:
+    """Whether `model` can leave out the logits of all but the last positions."""
+    return bool(model._supports_logits_to_keep())
 
 
 def ids_read(model: PreTrainedModel) -> int:
@@ -96,9 +111,9 @@ class CachedModel:
     ) -> None:
         self._prompt = prompt
         self._lead = 0
-        self._model = model
+        self._model: Any = model
         self._turn = turns(model)
-        rows = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        rows = {"logits_to_keep": 1} if keeps_rows(model) else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
         self._prefilled = 0
@@ -202,7 +217,7 @@ class CachedModel:
         self._nodes, self._lead = Nodes(), 0
         if list(path) != list(range(len(path))):
             kept = torch.tensor(path, device=self.device)
-            for layer in self.cache.layers:
+            for layer in layers_of(self.cache):
                 if layer.is_initialized:
                     _move_to_front(layer.keys[..., -size:, :], kept.to(layer.keys.device))
                     _move_to_front(layer.values[..., -size:, :], kept.to(layer.values.device))
@@ -295,7 +310,7 @@ class CachedModel:
 
     def _has_slid(self) -> bool:
         """Whether some layer's window has moved past positions that a deeper roll-back would need again."""
-        layers = (layer for layer in self.cache.layers if getattr(layer, "is_sliding", False))
+        layers = (layer for layer in layers_of(self.cache) if getattr(layer, "is_sliding", False))
         return any(layer.get_seq_length() >= layer.sliding_window for layer in layers)
 
     @staticmethod

@@ -1,24 +1,29 @@
 """Where models come from: a hub id, a local path, or the caller's hands.
 
-What is loaded here is data: weights in safetensors, and no code that comes with them.
+What is loaded here is data: weights as tensors and nothing else, in safetensors or in torch's own format. No code that comes
+with them is run.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.reader import DraftModel
-from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
+from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
 from xtok.models.cache import context_window, ids_read, vocabulary_size
+from xtok.models.placement import Placement, best_device
 from xtok.models.probe import check_continues, check_rolls_back, takes_slots
 from xtok.models.prompts import leading, reading
 from xtok.models.target import Target
@@ -27,27 +32,47 @@ Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 """A hub id, a local path, or a (model, tokenizer) pair."""
 
 
-def load(source: Any, role: str) -> tuple[PreTrainedModel, Any]:
+DEFAULT = Placement()
+_TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "*.gguf", "*.txt")
+"""Files of a tokenizer have names like these."""
+from_config: Any = AutoModelForCausalLM.from_config
+"""A model of a configuration, with random weights."""
+
+
+def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.device | None = None) -> tuple[PreTrainedModel, Any]:
     """The model and the tokenizer of a source. `role` ("target" or "draft") is for the message of an error.
 
+    `place`: where a model that is loaded here is put; without a word of it, on the device `beside`, or else on the best.
+
     Raises `InvalidInputError` for what can't be loaded, and `UnsupportedModelError` for a model that isn't decoder-only, has no
-    language model head, or has no weights in safetensors. Errors of the network stay what they are.
+    language model head, or has weights that only code could open.
     """
     if isinstance(source, (str, PathLike)):
         with _loading(source, role):
-            _checked(source, role)
-            model, found = AutoModelForCausalLM.from_pretrained(
-                source, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            config = _checked(source, role)
+            _check_weights(_weights(source, config), source, role)
+            tokenizer = _tokenizer(source, role)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=place.dtype or "auto",
+                device_map=place.device_map,
+                weights_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
+            model, found = loaded
             _check_complete(source, role, sorted(found["missing_keys"]))
-            return model, AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            if place.device_map is None:
+                _move(model, place.device or beside or best_device(), source, role)
+            return model, tokenizer
     if _is_pair(source):
+        check_places(source, role, place)
         if not source[0].can_generate():
             name = type(source[0]).__name__
             raise UnsupportedModelError(f"{name} has no language model head. Load the {role} with AutoModelForCausalLM.")
         pair: tuple[PreTrainedModel, Any] = source
         return pair
-    kind = type(source).__name__
+    kind = f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
     if isinstance(source, tuple):
         kind = f"({', '.join(type(part).__name__ for part in source)})"
     raise InvalidInputError(
@@ -63,9 +88,9 @@ def load_without_weights(source: str, role: str) -> tuple[Any, int | None]:
     with _loading(source, role):
         config = _checked(source, role)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = from_config(config, trust_remote_code=False)
         check_rolls_back(model, role)
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False), context_window(model)
+        return _tokenizer(source, role), context_window(model)
 
 
 def _is_pair(source: Any) -> bool:
@@ -73,21 +98,44 @@ def _is_pair(source: Any) -> bool:
     return pair and isinstance(source[0], PreTrainedModel) and callable(getattr(source[1], "get_vocab", None))
 
 
-def target_model(source: Any) -> Target:
+def check_places(source: Any, role: str, place: Placement) -> None:
+    """Raises `InvalidInputError` where a loaded model is to be put somewhere: those handed in are never changed."""
+    if _is_pair(source) and place != DEFAULT:
+        other = "('cuda', None)" if role == "draft" else "(None, 'cuda')"
+        raise InvalidInputError(
+            f"The {role} is loaded already, so {place} can't be honoured. Place it before you hand it in; a setting of the "
+            f"other model alone is a pair, the target's and the drafts', such as device={other}."
+        )
+
+
+def _move(model: Any, device: torch.device, source: str | PathLike[str], role: str) -> None:
+    """Put a model on a device. Raises `InvalidInputError` where it doesn't fit."""
+    if model.device == device:  # as that of a quantised one, which may not be moved, is
+        return
+    try:
+        model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidInputError(
+            f"The {role} {source} doesn't fit on {device}. Give another device (device='cpu'), a dtype that takes less, or "
+            "device_map='auto'."
+        ) from error
+
+
+def target_model(source: Any, place: Placement = DEFAULT) -> Target:
     """A target. Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` for what can't be one."""
-    return Target(*_loaded(source, "target"))
+    return Target(*_loaded(source, "target", place, None))
 
 
-def draft_model(source: Any) -> DraftModel:
+def draft_model(source: Any, place: Placement = DEFAULT, beside: torch.device | None = None) -> DraftModel:
     """A draft model; errors are those of `target_model`."""
-    model, vocabulary = _loaded(source, "draft")
+    model, vocabulary = _loaded(source, "draft", place, beside)
     _ = vocabulary.encoder  # refused here if it can't be had, and not in the first text
     with reading(vocabulary.tokenizer):
         return DraftModel(model, vocabulary, tuple(leading(vocabulary.tokenizer)))
 
 
-def _loaded(source: Any, role: str) -> tuple[PreTrainedModel, Vocabulary]:
-    model, tokenizer = load(source, role)
+def _loaded(source: Any, role: str, place: Placement, beside: torch.device | None) -> tuple[PreTrainedModel, Vocabulary]:
+    model, tokenizer = load(source, role, place, beside)
     check_rolls_back(model, role)
     view = token_bytes(tokenizer)
     _check_sizes(model, view, role)
@@ -108,42 +156,56 @@ def _check_sizes(model: PreTrainedModel, view: TokenBytes, role: str) -> None:
         )
 
 
-_REMEDY = "If you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
+_TRUST = "If you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
+_MEND = "Download or save it again, or load it with transformers and pass the pair (model, tokenizer) as {role}."
 
 
 @contextmanager
 def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
-    """What transformers and safetensors say of files that they can't use, in errors of xtok. Those of the network stay."""
-    remedy = _REMEDY.format(role=role)
+    """What transformers, safetensors and the network say of what they can't have or use, in errors of xtok."""
     try:
         yield
     except XTokError:
         raise
     except OSError as error:
-        if "safetensors" not in str(error):
+        if Path(source).exists():
+            told = f"can't be loaded: {reason(error)}. {_MEND.format(role=role)}"
+        else:
+            told = (
+                f"is no folder here, and as a hub id it can't be had: {reason(error)}. Check the name and the connection, or "
+                "pass the path of a saved model."
+            )
+        raise InvalidInputError(f"The {role} {source} {told}") from error
+    except ImportError as error:
+        module = _needed(error)
+        if module is None:
             raise
-        raise UnsupportedModelError(
-            f"The {role} {source} has no weights in safetensors, and others aren't opened. {remedy}"
+        package = "'xtok[ja]'" if module in ("fugashi", "unidic_lite") else module.replace("_", "-")
+        raise InvalidInputError(
+            f"The {role} {source} needs {module}, which isn't installed. Install it with: pip install {package}"
         ) from error
     except Exception as error:  # files make no sense in many ways, and each has its own
-        told = str(error).strip().partition("\n")[0].rstrip(".")
-        raise InvalidInputError(f"The {role} {source} can't be loaded: {told}. {remedy}") from error
+        remedy = (_TRUST if "trust_remote_code" in str(error) else _MEND).format(role=role)
+        raise InvalidInputError(f"The {role} {source} can't be loaded: {reason(error)}. {remedy}") from error
 
 
 def _checked(source: str | PathLike[str], role: str) -> Any:
     """The configuration of a source. Refuses what transformers would refuse less plainly, or open."""
+    if not str(source).strip():
+        raise InvalidInputError(f"The {role} has an empty name. Pass a hub id, or the path of a saved model.")
     looks_like_a_path = isinstance(source, PathLike) or source.startswith(("/", ".", "~")) or source.count("/") > 1
     if looks_like_a_path and not Path(source).exists():
         raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")
+    folder = Path(source)
+    if folder.is_file():
+        raise InvalidInputError(f"The {role} {source} is a file. Pass the folder that it is in; for heads, HeadsDrafter(file).")
+    if folder.is_dir() and not (folder / CONFIG_NAME).is_file():
+        raise InvalidInputError(
+            f"The {role} {source} holds no model: there is no {CONFIG_NAME}. Pass the folder that a model was saved to."
+        )
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source} is an encoder-decoder model. Use a decoder-only model as {role}.")
-    for file in _weights(source, getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME):
-        if not str(file).endswith(".safetensors"):
-            raise UnsupportedModelError(
-                f"The {role} {source} names {file} for its weights, which aren't in safetensors, and others aren't opened. "
-                + _REMEDY.format(role=role)
-            )
     return config
 
 
@@ -156,12 +218,74 @@ def _check_complete(source: str | PathLike[str], role: str, missing: list[str]) 
         )
 
 
-def _weights(source: str | PathLike[str], named: str) -> list[Any]:
-    """The files that hold the weights, as far as they are named: transformers opens those of any format."""
-    if not named.endswith(".index.json"):
-        return [named]
+def _weights(source: str | PathLike[str], config: Any) -> list[Path]:
+    """The files that transformers takes the weights from, as far as they can be had."""
+    named = getattr(config, "transformers_weights", None)
+    names = [named] if named else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
+    first = next((file for name in names if (file := _file(source, name))), None)
+    if first is None or first.suffix != ".json":
+        return [first] if first else []
+    shards = sorted(set(json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()))
+    return [file for shard in shards if (file := _file(source, shard))]
+
+
+def _file(source: str | PathLike[str], name: str) -> Path | None:
+    """A file of a source, fetched where it lies on a hub; None where there is none."""
     try:
-        index = cached_file(source, named)
-    except OSError:  # there is no such file
-        return []
-    return list(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        found = cached_file(source, name)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
+
+
+def _check_weights(files: list[Path], source: str | PathLike[str], role: str) -> None:
+    """Raises `InvalidInputError` where a folder holds no weights, and what `_check_plain` raises."""
+    if not files and Path(source).is_dir() and not (Path(source) / "adapter_config.json").exists():
+        raise InvalidInputError(
+            f"The {role} {source} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}. "
+            "Pass the folder that a model was saved to."
+        )
+    for file in files:
+        _check_plain(file, source, role)
+
+
+def _tokenizer(source: str | PathLike[str], role: str) -> Any:
+    """Raises `InvalidInputError` for a folder without a tokenizer, of which transformers says something else."""
+    folder = Path(source)
+    if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZERS):
+        raise InvalidInputError(
+            f"The {role} {source} has no tokenizer beside the model. Save it there (tokenizer.save_pretrained), or pass the "
+            f"pair (model, tokenizer) as {role}."
+        )
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+def _check_plain(file: Path, source: str | PathLike[str], role: str) -> None:
+    """Refuse weights that only code could open, before anything else is read. Raises `UnsupportedModelError`.
+
+    Whatever is not in safetensors is opened here as transformers will open it, in torch's format and without code.
+    """
+    if file.suffix == ".safetensors":
+        return
+    try:
+        torch.load(file, map_location="meta", mmap=is_zipfile(file), weights_only=True)
+    except Exception as error:  # a file makes no sense in many ways, and each has its own
+        needed = re.search(r"GLOBAL (\S+)", str(error))
+        if needed is None:
+            raise InvalidInputError(
+                f"The {role} {source} can't be loaded: {file.name} doesn't hold weights in torch's format. "
+                "Download or save it again."
+            ) from error
+        raise UnsupportedModelError(
+            f"The {role} {source} needs code to open {file.name}, namely {needed[1]}, and xtok runs none. Save it in "
+            f"safetensors, or, if you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
+        ) from error
+
+
+def _needed(error: BaseException | None) -> str | None:
+    """The module for lack of which something failed."""
+    while error is not None:
+        if isinstance(error, ImportError) and error.name:
+            return error.name
+        error = error.__context__
+    return None

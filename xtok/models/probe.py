@@ -1,6 +1,7 @@
 """What a model can do, found out by trying."""
 
 from math import inf
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -188,7 +189,7 @@ def _is_plain(cache: Cache) -> bool:
 _REMEDY = "Leave past_key_values out, or use DynamicCache(config=model.config)."
 
 
-def check_rolls_back(model: PreTrainedModel, role: str) -> None:
+def check_rolls_back(model: Any, role: str) -> None:
     """Raises `UnsupportedModelError` unless the guesses of a round can be taken back from the model's cache."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:

@@ -111,6 +111,12 @@ def is_chat(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)
 
 
+def is_many(prompt: Any) -> bool:
+    """Whether it is several texts or chats."""
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
+    return several and all(isinstance(one, str) or is_chat(one) for one in prompt)
+
+
 def chat_ids(tokenizer: Any, chat: Chat) -> list[int] | None:
     if getattr(tokenizer, "chat_template", None) is None:
         return None

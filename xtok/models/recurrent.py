@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from xtok.models.cache import CachedModel, Nodes, new_cache
+from xtok.models.cache import CachedModel, Nodes, layers_of, new_cache
 
 _LONGEST = 16
 """How many positions are forwarded again together with new ones. More of them would cost more than the forward they save."""
@@ -139,7 +139,7 @@ class RecurrentModel(CachedModel):
         self._crop_attention(self._held - snapshot.length)
 
     def _crop_attention(self, excess: int) -> None:
-        for layer in self.cache.layers:
+        for layer in layers_of(self.cache):
             if not isinstance(layer, LinearAttentionLayer):
                 layer.crop(-excess)
             elif isinstance(layer, DynamicLayer):

@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from xtok.costs import Cost
-from xtok.models.cache import device_of, new_cache, vocabulary_size, windows
+from xtok.models.cache import device_of, keeps_rows, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Answer, Ask, wait_for
 from xtok.models.masks import KEPT, PADDING, Trees
 from xtok.stats import timed
@@ -106,7 +106,7 @@ class Slots:
         self._layers = [_Layer(self._view) for _ in own.layers]
         self._cache = Cache(layers=list(self._layers))
         self._trees = Trees(windows_of, model.dtype, self.device)
-        self._keeps = bool(model._supports_logits_to_keep())
+        self._keeps = keeps_rows(model)
         self._shown = {"output_hidden_states": True} if shows_hidden else {}
         self._rows: list[Row | None] = []
         self._used: list[int] = []  # up to where the places of each row may hold something
@@ -306,13 +306,13 @@ class _View:
         return rows, max(least_positions, min(positions, self.room // rows))
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
     """Keys and values of a layer, (rows, heads, positions, size) both."""
 
     is_sliding = False
 
     def __init__(self, view: _View) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._view = view
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -21,6 +21,7 @@ from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
 from xtok.drafts.lessons import lessons
 from xtok.errors import InvalidInputError
+from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import train
@@ -88,7 +89,8 @@ def tune_draft(
     check_tunable()
     check(settings, "starts", "max_new_tokens", "epochs")
     stopping, kept, learnt = split(prompts)
-    pair, learner = load(target, "target"), draft_model(draft)
+    pair = load(target, "target")
+    learner = draft_model(draft, beside=device_of(pair[0]))
     work = _begun(Path(out), settings)
     texts = write(pair, beginnings(learnt, starts), work / "texts", **settings.writing)
     view = token_bytes(pair[1])
@@ -101,9 +103,12 @@ def tune_draft(
         return per_way(_by_trees(pair, (model, learner.vocabulary.tokenizer)), settings.measured(kept), **settings.writing)
 
     first = measured(learner.model)
-    copy = deepcopy(learner.model).float()
-    model, found = train(copy, rows, seen, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora)
-    model = model.to(learner.model.dtype) if max(found) > first else learner.model
+    copy: Any = deepcopy(learner.model)
+    trained: Any
+    trained, found = train(
+        copy.float(), rows, seen, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora
+    )
+    model = trained.to(learner.model.dtype) if max(found) > first else learner.model
     before, after = by_ways(learner.model), by_ways(model)
     ways = {way: (before[way], after[way]) for way in before}
     result = Tuned(Path(out), len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)

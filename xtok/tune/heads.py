@@ -18,6 +18,7 @@ from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
 from xtok.drafts.lessons import NOT_LEARNT, Written
+from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.load import Source, target_model
 from xtok.models.prompts import prompt_ids
@@ -87,6 +88,8 @@ def train_heads(
     check_trains()
     settings = _Settings(name(target), digest(data), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, heads)
     check(settings, "heads", "starts", "max_new_tokens", "epochs")
+    if Path(out).is_dir():
+        raise InvalidInputError(f"{out} is a folder. Give the name of a file for the heads.")
     stopping, kept, learnt = split(data)
     made, file = target_model(target), Path(out)
     known = described(made.model, made.vocabulary.view)

@@ -44,16 +44,17 @@ def train(
     """
     size = sum(weight.numel() for weight in draft.parameters())
     adapts = size > _LARGE if lora is None else lora
-    model = with_lora(draft, _RANK) if adapts else draft
+    model: Any = with_lora(draft, _RANK) if adapts else draft
+    learner: Any = draft
     caches = draft.config.use_cache
     seen = Projection(*(part.to(draft.device) for part in (seen.own, seen.theirs, seen.weights)))
 
-    def loss(learner: Any, inputs: dict[str, Tensor]) -> Tensor:
-        output = learner(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    def loss(learning: Any, inputs: dict[str, Tensor]) -> Tensor:
+        output = learning(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         return guessing_loss(output.logits, inputs["labels"], inputs["likeliest"], inputs["probabilities"], seen)
 
     rate = learning_rate or (2e-4 if adapts else full_rate(size))
-    found = fit(model, rows, batch, loss, lambda: measure(draft.eval()), into, epochs=epochs, rate=rate, device=draft.device)
+    found = fit(model, rows, batch, loss, lambda: measure(learner.eval()), into, epochs=epochs, rate=rate, device=draft.device)
     draft.config.use_cache = caches  # the trainer switches it off
     return (model.merge_and_unload() if adapts else model).eval(), found
 
@@ -112,13 +113,13 @@ def fit(
     return _measured(trainer.state.log_history)
 
 
-class _Trainer(Trainer):  # type: ignore[misc]
+class _Trainer(Trainer):
     """Learns by a loss, and evaluates by what the model is for."""
 
     loss: Callable[[Any, dict[str, Tensor]], Tensor]
     measure: Callable[[], float]
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *_: Any, **__: Any) -> Any:
         loss = self.loss(model, inputs)
         return (loss, {}) if return_outputs else loss
 
@@ -130,19 +131,19 @@ class _Trainer(Trainer):  # type: ignore[misc]
         return found
 
 
-class _Watch(TrainerCallback):  # type: ignore[misc]
+class _Watch(TrainerCallback):
     """Ends the training where nothing is gained any more; shows a bar of the steps, and what each epoch was measured by."""
 
     def __init__(self, bar: Progress) -> None:
         self.bar = bar
 
-    def on_train_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.task = self.bar.add_task("learning", total=state.max_steps, completed=state.global_step)
 
-    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.bar.update(self.task, completed=state.global_step)
 
-    def on_evaluate(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         found = _measured(state.log_history)
         self.bar.print(f"epoch {len(found)}: {found[-1]:.2f} tokens per forward")
         control.should_training_stop |= _stalls(found)

@@ -48,9 +48,11 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
     Raises `InvalidInputError` for less than three different ones.
     """
+    if isinstance(prompts, str):
+        raise InvalidInputError(f"prompts is one text, {prompts[:40]!r}; give a list of texts.")
     different = [prompt for prompt in dict.fromkeys(prompts) if prompt.strip()]
     if len(different) < 3:
-        raise InvalidInputError(f"There are {len(different)} different prompts. Give 3 or more, better hundreds.")
+        raise InvalidInputError(f"Too few prompts that differ: {len(different)}. Give 3 or more, better hundreds.")
     step = min(10, max(3, len(different) // 2))
     kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
     for i, prompt in enumerate(different):
@@ -121,7 +123,7 @@ def begun(work: Path, settings: Settings, out: Path) -> Path:
     file, mine = work / "settings.json", asdict(settings)
     if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != mine:
         changed = [key for key in mine if before.get(key) != mine[key]]
-        raise InvalidInputError(f"{out} was begun with another {', '.join(changed)}. Use the same again, or another name.")
+        raise InvalidInputError(f"{out} was begun with other settings: {', '.join(changed)}. Use those again, or another name.")
     work.mkdir(parents=True, exist_ok=True)
     save(file, lambda half: half.write_text(json.dumps(mine, indent=2), encoding="utf-8"))
     return work

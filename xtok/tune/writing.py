@@ -118,7 +118,7 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **argu
     }
 
 
-class _Penalty(LogitsProcessor):  # type: ignore[misc]
+class _Penalty(LogitsProcessor):
     """A repetition penalty on rows padded on the left: padding is no text that could be repeated."""
 
     def __init__(self, penalty: float, padding: Sequence[int]) -> None:

@@ -1,0 +1,118 @@
+"""Models and tokenizers as they are published: weights in both formats, vocabularies of SentencePiece alone, words by MeCab."""
+
+import json
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from worlds import CORPUS, fitting, tokenizer
+
+from xtok import XTokAssisted
+from xtok.align.tokenbytes import token_bytes
+from xtok.errors import InvalidInputError
+from xtok.models.load import load, load_without_weights
+from xtok.models.prompts import prompt_ids
+
+TOKENS = tokenizer("SentencePiece BPE")
+TARGET = fitting(TOKENS, "Llama", 0)
+PROMPT = "吾輩は猫である。名前は"
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+
+
+def truth(model: Any, tokens: Any) -> list[int]:
+    ids = torch.tensor([prompt_ids(tokens, PROMPT)])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A model without weights."""
+    TARGET.save_pretrained(tmp_path)
+    TOKENS.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    return tmp_path
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_model_that_is_published_in_torchs_format_alone_is_loaded(saved: Path, zipped: bool) -> None:
+    torch.save(TARGET.state_dict(), saved / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    generation = XTokAssisted(saved, saved).generate(PROMPT, **GREEDY)
+    assert (generation.token_ids, generation.stats.draft_error) == (truth(TARGET, TOKENS), None)
+
+
+def test_shards_in_torchs_format_are_loaded(saved: Path) -> None:
+    weights = TARGET.state_dict()
+    shards = {name: f"pytorch_model-{number % 2}.bin" for number, name in enumerate(weights)}
+    for shard in set(shards.values()):
+        torch.save({name: weights[name] for name in weights if shards[name] == shard}, saved / shard)
+    (saved / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    assert XTokAssisted(saved).generate(PROMPT, **GREEDY).token_ids == truth(TARGET, TOKENS)
+
+
+def test_where_there_are_weights_in_safetensors_others_are_not_opened(saved: Path) -> None:
+    TARGET.save_pretrained(saved)
+    (saved / "pytorch_model.bin").write_bytes(b"nonsense")
+    assert XTokAssisted(saved).generate(PROMPT, **GREEDY).token_ids == truth(TARGET, TOKENS)
+
+
+def test_a_folder_without_weights_or_a_tokenizer_is_told_what_it_lacks(saved: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"has no weights: neither model\.safetensors nor pytorch_model\.bin\. Pass"):
+        XTokAssisted(saved)
+    TARGET.save_pretrained(saved)
+    for file in saved.glob("*token*"):
+        file.unlink()
+    with pytest.raises(InvalidInputError, match=r"The draft \S+ has no tokenizer beside the model\. Save it there"):
+        XTokAssisted((TARGET, TOKENS), saved)
+
+
+def sentencepiece(kind: str) -> bytes:
+    """A small vocabulary, as SentencePiece itself trains and saves it."""
+    made = BytesIO()
+    settings = {"vocab_size": 390, "model_type": kind, "byte_fallback": True, "character_coverage": 0.98, "minloglevel": 2}
+    SentencePieceTrainer.train(sentence_iterator=iter(CORPUS * 4), model_writer=made, **settings)
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "file"), [("LlamaTokenizer", "bpe", "tokenizer.model"), ("T5Tokenizer", "unigram", "spiece.model")]
+)
+def test_a_tokenizer_that_is_a_model_of_sentencepiece_alone_is_loaded(saved: Path, name: str, kind: str, file: str) -> None:
+    for other in saved.glob("*token*"):
+        other.unlink()
+    (saved / file).write_bytes(sentencepiece(kind))
+    (saved / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, "extra_ids": 0}))
+    torch.save(TARGET.state_dict(), saved / "pytorch_model.bin")
+    model, tokens = load(saved, "target")
+    reference = SentencePieceProcessor(model_file=str(saved / file))
+    assert token_bytes(tokens).to_bytes(tokens(PROMPT, add_special_tokens=False).input_ids).decode().lstrip() == PROMPT
+    assert tokens.convert_ids_to_tokens(range(9, 300)) == [reference.id_to_piece(token) for token in range(9, 300)]
+    assert XTokAssisted(saved, saved).generate(PROMPT, **GREEDY).token_ids == truth(model, tokens)
+
+
+@pytest.mark.parametrize(
+    ("missing", "dictionary", "package"),
+    [("fugashi", "unidic_lite", "'xtok[ja]'"), ("unidic_lite", "unidic_lite", "'xtok[ja]'"), ("ipadic", "ipadic", "ipadic")],
+)
+def test_a_tokenizer_whose_package_is_not_installed_names_it(
+    saved: Path, missing: str, dictionary: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in saved.glob("*token*"):
+        other.unlink()
+    (saved / "vocab.txt").write_text("[UNK]\n[PAD]\n[CLS]\n[SEP]\n[MASK]\n猫\n", encoding="utf-8")
+    known = {
+        "tokenizer_class": "BertJapaneseTokenizer",
+        "word_tokenizer_type": "mecab",
+        "mecab_kwargs": {"mecab_dic": dictionary},
+    }
+    (saved / "tokenizer_config.json").write_text(json.dumps(known))
+    torch.save(TARGET.state_dict(), saved / "pytorch_model.bin")
+    monkeypatch.setitem(sys.modules, missing, None)
+    told = rf"The draft {saved} needs {missing}, which isn't installed\. Install it with: pip install {package}"
+    for ask in (lambda: XTokAssisted((TARGET, TOKENS), saved), lambda: load_without_weights(str(saved), "draft")):
+        with pytest.raises(InvalidInputError) as caught:
+            ask()
+        assert str(caught.value) == told.replace("\\", "")
