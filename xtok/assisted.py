@@ -7,7 +7,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
+from threading import local
 from typing import Any, Literal, get_args, overload
+from weakref import WeakKeyDictionary
 
 from rich.console import Console
 from rich.progress import track
@@ -32,7 +34,7 @@ from xtok.models.cache import positions
 from xtok.models.forwards import Slot
 from xtok.models.load import Source, draft_model, target_model
 from xtok.models.probe import fits_trees, takes_slots, takes_trees
-from xtok.models.prompts import Chat, is_chat
+from xtok.models.prompts import Chat, Prompt, is_several
 from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Seat
 from xtok.noise import Noise
@@ -149,13 +151,18 @@ class XTokAssisted:
         return _Shared(given) if isinstance(given, Drafter) else given
 
     @overload
-    def generate(self, prompt: str, **arguments: Any) -> Generation: ...
+    def generate(self, prompt: str | Chat | abc.Sequence[int] | Tensor, **arguments: Any) -> Generation: ...
     @overload
-    def generate(self, prompt: abc.Sequence[str] | abc.Sequence[Chat], **arguments: Any) -> list[Generation]: ...
+    def generate(self, prompt: abc.Sequence[Prompt], **arguments: Any) -> list[Generation]: ...
     @overload
-    def generate(self, prompt: Chat, **arguments: Any) -> Generation: ...
+    def generate(self, prompt: abc.Mapping[str, Any], **arguments: Any) -> Generation: ...
     def generate(self, prompt: Any, **arguments: Any) -> Generation | list[Generation]:
-        """Answer a text, a chat (a list of messages), or a list of either.
+        """Answer a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, a tensor of shape (n,) or
+        (1, n)); or a tokenizer's encoding of one text. A list of such prompts is answered by a list: a list of whole numbers
+        is one prompt, a list of lists of them is several.
+
+        `tools`, `enable_thinking`, and whatever `chat_template_kwargs` holds, are handed to the templates of chats. Of an
+        encoding, ids and attention mask are read.
 
         `arguments` are those of transformers' `generate`, among them `streamer`, `stop_strings`, `logits_processor` and
         `stopping_criteria`. `split_special_tokens=True` reads control tokens written out in a text as plain text.
@@ -167,7 +174,7 @@ class XTokAssisted:
 
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
-        many = isinstance(prompt, abc.Sequence) and not isinstance(prompt, (str, bytes)) and not is_chat(prompt)
+        many = is_several(prompt)
         prompts = list(prompt) if many else [prompt]
         streamer, seed = arguments.pop("streamer", None), arguments.pop("seed", None)
         batch_size, progress = arguments.pop("batch_size", BATCH), arguments.pop("progress", None)
@@ -182,7 +189,8 @@ class XTokAssisted:
         written = hf.written(self.target, self._begin(prepared, seed, batch_size), batch_size, streamer)
         shown = self._shown(written, len(prepared), progress)
         results = {number: self.result(text) for number, text in shown}
-        return [results[number] for number in range(len(prepared))] if many or len(prepared) > 1 else results[0]
+        _LAST.given[self] = [results[number] for number in range(len(prepared))]
+        return self.last if many or len(prepared) > 1 else results[0]
 
     @staticmethod
     def _shown(written: Iterator[Written], texts: int, progress: bool | None) -> Iterable[Written]:
@@ -190,7 +198,7 @@ class XTokAssisted:
         hidden = not (sys.stderr.isatty() and texts > 1 if progress is None else progress)
         return written if hidden else track(written, "texts", texts, console=Console(stderr=True), transient=True)
 
-    def stream(self, prompt: str | Chat, **arguments: Any) -> Generator[str, None, Generation]:
+    def stream(self, prompt: Prompt, **arguments: Any) -> Generator[str, None, Generation]:
         """Yield the new text in pieces as they are committed, never half a character. Joined, they are `generate(...).text`.
 
         The generator returns (`StopIteration.value`) what `generate` returns.
@@ -205,6 +213,7 @@ class XTokAssisted:
                 yield piece
         hf.stop_recording(text)
         result = self.result(text)
+        _LAST.given[self] = [result]
         if rest := pieces.rest():
             yield rest
         return result
@@ -241,9 +250,15 @@ class XTokAssisted:
             hf.written(self.target, self._begin(prepared, seed, len(prepared)), len(prepared), hf.callers("streamer"))
         )
         texts = [written[number] for number in range(len(prepared))]
-        for text in texts:
-            self._learn(text)  # raises what one of them ended in
+        _LAST.given[self] = [self.result(text) for text in texts]
         return hf.as_transformers(texts, generation_config)
+
+    @property
+    def last(self) -> list[Generation]:
+        """What this thread's last call gave, a `Generation` for each of its texts: of `generate`, of `stream`, or of
+        transformers' `generate` with `custom_generate`, which has no other way to hand out stats. Empty before the first.
+        """
+        return list(_LAST.given.get(self, []))
 
     def models(self) -> list[PreTrainedModel]:
         """The target, and the draft models."""
@@ -255,7 +270,7 @@ class XTokAssisted:
         budget = self._budget
         return max(64, budget.nodes, 4 * budget.depth * budget.width)
 
-    def asked(self, prompt: str | Chat, arguments: dict[str, Any], most: int | None = None) -> Callable[[Seat], Sequence]:
+    def asked(self, prompt: Prompt, arguments: dict[str, Any], most: int | None = None) -> Callable[[Seat], Sequence]:
         """One text, checked and ready to begin wherever there is a seat for it. Errors are those of `generate`.
 
         `most`: how many positions it may have; `InvalidInputError` where it might get more.
@@ -331,6 +346,7 @@ class XTokAssisted:
             end=prepared.end,
             warpers=warpers(prepared.processors),
             prompt=prepared.prompt,
+            template=prepared.template,
             model=self.model,
             seat=seat,
         )
@@ -370,6 +386,16 @@ class XTokAssisted:
             scores=text.picker.scores,
             logits=text.picker.logits,
         )
+
+
+class _Last(local):
+    """What the last call of each instance gave, in each thread."""
+
+    def __init__(self) -> None:
+        self.given = WeakKeyDictionary[XTokAssisted, list[Generation]]()
+
+
+_LAST = _Last()
 
 
 class _Shared:

@@ -32,7 +32,7 @@ from xtok.decode import drain
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CachedModel, device_of, ids_read
 from xtok.models.probe import check_cache
-from xtok.models.prompts import prompt_ids, reading
+from xtok.models.prompts import is_ids, prompt_ids, reading, template_arguments
 from xtok.models.rope import dynamic_boundary, longrope_boundary
 from xtok.models.target import Target
 from xtok.noise import Noise, noise
@@ -49,7 +49,8 @@ class Prepared:
     """A text as transformers prepared it for a decoding method.
 
     `ids`: (1, length), with padding; `inputs`: what else the model is given for them. `prompt`: what the caller gave, None
-    where that was ids. `keeps_cache`: whether the caller handed in the cache, or is to be given it.
+    where that was ids; `template`: the arguments of a chat's template. `keeps_cache`: whether the caller handed in the cache,
+    or is to be given it.
     """
 
     ids: Tensor
@@ -59,6 +60,7 @@ class Prepared:
     cache: Cache
     inputs: dict[str, Any] = field(default_factory=dict)
     prompt: Any = None
+    template: Mapping[str, Any] = field(default_factory=dict)
     keeps_cache: bool = False
 
     @property
@@ -97,7 +99,9 @@ class Prepared:
 def prepare(target: Target, prompt: Any, arguments: dict[str, Any]) -> list[Prepared]:
     """Let transformers prepare the texts for a prompt, and take what it hands to a decoding method."""
     check_arguments(arguments)
-    read = prompt_ids(target.vocabulary.tokenizer, prompt, arguments.pop("split_special_tokens", None))
+    template = template_arguments(arguments)
+    read = prompt_ids(target.vocabulary.tokenizer, prompt, arguments.pop("split_special_tokens", None), template)
+    asked = None if is_ids(prompt) else prompt
     ids = torch.tensor([read], device=device_of(target.model))
     stop_strings = _take_stop_strings(target.model, arguments)
     if arguments.get("generation_config") is None:
@@ -118,7 +122,7 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any]) -> list[Prep
         made = rows(
             target.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
         )
-        captured.extend(replace(one, prompt=prompt) for one in made)
+        captured.extend(replace(one, prompt=asked, template=template) for one in made)
         return torch.empty(0)
 
     target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
@@ -210,8 +214,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         "assistant_model": "The draft is the one that XTokAssisted was made with.",
         "custom_generate": "XTokAssisted is the decoding method.",
         "inputs_embeds": "The draft needs a text. Pass a prompt.",
-        "inputs": "Pass the prompt as a text, or use target.generate(inputs, custom_generate=xt).",
-        "input_ids": "Pass the prompt as a text, or use target.generate(input_ids, custom_generate=xt).",
+        "inputs": "Pass the ids as the prompt, or use target.generate(inputs, custom_generate=xt).",
+        "input_ids": "Pass the ids as the prompt, or use target.generate(input_ids, custom_generate=xt).",
         "attention_mask": "A prompt has no padding. Use target.generate(input_ids, custom_generate=xt) for padded ones.",
         "streamer": "Iterate over stream(prompt), or use generate(prompt, streamer=streamer).",
     }
