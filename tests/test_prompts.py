@@ -6,7 +6,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, PROMPTS, TARGET, TOKENS, encoded, forwards, truth, with_template
+from front_door import (
+    BYTES,
+    CHAT,
+    GREEDY,
+    OTHER,
+    PROMPT,
+    PROMPTS,
+    TARGET,
+    TOKENS,
+    Recorder,
+    encoded,
+    forwards,
+    truth,
+    with_template,
+)
 from transformers import pipeline
 from worlds import alone
 
@@ -202,3 +216,19 @@ def test_a_pipeline_generates_by_xtok_and_leaves_its_stats() -> None:
     (last,) = xt.last
     assert last.token_ids == truth()
     assert last.stats.target_forwards >= 1
+
+
+# a seed
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_seed_that_has_no_effect_is_refused(streamed: bool) -> None:
+    streamer: Any = Recorder()
+    with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=r"seed=7 has no effect on a greedy text"):
+        XT.generate(PROMPT, seed=7, **({"streamer": streamer} if streamed else {}), **GREEDY)
+    with pytest.raises(InvalidInputError, match="no effect"):
+        XT.stream(PROMPT, seed=7, **GREEDY)
+    with pytest.raises(InvalidInputError, match="no effect"):
+        TARGET.generate(**encoded(PROMPT), seed=7, custom_generate=XT, **GREEDY)
+    assert not seen
+    assert streamer.calls == []

@@ -11,7 +11,7 @@ import xtok
 
 ROOT = Path(xtok.__file__).parent
 FLOORS = (
-    ("version", "errors", "costs"),
+    ("version", "errors", "costs", "progress"),
     ("stats", "align"),
     ("align.tokenbytes.table", "align.tokenbytes.families", "align.tokenbytes"),
     ("align.keys", "align.encoding", "align.text"),

@@ -1,9 +1,8 @@
 """`XTokAssisted`: the front door."""
 
-import sys
 import warnings
 from collections import abc
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
@@ -11,8 +10,6 @@ from threading import local
 from typing import Any, Literal, get_args, overload
 from weakref import WeakKeyDictionary
 
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -40,6 +37,7 @@ from xtok.models.seats import Caches, Seat
 from xtok.noise import Noise
 from xtok.pick import Acceptance, Picker
 from xtok.processors import warpers
+from xtok.progress import bar
 from xtok.sequence import Sequence
 from xtok.stats import Meter, Round, Stats
 
@@ -166,8 +164,8 @@ class XTokAssisted:
 
         `arguments` are those of transformers' `generate`, among them `streamer`, `stop_strings`, `logits_processor` and
         `stopping_criteria`. `split_special_tokens=True` reads control tokens written out in a text as plain text.
-        `seed`, where `do_sample=True`: the ids depend on target, prompt, settings and seed alone, not on the draft or on what
-        else is in the list. The same prompt again, in a list or by `num_return_sequences`, gives further, independent texts.
+        `seed`, where `do_sample=True` (with greedy texts it is refused): the ids depend on target, prompt, settings and seed
+        alone, not on the draft or on what else is in the list. The same prompt again, in a list or by `num_return_sequences`, gives further, independent texts.
 
         `batch_size`: how many texts of a list are written at a time, by forwards that they share; as one ends, the next begins,
         and ids don't depend on it. `progress`: a bar on stderr; None for one where that is a terminal.
@@ -184,19 +182,14 @@ class XTokAssisted:
         own = [hf.own_arguments(arguments, len(prompts)) for _ in prompts]
         prepared = [one for pair in zip(prompts, own, strict=True) for one in hf.prepare(self.target, *pair)]
         hf.check_streamer(streamer, several=len(prepared) > 1)
+        texts = self._begin(prepared, seed, batch_size)
         if streamer is not None:
             streamer.put(prepared[0].ids.cpu())
-        written = hf.written(self.target, self._begin(prepared, seed, batch_size), batch_size, streamer)
-        shown = self._shown(written, len(prepared), progress)
-        results = {number: self.result(text) for number, text in shown}
+        written = hf.written(self.target, texts, batch_size, streamer)
+        shown = False if progress is None and len(prepared) == 1 else progress
+        results = {number: self.result(text) for number, text in bar(written, "texts", len(prepared), shown=shown)}
         _LAST.given[self] = [results[number] for number in range(len(prepared))]
         return self.last if many or len(prepared) > 1 else results[0]
-
-    @staticmethod
-    def _shown(written: Iterator[Written], texts: int, progress: bool | None) -> Iterable[Written]:
-        """What is written, and a bar that shows how many texts are left."""
-        hidden = not (sys.stderr.isatty() and texts > 1 if progress is None else progress)
-        return written if hidden else track(written, "texts", texts, console=Console(stderr=True), transient=True)
 
     def stream(self, prompt: Prompt, **arguments: Any) -> Generator[str, None, Generation]:
         """Yield the new text in pieces as they are committed, never half a character. Joined, they are `generate(...).text`.
@@ -292,8 +285,7 @@ class XTokAssisted:
         """The texts of a call, one after another. What those share, such as the seed, is decided here."""
         caches = Caches(min(batch_size, len(prepared)))
         seed, noises = hf.noises(prepared, seed)
-        for one, noise in zip(prepared, noises, strict=True):
-            yield self._text(one, noise, seed, Seat(caches))
+        return (self._text(one, noise, seed, Seat(caches)) for one, noise in zip(prepared, noises, strict=True))
 
     def _text(self, prepared: hf.Prepared, noise: Noise | None, seed: int | None, seat: Seat) -> Sequence:
         vocabulary, prompt = self.target.vocabulary, prepared.unpadded

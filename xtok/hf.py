@@ -332,9 +332,12 @@ def noises(texts: list[Prepared], seed: int | None) -> tuple[int | None, list[No
     """The seed of a call, and the noise of each of its sampled texts.
 
     Texts of one prompt are numbered, those of different prompts differ by the prompt: a prompt has the same text alone and in
-    any batch. Without a seed, one is drawn by torch's generator; greedy texts have none.
+    any batch. Without a seed, one is drawn by torch's generator; greedy texts have none. Raises `InvalidInputError` where they
+    are given one.
     """
     if not any(text.samples for text in texts):
+        if seed is not None:
+            raise InvalidInputError(f"seed={seed} has no effect on a greedy text. Leave it out, or pass do_sample=True.")
         return None, [None for _ in texts]
     seed = int(torch.randint(2**63 - 1, ()) if seed is None else seed)
     samples, found = Counter[bytes](), list[Noise | None]()

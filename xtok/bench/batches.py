@@ -8,11 +8,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.compare import SETTINGS, check_prompts, check_settings
 from xtok.models.prompts import prompt_ids
+from xtok.progress import bar
 
 BATCHED, NONE, TURNS, XTOK = "transformers' batches", "xtok, no draft", "xtok, one after another", "xtok"
 _BATCHES = 2
@@ -71,7 +71,7 @@ def compare_batches(
     arguments = {**SETTINGS[setting].arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
     systems = _systems(target, draft, arguments)
     rows = []
-    for size in track(sizes, description=f"bench, batches, {setting}", transient=True):
+    for size in bar(sizes, f"bench, batches, {setting}"):
         texts = list(islice(cycle(prompts), _BATCHES * size))
         timed = {name: system for name, system in systems.items() if name != TURNS or size <= _TURNS}
         runs: dict[str, list[_Run]] = {name: [] for name in timed}
@@ -90,7 +90,10 @@ def _systems(target: Any, draft: Any, arguments: dict[str, Any]) -> dict[str, _S
     alone, assisted = XTokAssisted(target), XTokAssisted(target, draft)
 
     def xtok(xt: XTokAssisted, most: int | None = None) -> _System:
-        return lambda texts, size, seed: _by_xtok(xt, texts, batch_size=most or size, seed=seed, **arguments)
+        seeded = arguments["do_sample"]
+        return lambda texts, size, seed: _by_xtok(
+            xt, texts, batch_size=most or size, seed=seed if seeded else None, progress=False, **arguments
+        )
 
     return {
         BATCHED: lambda texts, size, seed: _by_transformers(target, texts, size, seed, arguments),

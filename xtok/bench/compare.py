@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import track
 from transformers import AutoModelForCausalLM
 
 from xtok.align.tokenbytes import token_bytes
@@ -23,6 +22,7 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
 from xtok.models.prompts import prompt_ids
+from xtok.progress import bar
 from xtok.stats import Stats
 
 __all__ = ["compare", "stretch", "tuned", "useless_drafts"]
@@ -123,7 +123,7 @@ def compare(
     systems = {name: system for name, system in systems.items() if _warms_up(name, system, prompts[0])}
     systems = _fastest(systems, guess_length, prompts[:3])
     runs: dict[str, list[Timed]] = {name: [] for name in systems}
-    for seed, prompt in track(list(enumerate(prompts)) * repeats, description=f"bench, {setting}", transient=True):
+    for seed, prompt in bar(list(enumerate(prompts)) * repeats, f"bench, {setting}"):
         for name, system in systems.items():
             runs[name].append(system(prompt, seed))
     view = token_bytes(target[1])
@@ -161,7 +161,7 @@ System = Callable[[str, int], Timed]
 def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, Any]) -> dict[str, System]:
     def xtok(drafts: Any, budget: Budget | None = None) -> System:
         xt = XTokAssisted(target, drafts, budget=budget)
-        return lambda prompt, seed: by_xtok(xt, prompt, seed=seed, **arguments)
+        return lambda prompt, seed: by_xtok(xt, prompt, seed=seed if arguments["do_sample"] else None, **arguments)
 
     def transformers(**assistant: Any) -> System:
         def system(prompt: str, seed: int) -> Timed:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from xtok.assisted import XTokAssisted
@@ -18,6 +17,7 @@ from xtok.hf import Prepared
 from xtok.models.prompts import prompt_ids
 from xtok.models.seats import Seat
 from xtok.noise import Noise
+from xtok.progress import bar
 from xtok.stats import Meter
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
@@ -70,7 +70,7 @@ def compare_sampled(
     rows = []
     for temperature in TEMPERATURES:
         systems = _systems(target, draft, guess_length, {**PLAIN, "temperature": temperature})
-        for name, system in track(systems.items(), description=f"T = {temperature}", transient=True):
+        for name, system in bar(systems.items(), f"T = {temperature}"):
             rows.append(_measured(name, system, target, prompts, max_new_tokens, temperature, draws))
     return rows
 

@@ -65,8 +65,9 @@ class Request:
 
     `vocabulary`: the target's. `samples`: whether the target draws. `independent`: guesses are to be draws of noise of their
     own, with their laws, for speculative sampling. `end`: the target's end of text. `warpers`: what shapes laws in any
-    vocabulary. `prompt`: a text, a chat, or None where the target was given ids. `template`: the arguments of a chat's template.
-    `model`: the target, for what shares its layers; None where there is none at hand. `seat`: where the text has its slots in models.
+    vocabulary. `prompt`: a text, a chat, or None where the target was given ids. `template`: the arguments of a chat's
+    template. `model`: the target, for what shares its layers; None where there is none at hand. `seat`: where the text has its
+    slots in models.
     """
 
     vocabulary: Vocabulary

@@ -11,6 +11,7 @@ from typing import Any
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.models.load import Source
+from xtok.progress import bar
 from xtok.stats import Stats
 from xtok.tune.writing import PENALTY, beginnings, called, save, way
 
@@ -73,8 +74,8 @@ def _measured(xt: XTokAssisted, prompts: Sequence[str], sampled: float, argument
     """Each prompt's way of picking and figures."""
     ways = [way(i, sampled) for i in range(len(prompts))]
     return [
-        (called(own), xt.generate(prompt, seed=i, **own, **arguments).stats)
-        for i, (prompt, own) in enumerate(zip(prompts, ways, strict=True))
+        (called(own), xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats)
+        for i, (prompt, own) in bar(list(enumerate(zip(prompts, ways, strict=True))), "measuring")
     ]
 
 
