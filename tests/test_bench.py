@@ -29,12 +29,13 @@ from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTok
 from xtok.models.cache import ids_read, vocabulary_size
 from xtok.models.load import load
 
+SEED: dict[bool, dict[str, Any]] = {True: {"seed": 0}, False: {}}
 OWN = [ALONE, NONE, LOOKUP, XTOK, DRAFT, CHAIN.format(5), TREE.format(5)]
 
 
 def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(pair.prompts()[:4]), encoding="utf-8")
+    file.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
     asked = ["bench", "--prompts", str(file), "--max-new-tokens", "8", "--setting", "greedy", "--json"]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
@@ -54,7 +55,7 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
 def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "Llama", 0)
-    rows = compare((model, tokens), (deepcopy(model), tokens), ["吾輩は"], "greedy", max_new_tokens=6, guess_length=5)
+    rows = compare((model, tokens), (deepcopy(model), tokens), ["吾輩は"], SETTINGS["greedy"], max_new_tokens=6, guess_length=5)
     assert [row.system for row in rows] == OWN
     assert all(row.identical == 1 for row in rows)
 
@@ -63,7 +64,7 @@ def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
 @pytest.mark.parametrize("setting", ["penalty", "sampled"])
 def test_text_that_does_not_loop_is_that_of_the_target_whatever_guesses(setting: str) -> None:
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
-    rows = compare(target, draft, pair.prompts()[:2], setting, max_new_tokens=12, guess_length=5, repeats=2)
+    rows = compare(target, draft, pair.prompts()[:2], SETTINGS[setting], max_new_tokens=12, guess_length=5, repeats=2)
     assert [row.system for row in rows[:7]] == OWN
     others = [row for row in rows if row.system == ALONE or row.system.startswith("UAG")]
     assert len(others) >= 2
@@ -74,7 +75,9 @@ def test_text_that_does_not_loop_is_that_of_the_target_whatever_guesses(setting:
 def test_the_penalty_and_the_noise_change_the_text() -> None:
     target = load(pair.TARGET, "target")
     texts = {
-        name: XTokAssisted(target).generate(pair.prompts()[0], max_new_tokens=24, **one.arguments).text
+        name: XTokAssisted(target)
+        .generate(pair.prompts()[0], max_new_tokens=24, **SEED[name == "sampled"], **one.arguments)
+        .text
         for name, one in SETTINGS.items()
     }
     assert len(set(texts.values())) == len(SETTINGS) == 3
@@ -89,10 +92,12 @@ def test_speed_is_seconds_per_token_beside_the_target_alone() -> None:
 
 def test_all_settings_are_measured_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("xtok.bench.report.compare", lambda target, draft, texts, setting, **_: asked.append(setting) or [])
+    monkeypatch.setattr(
+        "xtok.bench.compare.compare", lambda target, draft, texts, setting, **_: asked.append(setting.title) or []
+    )
     assert CliRunner().invoke(app, ["bench", "--json"]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "--setting", "sampled", "--setting", "greedy", "--json"]).exit_code == 0
-    assert asked == ["greedy", "penalty", "sampled", "greedy", "sampled"]
+    assert asked == [SETTINGS[name].title for name in ("greedy", "penalty", "sampled", "greedy", "sampled")]
 
 
 @pytest.mark.deep
@@ -163,7 +168,7 @@ def test_a_model_is_enlarged_to_a_number_of_parameters(architecture: str) -> Non
 
 @pytest.mark.deep
 def test_what_contexts_cost_has_a_row_per_length_and_kind_of_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.bench.report.compare_contexts", partial(compare_contexts, sizes=(16, 64)))
+    monkeypatch.setattr("xtok.bench.context.compare_contexts", partial(compare_contexts, sizes=(16, 64)))
     result = CliRunner().invoke(app, ["bench", "contexts", "--json"])
     rows = json.loads(result.stdout)
     assert [(row["context"], row["budget"]) for row in rows] == list(product((16, 64), ("chain of 5", "tree of 32")))

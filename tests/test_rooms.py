@@ -42,7 +42,8 @@ FLOORS = (
     ("bench.compare",),
     ("bench.sampled", "bench.context", "bench.plot", "bench.drafters", "bench.batches"),
     ("bench.vocabulary", "console"),
-    ("bench.report",),
+    ("bench.report", "demo"),
+    ("bench.commands",),
     ("cli",),
     ("__main__",),
 )

@@ -165,7 +165,8 @@ class XTokAssisted:
         `arguments` are those of transformers' `generate`, among them `streamer`, `stop_strings`, `logits_processor` and
         `stopping_criteria`. `split_special_tokens=True` reads control tokens written out in a text as plain text.
         `seed`, where `do_sample=True` (with greedy texts it is refused): the ids depend on target, prompt, settings and seed
-        alone, not on the draft or on what else is in the list. The same prompt again, in a list or by `num_return_sequences`, gives further, independent texts.
+        alone, not on the draft or on what else is in the list. The same prompt again, in a list or by `num_return_sequences`,
+        gives further, independent texts.
 
         `batch_size`: how many texts of a list are written at a time, by forwards that they share; as one ends, the next begins,
         and ids don't depend on it. `progress`: a bar on stderr; None for one where that is a terminal.
