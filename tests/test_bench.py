@@ -1,6 +1,7 @@
 """The benchmark counts what it says it counts."""
 
 import json
+import shutil
 from copy import deepcopy
 from functools import cache, partial
 from itertools import product
@@ -98,6 +99,95 @@ def test_all_settings_are_measured_where_none_is_named(monkeypatch: pytest.Monke
     assert CliRunner().invoke(app, ["bench", "--json"]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "--setting", "sampled", "--setting", "greedy", "--json"]).exit_code == 0
     assert asked == [SETTINGS[name].title for name in ("greedy", "penalty", "sampled", "greedy", "sampled")]
+
+
+def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[Any, ...]]:
+    """What `xtok bench` asks to be measured: the function's name, its prompts, and how texts are asked for."""
+    asked: list[tuple[Any, ...]] = []
+
+    def record(name: str) -> Any:
+        def recorded(target: Any, draft: Any, texts: Any, way: Any = None, *_: Any, **__: Any) -> list[Any]:
+            asked.append((name, texts, way, target, draft))
+            return []
+
+        return recorded
+
+    monkeypatch.setattr("xtok.bench.compare.compare", record("compare"))
+    monkeypatch.setattr("xtok.bench.sampled.compare_sampled", record("sampled"))
+    monkeypatch.setattr("xtok.bench.batches.compare_batches", record("batches"))
+    monkeypatch.setattr("xtok.bench.drafters.compare_drafters", record("drafters"))
+    result = CliRunner().invoke(app, ["bench", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["sampled", "--max-new-tokens", "4"], ["sampled"]),
+        (["--max-new-tokens", "4", "sampled"], ["sampled"]),
+        (["--max-new-tokens=4", "--device", "cpu", "batches", "--setting", "greedy"], ["batches"]),
+        (["--setting", "sampled", "--useless"], ["compare"] * 3),
+        (["--setting", "sampled", "compare"], ["compare"]),
+        (["--draft", str(pair.DRAFT), "drafters", "--limit", "3"], ["drafters"]),
+        ([], ["compare"] * 3),
+    ],
+)
+def test_a_command_may_stand_behind_options(arguments: list[str], names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [one[0] for one in asked_of(monkeypatch, *arguments)] == names
+
+
+@pytest.mark.parametrize("command", ["compare", "sampled", "batches"])
+def test_all_prompts_of_a_file_are_measured_up_to_a_limit(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\n\nb\r\nc\n", encoding="utf-8")
+    for more, expected in ([], ["a", "b", "c"]), (["--limit", "2"], ["a", "b"]):
+        assert asked_of(monkeypatch, command, "--prompts", str(file), *more)[0][1] == expected
+    assert len(asked_of(monkeypatch, command, "--limit", "3")[0][1]) == 3
+    assert len(asked_of(monkeypatch, command)[0][1]) == 20
+
+
+def test_every_kind_of_prompts_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = asked_of(monkeypatch, "drafters", "--limit", "2")[0][1]
+    assert {name: len(texts) for name, texts in kinds.items()} == {"prose": 2, "technical": 2, "quoting": 2}
+
+
+def test_prompts_to_tune_on_are_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, learnt = tmp_path / "prompts.txt", list[list[str]]()
+    file.write_text("a\nb\nc\nd\n", encoding="utf-8")
+    monkeypatch.setattr("xtok.bench.compare.tuned", lambda _, draft, texts: learnt.append(texts) or draft)
+    asked = asked_of(monkeypatch, "--prompts", str(file), "--tune", "--setting", "greedy")
+    assert [one[1] for one in asked] == [["a", "c"]] * 2
+    assert learnt == [["b", "d"]]
+
+
+def test_the_repetition_penalty_is_that_of_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [one[2] for one in asked_of(monkeypatch, "--repetition-penalty", "1.5")]
+    assert [way.arguments.get("repetition_penalty") for way in ways] == [None, 1.5, 1.0]
+    assert ways[1].title == "greedily, repetition penalty 1.5"
+    assert [one[2] for one in asked_of(monkeypatch, "batches")] == list(SETTINGS.values())
+
+
+def test_a_sampled_benchmark_may_have_an_enlarged_target_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.bench.stretch.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
+    monkeypatch.setattr("xtok.bench.stretch._WIDTH", 64)
+    ((_, _, _, target, draft),) = asked_of(monkeypatch, "sampled", "--ratio", "4", "--dtype", "float16")
+    assert len(blocks_of(target[0])) == 4 * len(blocks_of(draft[0]))
+    assert target[0].dtype == draft[0].dtype == torch.float16
+
+
+def test_a_picture_has_all_settings_and_names_the_models(tmp_path: Path) -> None:
+    draft = tmp_path / "small-draft"
+    shutil.copytree(pair.DRAFT, draft)
+    picture = tmp_path / "bench.svg"
+    asked = ["--draft", str(draft), "--limit", "1", "--max-new-tokens", "2", "--setting", "greedy", "--setting", "penalty"]
+    result = CliRunner().invoke(app, ["bench", *asked, "--dtype", "float16", "--plot", str(picture)])
+    assert result.exit_code == 0, result.output
+    drawn = picture.read_text(encoding="utf-8")
+    assert "target with small-draft, float16, cpu" in drawn
+    assert all(f"speed, {SETTINGS[name].title}, the draft as it is" in drawn for name in ("greedy", "penalty"))
 
 
 @pytest.mark.deep
@@ -385,7 +475,7 @@ def test_the_bench_widens_the_vocabularies_of_an_enlarged_target_and_of_all_draf
 
 def test_what_is_computed_over_vocabularies_has_a_row_per_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "xtok.bench.report.compare_vocabularies", partial(compare_vocabularies, sizes=[(8000, 4096), (9000, 5000)])
+        "xtok.bench.vocabulary.compare_vocabularies", partial(compare_vocabularies, sizes=[(8000, 4096), (9000, 5000)])
     )
     monkeypatch.setattr("xtok.bench.vocabulary._REPEATS", 2)
     result = CliRunner().invoke(app, ["bench", "vocabularies", "--json"])
