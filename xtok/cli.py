@@ -29,16 +29,21 @@ from xtok.console import (
     text_of,
 )
 from xtok.errors import InvalidInputError
+from xtok.pair import prompts as shipped
 from xtok.progress import busy
 from xtok.version import __version__
 
 if TYPE_CHECKING:
     from xtok.align.fit import Fit, Side
+    from xtok.align.verdict import Verdict
     from xtok.assisted import Generation
+    from xtok.bench.choice import Choice
     from xtok.budget import Budget
     from xtok.stats import Stats
 
 GUESS_LENGTH = 5
+MEASURED, MEASURED_TOKENS = 8, 32
+"""On how many prompts, and tokens behind each, drafts are measured."""
 
 app = typer.Typer(
     help="Any large language model generates with the help of any small one, and gives exactly what it alone would.",
@@ -226,26 +231,86 @@ def _summary(stats: "Stats") -> str:
 @on_the_command_line()
 def inspect(
     target: TargetOption = OWN_TARGET,
-    draft: DraftOption = None,
-    text: Annotated[Path | None, typer.Option(help="A sample text in UTF-8.", show_default="held-out prompts")] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Hub id or path of a model that guesses. May be given again.", show_default="the small one that ships"
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A sample in UTF-8, one text per line.", show_default="held-out prompts")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Load the weights, too, and measure which draft is best on lines of the sample.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="On how many lines to measure.", show_default=str(MEASURED))] = None,
     json_told: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say how well two models fit, before any generation. Reads their tokenizers and configurations, not their weights."""
+    """Say how well models fit, before any generation. Reads tokenizers and configurations, and weights for --measure alone."""
+    if limit is not None and not measure:
+        raise InvalidInputError("--limit has no effect without --measure. Give both.")
+    given: list[str | None] = list(draft) if draft else [None]
+    drafts = list(dict.fromkeys(model_draft(target, one) for one in given))
     with busy("reading tokenizers"):
-        found = _fit(target, model_draft(target, draft), sample(text))
+        found = {one: _judged(target, one, sample(text)) for one in drafts}
+    if not json_told:
+        _print_judged(found)
+    choices = _choices(target, drafts, (shipped() if text is None else lines_of(text))[: limit or MEASURED]) if measure else []
     if json_told:
-        typer.echo(as_json(asdict(found)))
-    else:
-        _print_fit(found)
+        measured = {one.draft: {"measured": asdict(one)} for one in choices}
+        told = [
+            {"name": name, **asdict(fitting), "verdict": asdict(judged), **measured.get(name, {})}
+            for name, (fitting, judged) in found.items()
+        ]
+        typer.echo(as_json(told[0] if len(told) == 1 else told))
+    elif choices:
+        _print_choices(choices)
 
 
-def _fit(target: str, draft: str, texts: list[str]) -> "Fit":
+def _judged(target: str, draft: str, texts: list[str]) -> "tuple[Fit, Verdict]":
     from xtok.align.fit import fit
+    from xtok.align.verdict import verdict
     from xtok.models.load import load_without_weights
+    from xtok.models.sizes import parameters
 
     target_tokenizer, target_window = load_without_weights(target, "target")
     draft_tokenizer, draft_window = load_without_weights(draft, "draft")
-    return fit(target_tokenizer, draft_tokenizer, texts, target_window=target_window, draft_window=draft_window)
+    found = fit(target_tokenizer, draft_tokenizer, texts, target_window=target_window, draft_window=draft_window)
+    return found, verdict(found, parameters(target), parameters(draft))
+
+
+def _print_judged(found: "dict[str, tuple[Fit, Verdict]]") -> None:
+    for name, (fitting, judged) in found.items():
+        if len(found) > 1:
+            typer.echo(typer.style(f"\n{name}", bold=True))
+        typer.echo(judged.told)
+        _print_fit(fitting)
+
+
+def _choices(target: str, drafts: list[str], prompts: list[str]) -> "list[Choice]":
+    """The drafts, the fastest first."""
+    from xtok.bench.choice import compare_drafts
+    from xtok.models.load import load
+
+    loaded = {one: load(one, "draft") for one in drafts}
+    return compare_drafts(load(target, "target"), loaded, prompts, max_new_tokens=MEASURED_TOKENS)
+
+
+def _print_choices(choices: "list[Choice]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"measured on {choices[0].prompts} prompts, {MEASURED_TOKENS} tokens each, without prompt lookup")
+    for name in ("draft", "tokens per forward", "guesses that were right", "speed"):
+        table.add_column(name, justify="left" if name == "draft" else "right")
+    for one in choices:
+        table.add_row(one.draft, f"{one.tokens_per_forward:.2f}", f"{one.accepted:.0%}", f"{one.speed:.2f}")
+    Console(highlight=False).print(table)
+    best = choices[0]
+    if best.speed > 1:
+        typer.echo(f"Best here: {best.draft}, {best.speed:.2f} times the speed of the target alone.")
+    else:
+        typer.echo("The target alone is fastest here.")
 
 
 def _print_fit(found: "Fit") -> None:
