@@ -22,6 +22,7 @@ from xtok.budget import Budget
 from xtok.drafts.lessons import lessons
 from xtok.errors import InvalidInputError
 from xtok.models.load import Source, draft_model, load
+from xtok.progress import busy
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import train
 from xtok.tune.work import Settings, begun, check, digest, name, per_forward, per_way, split
@@ -100,11 +101,13 @@ def tune_draft(
     def by_ways(model: PreTrainedModel) -> dict[str, float]:
         return per_way(_by_trees(pair, (model, learner.vocabulary.tokenizer)), settings.measured(kept), **settings.writing)
 
-    first = measured(learner.model)
+    with busy("measuring the draft as it is"):
+        first = measured(learner.model)
     copy = deepcopy(learner.model).float()
     model, found = train(copy, rows, seen, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora)
     model = model.to(learner.model.dtype) if max(found) > first else learner.model
-    before, after = by_ways(learner.model), by_ways(model)
+    with busy("measuring what was gained"):
+        before, after = by_ways(learner.model), by_ways(model)
     ways = {way: (before[way], after[way]) for way in before}
     result = Tuned(Path(out), len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)
     _finish(model, learner.vocabulary.tokenizer, settings, result, work)

@@ -11,7 +11,6 @@ from typing import Any
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.models.load import Source
-from xtok.progress import bar
 from xtok.stats import Stats
 from xtok.tune.writing import PENALTY, beginnings, called, save, way
 
@@ -75,7 +74,7 @@ def _measured(xt: XTokAssisted, prompts: Sequence[str], sampled: float, argument
     ways = [way(i, sampled) for i in range(len(prompts))]
     return [
         (called(own), xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats)
-        for i, (prompt, own) in bar(list(enumerate(zip(prompts, ways, strict=True))), "measuring")
+        for i, (prompt, own) in enumerate(zip(prompts, ways, strict=True))
     ]
 
 
