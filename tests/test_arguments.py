@@ -205,7 +205,7 @@ def test_custom_generate_refuses_at_once_what_it_cant_honour(xt: XTokAssisted, v
     assert not seen
 
 
-@pytest.mark.parametrize("prompt", [3, None, b"text", 1.5, CHAT[0], [3], [PROMPT, None], [[PROMPT]], torch.tensor([[3, 4]])])
+@pytest.mark.parametrize("prompt", [3, None, b"text", 1.5, CHAT[0], [3.5], [PROMPT, None], [[PROMPT]]])
 def test_a_prompt_of_a_wrong_type_is_refused_at_once(xt: XTokAssisted, prompt: Any) -> None:
     with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=r"A prompt is \w+\. Pass a text"):
         xt.generate(prompt, **GREEDY)

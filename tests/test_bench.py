@@ -1,6 +1,7 @@
 """The benchmark counts what it says it counts."""
 
 import json
+import shutil
 from copy import deepcopy
 from functools import cache, partial
 from itertools import product
@@ -29,12 +30,13 @@ from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTok
 from xtok.models.cache import ids_read, vocabulary_size
 from xtok.models.load import load
 
+SEED: dict[bool, dict[str, Any]] = {True: {"seed": 0}, False: {}}
 OWN = [ALONE, NONE, LOOKUP, XTOK, DRAFT, CHAIN.format(5), TREE.format(5)]
 
 
 def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(pair.prompts()[:4]), encoding="utf-8")
+    file.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
     asked = ["bench", "--prompts", str(file), "--max-new-tokens", "8", "--setting", "greedy", "--json"]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
@@ -54,7 +56,7 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
 def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "Llama", 0)
-    rows = compare((model, tokens), (deepcopy(model), tokens), ["吾輩は"], "greedy", max_new_tokens=6, guess_length=5)
+    rows = compare((model, tokens), (deepcopy(model), tokens), ["吾輩は"], SETTINGS["greedy"], max_new_tokens=6, guess_length=5)
     assert [row.system for row in rows] == OWN
     assert all(row.identical == 1 for row in rows)
 
@@ -63,7 +65,7 @@ def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
 @pytest.mark.parametrize("setting", ["penalty", "sampled"])
 def test_text_that_does_not_loop_is_that_of_the_target_whatever_guesses(setting: str) -> None:
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
-    rows = compare(target, draft, pair.prompts()[:2], setting, max_new_tokens=12, guess_length=5, repeats=2)
+    rows = compare(target, draft, pair.prompts()[:2], SETTINGS[setting], max_new_tokens=12, guess_length=5, repeats=2)
     assert [row.system for row in rows[:7]] == OWN
     others = [row for row in rows if row.system == ALONE or row.system.startswith("UAG")]
     assert len(others) >= 2
@@ -74,7 +76,9 @@ def test_text_that_does_not_loop_is_that_of_the_target_whatever_guesses(setting:
 def test_the_penalty_and_the_noise_change_the_text() -> None:
     target = load(pair.TARGET, "target")
     texts = {
-        name: XTokAssisted(target).generate(pair.prompts()[0], max_new_tokens=24, seed=0, **one.arguments).text
+        name: XTokAssisted(target)
+        .generate(pair.prompts()[0], max_new_tokens=24, **SEED[name == "sampled"], **one.arguments)
+        .text
         for name, one in SETTINGS.items()
     }
     assert len(set(texts.values())) == len(SETTINGS) == 3
@@ -89,10 +93,101 @@ def test_speed_is_seconds_per_token_beside_the_target_alone() -> None:
 
 def test_all_settings_are_measured_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("xtok.bench.report.compare", lambda target, draft, texts, setting, **_: asked.append(setting) or [])
+    monkeypatch.setattr(
+        "xtok.bench.compare.compare", lambda target, draft, texts, setting, **_: asked.append(setting.title) or []
+    )
     assert CliRunner().invoke(app, ["bench", "--json"]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "--setting", "sampled", "--setting", "greedy", "--json"]).exit_code == 0
-    assert asked == ["greedy", "penalty", "sampled", "greedy", "sampled"]
+    assert asked == [SETTINGS[name].title for name in ("greedy", "penalty", "sampled", "greedy", "sampled")]
+
+
+def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[Any, ...]]:
+    """What `xtok bench` asks to be measured: the function's name, its prompts, and how texts are asked for."""
+    asked: list[tuple[Any, ...]] = []
+
+    def record(name: str) -> Any:
+        def recorded(target: Any, draft: Any, texts: Any, way: Any = None, *_: Any, **__: Any) -> list[Any]:
+            asked.append((name, texts, way, target, draft))
+            return []
+
+        return recorded
+
+    monkeypatch.setattr("xtok.bench.compare.compare", record("compare"))
+    monkeypatch.setattr("xtok.bench.sampled.compare_sampled", record("sampled"))
+    monkeypatch.setattr("xtok.bench.batches.compare_batches", record("batches"))
+    monkeypatch.setattr("xtok.bench.drafters.compare_drafters", record("drafters"))
+    result = CliRunner().invoke(app, ["bench", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["sampled", "--max-new-tokens", "4"], ["sampled"]),
+        (["--max-new-tokens", "4", "sampled"], ["sampled"]),
+        (["--max-new-tokens=4", "--device", "cpu", "batches", "--setting", "greedy"], ["batches"]),
+        (["--setting", "sampled", "--useless"], ["compare"] * 3),
+        (["--setting", "sampled", "compare"], ["compare"]),
+        (["--draft", str(pair.DRAFT), "drafters", "--limit", "3"], ["drafters"]),
+        ([], ["compare"] * 3),
+    ],
+)
+def test_a_command_may_stand_behind_options(arguments: list[str], names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [one[0] for one in asked_of(monkeypatch, *arguments)] == names
+
+
+@pytest.mark.parametrize("command", ["compare", "sampled", "batches"])
+def test_all_prompts_of_a_file_are_measured_up_to_a_limit(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\n\nb\r\nc\n", encoding="utf-8")
+    for more, expected in ([], ["a", "b", "c"]), (["--limit", "2"], ["a", "b"]):
+        assert asked_of(monkeypatch, command, "--prompts", str(file), *more)[0][1] == expected
+    assert len(asked_of(monkeypatch, command, "--limit", "3")[0][1]) == 3
+    assert len(asked_of(monkeypatch, command)[0][1]) == 20
+
+
+def test_every_kind_of_prompts_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = asked_of(monkeypatch, "drafters", "--limit", "2")[0][1]
+    assert {name: len(texts) for name, texts in kinds.items()} == {"prose": 2, "technical": 2, "quoting": 2}
+
+
+def test_prompts_to_tune_on_are_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, learnt = tmp_path / "prompts.txt", list[list[str]]()
+    file.write_text("a\nb\nc\nd\n", encoding="utf-8")
+    monkeypatch.setattr("xtok.bench.compare.tuned", lambda _, draft, texts: learnt.append(texts) or draft)
+    asked = asked_of(monkeypatch, "--prompts", str(file), "--tune", "--setting", "greedy")
+    assert [one[1] for one in asked] == [["a", "c"]] * 2
+    assert learnt == [["b", "d"]]
+
+
+def test_the_repetition_penalty_is_that_of_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [one[2] for one in asked_of(monkeypatch, "--repetition-penalty", "1.5")]
+    assert [way.arguments.get("repetition_penalty") for way in ways] == [None, 1.5, 1.0]
+    assert ways[1].title == "greedily, repetition penalty 1.5"
+    assert [one[2] for one in asked_of(monkeypatch, "batches")] == list(SETTINGS.values())
+
+
+def test_a_sampled_benchmark_may_have_an_enlarged_target_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.bench.stretch.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
+    monkeypatch.setattr("xtok.bench.stretch._WIDTH", 64)
+    ((_, _, _, target, draft),) = asked_of(monkeypatch, "sampled", "--ratio", "4", "--dtype", "float16")
+    assert len(blocks_of(target[0])) == 4 * len(blocks_of(draft[0]))
+    assert target[0].dtype == draft[0].dtype == torch.float16
+
+
+def test_a_picture_has_all_settings_and_names_the_models(tmp_path: Path) -> None:
+    draft = tmp_path / "small-draft"
+    shutil.copytree(pair.DRAFT, draft)
+    picture = tmp_path / "bench.svg"
+    asked = ["--draft", str(draft), "--limit", "1", "--max-new-tokens", "2", "--setting", "greedy", "--setting", "penalty"]
+    result = CliRunner().invoke(app, ["bench", *asked, "--dtype", "float16", "--plot", str(picture)])
+    assert result.exit_code == 0, result.output
+    drawn = picture.read_text(encoding="utf-8")
+    assert "target with small-draft, float16, cpu" in drawn
+    assert all(f"speed, {SETTINGS[name].title}, the draft as it is" in drawn for name in ("greedy", "penalty"))
 
 
 @pytest.mark.deep
@@ -163,7 +258,7 @@ def test_a_model_is_enlarged_to_a_number_of_parameters(architecture: str) -> Non
 
 @pytest.mark.deep
 def test_what_contexts_cost_has_a_row_per_length_and_kind_of_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.bench.report.compare_contexts", partial(compare_contexts, sizes=(16, 64)))
+    monkeypatch.setattr("xtok.bench.context.compare_contexts", partial(compare_contexts, sizes=(16, 64)))
     result = CliRunner().invoke(app, ["bench", "contexts", "--json"])
     rows = json.loads(result.stdout)
     assert [(row["context"], row["budget"]) for row in rows] == list(product((16, 64), ("chain of 5", "tree of 32")))
@@ -380,7 +475,7 @@ def test_the_bench_widens_the_vocabularies_of_an_enlarged_target_and_of_all_draf
 
 def test_what_is_computed_over_vocabularies_has_a_row_per_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "xtok.bench.report.compare_vocabularies", partial(compare_vocabularies, sizes=[(8000, 4096), (9000, 5000)])
+        "xtok.bench.vocabulary.compare_vocabularies", partial(compare_vocabularies, sizes=[(8000, 4096), (9000, 5000)])
     )
     monkeypatch.setattr("xtok.bench.vocabulary._REPEATS", 2)
     result = CliRunner().invoke(app, ["bench", "vocabularies", "--json"])

@@ -1,6 +1,7 @@
 """The command line, on the pair that ships, and the figures that tell how well a pair fits."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,11 +16,11 @@ from worlds import CORPUS, FAMILIES, tokenizer
 from xtok import XTokAssisted, __version__, cli
 from xtok.align.fit import fit
 from xtok.errors import InvalidInputError
-from xtok.pair import DRAFT, TARGET, prompts
+from xtok.pair import DRAFT, HEADS, TARGET, prompts
 
 
-def run(*arguments: str, code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(cli.app, [*arguments])
+def run(*arguments: str, code: int = 0, stdin: bytes | None = None) -> tuple[str, str]:
+    result = CliRunner().invoke(cli.app, [*arguments], input=stdin)
     assert result.exit_code == code, result.output
     return result.stdout, result.stderr
 
@@ -57,6 +58,180 @@ def test_generate_samples_the_same_text_for_the_same_seed_with_and_without_a_dra
     assert text == again != other
     assert summary.endswith("\nseed 7\n")
     assert "\nseed " in run(*asked)[1]
+
+
+def test_what_takes_long_to_import_is_not_imported_for_the_version_help_and_completion() -> None:
+    told = "import sys\nfrom typer.testing import CliRunner\nfrom xtok import cli\n"
+    for asked in (["--version"], ["--help"], ["generate", "--help"], ["bench", "--help"], ["bench", "sampled", "--help"]):
+        told += f"assert CliRunner().invoke(cli.app, {asked}).exit_code == 0\n"
+    told += "print([name for name in ('torch', 'transformers', 'matplotlib') if name in sys.modules])"
+    assert piped(told) == "[]\n"
+
+
+def piped(program: str, **environment: str) -> str:
+    """What a Python program prints where its output is a pipe."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, encoding="utf-8", env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_shell_can_complete_commands() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "xtok"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "_XTOK_COMPLETE": "complete_bash", "COMP_WORDS": "xtok gen", "COMP_CWORD": "1"},
+    )
+    assert shown.stdout.split() == ["generate"]
+
+
+def test_generate_reads_stdin_files_and_lines(tmp_path: Path) -> None:
+    text, lines = tmp_path / "text.txt", tmp_path / "lines.txt"
+    text.write_text("吾輩は\n", encoding="utf-8-sig")
+    lines.write_text("メロスは\n\n山路を\n", encoding="utf-8")
+    few = ("--max-new-tokens", "4")
+    expected, _ = run("generate", "吾輩は", *few)
+    assert run("generate", "-", *few, stdin="吾輩は\n".encode())[0] == expected
+    assert run("generate", "--file", str(text), *few)[0] == expected
+    assert run("generate", "--file", "-", *few, stdin="吾輩は".encode())[0] == expected
+    told, summary = run("generate", "山路を", "--file", str(text), "--prompts", str(lines), "--json", *few)
+    found = [json.loads(line) for line in told.splitlines()]
+    assert summary == ""
+    assert [one["prompt"] for one in found] == ["山路を", "吾輩は", "メロスは", "山路を"]
+    assert found[1]["text"] + "\n" == expected
+    assert all(len(one["token_ids"]) == one["stats"]["new_tokens"] == 4 for one in found)
+    assert {(one["finish_reason"], one["seed"]) for one in found} == {("length", None)}
+
+
+def test_generate_asks_in_the_targets_chat_template(tmp_path: Path) -> None:
+    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
+    template = "{% for m in messages %}{{ m['role'] }}「{{ m['content'] }}」{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    chat = [{"role": "system", "content": "短く"}, {"role": "user", "content": "誰か"}]
+    expected = XTokAssisted(tmp_path).generate(chat, max_new_tokens=6, do_sample=False).text
+    asked = (
+        "generate",
+        "誰か",
+        "--target",
+        str(tmp_path),
+        "--draft",
+        "none",
+        "--max-new-tokens",
+        "6",
+        "--chat",
+        "--system",
+        "短く",
+    )
+    assert run(*asked)[0] == expected + "\n"
+
+
+def test_generate_stops_behind_a_text_and_guesses_by_a_budget() -> None:
+    whole, _ = run("generate", "吾輩は", "--max-new-tokens", "12")
+    stop = whole[2:4]
+    short, _ = run("generate", "吾輩は", "--max-new-tokens", "12", "--stop", "ありえない", "--stop", stop, "--budget", "3x1")
+    assert stop in short
+    assert len(short) < len(whole)
+
+
+def test_generate_takes_only_the_likeliest_tokens_where_it_samples() -> None:
+    few = ("--max-new-tokens", "8")
+    greedy, _ = run("generate", "吾輩は", *few)
+    assert run("generate", "吾輩は", "--temperature", "9", "--top-k", "1", *few)[0] == greedy
+
+
+@pytest.mark.parametrize("draft", [str(HEADS), "lookup"])
+def test_heads_and_lookup_are_drafts(draft: str) -> None:
+    few = ("--max-new-tokens", "12")
+    text, summary = run("generate", prompts()[0], "--draft", draft, *few)
+    assert text == run("generate", prompts()[0], "--draft", "none", *few)[0]
+    assert "12 tokens" in summary
+
+
+def test_another_target_without_a_draft_is_told_what_guesses(tmp_path: Path) -> None:
+    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
+    few = ("--max-new-tokens", "4")
+    text, told = run("generate", "吾輩は", "--target", str(tmp_path), *few)
+    assert text == run("generate", "吾輩は", *few)[0]
+    assert told.startswith("xtok: no --draft was given, so only what the text repeats is guessed")
+    assert "no --draft was given, so the small Japanese model" in run("inspect", "--target", str(tmp_path))[1]
+    assert "no --draft" not in run("inspect", "--target", str(tmp_path), "--draft", str(DRAFT))[1]
+
+
+def test_a_closed_pipe_ends_in_silence() -> None:
+    command = [sys.executable, "-m", "xtok", "inspect", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        told = running.stderr.read()
+    assert "xtok:" not in told
+    assert "Traceback" not in told
+    assert "BrokenPipe" not in told
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp932", "latin-1"])
+def test_a_terminal_of_another_encoding_shows_what_it_can(encoding: str) -> None:
+    program = "from xtok import cli; print('🍣は' if cli.main.__doc__ else '')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"from xtok import cli\ncli.app = lambda **_: None\ncli.main()\n{program}"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        check=True,
+    )
+    assert done.stdout.startswith(b"\\U0001f363")
+
+
+def test_json_is_json_in_any_encoding() -> None:
+    program = "from xtok.console import as_json; print(as_json({'text': '🍣は'}))"
+    assert json.loads(piped(program, PYTHONIOENCODING="ascii")) == {"text": "🍣は"}
+    assert "🍣は" in piped(program, PYTHONIOENCODING="utf-8")
+
+
+@pytest.mark.parametrize("command", ["tune-draft", "train-heads"])
+def test_a_training_that_is_stopped_says_how_to_go_on(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xtok.tune.tune_draft", stopped)
+    monkeypatch.setattr("xtok.tune.train_heads", stopped)
+    file = tmp_path / "prompts.txt"
+    file.write_text("吾輩は\n", encoding="utf-8")
+    texts = "--prompts" if command == "tune-draft" else "--data"
+    _, told = run(command, texts, str(file), "--out", str(tmp_path / "out"), code=130)
+    assert told == "xtok: stopped. What was done is kept: the same command goes on where it was.\n"
+
+
+USELESS = [
+    (("generate",), "There is no prompt"),
+    (("generate", "a", "b"), "There are 2 prompts. Give --json"),
+    (("generate", "a", "--seed", "3"), "--seed has no effect on a greedy text"),
+    (("generate", "a", "--top-k", "3", "--top-p", "0.5"), "--top-p, --top-k has no effect"),
+    (("generate", "a", "--temperature", "0", "--seed", "3"), "--seed has no effect"),
+    (("generate", "a", "--system", "b"), "--system has no effect without --chat"),
+    (("generate", "a", "--chat"), "no chat template"),
+    (("generate", "a", "--budget", "5"), "'5'; give a depth and a width"),
+    (("generate", "a", "--budget", "5x4", "--draft", "none"), "--budget has no effect"),
+    (("generate", "--file", "no-such-file.txt"), "no-such-file.txt can't be read: No such file"),
+    (("generate", "a", "--draft", "no-such-file.safetensors"), "holds no heads"),
+    (("inspect", "--draft", str(HEADS)), "holds heads, and this needs a draft model"),
+    (("bench", "--draft", str(HEADS)), "holds heads, and this needs a draft model"),
+    (("bench", "--setting", "greedy", "--repetition-penalty", "1.3"), "--repetition-penalty has no effect"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), USELESS)
+def test_what_has_no_effect_or_makes_no_sense_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    text, error = run(*arguments, code=1)
+    assert text == ""
+    assert error.startswith("xtok: ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_text_that_is_not_utf_8_is_refused() -> None:
+    assert "stdin isn't text in UTF-8" in run("generate", "-", stdin="吾輩は".encode("cp932"), code=1)[1]
 
 
 def test_generate_prints_each_piece_as_soon_as_it_is_there(capfd: pytest.CaptureFixture[str]) -> None:
@@ -111,9 +286,9 @@ def test_inspect_refuses_a_model_whose_guesses_cannot_be_taken_back(tmp_path: Pa
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("generate", "a", "--target", "./no/such/folder"),
+        ("generate", "a", "--target", "./no/such/folder", "--draft", "none"),
         ("generate", "a", "--draft", "./no/such/folder"),
-        ("generate", "a", "--target", str(Path(__file__).parent)),
+        ("generate", "a", "--target", str(Path(__file__).parent), "--draft", "none"),
         ("inspect", "--draft", "./no/such/folder"),
         ("inspect", "--draft", str(Path(__file__).parent)),
         ("inspect", "--text", "no-such-file.txt"),
@@ -158,7 +333,7 @@ def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_demo_is_identical_to_the_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "DEMO_TOKENS", 24)
+    monkeypatch.setattr("xtok.demo.DEMO_TOKENS", 24)
     told, _ = run("demo")
     assert told.count("identical to the target alone: yes\n") == 8
     assert told.count("4 of 4 identical; 96 tokens in") == 2
@@ -166,8 +341,8 @@ def test_the_demo_is_identical_to_the_target_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_demo_fails_aloud_where_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "DEMO_TOKENS", 4)
-    monkeypatch.setattr(cli, "_alone", lambda *_: [5, 5, 5, 5])
+    monkeypatch.setattr("xtok.demo.DEMO_TOKENS", 4)
+    monkeypatch.setattr("xtok.demo._alone", lambda *_: [5, 5, 5, 5])
     told, _ = run("demo", code=1)
     assert told.count("identical to the target alone: NO\n") == 8
     assert told.count("0 of 4 identical") == 2

@@ -268,9 +268,10 @@ def test_the_tokenizers_settings_are_left_as_they_are() -> None:
     xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
     assert settings() == before
     for splits in (None, True, False):
-        for prompt in (PROMPT, CHAT):
-            xt.generate(prompt, split_special_tokens=splits, **GREEDY)
-            assert settings() == before
+        xt.generate(PROMPT, split_special_tokens=splits, **GREEDY)
+        assert settings() == before
+    xt.generate(CHAT, **GREEDY)
+    assert settings() == before
     list(xt.stream(PROMPT, **GREEDY))
     assert settings() == before
     xt.generate(PROMPT, stop_strings=["ありえない"], **GREEDY)

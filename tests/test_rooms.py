@@ -11,12 +11,12 @@ import xtok
 
 ROOT = Path(xtok.__file__).parent
 FLOORS = (
-    ("version", "errors", "costs"),
+    ("version", "errors", "costs", "progress"),
     ("tree",),
     ("stats", "align"),
     ("align.tokenbytes.table", "align.tokenbytes.families", "align.tokenbytes"),
     ("align.keys", "align.encoding", "align.text"),
-    ("align.vocabulary", "align.projection", "align.reencode", "align.continuation", "align.fit"),
+    ("align.vocabulary", "align.projection", "align.reencode", "align.continuation", "align.fit", "align.verdict"),
     ("largest", "processors", "noise", "budget", "page"),
     ("pick", "ledger", "generation"),
     ("models", "models.prompts", "models.rope", "models.forwards", "models.masks", "models.placement"),
@@ -29,7 +29,7 @@ FLOORS = (
     ("drafts.candidates", "drafts.lessons"),
     ("drafts.scripted", "drafts.cross_tokenizer", "drafts.projected", "drafts.lookup", "drafts.heads", "drafts.adapt"),
     ("drafts.model",),
-    ("models.load", "sequence"),
+    ("models.load", "models.sizes", "sequence"),
     ("decode",),
     ("hf",),
     ("assisted",),
@@ -41,9 +41,10 @@ FLOORS = (
     ("tune",),
     ("", "pair", "bench", "bench.chi_square", "bench.stretch"),
     ("bench.compare",),
-    ("bench.sampled", "bench.context", "bench.plot", "bench.drafters", "bench.batches"),
+    ("bench.sampled", "bench.context", "bench.plot", "bench.drafters", "bench.batches", "bench.choice"),
     ("bench.vocabulary", "console"),
-    ("bench.report",),
+    ("bench.report", "demo"),
+    ("bench.commands",),
     ("cli",),
     ("__main__",),
 )

@@ -327,7 +327,7 @@ def test_the_command_tunes_and_tells_what_was_gained(tmp_path: Path) -> None:
     asked = ["--max-new-tokens", "12", "--starts", "1", "--epochs", "1"]
     result = CliRunner().invoke(app, ["tune-draft", "--prompts", str(folder), "--out", str(out), *asked])
     assert result.exit_code == 0, result.output
-    assert "epoch 1: " in result.output
+    assert "epoch" not in result.output  # progress is for terminals
     assert "tokens per forward of the target" in result.output
     assert json.loads((out / "config.json").read_text())["model_type"] == "gpt_neox"
 

@@ -4,19 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from xtok import errors
-from xtok.assisted import XTokAssisted
-from xtok.budget import Budget
-from xtok.drafts import Context, Draft, Drafter, Request
-from xtok.drafts.heads import HeadsDrafter
-from xtok.drafts.lookup import PromptLookup
-from xtok.engines.engine import Engine, EngineStats
-from xtok.engines.ticket import Ticket
-from xtok.generation import Generation, Token
-from xtok.stats import Round, Stats
-from xtok.tree import Tree, chain
 from xtok.version import __version__
 
 if TYPE_CHECKING:
+    from xtok.assisted import XTokAssisted
+    from xtok.budget import Budget
+    from xtok.drafts import Context, Draft, Drafter, Request
+    from xtok.drafts.heads import HeadsDrafter
+    from xtok.drafts.lookup import PromptLookup
+    from xtok.engines.engine import Engine, EngineStats
+    from xtok.engines.ticket import Ticket
+    from xtok.generation import Generation, Token
+    from xtok.stats import Round, Stats
+    from xtok.tree import Tree, chain
     from xtok.tune import TrainedHeads, Tuned, train_heads, tune_draft
 
 __all__ = [
@@ -46,8 +46,29 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "xtok.assisted": ("XTokAssisted",),
+    "xtok.budget": ("Budget",),
+    "xtok.drafts": ("Context", "Draft", "Drafter", "Request"),
+    "xtok.drafts.heads": ("HeadsDrafter",),
+    "xtok.drafts.lookup": ("PromptLookup",),
+    "xtok.engines.engine": ("Engine", "EngineStats"),
+    "xtok.engines.ticket": ("Ticket",),
+    "xtok.generation": ("Generation", "Token"),
+    "xtok.stats": ("Round", "Stats"),
+    "xtok.tree": ("Tree", "chain"),
+    "xtok.tune": ("TrainedHeads", "Tuned", "train_heads", "tune_draft"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
 def __getattr__(name: str) -> Any:
-    """What learns is imported where it is first asked for: it takes seconds."""
-    if name in ("TrainedHeads", "Tuned", "train_heads", "tune_draft"):
-        return getattr(import_module("xtok.tune"), name)
-    raise AttributeError(f"module 'xtok' has no attribute {name!r}")
+    """A name is imported where it is first asked for: torch takes seconds, and `xtok --version` none of it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'xtok' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,17 +1,16 @@
 """`XTokAssisted`: the front door."""
 
-import sys
 import warnings
 from collections import abc
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import cached_property
 from numbers import Real
 from pathlib import PurePath
+from threading import local
 from typing import Any, Literal, get_args, overload
+from weakref import WeakKeyDictionary
 
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -35,12 +34,13 @@ from xtok.models.forwards import Slot
 from xtok.models.load import DEFAULT, Source, check_places, draft_model, target_model
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Placement, placements
 from xtok.models.probe import fits_trees, takes_slots, takes_trees
-from xtok.models.prompts import Chat, is_chat, is_many
+from xtok.models.prompts import Chat, Prompt, is_several
 from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Seat
 from xtok.noise import Noise
 from xtok.pick import Acceptance, Picker
 from xtok.processors import warpers
+from xtok.progress import bar
 from xtok.sequence import Sequence
 from xtok.stats import Meter
 
@@ -160,25 +160,31 @@ class XTokAssisted:
         return _Shared(given) if isinstance(given, Drafter) else given
 
     @overload
-    def generate(self, prompt: str, **arguments: Any) -> Generation: ...
+    def generate(self, prompt: str | Chat | abc.Sequence[int] | Tensor, **arguments: Any) -> Generation: ...
     @overload
-    def generate(self, prompt: abc.Sequence[str] | abc.Sequence[Chat], **arguments: Any) -> list[Generation]: ...
+    def generate(self, prompt: abc.Sequence[Prompt], **arguments: Any) -> list[Generation]: ...
     @overload
-    def generate(self, prompt: Chat, **arguments: Any) -> Generation: ...
+    def generate(self, prompt: abc.Mapping[str, Any], **arguments: Any) -> Generation: ...
     def generate(self, prompt: Any, **arguments: Any) -> Generation | list[Generation]:
-        """Answer a text, a chat (a list of messages), or a list of either.
+        """Answer a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, a tensor of shape (n,) or
+        (1, n)); or a tokenizer's encoding of one text. A list of such prompts is answered by a list: a list of whole numbers
+        is one prompt, a list of lists of them is several.
+
+        `tools`, `enable_thinking`, and whatever `chat_template_kwargs` holds, are handed to the templates of chats. Of an
+        encoding, ids and attention mask are read.
 
         `arguments` are those of transformers' `generate`, among them `streamer`, `stop_strings`, `logits_processor` and
         `stopping_criteria`. `split_special_tokens=True` reads control tokens written out in a text as plain text.
-        `seed`, where `do_sample=True`: the ids depend on target, prompt, settings and seed alone, not on the draft or on what
-        else is in the list. The same prompt again, in a list or by `num_return_sequences`, gives further, independent texts.
+        `seed`, where `do_sample=True` (with greedy texts it is refused): the ids depend on target, prompt, settings and seed
+        alone, not on the draft or on what else is in the list. The same prompt again, in a list or by `num_return_sequences`,
+        gives further, independent texts.
 
         `batch_size`: how many texts of a list are written at a time, by forwards that they share; as one ends, the next begins,
         and ids don't depend on it. `progress`: a bar on stderr; None for one where that is a terminal.
 
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
-        many = isinstance(prompt, abc.Sequence) and not isinstance(prompt, (str, bytes)) and not is_chat(prompt)
+        many = is_several(prompt)
         prompts = list(prompt) if many else [prompt]
         streamer, seed = arguments.pop("streamer", None), arguments.pop("seed", None)
         batch_size, progress = arguments.pop("batch_size", BATCH), arguments.pop("progress", None)
@@ -190,20 +196,16 @@ class XTokAssisted:
             hf.check_several(arguments)
         prepared = [one for each in prompts for one in hf.prepare(self.target, each, dict(arguments), several=several)]
         hf.check_streamer(streamer, several=len(prepared) > 1)
+        texts = self._begin(prepared, seed, batch_size)
         if streamer is not None:
             streamer.put(prepared[0].ids.cpu())
-        written = hf.written(self.target, self._begin(prepared, seed, batch_size), batch_size, streamer)
-        shown = self._shown(written, len(prepared), progress)
-        results = {number: self.result(text) for number, text in shown}
-        return [results[number] for number in range(len(prepared))] if many or len(prepared) > 1 else results[0]
+        written = hf.written(self.target, texts, batch_size, streamer)
+        shown = False if progress is None and len(prepared) == 1 else progress
+        results = {number: self.result(text) for number, text in bar(written, "texts", len(prepared), shown=shown)}
+        _LAST.given[self] = [results[number] for number in range(len(prepared))]
+        return self.last if many or len(prepared) > 1 else results[0]
 
-    @staticmethod
-    def _shown(written: Iterator[Written], texts: int, progress: bool | None) -> Iterable[Written]:
-        """What is written, and a bar that shows how many texts are left."""
-        hidden = not (sys.stderr.isatty() and texts > 1 if progress is None else progress)
-        return written if hidden else track(written, "texts", texts, console=Console(stderr=True), transient=True)
-
-    def stream(self, prompt: str | Chat, **arguments: Any) -> Generator[str, None, Generation]:
+    def stream(self, prompt: Prompt, **arguments: Any) -> Generator[str, None, Generation]:
         """Yield the new text in pieces as they are committed, never half a character. Joined, they are `generate(...).text`.
 
         The generator returns (`StopIteration.value`) what `generate` returns.
@@ -219,6 +221,7 @@ class XTokAssisted:
                 yield piece
         hf.stop_recording(text)
         result = self.result(text)
+        _LAST.given[self] = [result]
         if rest := pieces.rest():
             yield rest
         return result
@@ -255,14 +258,20 @@ class XTokAssisted:
             hf.written(self.target, self._begin(prepared, seed, len(prepared)), len(prepared), hf.callers("streamer"))
         )
         texts = [written[number] for number in range(len(prepared))]
-        for text in texts:
-            self._learn(text)  # raises what one of them ended in
+        _LAST.given[self] = [self.result(text) for text in texts]
         return hf.as_transformers(texts, generation_config)
 
     @property
     def rejects(self) -> bool:
         """Whether ids depend on the law that guesses are drawn from."""
         return self._acceptance.rejects
+
+    @property
+    def last(self) -> list[Generation]:
+        """What this thread's last call gave, a `Generation` for each of its texts: of `generate`, of `stream`, or of
+        transformers' `generate` with `custom_generate`, which has no other way to hand out stats. Empty before the first.
+        """
+        return list(_LAST.given.get(self, []))
 
     def models(self) -> list[PreTrainedModel]:
         """The target, and the draft models."""
@@ -274,14 +283,14 @@ class XTokAssisted:
         budget = self._budget
         return 1 if not self._drafts else max(64, budget.nodes, 4 * budget.depth * budget.width)
 
-    def asked(self, prompt: str | Chat, arguments: dict[str, Any]) -> tuple[float, Callable[[Seat], Sequence]]:
+    def asked(self, prompt: Prompt, arguments: dict[str, Any]) -> tuple[float, Callable[[Seat], Sequence]]:
         """One text, checked: how many positions it may get, prompt included, and what begins it where there is a seat for it.
 
         Errors are those of `generate`.
         """
         seed = arguments.pop("seed", None)
         hf.check_seed(seed)
-        if is_many(prompt):
+        if is_several(prompt):
             raise InvalidInputError("A list of texts was given where one text is written. Call generate for lists.")
         prepared = hf.prepare(self.target, prompt, arguments)
         if len(prepared) > 1:
@@ -293,8 +302,8 @@ class XTokAssisted:
         """The texts of a call, one after another. What those share, such as the seed, is decided here."""
         caches = Caches(min(batch_size, len(prepared)))
         seed, noises = hf.noises(prepared, seed)
-        for one, noise in zip(prepared, noises, strict=True):
-            yield self._text(one.with_own_state(), noise, seed, Seat(caches))
+        begun = zip(prepared, noises, strict=True)
+        return (self._text(one.with_own_state(), noise, seed, Seat(caches)) for one, noise in begun)
 
     def _text(self, prepared: hf.Prepared, noise: Noise | None, seed: int | None, seat: Seat) -> Sequence:
         vocabulary, prompt = self.target.vocabulary, prepared.unpadded
@@ -347,6 +356,7 @@ class XTokAssisted:
             end=prepared.end,
             warpers=warpers(prepared.processors),
             prompt=prepared.prompt,
+            template=prepared.template,
             model=self.model,
             seat=seat,
         )
@@ -393,6 +403,16 @@ class XTokAssisted:
         """The bytes of all ids that were guessed."""
         view = self.target.vocabulary.view
         return {token: view[token] or b"" for one in text.meter.rounds for token in one.tree.tokens}
+
+
+class _Last(local):
+    """What the last call of each instance gave, in each thread."""
+
+    def __init__(self) -> None:
+        self.given = WeakKeyDictionary[XTokAssisted, list[Generation]]()
+
+
+_LAST = _Last()
 
 
 class _Shared:

@@ -1,56 +1,57 @@
-"""The command line: `xtok generate`, `xtok inspect`, `xtok demo`, `xtok tune-draft`, `xtok train-heads` and `xtok bench`."""
+"""The command line: `xtok generate`, `xtok inspect`, `xtok demo`, `xtok tune-draft`, `xtok train-heads` and `xtok bench`.
 
-import json
+What takes long to import is imported where it is used, so that `xtok --version`, help and completion don't wait for it.
+"""
+
+import re
+import sys
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from transformers.utils import logging
 
-from xtok.align.fit import Fit, Side, fit
-from xtok.assisted import XTokAssisted
-from xtok.bench.report import app as bench
-from xtok.budget import Budget
+from xtok.bench.commands import app as bench
 from xtok.console import (
-    EVERY,
     OWN_DRAFT,
     OWN_TARGET,
-    SHIPPED,
+    STDIN,
     DeviceOption,
     DraftOption,
     DtypeOption,
     TargetOption,
+    as_json,
     each,
-    errors_in_one_line,
+    goes_on_later,
+    holds_heads,
+    lines_of,
     load_pair,
+    model_draft,
+    on_the_command_line,
     sample,
+    text_of,
 )
-from xtok.generation import Generation
-from xtok.models.load import load, load_without_weights
-from xtok.models.placement import placements
-from xtok.pair import DRAFT, TARGET, TUNED, prompts
-from xtok.stats import Stats
+from xtok.errors import InvalidInputError
+from xtok.pair import prompts as shipped
+from xtok.progress import busy
 from xtok.version import __version__
 
-Found = TypeVar("Found")
+if TYPE_CHECKING:
+    from xtok.align.fit import Fit, Side
+    from xtok.align.verdict import Verdict
+    from xtok.bench.choice import Choice
+    from xtok.budget import Budget
+    from xtok.generation import Generation
+    from xtok.stats import Stats
 
 GUESS_LENGTH = 5
-LARGE, SMALL = (13e9, 40), (160e6, 12)
-"""Parameters and blocks of llm-jp-13B and of open-calm-small."""
-DEMO_PROMPTS = 4
-DEMO_TOKENS = 64
-DEMO_DRAFTS = {"With an unrelated draft": DRAFT, "With that draft, tuned on what the target writes": TUNED}
+MEASURED, MEASURED_TOKENS = 8, 32
+"""On how many prompts, and tokens behind each, drafts are measured."""
 
 app = typer.Typer(
     help="Any large language model generates with the help of any small one, and gives exactly what it alone would.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
@@ -58,6 +59,9 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """The entry point of `xtok` and of `python -m xtok`."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that has no Japanese shows it somehow
     app(prog_name="xtok")
 
 
@@ -73,37 +77,139 @@ def _prepare(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version.")
     ] = False,
 ) -> None:
-    quiet: Any = logging
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
+    pass
 
 
 @app.command()
-@errors_in_one_line()
+@on_the_command_line()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue.", show_default=False)],
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help='The text to continue, or "-" for what stdin holds.', show_default=False)
+    ] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option(help="A file whose text is a prompt. May be given again.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="A file with one prompt per line. May be given again.", show_default=False)
+    ] = None,
     target: TargetOption = OWN_TARGET,
     draft: Annotated[
-        str, typer.Option(help='Hub id or path of the model that guesses, or "none".', show_default=SHIPPED)
-    ] = OWN_DRAFT,
+        str | None,
+        typer.Option(
+            help='Hub id or path of the model that guesses, a file of heads, "lookup" for what the text repeats, or "none".',
+            show_default="the small one that ships; for other targets, lookup",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the target to write at most.")] = 128,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask each prompt as a user, in the target's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="What the chat's system message says.", show_default=False)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text behind this. May be given again.", show_default=False)
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this total.")] = 1.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this total.", show_default="the target's"),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Sample from so many of the likeliest tokens.", show_default="the target's")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="How much to guess in every round, as DEPTHxWIDTH: 5x4.", show_default="as much as pays"),
+    ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each prompt.")] = False,
 ) -> None:
     """Continue a text as the target alone would. The text goes to stdout, a summary to stderr."""
-    helper = None if draft == "none" else draft
-    xt = XTokAssisted(target, helper, device=each(device), dtype=each(dtype))
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "seed": seed} if temperature else {}
-    generation = _printed(xt.stream(prompt, max_new_tokens=max_new_tokens, **{"do_sample": False, **sampling}))
-    typer.echo(_summary(generation.stats), err=True)
-    if generation.seed is not None:
-        typer.echo(f"seed {generation.seed}", err=True)
+    sampling = _sampling(temperature, top_p=top_p, top_k=top_k, seed=seed)
+    guessing = _budget(budget, draft)
+    texts = _texts(prompt or [], file or [], prompts or [])
+    if len(texts) > 1 and not json_lines:
+        raise InvalidInputError(f"There are {len(texts)} prompts. Give --json for a line each, or put one in quotes.")
+    asked = [_messages(text, system) if chat else text for text in texts]
+    if system is not None and not chat:
+        raise InvalidInputError("--system has no effect without --chat. Give both.")
+    arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **({"stop_strings": stop} if stop else {})}
+    from xtok.assisted import XTokAssisted
+
+    xt = XTokAssisted(target, _draft(target, draft), budget=guessing, device=each(device), dtype=each(dtype))
+    if json_lines:
+        for text, answer in zip(texts, xt.generate(asked, **arguments), strict=True):
+            typer.echo(as_json(_line(text, answer), indent=None))
+        return
+    answer = _printed(xt.stream(asked[0], **arguments))
+    typer.echo(_summary(answer.stats), err=True)
+    if answer.seed is not None:
+        typer.echo(f"seed {answer.seed}", err=True)
 
 
-def _printed(pieces: Generator[str, None, Generation]) -> Generation:
+def _texts(given: list[str], files: list[Path], lists: list[Path]) -> list[str]:
+    """All prompts that are asked for. Raises `InvalidInputError` where there is none."""
+    files = [*(STDIN for text in given if text == "-"), *files]
+    texts = [*(text for text in given if text != "-"), *(re.sub(r"\r?\n\Z", "", text_of(file)) for file in files)]
+    texts += [line for file in lists for line in lines_of(file)]
+    if not texts:
+        raise InvalidInputError('There is no prompt. Give one in quotes, "-" for what stdin holds, --file or --prompts.')
+    return texts
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    told = [] if system is None else [{"role": "system", "content": system}]
+    return [*told, {"role": "user", "content": text}]
+
+
+def _sampling(temperature: float, **settings: Any) -> dict[str, Any]:
+    """The arguments that sample. Raises `InvalidInputError` for those that greedy texts don't heed."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    if temperature:
+        return {"do_sample": True, "temperature": temperature, **given}
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InvalidInputError(f"{names} has no effect on a greedy text. Leave it out, or sample with --temperature.")
+    return {}
+
+
+def _budget(given: str | None, draft: str | None) -> "Budget | None":
+    """A fixed guess. Raises `InvalidInputError` for what is none, and where nothing guesses."""
+    if given is None:
+        return None
+    if draft == "none":
+        raise InvalidInputError('--budget has no effect with --draft none. Leave it out, or give a draft ("lookup" at least).')
+    found = re.fullmatch(r"(\d+)x(\d+)", given)
+    if found is None:
+        raise InvalidInputError(f"--budget is {given!r}; give a depth and a width, as 5x4. 5x1 is a chain.")
+    from xtok.budget import Budget
+
+    return Budget(int(found[1]), width=int(found[2]), schedule="constant")
+
+
+def _draft(target: str, given: str | None) -> Any:
+    """What guesses. A draft that isn't named is the target's own where that ships, and else what the text repeats."""
+    from xtok.drafts.heads import HeadsDrafter
+    from xtok.drafts.lookup import PromptLookup
+
+    if given == "none":
+        return None
+    if given is None and target == OWN_TARGET:
+        return OWN_DRAFT
+    if given is None:
+        told = "xtok: no --draft was given, so only what the text repeats is guessed (prompt lookup). Name any small model."
+        typer.echo(told, err=True)
+    if given is None or given == "lookup":
+        return PromptLookup()
+    return HeadsDrafter(given) if holds_heads(given) else given
+
+
+def _line(prompt: str, answer: "Generation") -> dict[str, Any]:
+    """What JSON says of a prompt."""
+    kept = {name: getattr(answer, name) for name in ("text", "token_ids", "finish_reason", "seed")}
+    return {"prompt": prompt, **kept, "stats": asdict(answer.stats)}
+
+
+def _printed(pieces: "Generator[str, None, Generation]") -> "Generation":
     """Print a text piece by piece, and give what it was."""
     generations: list[Generation] = []
 
@@ -112,11 +218,11 @@ def _printed(pieces: Generator[str, None, Generation]) -> Generation:
 
     for piece in keep():
         print(piece, end="", flush=True)
-    print()
+    print(flush=True)
     return generations[0]
 
 
-def _summary(stats: Stats) -> str:
+def _summary(stats: "Stats") -> str:
     parts = [
         f"{stats.new_tokens} tokens",
         f"{stats.target_forwards} forwards of the target",
@@ -128,24 +234,95 @@ def _summary(stats: Stats) -> str:
 
 
 @app.command()
-@errors_in_one_line()
+@on_the_command_line()
 def inspect(
     target: TargetOption = OWN_TARGET,
-    draft: DraftOption = OWN_DRAFT,
-    text: Annotated[Path | None, typer.Option(help="A sample text in UTF-8.", show_default="held-out prompts")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Hub id or path of a model that guesses. May be given again.", show_default="the small one that ships"
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A sample in UTF-8, one text per line.", show_default="held-out prompts")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Load the weights, too, and measure which draft is best on lines of the sample.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="On how many lines to measure.", show_default=str(MEASURED))] = None,
+    json_told: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say how well two models fit, before any generation. Reads their tokenizers and configurations, not their weights."""
+    """Say how well models fit, before any generation. Reads tokenizers and configurations, and weights for --measure alone."""
+    if limit is not None and not measure:
+        raise InvalidInputError("--limit has no effect without --measure. Give both.")
+    given: list[str | None] = list(draft) if draft else [None]
+    drafts = list(dict.fromkeys(model_draft(target, one) for one in given))
+    with busy("reading tokenizers"):
+        found = {one: _judged(target, one, sample(text)) for one in drafts}
+    if not json_told:
+        _print_judged(found)
+    choices = _choices(target, drafts, (shipped() if text is None else lines_of(text))[: limit or MEASURED]) if measure else []
+    if json_told:
+        measured = {one.draft: {"measured": asdict(one)} for one in choices}
+        told = [
+            {"name": name, **asdict(fitting), "verdict": asdict(judged), **measured.get(name, {})}
+            for name, (fitting, judged) in found.items()
+        ]
+        typer.echo(as_json(told[0] if len(told) == 1 else told))
+    elif choices:
+        _print_choices(choices)
+
+
+def _judged(target: str, draft: str, texts: list[str]) -> "tuple[Fit, Verdict]":
+    from xtok.align.fit import fit
+    from xtok.align.verdict import verdict
+    from xtok.models.load import load_without_weights
+    from xtok.models.sizes import parameters
+
     target_tokenizer, target_window = load_without_weights(target, "target")
     draft_tokenizer, draft_window = load_without_weights(draft, "draft")
-    found = fit(target_tokenizer, draft_tokenizer, sample(text), target_window=target_window, draft_window=draft_window)
-    if as_json:
-        typer.echo(json.dumps(asdict(found), ensure_ascii=False, indent=2))
+    found = fit(target_tokenizer, draft_tokenizer, texts, target_window=target_window, draft_window=draft_window)
+    return found, verdict(found, parameters(target), parameters(draft))
+
+
+def _print_judged(found: "dict[str, tuple[Fit, Verdict]]") -> None:
+    for name, (fitting, judged) in found.items():
+        if len(found) > 1:
+            typer.echo(typer.style(f"\n{name}", bold=True))
+        typer.echo(judged.told)
+        _print_fit(fitting)
+
+
+def _choices(target: str, drafts: list[str], prompts: list[str]) -> "list[Choice]":
+    """The drafts, the fastest first."""
+    from xtok.bench.choice import compare_drafts
+    from xtok.models.load import load
+
+    loaded = {one: load(one, "draft") for one in drafts}
+    return compare_drafts(load(target, "target"), loaded, prompts, max_new_tokens=MEASURED_TOKENS)
+
+
+def _print_choices(choices: "list[Choice]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"measured on {choices[0].prompts} prompts, {MEASURED_TOKENS} tokens each, without prompt lookup")
+    for name in ("draft", "tokens per forward", "guesses that were right", "speed"):
+        table.add_column(name, justify="left" if name == "draft" else "right")
+    for one in choices:
+        table.add_row(one.draft, f"{one.tokens_per_forward:.2f}", f"{one.accepted:.0%}", f"{one.speed:.2f}")
+    Console(highlight=False).print(table)
+    best = choices[0]
+    if best.speed > 1:
+        typer.echo(f"Best here: {best.draft}, {best.speed:.2f} times the speed of the target alone.")
     else:
-        _print_fit(found)
+        typer.echo("The target alone is fastest here.")
 
 
-def _print_fit(found: Fit) -> None:
+def _print_fit(found: "Fit") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table("", "target", "draft")
     for name, of_target, of_draft in zip(_ROWS, _cells(found.target, found), _cells(found.draft, found), strict=True):
         table.add_row(name, of_target, of_draft)
@@ -177,7 +354,7 @@ _ROWS = (
 )
 
 
-def _cells(side: Side, found: Fit) -> tuple[str, ...]:
+def _cells(side: "Side", found: "Fit") -> tuple[str, ...]:
     return (
         side.family,
         side.normalizer,
@@ -195,87 +372,25 @@ def _cells(side: Side, found: Fit) -> tuple[str, ...]:
 
 
 @app.command()
-@errors_in_one_line()
+@on_the_command_line()
 def demo() -> None:
     """Run the pair that ships on a few held-out prompts, beside the target alone, and compare every token.
 
     First with a draft that is unrelated to the target, then with the same draft tuned on the target's texts.
     """
-    target = load(TARGET, "target")
-    halves = {
-        kind: XTokAssisted(target, draft, budget=Budget(5, width=4, schedule="constant")) for kind, draft in DEMO_DRAFTS.items()
-    }
-    torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
-    texts = prompts()[::EVERY][:DEMO_PROMPTS]
-    results = []
-    for kind, xt in halves.items():
-        typer.echo(typer.style(f"{kind}\n", bold=True, underline=True))
-        _compared(xt, texts[0])  # the first run of a model pays for its start
-        half = [_compared(xt, text) for text in texts]
-        for text, result in zip(texts, half, strict=True):
-            _print_compared(text, result)
-        _print_totals(half)
-        results += half
-    typer.echo(
-        "What xtok saves is forwards of the target, so they are the figure to look at: with a large target they are nearly all "
-        "of the time, whereas this tiny one costs little more than its draft and may well be faster alone."
-    )
-    if not all(result.identical for result in results):
+    from xtok.demo import demonstrate
+
+    if not demonstrate():
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """One prompt run by xtok and by the target alone. Times are seconds of the whole call."""
-
-    generation: Generation
-    identical: bool
-    seconds: float
-    seconds_alone: float
-
-
-def _compared(xt: XTokAssisted, prompt: str) -> _Compared:
-    start = perf_counter()
-    alone = _alone(xt.model, xt.tokenizer, prompt)
-    between = perf_counter()
-    generation = xt.generate(prompt, max_new_tokens=DEMO_TOKENS, do_sample=False)
-    return _Compared(generation, generation.token_ids == alone, perf_counter() - between, between - start)
-
-
-def _alone(model: Any, tokenizer: Any, prompt: str) -> list[int]:
-    """The new ids that transformers' own greedy search gives, without xtok."""
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=DEMO_TOKENS, do_sample=False)
-    new: list[int] = output[0, ids.shape[1] :].tolist()
-    return new
-
-
-def _print_compared(prompt: str, result: _Compared) -> None:
-    stats = result.generation.stats
-    typer.echo(typer.style(prompt, bold=True) + result.generation.text)
-    typer.echo(f"  identical to the target alone: {'yes' if result.identical else 'NO'}")
-    typer.echo(f"  tokens per forward of the target: {stats.tokens_per_forward:.2f} (the target alone: 1)")
-    typer.echo(f"  seconds: {result.seconds:.2f} (the target alone: {result.seconds_alone:.2f})\n")
-
-
-def _print_totals(results: list[_Compared]) -> None:
-    stats = [result.generation.stats for result in results]
-    tokens, forwards = sum(one.new_tokens for one in stats), sum(one.target_forwards for one in stats)
-    same = sum(result.identical for result in results)
-    seconds, alone = sum(result.seconds for result in results), sum(result.seconds_alone for result in results)
-    typer.echo(
-        f"{same} of {len(results)} identical; {tokens} tokens in {forwards} forwards of the target "
-        f"({tokens / forwards:.2f} per forward); {seconds:.2f} s with the draft, {alone:.2f} s alone.\n"
-    )
-
-
 @app.command("tune-draft")
-@errors_in_one_line()
+@on_the_command_line()
 def tune(
     prompts_from: Annotated[Path, typer.Option("--prompts", help="A file with a prompt per line, or a folder of such files.")],
     out: Annotated[Path, typer.Option(help="The folder for the tuned draft.")],
     target: TargetOption = OWN_TARGET,
-    draft: DraftOption = OWN_DRAFT,
+    draft: DraftOption = None,
     starts: Annotated[int, typer.Option(min=1, help="Behind how many beginnings of each prompt the target writes.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes at a time.")] = 64,
     sampled: Annotated[float, typer.Option(min=0, max=1, help="The share of texts to sample; 0: all are greedy.")] = 0.5,
@@ -291,10 +406,11 @@ def tune(
     """Fine-tune a draft on what the target writes behind your prompts. Stopped, it goes on where it was when run again."""
     from xtok.tune import tune_draft
 
-    texts = [line.rstrip("\n") for file in _files(prompts_from) for line in sample(file)]
-    pair = load_pair(target, draft, device, dtype)
+    texts = [line for file in _files(prompts_from) for line in lines_of(file)]
     shape: dict[str, Any] = {"starts": starts, "max_new_tokens": max_new_tokens, "sampled": sampled, "temperature": temperature}
-    done = tune_draft(*pair, texts, out, epochs=epochs, learning_rate=learning_rate, lora=lora, **shape)
+    with goes_on_later():
+        pair = load_pair(target, draft, device, dtype)
+        done = tune_draft(*pair, texts, out, epochs=epochs, learning_rate=learning_rate, lora=lora, **shape)
     typer.echo(
         f"{out}: tokens per forward of the target, on prompts kept apart: {done.after:.2f} with it, {done.before:.2f} with the "
         f"draft as it was ({done.texts} texts learnt)."
@@ -304,7 +420,7 @@ def tune(
 
 
 @app.command("train-heads")
-@errors_in_one_line()
+@on_the_command_line()
 def heads(
     data: Annotated[Path, typer.Option(help="A file with the beginning of a text per line, or a folder of such files.")],
     out: Annotated[Path, typer.Option(help="The file for the heads.")],
@@ -319,12 +435,18 @@ def heads(
     dtype: DtypeOption = None,
 ) -> None:
     """Train heads on the frozen target, on what it writes. Stopped, it goes on where it was when run again."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from xtok.models.load import load
+    from xtok.models.placement import placements
     from xtok.tune import train_heads
 
-    texts = [line.rstrip("\n") for file in _files(data) for line in sample(file)]
+    texts = [line for file in _files(data) for line in lines_of(file)]
     shape: dict[str, Any] = {"starts": starts, "max_new_tokens": max_new_tokens, "sampled": sampled, "temperature": temperature}
-    model = load(target, "target", placements(device, dtype, None)[0])
-    done = train_heads(model, texts, out, heads=count, epochs=epochs, **shape)
+    with goes_on_later():
+        model = load(target, "target", placements(each(device), each(dtype), None)[0])
+        done = train_heads(model, texts, out, heads=count, epochs=epochs, **shape)
     table = Table(title="how often a head's guesses were right, on texts kept apart")
     for name in ("head", "1st", "2nd", "3rd", "4th", "5th"):
         table.add_column(name, justify="right")

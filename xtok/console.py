@@ -1,21 +1,24 @@
-"""What the commands share: options, files of texts, and errors in one line."""
+"""What the commands share: options, texts from files and stdin, what is told of drafts, and errors in one line."""
 
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from xtok.errors import InvalidInputError, XTokError, reason
-from xtok.models.cache import device_of
-from xtok.models.load import load
-from xtok.models.placement import placements
 from xtok.pair import DRAFT, TARGET, prompts
 
 SHIPPED = "the pair that ships"
+OWN_TARGET, OWN_DRAFT = str(TARGET), str(DRAFT)
 TargetOption = Annotated[str, typer.Option(help="Hub id or path of the model whose output you want.", show_default=SHIPPED)]
-DraftOption = Annotated[str, typer.Option(help="Hub id or path of the model that guesses.", show_default=SHIPPED)]
+DraftOption = Annotated[
+    str | None, typer.Option(help="Hub id or path of the model that guesses.", show_default="the small one that ships")
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(help="Where the models are: cpu, cuda, … Target and draft apart: cuda,cpu.", show_default="the best there is"),
@@ -27,30 +30,53 @@ DtypeOption = Annotated[
         show_default="what their configurations say",
     ),
 ]
-OWN_TARGET, OWN_DRAFT = str(TARGET), str(DRAFT)
 EVERY = 6
 """Of the shipped prompts, every sixth is for measuring; the others are to tune on."""
+STDIN = Path("-")
 
 
 @contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """What the user can mend is told in one line; anything else is a fault of xtok and keeps its traceback."""
+def on_the_command_line() -> Iterator[None]:
+    """Loading is shown on a terminal alone. What the user can mend is told in one line; anything else is a fault of xtok and
+    keeps its traceback.
+    """
+    from transformers.utils import logging
+
+    quiet: Any = logging
+    quiet.set_verbosity_error()
+    if not sys.stderr.isatty():
+        quiet.disable_progress_bar()
     try:
         yield
+    except BrokenPipeError:  # whoever read the output has seen enough; typer ends without a word
+        raise
     except (XTokError, OSError) as error:
         told = " ".join(str(error).split()) if isinstance(error, XTokError) else reason(error)
         typer.echo(f"xtok: {told}", err=True)
         raise typer.Exit(1) from error
 
 
-def sample(path: Path | None) -> list[str]:
-    """The lines of a file of texts; without one, the shipped prompts. Raises `InvalidInputError`."""
-    if path is None:
-        return prompts()
+@contextmanager
+def goes_on_later() -> Iterator[None]:
+    """Says of a training that is stopped by Ctrl-C how to go on with it."""
     try:
-        return path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path} isn't text in UTF-8: {error}.") from error
+        yield
+    except KeyboardInterrupt:
+        typer.echo("xtok: stopped. What was done is kept: the same command goes on where it was.", err=True)
+        raise typer.Exit(130) from None
+
+
+def model_draft(target: str, draft: str | None) -> str:
+    """The draft of a command that needs a model. Raises `InvalidInputError` for heads."""
+    if draft is None and target != OWN_TARGET:
+        typer.echo(
+            "xtok: no --draft was given, so the small Japanese model that ships guesses. It was trained for no other target "
+            "than its own, and fits others ill.",
+            err=True,
+        )
+    if draft is not None and holds_heads(draft):
+        raise InvalidInputError(f"{draft} holds heads, and this needs a draft model. Use xtok generate for heads.")
+    return draft or OWN_DRAFT
 
 
 def each(option: str | None) -> str | tuple[str | None, str | None] | None:
@@ -61,8 +87,45 @@ def each(option: str | None) -> str | tuple[str | None, str | None] | None:
     return target, draft
 
 
-def load_pair(target: str, draft: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    """Target and draft, each with its tokenizer, placed as the options say. Errors are those of `load`."""
+def load_pair(target: str, draft: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
+    """Target and draft, each with its tokenizer, placed as the options say. Errors are those of `load` and `model_draft`."""
+    from xtok.models.cache import device_of
+    from xtok.models.load import load
+    from xtok.models.placement import placements
+
     places = placements(each(device), each(dtype), None)
+    named = model_draft(target, draft)
     big = load(target, "target", places[0])
-    return big, load(draft, "draft", places[1], device_of(big[0]))
+    return big, load(named, "draft", places[1], device_of(big[0]))
+
+
+def holds_heads(draft: str) -> bool:
+    """Whether a draft is a file of heads: models are folders and hub ids."""
+    return draft.endswith(".safetensors")
+
+
+def text_of(path: Path) -> str:
+    """A file as text, "-" for stdin. Raises `InvalidInputError` for what can't be read or isn't in UTF-8."""
+    name = "stdin" if path == STDIN else str(path)
+    try:
+        return (sys.stdin.buffer.read() if path == STDIN else path.read_bytes()).decode("utf-8-sig")
+    except OSError as error:
+        raise InvalidInputError(f"{name} can't be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{name} isn't text in UTF-8: {error}.") from error
+
+
+def sample(path: Path | None) -> list[str]:
+    """The lines of a file of texts; without one, the shipped prompts. Raises `InvalidInputError`."""
+    return prompts() if path is None else text_of(path).splitlines(keepends=True)
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines that aren't empty, without their ends. Raises `InvalidInputError`."""
+    return [line.rstrip("\r\n") for line in sample(path) if line.strip()]
+
+
+def as_json(found: Any, indent: int | None = 2) -> str:
+    """JSON of dataclasses and the like. Where the output has no room for all characters, they are escaped."""
+    plain = "utf" in (sys.stdout.encoding or "").lower()
+    return json.dumps(found, ensure_ascii=not plain, indent=indent, default=asdict)

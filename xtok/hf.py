@@ -33,7 +33,7 @@ from xtok.decode import drain
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CachedModel, device_of, ids_read
 from xtok.models.probe import check_cache
-from xtok.models.prompts import prompt_ids, reading
+from xtok.models.prompts import is_ids, prompt_ids, reading, template_arguments
 from xtok.models.rope import dynamic_boundary, longrope_boundary
 from xtok.models.target import Target
 from xtok.noise import Noise, noise
@@ -50,8 +50,8 @@ class Prepared:
     """A text as transformers prepared it for a decoding method.
 
     `ids`: (1, length), with padding; `inputs`: what else the model is given for them. `prompt`: what the caller gave, None
-    where that was ids. `keeps_cache`: whether the caller handed in the cache, or is to be given it. `shared`: processors and
-    criteria that other texts were given, too.
+    where that was ids; `template`: the arguments of a chat's template. `keeps_cache`: whether the caller handed in the cache,
+    or is to be given it. `shared`: processors and criteria that other texts were given, too.
     """
 
     ids: Tensor
@@ -61,6 +61,7 @@ class Prepared:
     cache: Cache
     inputs: dict[str, Any] = field(default_factory=dict)
     prompt: Any = None
+    template: Mapping[str, Any] = field(default_factory=dict)
     keeps_cache: bool = False
     shared: tuple[Any, ...] = ()
 
@@ -116,7 +117,9 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
     `several`: whether the arguments serve other prompts, too.
     """
     check_arguments(arguments)
-    read = prompt_ids(target.vocabulary.tokenizer, prompt, arguments.pop("split_special_tokens", None))
+    template = template_arguments(arguments)
+    read = prompt_ids(target.vocabulary.tokenizer, prompt, arguments.pop("split_special_tokens", None), template)
+    asked = None if is_ids(prompt) else prompt
     ids = torch.tensor([read], device=device_of(target.model))
     stop_strings = _take_stop_strings(target.model, arguments)
     if arguments.get("generation_config") is None:
@@ -138,7 +141,7 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
         made = rows(
             target.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
         )
-        captured.extend(replace(one, prompt=prompt, shared=shared) for one in made)
+        captured.extend(replace(one, prompt=asked, template=template, shared=shared) for one in made)
         return torch.empty(0)
 
     model: Any = target.model
@@ -230,8 +233,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         "assistant_model": "The draft is the one that XTokAssisted was made with.",
         "custom_generate": "XTokAssisted is the decoding method.",
         "inputs_embeds": "The draft needs a text. Pass a prompt.",
-        "inputs": "Pass the prompt as a text, or use target.generate(inputs, custom_generate=xt).",
-        "input_ids": "Pass the prompt as a text, or use target.generate(input_ids, custom_generate=xt).",
+        "inputs": "Pass the ids as the prompt, or use target.generate(inputs, custom_generate=xt).",
+        "input_ids": "Pass the ids as the prompt, or use target.generate(input_ids, custom_generate=xt).",
         "attention_mask": "A prompt has no padding. Use target.generate(input_ids, custom_generate=xt) for padded ones.",
         "batch_size": "It is for lists of prompts, in generate.",
         "progress": "It is for lists of prompts, in generate.",
@@ -362,9 +365,12 @@ def noises(texts: list[Prepared], seed: int | None) -> tuple[int | None, list[No
     """The seed of a call, and the noise of each of its sampled texts.
 
     Texts of one prompt are numbered, those of different prompts differ by the prompt: a prompt has the same text alone and in
-    any batch. Without a seed, one is drawn by torch's generator; greedy texts have none.
+    any batch. Without a seed, one is drawn by torch's generator; greedy texts have none. Raises `InvalidInputError` where they
+    are given one.
     """
     if not any(text.samples for text in texts):
+        if seed is not None:
+            raise InvalidInputError(f"seed={seed} has no effect on a greedy text. Leave it out, or pass do_sample=True.")
         return None, [None for _ in texts]
     seed = int(torch.randint(2**63 - 1, ()) if seed is None else seed)
     samples, found = Counter[bytes](), list[Noise | None]()

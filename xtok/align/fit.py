@@ -54,7 +54,8 @@ class Fit:
     """A pair on a sample of `texts` texts with `characters` characters.
 
     `shared`: how many byte strings both vocabularies have. `losses`: sentences that say what will be lost, for this pair.
-    `same`: whether both have the same tokens, so that guesses are ids and skip the text.
+    `same`: whether both have the same tokens, so that guesses are ids and skip the text. `spelled`: the share of the target's
+    tokens on the sample whose characters the draft can write.
     """
 
     target: Side
@@ -64,6 +65,7 @@ class Fit:
     shared: int
     losses: tuple[str, ...]
     same: bool
+    spelled: float
 
     @property
     def target_tokens_per_draft_token(self) -> float:
@@ -93,7 +95,8 @@ def fit(
     shared = len(spellings[0] & spellings[1])
     same = same_tokens(target, views[0], draft, views[1])
     losses = tuple(_window_losses(of_target, of_draft) if same else _losses(of_target, of_draft))
-    return Fit(of_target, of_draft, len(texts), sum(map(len, texts)), shared, losses, same)
+    spelled = 1.0 if same else _spelled(encoder(target, views[0]), texts, {*of_draft.unspellable, *of_draft.rewritten})
+    return Fit(of_target, of_draft, len(texts), sum(map(len, texts)), shared, losses, same, spelled)
 
 
 def _spellings(view: TokenBytes) -> frozenset[bytes]:
@@ -122,6 +125,18 @@ def _side(
         altered_texts=sum(text not in _text(view, ids) for text, ids in zip(texts, encoded, strict=True)),
         window=window,
     )
+
+
+def _spelled(reading: Encoder, texts: Sequence[str], lost: set[str]) -> float:
+    """The share of the tokens of texts that write no character of `lost`, nor a part of one."""
+    whole = right = 0
+    for text in texts:
+        decoder, parts = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
+        for token in reading.ids(text):
+            whole, parts = whole + 1, parts + 1
+            if written := decoder.decode(reading.view[token] or b""):
+                right, parts = right + (0 if lost & set(written) else parts), 0
+    return right / max(1, whole)
 
 
 def _text(view: TokenBytes, ids: Sequence[int]) -> str:

@@ -8,11 +8,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from xtok.assisted import XTokAssisted
-from xtok.bench.compare import SETTINGS, check_prompts, check_settings
+from xtok.bench.compare import Setting, check_prompts
 from xtok.models.prompts import prompt_ids
+from xtok.progress import bar
 
 BATCHED, NONE, TURNS, XTOK = "transformers' batches", "xtok, no draft", "xtok, one after another", "xtok"
 _BATCHES = 2
@@ -54,24 +54,23 @@ def compare_batches(
     target: tuple[Any, Any],
     draft: tuple[Any, Any],
     prompts: Sequence[str],
-    setting: str,
+    setting: Setting,
     sizes: Sequence[int],
     *,
     max_new_tokens: int,
     repeats: int = 3,
 ) -> list[BatchRow]:
-    """Write lists by every system in turn, as one of `SETTINGS` has it, and give a row per system and size of a batch.
+    """Write lists by every system in turn, as `setting` has it, and give a row per system and size of a batch.
 
     Ends of text are no ends here, so that all have as much to do. A list is two batches of the first prompts, again where
     there are too few.
-    Raises `InvalidInputError` for a `setting` that is unknown, and without prompts.
+    Raises `InvalidInputError` without prompts.
     """
-    check_settings([setting])
     check_prompts(prompts)
-    arguments = {**SETTINGS[setting].arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
+    arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
     systems = _systems(target, draft, arguments)
     rows = []
-    for size in track(sizes, description=f"bench, batches, {setting}", transient=True):
+    for size in bar(sizes, f"batches, {setting.title}"):
         texts = list(islice(cycle(prompts), _BATCHES * size))
         timed = {name: system for name, system in systems.items() if name != TURNS or size <= _TURNS}
         runs: dict[str, list[_Run]] = {name: [] for name in timed}
@@ -90,7 +89,10 @@ def _systems(target: Any, draft: Any, arguments: dict[str, Any]) -> dict[str, _S
     alone, assisted = XTokAssisted(target), XTokAssisted(target, draft)
 
     def xtok(xt: XTokAssisted, most: int | None = None) -> _System:
-        return lambda texts, size, seed: _by_xtok(xt, texts, batch_size=most or size, seed=seed, **arguments)
+        seeded = arguments["do_sample"]
+        return lambda texts, size, seed: _by_xtok(
+            xt, texts, batch_size=most or size, seed=seed if seeded else None, progress=False, **arguments
+        )
 
     return {
         BATCHED: lambda texts, size, seed: _by_transformers(target, texts, size, seed, arguments),
@@ -126,17 +128,17 @@ def _by_xtok(xt: XTokAssisted, texts: Sequence[str], **arguments: Any) -> _Run:
     return _Run([one.token_ids for one in made], seconds, sum(one.target_forwards for one in stats), split)
 
 
-def _row(setting: str, size: int, name: str, runs: dict[str, list[_Run]]) -> BatchRow:
+def _row(setting: Setting, size: int, name: str, runs: dict[str, list[_Run]]) -> BatchRow:
     own, batched = runs[name], runs[BATCHED]
     tokens = sum(map(len, own[0].ids))
     pairs = [pair for run, beside in zip(own, batched, strict=True) for pair in zip(run.ids, beside.ids, strict=True)]
     return BatchRow(
-        setting=setting,
+        setting=setting.title,
         texts=size,
         system=name,
         tokens_per_second=tokens / median(run.seconds for run in own),
         speed=median(other.seconds / run.seconds for run, other in zip(own, batched, strict=True)),
         tokens_per_forward=tokens / own[0].forwards,
-        identical=None if SETTINGS[setting].arguments["do_sample"] else sum(one == other for one, other in pairs) / len(pairs),
+        identical=None if setting.arguments["do_sample"] else sum(one == other for one, other in pairs) / len(pairs),
         split=own[0].split,
     )

@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import track
 
 from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
@@ -23,6 +22,7 @@ from xtok.errors import InvalidInputError
 from xtok.generation import Generation
 from xtok.models.load import from_config, load
 from xtok.models.prompts import prompt_ids
+from xtok.progress import bar
 from xtok.stats import Stats
 
 __all__ = ["compare", "stretch", "tuned", "useless_drafts"]
@@ -50,6 +50,18 @@ SETTINGS = {
     "sampled": Setting("sampled, T = 0.8", {**PLAIN, "temperature": 0.8}),
 }
 """Greedy texts of small models repeat themselves, which prompt lookup earns most by; those of the other two don't."""
+
+
+def asked_for(name: str, penalty: float | None = None) -> Setting:
+    """A setting of that name; `penalty` is the repetition penalty of that which has one.
+
+    Raises `InvalidInputError` for a name that isn't among `SETTINGS`.
+    """
+    if name not in SETTINGS:
+        raise InvalidInputError(f"setting is {name!r}; use one of {', '.join(SETTINGS)}.")
+    if name == "penalty" and penalty is not None:
+        return Setting(f"greedily, repetition penalty {penalty:g}", {"do_sample": False, "repetition_penalty": penalty})
+    return SETTINGS[name]
 
 
 @dataclass(frozen=True)
@@ -101,40 +113,33 @@ def compare(
     target: tuple[Any, Any],
     draft: tuple[Any, Any],
     prompts: Sequence[str],
-    setting: str,
+    setting: Setting,
     *,
     max_new_tokens: int,
     guess_length: int,
     repeats: int = 1,
 ) -> list[Row]:
-    """Generate every prompt by every system in turn, as one of `SETTINGS` has it, and give a row per system.
+    """Generate every prompt by every system in turn, as `setting` has it, and give a row per system.
 
     xtok runs without a draft, by prompt lookup alone, as it comes, by the draft alone, and by that in chains and trees of
     `guess_length` draft tokens. transformers' universal assisted generation runs with its defaults, with constant guesses of
     that length, and with those of the length that is fastest on three of the prompts. It changes its draft, so it gets a copy
     of it; where it refuses the pair (vocabularies of one size), it has no row. A prompt's number is its seed.
 
-    Raises `InvalidInputError` for a `setting` that is unknown, and without prompts.
+    Raises `InvalidInputError` without prompts.
     """
-    check_settings([setting])
     check_prompts(prompts)
-    arguments = {**SETTINGS[setting].arguments, "max_new_tokens": max_new_tokens}
+    arguments = {**setting.arguments, "max_new_tokens": max_new_tokens}
     systems = _systems(target, draft, guess_length, arguments)
-    systems = {name: system for name, system in systems.items() if _warms_up(name, system, prompts[0])}
+    first = bar(list(systems.items()), f"first runs, {setting.title}")
+    systems = {name: system for name, system in first if _warms_up(name, system, prompts[0])}
     systems = _fastest(systems, guess_length, prompts[:3])
     runs: dict[str, list[Timed]] = {name: [] for name in systems}
-    for seed, prompt in track(list(enumerate(prompts)) * repeats, description=f"bench, {setting}", transient=True):
+    for seed, prompt in bar(list(enumerate(prompts)) * repeats, setting.title):
         for name, system in systems.items():
             runs[name].append(system(prompt, seed))
     view = token_bytes(target[1])
     return [_row(name, runs, view, sampled=bool(arguments["do_sample"])) for name in runs]
-
-
-def check_settings(names: Sequence[str]) -> None:
-    """Raises `InvalidInputError` for a name that isn't among `SETTINGS`."""
-    for name in names:
-        if name not in SETTINGS:
-            raise InvalidInputError(f"setting is {name!r}; use one of {', '.join(SETTINGS)}.")
 
 
 def _warms_up(name: str, system: "System", prompt: str) -> bool:
@@ -161,7 +166,7 @@ System = Callable[[str, int], Timed]
 def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, Any]) -> dict[str, System]:
     def xtok(drafts: Any, budget: Budget | None = None) -> System:
         xt = XTokAssisted(target, drafts, budget=budget)
-        return lambda prompt, seed: by_xtok(xt, prompt, seed=seed, **arguments)
+        return lambda prompt, seed: by_xtok(xt, prompt, seed=seed if arguments["do_sample"] else None, **arguments)
 
     def transformers(**assistant: Any) -> System:
         def system(prompt: str, seed: int) -> Timed:
@@ -187,7 +192,10 @@ def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, An
 def _fastest(systems: dict[str, System], guess_length: int, prompts: Sequence[str]) -> dict[str, System]:
     """The systems without those constant lengths of UAG that are neither `guess_length` nor the fastest on some prompts."""
     lengths = [name for name in systems if name.startswith("UAG, length")]
-    seconds = {name: sum(_pace(systems[name](prompt, seed)) for seed, prompt in enumerate(prompts)) for name in lengths}
+    seconds = {
+        name: sum(_pace(systems[name](prompt, seed)) for seed, prompt in enumerate(prompts))
+        for name in bar(lengths, "the best constant length")
+    }
     kept = {f"UAG, length {guess_length}", min(seconds, key=lambda name: seconds[name], default="")}
     return {name: system for name, system in systems.items() if name not in lengths or name in kept}
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.progress import track
 from transformers import LlamaConfig
 
 from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
 from xtok.models.load import from_config
 from xtok.models.prompts import prompt_ids
+from xtok.progress import bar
 from xtok.stats import Stats
 
 SIZES = (256, 2048, 8192, 32000)
@@ -50,7 +50,7 @@ def compare_contexts(
     ids = ids * (max(sizes) // len(ids) + 1)
     cases = [(size, name) for size in sizes for name in BUDGETS]
     rows = []
-    for size, name in track(cases, description="contexts", transient=True):
+    for size, name in bar(cases, "contexts"):
         xt = XTokAssisted((target, target_tokenizer), (draft, draft_tokenizer), budget=BUDGETS[name])
         prompt = target_tokenizer.decode(ids[:size], skip_special_tokens=True)
         short, long = (_least(xt, prompt, count) for count in (_FEW, _MANY))

@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -16,6 +15,7 @@ from xtok.bench.compare import ALONE, Timed, by_transformers, by_xtok
 from xtok.drafts.lookup import PromptLookup
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import prompt_ids
+from xtok.progress import bar
 
 Prompt = str | tuple[str, str]
 """A prompt, or a prompt and its answer."""
@@ -96,7 +96,7 @@ def _rows(
     runs: dict[str, list[Timed]] = {name: [] for name in systems}
     for system in systems.values():
         run(system, prompts[0])  # the first run of a system pays for its start
-    for prompt in track(prompts, description=kind, transient=True):
+    for prompt in bar(prompts, kind):
         for name, system in systems.items():
             runs[name].append(run(system, prompt))
     given = not isinstance(prompts[0], str)

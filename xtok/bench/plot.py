@@ -11,13 +11,18 @@ from xtok.errors import InvalidInputError
 _COLOURS = {"target": "#4c78a8", "draft": "#f58518", "guess": "#eeca3b", "align": "#54a24b", "pick": "#9d9da1"}
 
 
-def draw(drafts: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """Draw a benchmark into `path`, PNG or SVG by its suffix: a row of two charts for each draft."""
+def draw(settings: Mapping[str, Mapping[str, Sequence[Row]]], title: str, path: Path) -> None:
+    """Draw a benchmark into `path`, PNG or SVG by its suffix: a row of two charts for each setting and draft.
+
+    `settings`: by what texts of a setting are called, and what drafts are. `title` names the models.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.4 * len(drafts)), layout="constrained")
-    charts = figure.subplots(len(drafts), 2, squeeze=False)
-    for (kind, rows), (speeds, splits) in zip(drafts.items(), charts, strict=True):
+    drawn = [(f"{setting}, the draft {kind}", rows) for setting, drafts in settings.items() for kind, rows in drafts.items()]
+    figure = Figure(figsize=(11, 0.4 + 3.4 * len(drawn)), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    charts = figure.subplots(len(drawn), 2, squeeze=False)
+    for (kind, rows), (speeds, splits) in zip(drawn, charts, strict=True):
         _draw_speeds(speeds, kind, rows)
         _draw_splits(splits, [row for row in rows if row.split is not None])
     figure.savefig(path)
@@ -39,7 +44,7 @@ def _draw_speeds(chart: Any, kind: str, rows: Sequence[Row]) -> None:
     chart.bar_label(bars, [f" {row.speed:.2f} ({row.tokens_per_forward:.2f} tokens per forward)" for row in rows], fontsize=8)
     chart.axvline(1, color="black", linewidth=0.8, linestyle=":")
     chart.set_xlim(0, 1.9 * max(row.speed for row in rows))
-    chart.set_title(f"speed, the draft {kind} (the target alone: 1)", fontsize=10)
+    chart.set_title(f"speed, {kind} (the target alone: 1)", fontsize=10)
     chart.invert_yaxis()
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from xtok.assisted import XTokAssisted
@@ -18,6 +17,7 @@ from xtok.hf import Prepared
 from xtok.models.prompts import prompt_ids
 from xtok.models.seats import Seat
 from xtok.noise import Noise
+from xtok.progress import bar
 from xtok.stats import Meter
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
@@ -70,8 +70,9 @@ def compare_sampled(
     rows = []
     for temperature in TEMPERATURES:
         systems = _systems(target, draft, guess_length, {**PLAIN, "temperature": temperature})
-        for name, system in track(systems.items(), description=f"T = {temperature}", transient=True):
-            rows.append(_measured(name, system, target, prompts, max_new_tokens, temperature, draws))
+        rows += [
+            _measured(name, system, target, prompts, max_new_tokens, temperature, draws) for name, system in systems.items()
+        ]
     return rows
 
 
@@ -108,8 +109,9 @@ def _measured(
     name: str, system: Sampler, target: Any, prompts: Sequence[str], max_new_tokens: int, temperature: float, draws: int
 ) -> SampledRow:
     try:
-        samples = [system(prompt, seed, max_new_tokens) for seed, prompt in enumerate(prompts)]
-        first = [system(prompts[0], seed, _FEW).ids[0] for seed in range(draws)]
+        what = f"T = {temperature}, {name}"
+        samples = [system(prompt, seed, max_new_tokens) for seed, prompt in bar(list(enumerate(prompts)), what)]
+        first = [system(prompts[0], seed, _FEW).ids[0] for seed in bar(range(draws), f"{what}: first ids")]
     except Exception as error:
         if name != ASSISTED:
             raise

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich.progress import track
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -33,6 +32,7 @@ from xtok.models.prompts import prompt_ids
 from xtok.noise import noise
 from xtok.pick import draw, process
 from xtok.processors import known_cuts
+from xtok.progress import bar
 from xtok.stats import Meter
 
 SIZES = ((8_000, 4_096), (48_586, 16_000), (256_000, 151_000))
@@ -70,7 +70,7 @@ def compare_vocabularies(
     of `with_pieces`.
     """
     rows = []
-    for size in track(sizes, description="vocabularies", transient=True):
+    for size in bar(sizes, "vocabularies"):
         pairs = [_pair(tokenizer, ids) for tokenizer, ids in zip((target_tokenizer, draft_tokenizer), size, strict=True)]
         rows += [VocabularyRow(*size, what, 1e3 * seconds) for what, seconds in _seconds(*pairs).items()]
     return rows

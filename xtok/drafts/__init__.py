@@ -1,7 +1,7 @@
 """Drafts: whatever guesses what the target is about to write. No target is run here."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -65,8 +65,9 @@ class Request:
 
     `vocabulary`: the target's. `samples`: whether the target draws. `independent`: guesses are to be draws of noise of their
     own, with their laws, for speculative sampling. `end`: the target's end of text. `warpers`: what shapes laws in any
-    vocabulary. `prompt`: a text, a chat, or None where the target was given ids. `model`: the target, for what shares its
-    layers; None where there is none at hand. `seat`: where the text has its slots in models.
+    vocabulary. `prompt`: a text, a chat, or None where the target was given ids. `template`: the arguments of a chat's
+    template. `model`: the target, for what shares its layers; None where there is none at hand. `seat`: where the text has its
+    slots in models.
     """
 
     vocabulary: Vocabulary
@@ -76,6 +77,7 @@ class Request:
     end: int | None = None
     warpers: LogitsProcessorList | None = None
     prompt: Any = None
+    template: Mapping[str, Any] = field(default_factory=dict)
     model: PreTrainedModel | None = None
     seat: Seat = field(default_factory=Seat)
 

@@ -51,7 +51,7 @@ class ModelDraft:
         slot = request.seat.slot(model.model)
         if self._same:
             return self._projected(model, IdReader(model, request.meter, slot), request, end=None)
-        reader = Reader(model, request.meter, _own_prompt(model.vocabulary.tokenizer, request.prompt), slot)
+        reader = Reader(model, request.meter, _own_prompt(model.vocabulary.tokenizer, request), slot)
         if request.samples:
             return self._projected(model, reader, request, end=request.end)
         return CrossTokenizerDrafter(model, reader, Continuation(self._target.encoder), request.end, request.meter)
@@ -72,11 +72,12 @@ class ModelDraft:
         )
 
 
-def _own_prompt(tokenizer: Any, prompt: Any) -> list[int] | None:
+def _own_prompt(tokenizer: Any, request: Request) -> list[int] | None:
     """A chat in the draft's own template; None where it reads the target's text instead."""
-    if not is_chat(prompt):
+    if not is_chat(request.prompt):
         return None
+    template = {name: value for name, value in request.template.items() if name != "chat_template"}  # which is the target's
     try:
-        return chat_ids(tokenizer, prompt)
+        return chat_ids(tokenizer, request.prompt, template)
     except Exception:  # templates refuse roles that they don't know, and a draft never spoils a generation
         return None

@@ -3,14 +3,25 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
+from torch import Tensor
+
 from xtok.errors import InvalidInputError, PromptWarning
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Chat = Sequence[Message]
+Prompt = str | Chat | Sequence[int] | Tensor | Mapping[str, Any]
+"""A text, a chat, token ids, or a tokenizer's encoding."""
+
+_OF_CHATS = ("tools", "enable_thinking")
+"""Arguments of chat templates that have a name of their own. All others are given as `chat_template_kwargs`."""
+_DECIDED = frozenset({"conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length"})
+_ENCODED = frozenset({"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"})
+"""What a tokenizer's encoding may hold. Ids and mask are read; the others follow from the text."""
 
 _READING = Lock()
 
@@ -48,30 +59,135 @@ def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
     return ids[: mask.index(0)], ids[len(mask) - mask[::-1].index(0) :]
 
 
-def prompt_ids(tokenizer: Any, prompt: Any, split_special_tokens: bool | None = None) -> list[int]:
-    """A target's ids for a text or a chat: its tokenizer's leading special tokens, never a trailing end of text.
+def prompt_ids(
+    tokenizer: Any,
+    prompt: Any,
+    split_special_tokens: bool | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """A target's ids for a prompt: ids are taken as they are; a text gets its tokenizer's leading special tokens, never a
+    trailing end of text, and no second beginning where it went through a chat template.
 
-    `split_special_tokens` is None where the tokenizer's own setting counts. Raises `InvalidInputError` for
-    another value of it, and for a prompt that can't be read as a text or a chat or has no ids.
+    `split_special_tokens` is None where the tokenizer's own setting counts. `template`: arguments of a chat's template.
+    Raises `InvalidInputError` for a prompt that is none of these or has no ids, and for arguments that don't fit it.
     """
-    if not isinstance(split_special_tokens, bool | None):
-        raise InvalidInputError(f"split_special_tokens is {split_special_tokens!r}; it must be True, False or None.")
+    _check_asked(prompt, split_special_tokens, template or {})
+    if is_ids(prompt):
+        return _given_ids(prompt)
     for text in [value for message in prompt for value in message.values()] if is_chat(prompt) else [prompt]:
         _check_encodable(text)
-    if is_chat(prompt):
-        ids = chat_ids(tokenizer, prompt)
-        if ids is None:
-            raise InvalidInputError("The target's tokenizer has no chat template. Pass the prompt as a text.")
-    elif isinstance(prompt, str):
-        ids = _text_ids(tokenizer, prompt, split_special_tokens)
-    else:
-        raise InvalidInputError(
-            f"A prompt is {type(prompt).__name__}. Pass a text, a list of messages (role, content), or a list of those."
-        )
+    ids = (
+        _chat_of_target(tokenizer, prompt, template or {})
+        if is_chat(prompt)
+        else _read(tokenizer, prompt, split_special_tokens)
+    )
     ids = ids or [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
     if not ids:
         raise InvalidInputError(f"The prompt {prompt!r} has no ids, and the target has no token to begin with. Pass a text.")
     return ids
+
+
+def _check_asked(prompt: Any, split_special_tokens: Any, template: Mapping[str, Any]) -> None:
+    """Raises `InvalidInputError` for settings that make no sense, or are of another kind of prompt."""
+    if not isinstance(split_special_tokens, bool | None):
+        raise InvalidInputError(f"split_special_tokens is {split_special_tokens!r}; it must be True, False or None.")
+    kind = "token ids" if is_ids(prompt) else "a chat" if is_chat(prompt) else "a text"
+    if template and kind != "a chat":
+        raise InvalidInputError(
+            f"{', '.join(template)} is for chats, and the prompt is {kind}. Leave it out, or pass a list of messages."
+        )
+    if split_special_tokens is not None and kind != "a text":
+        raise InvalidInputError(f"split_special_tokens is for texts, and the prompt is {kind}. Leave it out.")
+
+
+def template_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Take the arguments of a chat's template out of those of a call. Raises `InvalidInputError` for what is none."""
+    given = arguments.pop("chat_template_kwargs", None)
+    if not (given is None or (isinstance(given, Mapping) and all(isinstance(name, str) for name in given))):
+        raise InvalidInputError(
+            f"chat_template_kwargs is {given!r}; give names and values, such as {{'enable_thinking': False}}."
+        )
+    for name in _DECIDED & set(given or {}):
+        raise InvalidInputError(f"{name} can't be set in chat_template_kwargs: xtok reads chats as ids. Leave it out.")
+    named = {name: arguments.pop(name, None) for name in _OF_CHATS}
+    return {**(given or {}), **{name: value for name, value in named.items() if value is not None}}
+
+
+def _read(tokenizer: Any, prompt: Any, split_special_tokens: bool | None) -> list[int]:
+    if not isinstance(prompt, str):
+        raise InvalidInputError(
+            f"A prompt is {type(prompt).__name__}. Pass a text, a list of messages (role, content), token ids, a tokenizer's "
+            "encoding, or a list of those."
+        )
+    return _text_ids(tokenizer, prompt, split_special_tokens)
+
+
+def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> list[int]:
+    for number, message in enumerate(chat, start=1):
+        if not isinstance(message.get("role"), str):
+            raise InvalidInputError(
+                f"Message {number} of the chat has no role, only {', '.join(map(repr, message)) or 'nothing'}. "
+                "Give each message as {'role': 'user', 'content': '…'}."
+            )
+    try:
+        ids = chat_ids(tokenizer, chat, template)
+    except Exception as error:  # templates are programs, and refuse a chat by any error
+        raise InvalidInputError(f"The target's chat template can't read the chat: {error}") from error
+    if ids is None:
+        raise InvalidInputError("The target's tokenizer has no chat template. Pass the prompt as a text.")
+    return ids
+
+
+def is_ids(prompt: Any) -> bool:
+    """Whether a prompt is token ids, whatever holds them: a list of whole numbers, a tensor, an array, or an encoding."""
+    return _is_encoding(prompt) or hasattr(prompt, "tolist") or (_is_list(prompt) and bool(prompt) and all(map(_is_id, prompt)))
+
+
+def is_several(prompt: Any) -> bool:
+    """Whether it is a list of prompts. A list of whole numbers is one prompt, and so is a list of messages."""
+    return _is_list(prompt) and not is_chat(prompt) and not is_ids(prompt)
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+
+
+def _is_id(given: Any) -> bool:
+    return isinstance(given, Integral) and not isinstance(given, bool)
+
+
+def _is_encoding(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and "input_ids" in prompt
+
+
+def _given_ids(prompt: Any) -> list[int]:
+    """The ids of one text, without padding. Raises `InvalidInputError` for anything else."""
+    if not _is_encoding(prompt):
+        return _row(prompt)
+    if others := sorted(set(prompt) - _ENCODED):
+        raise InvalidInputError(
+            f"The encoding holds {', '.join(others)}, which a prompt can't have. Use target.generate(…, custom_generate=xt)."
+        )
+    ids, mask = _row(prompt["input_ids"]), prompt.get("attention_mask")
+    seen = [1] * len(ids) if mask is None else _row(mask)
+    if len(seen) != len(ids):
+        raise InvalidInputError(f"The attention_mask has {len(seen)} places, and there are {len(ids)} input_ids.")
+    return [token for token, one in zip(ids, seen, strict=True) if one]
+
+
+def _row(given: Any) -> list[int]:
+    """The whole numbers of a list, or of a tensor of shape (n,) or (1, n)."""
+    row = given.tolist() if hasattr(given, "tolist") else list(given)
+    rows = len(row) if isinstance(row, list) and row and _is_list(row[0]) else 1
+    if rows > 1:
+        raise InvalidInputError(f"The prompt holds the ids of {rows} texts. Pass a list of prompts, each with ids of its own.")
+    row = row[0] if isinstance(row, list) and row and _is_list(row[0]) else row
+    wrong = [row] if not isinstance(row, list) else [one for one in row if not (_is_id(one) and -(1 << 63) <= one < 1 << 63)]
+    if wrong:
+        raise InvalidInputError(f"The prompt's ids hold {wrong[0]!r}. Give whole numbers, as a list or a tensor of shape (n,).")
+    if not row:
+        raise InvalidInputError("The prompt has no ids. Pass at least one, as the token that begins texts.")
+    return [int(one) for one in row]
 
 
 def _check_encodable(text: Any) -> None:
@@ -89,7 +205,9 @@ def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> l
     splits = {} if split_special_tokens is None else {"split_special_tokens": split_special_tokens}
     with reading(tokenizer):
         front, behind = _around(tokenizer)
-        ids = [*front, *tokenizer(text, add_special_tokens=False, **splits)["input_ids"]]
+        ids = list(tokenizer(text, add_special_tokens=False, **splits)["input_ids"])
+    begun = getattr(tokenizer, "chat_template", None) is not None and ids[: len(front)] == front
+    ids = ids if begun else [*front, *ids]
     if behind and tokenizer not in _TOLD:
         _TOLD.add(tokenizer)
         told = "".join(tokenizer.convert_ids_to_tokens(behind))
@@ -108,18 +226,16 @@ _TOLD: WeakSet[Any] = WeakSet()
 
 
 def is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)
+    """Whether it is a list of messages. Encodings are none."""
+    messages = _is_list(prompt) and len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)
+    return messages and not any(map(_is_encoding, prompt))
 
 
-def is_many(prompt: Any) -> bool:
-    """Whether it is several texts or chats."""
-    several = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
-    return several and all(isinstance(one, str) or is_chat(one) for one in prompt)
-
-
-def chat_ids(tokenizer: Any, chat: Chat) -> list[int] | None:
-    if getattr(tokenizer, "chat_template", None) is None:
+def chat_ids(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> list[int] | None:
+    """A chat in a tokenizer's own template; None where it has none. Raises whatever the template raises."""
+    if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template:
         return None
+    begins = {"add_generation_prompt": not template.get("continue_final_message", False)}
     with reading(tokenizer):
-        ids = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(list(chat), return_dict=True, **{**begins, **template})["input_ids"]
     return list(ids)

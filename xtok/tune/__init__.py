@@ -23,6 +23,7 @@ from xtok.drafts.lessons import lessons
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load
+from xtok.progress import busy
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import train
 from xtok.tune.work import Settings, begun, check, digest, name, per_forward, per_way, split
@@ -102,14 +103,16 @@ def tune_draft(
     def by_ways(model: PreTrainedModel) -> dict[str, float]:
         return per_way(_by_trees(pair, (model, learner.vocabulary.tokenizer)), settings.measured(kept), **settings.writing)
 
-    first = measured(learner.model)
+    with busy("measuring the draft as it is"):
+        first = measured(learner.model)
     copy: Any = deepcopy(learner.model)
     trained: Any
     trained, found = train(
         copy.float(), rows, seen, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora
     )
     model = trained.to(learner.model.dtype) if max(found) > first else learner.model
-    before, after = by_ways(learner.model), by_ways(model)
+    with busy("measuring what was gained"):
+        before, after = by_ways(learner.model), by_ways(model)
     ways = {way: (before[way], after[way]) for way in before}
     result = Tuned(Path(out), len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)
     _finish(model, learner.vocabulary.tokenizer, settings, result, work)

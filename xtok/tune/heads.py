@@ -22,6 +22,7 @@ from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.load import Source, target_model
 from xtok.models.prompts import prompt_ids
+from xtok.progress import busy
 from xtok.tune.training import fit
 from xtok.tune.work import Settings, begun, check, check_trains, digest, name, per_forward, split
 from xtok.tune.writing import beginnings, write
@@ -121,7 +122,8 @@ def train_heads(
         rate=learning_rate or _RATE,
         device=device_of(made.model),
     )
-    after = measured(kept)
+    with busy("measuring what was gained"):
+        after = measured(kept)
     accuracy = accuracies(made.model, learner, written(kept, "kept"))
     save_heads(learner, replace(known, accuracy=accuracy), now)
     os.replace(now, file)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from xtok.align.projection import Projection
 from xtok.drafts.adapt import with_lora
 from xtok.drafts.lessons import Lesson, batch
+from xtok.progress import console
 from xtok.tune.loss import guessing_loss
 
 _MEASURED = "tokens_per_forward"
@@ -104,7 +105,7 @@ def fit(
         train_dataset=list(rows),
         eval_dataset=list(rows[:1]),
         data_collator=collate,
-        callbacks=[_Watch(bar := Progress(transient=True))],
+        callbacks=[_Watch(bar := Progress(console=console(), transient=True))],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.loss, trainer.measure = loss, measure

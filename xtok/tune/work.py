@@ -75,7 +75,7 @@ def _measured(xt: XTokAssisted, prompts: Sequence[str], sampled: float, argument
     """Each prompt's way of picking and figures."""
     ways = [way(i, sampled) for i in range(len(prompts))]
     return [
-        (called(own), xt.generate(prompt, seed=i, **own, **arguments).stats)
+        (called(own), xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats)
         for i, (prompt, own) in enumerate(zip(prompts, ways, strict=True))
     ]
 

@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 import torch
-from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -19,6 +18,7 @@ from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.drafts.lessons import Written
 from xtok.models.cache import device_of
 from xtok.models.prompts import prompt_ids
+from xtok.progress import bar
 
 _BATCH = 16
 PENALTY = 1.2
@@ -67,7 +67,7 @@ def write(target: tuple[Any, Any], starts: Sequence[str], into: Path, *, sampled
     into.mkdir(parents=True, exist_ok=True)
     view, ends = token_bytes(target[1]), _ends(target)
     texts: list[Written] = []
-    for index, (picked, batch) in enumerate(track(_batches(starts, sampled), description="the target writes", transient=True)):
+    for index, (picked, batch) in enumerate(bar(_batches(starts, sampled), "the target writes")):
         file = into / f"{index:05}.safetensors"
         if not file.exists():
             tensors = _continued(target, batch, index, **picked, **arguments)

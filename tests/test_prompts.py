@@ -1,0 +1,234 @@
+"""Prompts of all kinds: chats with their templates' arguments, texts out of a template, ids and encodings."""
+
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from front_door import (
+    BYTES,
+    CHAT,
+    GREEDY,
+    OTHER,
+    PROMPT,
+    PROMPTS,
+    TARGET,
+    TOKENS,
+    Recorder,
+    encoded,
+    forwards,
+    truth,
+    with_template,
+)
+from transformers import pipeline
+from worlds import alone
+
+from xtok import Budget, Engine, XTokAssisted
+from xtok.errors import InvalidInputError
+
+TEMPLATE = (
+    "<s>{% if tools %}{% for tool in tools %}({{ tool['function']['name'] }}){% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if enable_thinking is false %}…{% endif %}{{ mood or '' }}{% endif %}"
+)
+OTHER_TEMPLATE = "[{{ mood or '' }}{% for m in messages %}{{ m['content'] }}{% endfor %}]"
+TALKING = with_template(TOKENS, TEMPLATE)
+XT = XTokAssisted(
+    (TARGET, TALKING), (OTHER, with_template(BYTES, OTHER_TEMPLATE)), budget=Budget(4, width=4, schedule="constant")
+)
+
+
+def weather(place: str) -> str:
+    """Tell the weather.
+
+    Args:
+        place: Where.
+    """
+    return place
+
+
+def templated(**arguments: Any) -> list[int]:
+    ids: list[int] = TALKING.apply_chat_template(CHAT, **{"add_generation_prompt": True, "return_dict": True, **arguments})[
+        "input_ids"
+    ]
+    return ids
+
+
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tools": ({"tools": [weather]}, {"tools": [weather]}),
+    "no thinking": ({"enable_thinking": False}, {"enable_thinking": False}),
+    "any argument": ({"chat_template_kwargs": {"mood": "calm"}}, {"mood": "calm"}),
+    "several": ({"tools": [weather], "chat_template_kwargs": {"mood": "calm"}}, {"tools": [weather], "mood": "calm"}),
+    "a turn to go on with": (
+        {"chat_template_kwargs": {"continue_final_message": True}},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ),
+    "another template": ({"chat_template_kwargs": {"chat_template": OTHER_TEMPLATE}}, {"chat_template": OTHER_TEMPLATE}),
+    "none": ({"tools": None, "enable_thinking": None, "chat_template_kwargs": None}, {}),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_arguments_of_a_chat_reach_the_targets_template(name: str) -> None:
+    given, expected = ASKED[name]
+    ids = templated(**expected)
+    assert (ids == templated()) == (name == "none")
+    with forwards(TARGET) as seen:
+        generation = XT.generate(CHAT, **given, **GREEDY)
+    assert seen[0][0].tolist() == ids
+    assert generation.token_ids == alone(TARGET, ids, **GREEDY)
+    assert generation.stats.draft_error is None
+    assert "".join(XT.stream(CHAT, **given, **GREEDY)) == generation.text
+    assert [one.token_ids for one in XT.generate([CHAT, CHAT], **given, **GREEDY)] == [generation.token_ids] * 2
+    with Engine(XT) as engine:
+        assert engine.submit(CHAT, **given, **GREEDY).result().token_ids == generation.token_ids
+
+
+def test_arguments_of_a_chat_reach_the_drafts_template() -> None:
+    own = with_template(BYTES, OTHER_TEMPLATE).apply_chat_template(CHAT, mood="calm", return_dict=True)["input_ids"]
+    with forwards(OTHER) as seen:
+        XT.generate(CHAT, chat_template_kwargs={"mood": "calm"}, **GREEDY)
+    assert seen[0][0, : len(own)].tolist() == own
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a message without a role": ([{"content": "a"}], {}, r"Message 1 of the chat has no role.*'role': 'user'"),
+    "a role that is no text": ([*CHAT, {"role": 5, "content": "a"}], {}, r"Message 2 of the chat has no role"),
+    "a message that is no list": (CHAT[0], {}, r"A prompt is dict\..*a list of messages"),
+    "tools for a text": (PROMPT, {"tools": [weather]}, r"tools is for chats, and the prompt is a text"),
+    "thinking for ids": ([5, 6], {"enable_thinking": True}, r"enable_thinking is for chats, and the prompt is token ids"),
+    "what is no set of arguments": (CHAT, {"chat_template_kwargs": ["mood"]}, r"chat_template_kwargs is \['mood'\]"),
+    "what xtok decides": (CHAT, {"chat_template_kwargs": {"tokenize": False}}, r"tokenize can't be set.*Leave it out"),
+    "what a template refuses": (
+        CHAT,
+        {"chat_template_kwargs": {"chat_template": "{{ raise_exception('no users') }}"}},
+        r"chat template.*no users",
+    ),
+    "control tokens for a chat": (CHAT, {"split_special_tokens": True}, r"split_special_tokens is for texts"),
+    "control tokens for ids": ([5, 6], {"split_special_tokens": False}, r"split_special_tokens is for texts"),
+    "several rows": (torch.tensor([[5, 6], [7, 8]]), {}, r"ids of 2 texts.*a list of prompts"),
+    "several texts": (TOKENS(PROMPTS[:2]), {}, r"ids of 2 texts.*a list of prompts"),
+    "ids that are no whole numbers": (torch.tensor([0.5]), {}, r"0\.5.*whole numbers"),
+    "no ids": (torch.tensor([], dtype=torch.int64), {}, r"no ids"),
+    "ids beyond the vocabulary": ([5, 99999], {}, r"the id 99999"),
+    "ids beyond all": ([5, 1 << 70], {}, r"whole numbers"),
+    "ids below 0": ([-1], {}, r"the id -1"),
+    "one number": (torch.tensor(5), {}, r"whole numbers"),
+    "a mask of another length": ({"input_ids": [5, 6], "attention_mask": [1]}, {}, r"attention_mask.*1.*2"),
+    "pictures": ({"input_ids": [5, 6], "pixel_values": [1]}, {}, r"pixel_values"),
+    "ids beside a text": ([5, PROMPT], {}, r"A prompt is int"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_prompt_is_refused_before_any_work(name: str) -> None:
+    prompt, arguments, told = REFUSED[name]
+    with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=told):
+        XT.generate(prompt, **arguments, **GREEDY)
+    assert not seen
+
+
+def test_a_text_that_went_through_a_template_gets_no_second_beginning() -> None:
+    text = TALKING.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert text.startswith("<s>")
+    assert (
+        XT.generate(text, **GREEDY).token_ids == XT.generate(CHAT, **GREEDY).token_ids == alone(TARGET, templated(), **GREEDY)
+    )
+    assert XT.generate(PROMPT, **GREEDY).token_ids == truth()
+    untold = XTokAssisted((TARGET, TOKENS))  # without a template there is nothing that it could have gone through
+    assert untold.generate("<s>" + PROMPT, **GREEDY).token_ids == truth("<s>" + PROMPT)
+
+
+IDS: list[int] = TOKENS(PROMPT).input_ids
+ONE = {
+    "a list": IDS,
+    "a tuple": tuple(IDS),
+    "a tensor": torch.tensor(IDS),
+    "a row": torch.tensor([IDS]),
+    "an array": np.array(IDS),
+    "an encoding": TOKENS(PROMPT),
+    "an encoding in tensors": TOKENS(PROMPT, return_tensors="pt"),
+    "an encoding of one text": TOKENS([PROMPT]),
+    "an encoding with padding": TOKENS([PROMPT], padding="max_length", max_length=60, padding_side="left", return_tensors="pt"),
+}
+
+
+@pytest.mark.parametrize("kind", ONE)
+def test_ids_and_encodings_are_prompts(kind: str) -> None:
+    generation = XT.generate(ONE[kind], **GREEDY)
+    assert generation.token_ids == truth()
+    assert generation.stats.new_tokens == len(generation.token_ids)
+    assert "".join(XT.stream(ONE[kind], **GREEDY)) == generation.text
+    assert [one.token_ids for one in XT.generate([ONE[kind], PROMPTS[1]], **GREEDY)] == [truth(), truth(PROMPTS[1])]
+    with Engine(XT) as engine:
+        assert engine.submit(ONE[kind], **GREEDY).result().token_ids == truth()
+
+
+def test_a_list_of_numbers_is_one_prompt_and_a_list_of_lists_several() -> None:
+    assert XT.generate(IDS, **GREEDY).token_ids == truth()
+    assert [one.token_ids for one in XT.generate([IDS], **GREEDY)] == [truth()]
+    assert [one.token_ids for one in XT.generate(TOKENS(PROMPTS[:2]).input_ids, **GREEDY)] == list(map(truth, PROMPTS[:2]))
+
+
+def test_ids_are_sampled_as_their_text_is() -> None:
+    sampled = {**GREEDY, "do_sample": True, "seed": 3}
+    assert XT.generate(IDS, **sampled).token_ids == XT.generate(PROMPT, **sampled).token_ids
+
+
+# what the last call gave
+
+
+def test_the_last_call_is_kept_for_its_thread() -> None:
+    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES))
+    assert xt.last == []
+    TARGET.generate(**encoded(*PROMPTS[:2]), **GREEDY, custom_generate=xt)
+    assert [one.token_ids[: len(truth(text))] for one, text in zip(xt.last, PROMPTS, strict=False)] == list(
+        map(truth, PROMPTS[:2])
+    )
+    assert all(one.stats.new_tokens == len(one.token_ids) and one.rounds for one in xt.last)
+    seen: list[Any] = []
+
+    def other() -> None:
+        seen.append(xt.last)
+        xt.generate(PROMPTS[2], **GREEDY)
+        seen.append(xt.last)
+
+    thread = Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen[0] == []
+    assert [one.token_ids for one in seen[1]] == [truth(PROMPTS[2])]
+    assert len(xt.last) == 2
+    given = xt.generate([PROMPT, "a"], **GREEDY)
+    assert xt.last == given
+    assert XTokAssisted((TARGET, TOKENS)).last == []
+    text = "".join(xt.stream(PROMPT, **GREEDY))
+    assert [one.text for one in xt.last] == [text]
+
+
+def test_a_pipeline_generates_by_xtok_and_leaves_its_stats() -> None:
+    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES))
+    settings: Any = {**GREEDY, "return_tensors": True}
+    plain = pipeline("text-generation", model=TARGET, tokenizer=TOKENS)
+    helped = pipeline("text-generation", model=TARGET, tokenizer=TOKENS, custom_generate=xt)
+    assert helped(PROMPT, **settings) == plain(PROMPT, **settings)
+    (last,) = xt.last
+    assert last.token_ids == truth()
+    assert last.stats.target_forwards >= 1
+
+
+# a seed
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_seed_that_has_no_effect_is_refused(streamed: bool) -> None:
+    streamer: Any = Recorder()
+    with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=r"seed=7 has no effect on a greedy text"):
+        XT.generate(PROMPT, seed=7, **({"streamer": streamer} if streamed else {}), **GREEDY)
+    with pytest.raises(InvalidInputError, match="no effect"):
+        XT.stream(PROMPT, seed=7, **GREEDY)
+    with pytest.raises(InvalidInputError, match="no effect"):
+        TARGET.generate(**encoded(PROMPT), seed=7, custom_generate=XT, **GREEDY)
+    assert not seen
+    assert streamer.calls == []

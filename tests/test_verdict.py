@@ -1,0 +1,129 @@
+"""What is said of a pair before its weights are loaded, and which of several drafts is measured to be best."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+from worlds import CORPUS, tokenizer
+
+from xtok import cli
+from xtok.align.fit import Fit, fit
+from xtok.align.verdict import verdict
+from xtok.bench.choice import compare_drafts
+from xtok.bench.compare import Timed
+from xtok.models.load import load
+from xtok.models.sizes import parameters
+from xtok.pair import DRAFT, TARGET, TUNED, prompts
+
+
+def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(cli.app, [*arguments])
+    assert result.exit_code == code, result.output
+    return result.stdout, result.stderr
+
+
+SAME = fit(tokenizer("byte-level BPE"), tokenizer("byte-level BPE"), CORPUS)
+
+
+def english() -> Fit:
+    """A draft that can't write the most of the sample."""
+    return fit(tokenizer("byte-level BPE"), tokenizer("WordPiece"), ["龘龘龘龘龘龘龘龘龘 the fox"])
+
+
+@pytest.mark.parametrize(
+    ("found", "share", "word", "told"),
+    [
+        (SAME, 0.01, "good", "more than 1.0% of what is guessed is right, and make the target at most 5.7 times as fast"),
+        (SAME, 0.1, "usable", "more than 10% of what is guessed is right, and make the target at most 4.0 times"),
+        (SAME, 0.5, "poor", "more than 50% of what is guessed"),
+        (SAME, 2.0, "poor", "guessing costs more than it can ever save"),
+        (english(), 0.001, "poor", "of the target's tokens"),
+    ],
+)
+def test_a_verdict_is_a_sentence_that_follows_from_sizes_and_tokenizers(found: Fit, share: float, word: str, told: str) -> None:
+    judged = verdict(found, 1_000_000, round(1_000_000 * share))
+    assert judged.word == word
+    assert judged.told.startswith(f"{word.capitalize()}: a forward of the draft reads ")
+    assert told in judged.told
+    assert judged.told.count(". ") == 0
+    assert judged.told.endswith(".")
+
+
+def test_a_draft_token_that_spells_more_pays_sooner() -> None:
+    characters, words = tokenizer("characters"), tokenizer("byte-level BPE")
+    text = ["the quick brown fox jumps over the lazy dog"]
+    long, short = fit(characters, words, text), fit(words, characters, text)
+    assert verdict(long, 100, 10).break_even < 0.1 < verdict(short, 100, 10).break_even
+    assert verdict(long, 100, 10).ceiling > verdict(short, 100, 10).ceiling
+
+
+def test_the_share_that_a_draft_can_spell_is_counted_in_tokens_of_the_target() -> None:
+    found = english()
+    assert found.draft.unspellable == ("龘",)
+    ids = tokenizer("byte-level BPE")("龘龘龘龘龘龘龘龘龘 the fox", add_special_tokens=False).input_ids
+    assert len(ids) > 9
+    assert found.spelled == pytest.approx((len(ids) - 9 * 3) / len(ids))  # each of its three bytes is a token
+    assert SAME.spelled == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_are_only_looked_up_are_not_read_by_a_forward(tied: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaConfig(vocab_size=100, tie_word_embeddings=tied, **sizes).save_pretrained(tmp_path)
+    block = 4 * 8 * 8 + 3 * 8 * 8 + 2 * 8
+    assert parameters(tmp_path) == block + 8 + 100 * 8
+
+
+def test_inspect_says_first_what_to_expect_without_any_weights(tmp_path: Path) -> None:
+    for source in (TARGET, DRAFT):
+        shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("*.safetensors"))
+    told, _ = run("inspect", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"))
+    assert told.startswith("Poor: a forward of the draft reads 27% of the weights")
+    found = json.loads(run("inspect", "--json")[0])
+    assert found["verdict"]["word"] == "poor"
+    assert found["verdict"]["told"] == told.splitlines()[0]
+    assert found["spelled"] == 1
+
+
+def test_inspect_judges_several_drafts() -> None:
+    told, _ = run("inspect", "--draft", str(DRAFT), "--draft", str(TARGET))
+    assert told.count("Poor: ") == 2
+    assert told.count("can ever save") == 1
+    found = json.loads(run("inspect", "--draft", str(DRAFT), "--draft", str(TARGET), "--json")[0])
+    assert [one["name"] for one in found] == [str(DRAFT), str(TARGET)]
+
+
+def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts()[:3]), encoding="utf-8")
+    both = ("--draft", str(DRAFT), "--draft", str(TUNED), "--text", str(file), "--measure", "--limit", "2")
+    found = json.loads(run("inspect", *both, "--json")[0])
+    assert [one["measured"]["prompts"] for one in found] == [2, 2]
+    plain, tuned = (one["measured"] for one in found)
+    assert plain["tokens_per_forward"] >= 1
+    assert 0 <= tuned["accepted"] <= 1
+    told, _ = run("inspect", *both)
+    assert "measured on 2 prompts" in told
+    assert "Best here: " in told or "The target alone is fastest here." in told
+    assert "--limit has no effect without --measure" in run("inspect", "--limit", "2", code=1)[1]
+
+
+def test_the_fastest_draft_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, tuned = (load(one, "model") for one in (TARGET, DRAFT, TUNED))
+    from xtok.bench import choice
+
+    by_xtok, seconds = choice.by_xtok, {id(draft[0]): 0.5, id(tuned[0]): 0.25}
+
+    def timed(xt: Any, prompt: str, **arguments: Any) -> Timed:
+        run = by_xtok(xt, prompt, **arguments)
+        return Timed(run.ids, seconds[id(xt.models()[1])], run.target_forwards, run.draft_forwards, run.generation)
+
+    monkeypatch.setattr(choice, "by_xtok", timed)
+    monkeypatch.setattr(choice, "by_transformers", lambda *_, **__: Timed([1] * 8, 1.0, 8, 0, None))
+    found = compare_drafts(target, {"plain": draft, "tuned": tuned}, prompts()[:2], max_new_tokens=8)
+    assert [(one.draft, one.speed, one.prompts) for one in found] == [("tuned", 4.0, 2), ("plain", 2.0, 2)]
+    cli._print_choices(found)

@@ -1,0 +1,28 @@
+"""How far work is, on stderr, where that is a terminal."""
+
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+Item = TypeVar("Item")
+
+
+def console() -> Console:
+    """Where progress is shown. It shows nothing where stderr is a pipe or a file."""
+    return Console(stderr=True, quiet=not sys.stderr.isatty())
+
+
+def bar(items: Iterable[Item], what: str, total: int | None = None, *, shown: bool | None = None) -> Iterable[Item]:
+    """The items, and a bar that shows how many are left; `shown` says so whether or not there is a terminal."""
+    if shown is None:
+        shown = sys.stderr.isatty()
+    return track(items, what, total, console=Console(stderr=True), transient=True) if shown else items
+
+
+def busy(what: str) -> AbstractContextManager[object]:
+    """Says what is done inside the block."""
+    return console().status(what)
