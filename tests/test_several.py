@@ -586,7 +586,7 @@ def test_what_has_propose_is_a_drafter_whatever_else_it_has() -> None:
 
 @pytest.mark.parametrize("given", [PromptLookup, HeadsDrafter, ScriptedDrafter])
 def test_a_class_in_place_of_a_draft_is_refused(given: Any) -> None:
-    with pytest.raises(InvalidInputError, match="The draft is type"):
+    with pytest.raises(InvalidInputError, match="The draft is the class"):
         XTokAssisted((TARGET, TOKENS), given)
 
 
