@@ -299,17 +299,22 @@ def _own_drafts(pair: tuple[Any, Any], *, shipped: bool) -> dict[str, Any]:
 
 def _pair(target: str, draft: str | None, dtype: str, device: str) -> tuple[Any, Any]:
     """Target and draft, each with its tokenizer, in a precision and on a device."""
-    import torch
-
     from xtok.models.load import load
 
+    _check_dtype(dtype)  # before anything is loaded
+    return _placed(load(target, "target"), load(model_draft(target, draft), "draft"), dtype, device)
+
+
+def _placed(target: Any, draft: Any, dtype: str, device: str) -> tuple[Any, Any]:
+    """The pair in a precision and on a device. Raises `InvalidInputError` for what is none."""
+    import torch
+
     _check_dtype(dtype)
-    loaded = load(target, "target"), load(model_draft(target, draft), "draft")
     try:
-        big, small = (model.to(device, getattr(torch, dtype)) for model, _ in loaded)
+        big, small = (model.to(device, getattr(torch, dtype)) for model, _ in (target, draft))
     except (RuntimeError, AssertionError) as error:  # torch's own ways to say so
         raise InvalidInputError(f"device is {device!r}, which can't be used: {error}") from error
-    return (big, loaded[0][1]), (small, loaded[1][1])
+    return (big, target[1]), (small, draft[1])
 
 
 def _tokenizers(target: str, draft: str | None) -> tuple[Any, Any]:
