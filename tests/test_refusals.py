@@ -14,8 +14,8 @@ from worlds import alone, model
 
 from xtok import Budget, HeadsDrafter, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
-from xtok.bench.compare import asked_for, compare
 from xtok.bench.commands import _placed
+from xtok.bench.compare import asked_for, compare
 from xtok.bench.sampled import compare_sampled
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
