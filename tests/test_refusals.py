@@ -14,7 +14,7 @@ from worlds import alone, model
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
-from xtok.bench.compare import compare
+from xtok.bench.compare import asked_for, compare
 from xtok.bench.sampled import compare_sampled
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
@@ -173,10 +173,11 @@ SETTINGS: dict[str, Refused] = {
         r"no prompts\. Give a file",
     ),
     "nothing to compare": (
-        lambda: compare(PAIR, (OTHER, BYTES), [], "greedy", max_new_tokens=3, guess_length=3),
+        lambda: compare(PAIR, (OTHER, BYTES), [], asked_for("greedy"), max_new_tokens=3, guess_length=3),
         InvalidInputError,
         r"no prompts\. Give a file",
     ),
+    "a setting that nobody has": (lambda: asked_for("warm"), InvalidInputError, r"setting is .warm.; use one of greedy"),
     "a dtype that nobody has": (
         lambda: XTokAssisted(SAVED, dtype="int3"),
         InvalidInputError,

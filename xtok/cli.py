@@ -136,6 +136,9 @@ def generate(
     from xtok.assisted import XTokAssisted
 
     xt = XTokAssisted(target, _draft(target, draft), budget=guessing, device=each(device), dtype=each(dtype))
+    if draft is None and target != OWN_TARGET:
+        told = "xtok: no --draft was given, so only what the text repeats is guessed (prompt lookup). Name any small model."
+        typer.echo(told, err=True)
     if json_lines:
         for text, answer in zip(texts, xt.generate(asked, **arguments), strict=True):
             typer.echo(as_json(_line(text, answer), indent=None))
@@ -195,9 +198,6 @@ def _draft(target: str, given: str | None) -> Any:
         return None
     if given is None and target == OWN_TARGET:
         return OWN_DRAFT
-    if given is None:
-        told = "xtok: no --draft was given, so only what the text repeats is guessed (prompt lookup). Name any small model."
-        typer.echo(told, err=True)
     if given is None or given == "lookup":
         return PromptLookup()
     return HeadsDrafter(given) if holds_heads(given) else given
