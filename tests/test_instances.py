@@ -1,11 +1,12 @@
 """An instance: which models it takes, that it changes none of them, and that texts and threads go side by side."""
 
 import hashlib
+import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from worlds import budgets, examples, fitting
 
-from xtok import Budget, XTokAssisted
+from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted, pair
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.prompts import prompt_ids
 
@@ -328,3 +329,50 @@ def test_a_target_is_tried_out_once() -> None:
         for _ in range(2):
             once += xt.generate(PROMPT, **GREEDY).stats.target_forwards
             assert len(seen) == once
+
+
+# copies
+
+
+def pickled(xt: XTokAssisted) -> Any:
+    return pickle.loads(pickle.dumps(xt))
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda xt: pickle.loads(pickle.dumps(xt)), deepcopy, copy], ids=["pickle", "deepcopy", "copy"]
+)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"budget": Budget(3, width=2, schedule="constant")}, {"acceptance": "rejection"}, {"adapt": True}],
+    ids=["plain", "budget", "rejection", "adapt"],
+)
+def test_a_copy_generates_the_same_ids(settings: dict[str, Any], copied: Callable[[XTokAssisted], XTokAssisted]) -> None:
+    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), **settings)
+    expected = xt.generate(PROMPT, **GREEDY).token_ids
+    again = copied(xt)
+    assert repr(again) == repr(xt)
+    sampled = {**GREEDY, "do_sample": True, "seed": 5}
+    assert again.generate(PROMPT, **GREEDY).token_ids == expected
+    assert again.generate(PROMPT, **sampled).token_ids == xt.generate(PROMPT, **sampled).token_ids
+    assert (again.model is TARGET) == (copied is copy)
+    assert again.last is not xt.last
+
+
+def test_what_was_named_is_loaded_again_by_its_name() -> None:
+    xt = XTokAssisted(pair.TARGET, [str(pair.DRAFT), HeadsDrafter(pair.HEADS), PromptLookup(["吾輩は猫である。"])])
+    kept = pickle.dumps(xt)
+    assert len(kept) < (pair.TARGET / "model.safetensors").stat().st_size
+    again = pickle.loads(kept)
+    assert again.generate(PROMPT, **GREEDY).token_ids == xt.generate(PROMPT, **GREEDY).token_ids
+    assert repr(again) == repr(xt)
+
+
+def test_a_prompt_lookup_can_be_pickled_before_and_behind_its_use() -> None:
+    corpus = "".join(PROMPTS) * 2
+    lookup = PromptLookup([corpus])
+    fresh, used = pickle.loads(pickle.dumps(lookup)), lookup
+    guessed = XTokAssisted((TARGET, TOKENS), used).generate(PROMPT, **GREEDY)
+    for one in (fresh, pickle.loads(pickle.dumps(used))):
+        again = XTokAssisted((TARGET, TOKENS), one).generate(PROMPT, **GREEDY)
+        assert again.token_ids == guessed.token_ids
+        assert repr(one) == repr(lookup)

@@ -100,6 +100,18 @@ class XTokAssisted:
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
+        self._made = dict[str, Any](
+            target=target,
+            draft=list(draft) if isinstance(draft, list) else draft,
+            budget=budget,
+            acceptance=acceptance,
+            posterior_threshold=posterior_threshold,
+            posterior_alpha=posterior_alpha,
+            adapt=adapt,
+            device=device,
+            dtype=dtype,
+            device_map=device_map,
+        )
         _check_settings(budget, acceptance, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
         typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
         if typical:
@@ -120,6 +132,10 @@ class XTokAssisted:
         self._names = _names([models[i].model if i in models else one for i, one in enumerate(given)])
         self._ledger = Ledger([Account() for _ in given])
         self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, be it by a pickle, is made as this one was: ids and paths are loaded again, and nothing is learnt yet."""
+        return _made_again, (type(self), self._made)
 
     def __repr__(self) -> str:
         settings = {"budget": self._budget, "acceptance": self._acceptance, "adapt": self.adapter is not None}
@@ -403,6 +419,10 @@ class XTokAssisted:
         """The bytes of all ids that were guessed."""
         view = self.target.vocabulary.view
         return {token: view[token] or b"" for one in text.meter.rounds for token in one.tree.tokens}
+
+
+def _made_again(kind: type[XTokAssisted], arguments: dict[str, Any]) -> XTokAssisted:
+    return kind(**arguments)
 
 
 class _Last(local):

@@ -2,7 +2,6 @@
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import partial
 from math import log2, sqrt
@@ -169,11 +168,6 @@ class Ledger:
     lately: Throughput = field(default_factory=Throughput)
     _texts: int = 1
     lock: Any = field(default_factory=RLock, init=False, repr=False, compare=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Ledger":
-        """A copy with a lock of its own, for locks can't be copied."""
-        with self.lock:
-            return Ledger(*deepcopy((self.accounts, self.target, self.lately), memo))
 
     def ready(self) -> bool:
         """Whether to guess at all. The target's forward of one row is measured before the first guess."""
