@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections import Counter
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from worlds import FAMILIES, budgets, examples, fitting, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, chain
 from xtok.drafts.scripted import ScriptedDrafter
+from xtok.generation import Token
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 TREE = Budget(3, width=3, nodes=12, schedule="constant")
@@ -92,6 +94,22 @@ def test_a_trace_is_json_and_can_be_kept(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(generation))
     assert again == generation
     assert again.to_dict() == told
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("draft", sorted(MADE))
+def test_tokens_are_streamed_as_they_are_told_of_later(draft: str, way: str) -> None:
+    xt = XTokAssisted((TARGET, TOKENS), MADE[draft](), budget=TREE)
+    ended: list[Generation] = []
+
+    def streamed() -> Iterator[Token]:
+        ended.append((yield from xt.stream_tokens("吾輩は🍣", **WAYS[way])))
+
+    tokens = list(streamed())
+    (generation,) = ended
+    assert tokens == generation.tokens
+    assert generation.token_ids == xt.generate("吾輩は🍣", **WAYS[way]).token_ids
+    assert "".join(xt.stream("吾輩は🍣", **WAYS[way])) == "".join(token.text for token in tokens)
 
 
 class Checked(HTMLParser):

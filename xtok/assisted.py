@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok import hf
-from xtok.align.text import Text, TextPieces
+from xtok.align.text import Text
 from xtok.budget import Budget
 from xtok.decode import step
 from xtok.drafts import Draft, Drafter, Request
@@ -27,7 +27,7 @@ from xtok.drafts.model import ModelDraft
 from xtok.drafts.reader import DraftModel
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
-from xtok.generation import Generation
+from xtok.generation import Committed, Generation, Token, told
 from xtok.ledger import Account, Ledger
 from xtok.models.cache import device_of, positions
 from xtok.models.forwards import Slot
@@ -58,6 +58,7 @@ class XTokAssisted:
     law, and equal those of `XTokAssisted(target)`, which has no draft and is the reference sampler, for the same seed.
     A draft decides only how fast they come.
     One instance may serve several threads. The models and tokenizers handed in are never changed.
+    `names`: what its drafts are called where it is told who guessed a token.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class XTokAssisted:
         self._check_drafts(given, list(models.values()), adapt=adapt)
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
-        self._names = _names([models[i].model if i in models else one for i, one in enumerate(given)])
+        self.names = _names([models[i].model if i in models else one for i, one in enumerate(given)])
         self._ledger = Ledger([Account() for _ in given])
         self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in given)
 
@@ -141,7 +142,7 @@ class XTokAssisted:
         settings = {"budget": self._budget, "acceptance": self._acceptance, "adapt": self.adapter is not None}
         usual = {"budget": Budget(), "acceptance": Acceptance(), "adapt": False}
         told = "".join(f", {name}={value!r}" for name, value in settings.items() if value != usual[name])
-        return f"XTokAssisted({_name(self.model)}, drafts={list(self._names)}{told})"
+        return f"XTokAssisted({_name(self.model)}, drafts={list(self.names)}{told})"
 
     @staticmethod
     def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
@@ -229,17 +230,34 @@ class XTokAssisted:
         _, begin = self.asked(prompt, arguments)
         return self._pieces(begin(Seat()))
 
+    def stream_tokens(self, prompt: Prompt, **arguments: Any) -> Generator[Token, None, Generation]:
+        """Yield the new tokens as they are committed, each with who guessed it: `generate(...).tokens`, returned likewise."""
+        _, begin = self.asked(prompt, arguments)
+        return self._tokens(begin(Seat()))
+
     def _pieces(self, text: Sequence) -> Generator[str, None, Generation]:
-        pieces = TextPieces(self.target.vocabulary.view, text.text.data)
-        while text.finish_reason is None:
-            (block,) = step(self.target, [text])
-            if piece := pieces.add(block):
+        for block in told(self._committed(text), self.names):
+            if piece := "".join(token.text for token in block):
                 yield piece
+        return self._ended(text)
+
+    def _tokens(self, text: Sequence) -> Generator[Token, None, Generation]:
+        for block in told(self._committed(text), self.names):
+            yield from block
+        return self._ended(text)
+
+    def _committed(self, text: Sequence) -> Iterator[Committed]:
+        """The rounds of a text, while it is written."""
+        while text.finish_reason is None:
+            if block := step(self.target, [text])[0]:
+                is_last = text.finish_reason is not None
+                yield Committed(text.meter.rounds[-1], block, text.text.pieces[-len(block) :], is_last)
+
+    def _ended(self, text: Sequence) -> Generation:
+        """What a text that was streamed is handed out as."""
         hf.stop_recording(text)
         result = self.result(text)
         _LAST.given[self] = [result]
-        if rest := pieces.rest():
-            yield rest
         return result
 
     def __call__(
@@ -410,7 +428,7 @@ class XTokAssisted:
             seed=text.seed,
             scores=text.picker.scores,
             logits=text.picker.logits,
-            drafts=self._names,
+            drafts=self.names,
             pieces=tuple(text.text.pieces),
             spelled=self._spelled(text),
         )

@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -56,14 +56,17 @@ class Generation:
 
         Law: their texts joined are `text`.
         """
-        texts = list(_characters(self.pieces))
-        return [Token(*one) for one in zip(self.token_ids, texts, self._sources(), strict=True)]
+        return [token for block in self._blocks() for token in block]
 
-    def _sources(self) -> Iterator[str | None]:
-        """Who guessed each new token."""
+    def _blocks(self) -> Iterator[list[Token]]:
+        """The tokens of each round."""
+        return told(self._committed(), self.drafts)
+
+    def _committed(self) -> Iterator["Committed"]:
+        end = 0
         for one in self.rounds:
-            yield from (self.drafts[one.drafts[node]] for node in one.right)
-            yield from [None] * (one.committed - len(one.right))
+            start, end = end, end + one.committed
+            yield Committed(one, self.token_ids[start:end], self.pieces[start:end], end == len(self.token_ids))
 
     def to_dict(self) -> dict[str, Any]:
         r"""All but `scores` and `logits`, in values that JSON has. Bytes that are no whole characters are written as `\xe3`.
@@ -116,15 +119,25 @@ class Generation:
 
     def _shown(self) -> Iterator[Shown]:
         """The rounds, with the tokens that came of each."""
-        tokens, start = self.tokens, 0
-        for one in self.rounds:
-            end = start + one.committed
-            yield Shown([(token.text, token.draft) for token in tokens[start:end]], self._guesses(one), set(one.right))
-            start = end
+        for one, block in zip(self.rounds, self._blocks(), strict=True):
+            yield Shown([(token.text, token.draft) for token in block], self._guesses(one), set(one.right))
 
 
-def _characters(pieces: tuple[bytes, ...]) -> Iterator[str]:
-    """The whole characters that each piece completes; the last one has what is left of one."""
+class Committed(NamedTuple):
+    """A round, the ids that it committed and their bytes, and whether the text ends there."""
+
+    round: Round
+    ids: Sequence[int]
+    pieces: Sequence[bytes]
+    is_last: bool
+
+
+def told(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[list[Token]]:
+    """The tokens of each round as soon as it is there. The last of a text has what is left of an unfinished character."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for number, piece in enumerate(pieces, start=1):
-        yield decoder.decode(piece, final=number == len(pieces))
+    for one in rounds:
+        guessed = [drafts[one.round.drafts[node]] for node in one.round.right]
+        sources = guessed + [None] * (len(one.ids) - len(guessed))
+        texts = [decoder.decode(piece) for piece in one.pieces]
+        texts[-1] += decoder.decode(b"", final=one.is_last)
+        yield [Token(*each) for each in zip(one.ids, texts, sources, strict=True)]
