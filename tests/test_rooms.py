@@ -42,7 +42,7 @@ FLOORS = (
     ("", "pair", "bench", "bench.chi_square", "bench.stretch"),
     ("bench.compare",),
     ("bench.sampled", "bench.context", "bench.plot", "bench.drafters", "bench.batches", "bench.choice"),
-    ("bench.vocabulary", "console"),
+    ("bench.vocabulary", "console", "terminal"),
     ("bench.report", "demo"),
     ("bench.commands",),
     ("cli",),

@@ -5,7 +5,7 @@ What takes long to import is imported where it is used, so that `xtok --version`
 
 import re
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ from xtok.console import (
     each,
     goes_on_later,
     holds_heads,
+    keeping,
     lines_of,
     load_pair,
     model_draft,
@@ -40,6 +41,7 @@ from xtok.version import __version__
 if TYPE_CHECKING:
     from xtok.align.fit import Fit, Side
     from xtok.align.verdict import Verdict
+    from xtok.assisted import XTokAssisted
     from xtok.bench.choice import Choice
     from xtok.budget import Budget
     from xtok.generation import Generation
@@ -121,7 +123,12 @@ def generate(
     ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each prompt.")] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="On a terminal: tint the text by who guessed it. Tells how much is from whom.")
+    ] = False,
+    json_lines: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each prompt: the text, and who guessed what.")
+    ] = False,
 ) -> None:
     """Continue a text as the target alone would. The text goes to stdout, a summary to stderr."""
     sampling = _sampling(temperature, top_p=top_p, top_k=top_k, seed=seed)
@@ -141,9 +148,9 @@ def generate(
         typer.echo(told, err=True)
     if json_lines:
         for text, answer in zip(texts, xt.generate(asked, **arguments), strict=True):
-            typer.echo(as_json(_line(text, answer), indent=None))
+            typer.echo(as_json({"prompt": text, **answer.to_dict()}, indent=None))
         return
-    answer = _printed(xt.stream(asked[0], **arguments))
+    answer = _shown(xt, asked[0], arguments) if show else _printed(xt.stream(asked[0], **arguments))
     typer.echo(_summary(answer.stats), err=True)
     if answer.seed is not None:
         typer.echo(f"seed {answer.seed}", err=True)
@@ -203,23 +210,30 @@ def _draft(target: str, given: str | None) -> Any:
     return HeadsDrafter(given) if holds_heads(given) else given
 
 
-def _line(prompt: str, answer: "Generation") -> dict[str, Any]:
-    """What JSON says of a prompt."""
-    kept = {name: getattr(answer, name) for name in ("text", "token_ids", "finish_reason", "seed")}
-    return {"prompt": prompt, **kept, "stats": asdict(answer.stats)}
-
-
 def _printed(pieces: "Generator[str, None, Generation]") -> "Generation":
     """Print a text piece by piece, and give what it was."""
-    generations: list[Generation] = []
-
-    def keep() -> Iterator[str]:
-        generations.append((yield from pieces))
-
-    for piece in keep():
+    kept, ended = keeping(pieces)
+    for piece in kept:
         print(piece, end="", flush=True)
     print(flush=True)
-    return generations[0]
+    return ended[0]
+
+
+def _shown(xt: "XTokAssisted", prompt: Any, arguments: dict[str, Any]) -> "Generation":
+    """Print a text tinted by who guessed it, plainly where that is no terminal, and how much is from whom to stderr."""
+    from rich.console import Console
+
+    from xtok.terminal import legend, show
+
+    out = Console(highlight=False)
+    if out.is_terminal:
+        tokens, ended = keeping(xt.stream_tokens(prompt, **arguments))
+        show(out, tokens, xt.names)
+        answer = ended[0]
+    else:
+        answer = _printed(xt.stream(prompt, **arguments))
+    Console(stderr=True, highlight=False).print(legend(answer.tokens, answer.drafts))
+    return answer
 
 
 def _summary(stats: "Stats") -> str:

@@ -2,17 +2,19 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from xtok.errors import InvalidInputError, XTokError, reason
 from xtok.pair import DRAFT, TARGET, prompts
 
+T = TypeVar("T")
+R = TypeVar("R")
 SHIPPED = "the pair that ships"
 OWN_TARGET, OWN_DRAFT = str(TARGET), str(DRAFT)
 TargetOption = Annotated[str, typer.Option(help="Hub id or path of the model whose output you want.", show_default=SHIPPED)]
@@ -123,6 +125,16 @@ def sample(path: Path | None) -> list[str]:
 def lines_of(path: Path) -> list[str]:
     """The lines that aren't empty, without their ends. Raises `InvalidInputError`."""
     return [line.rstrip("\r\n") for line in sample(path) if line.strip()]
+
+
+def keeping(items: Generator[T, None, R]) -> tuple[Iterator[T], list[R]]:
+    """The items of a generator, and a list that gets what it returns."""
+    returned: list[R] = []
+
+    def kept() -> Iterator[T]:
+        returned.append((yield from items))
+
+    return kept(), returned
 
 
 def as_json(found: Any, indent: int | None = 2) -> str:

@@ -31,6 +31,11 @@ _STYLE = """
 """
 
 
+def tints(drafts: Sequence[str]) -> dict[str, str]:
+    """The colour of each draft, as #rrggbb: a background for dark text."""
+    return dict(zip(drafts, _TINTS * len(drafts), strict=False))
+
+
 class Guess(NamedTuple):
     """A guessed token. `probability`: what the draft gives it, and all before it; None where it gives none."""
 
@@ -58,9 +63,9 @@ def page(rounds: Iterable[Shown], drafts: Sequence[str], stats: Stats) -> str:
 
 def section(rounds: Iterable[Shown], drafts: Sequence[str], stats: Stats) -> str:
     """The part of a page that shows a generation."""
-    shown, tints = list(rounds), dict(zip(drafts, _TINTS * len(drafts), strict=False))
-    text = "".join(_round(one, tints) for one in shown)
-    keys = "".join(f'<span class="key" style="background:{tint}">{escape(name)}</span>' for name, tint in tints.items())
+    shown, colours = list(rounds), tints(drafts)
+    text = "".join(_round(one, colours) for one in shown)
+    keys = "".join(f'<span class="key" style="background:{tint}">{escape(name)}</span>' for name, tint in colours.items())
     keys += '<span class="key plain">the target alone</span>'
     hint = "Each round is one forward of the target. Point at it to see what was guessed."
     legend = f"<div>{keys}</div><div><small>{hint}</small></div>"
