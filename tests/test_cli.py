@@ -13,9 +13,10 @@ from transformers import MambaConfig
 from typer.testing import CliRunner
 from worlds import CORPUS, FAMILIES, tokenizer
 
-from xtok import XTokAssisted, __version__, cli
+from xtok import XTokAssisted, __version__, cli, demo
 from xtok.align.fit import fit
 from xtok.errors import InvalidInputError
+from xtok.models.load import load
 from xtok.pair import DRAFT, HEADS, TARGET, prompts
 
 
@@ -332,20 +333,75 @@ def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(result.exception, ZeroDivisionError)
 
 
-def test_the_demo_is_identical_to_the_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.demo.DEMO_TOKENS", 24)
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The demonstration in little: its texts."""
+    monkeypatch.setattr(demo, "SAMPLES", dict(list(demo.SAMPLES.items())[:2]))
+    monkeypatch.setitem(demo.ASKED, "max_new_tokens", 8)
+    monkeypatch.setattr(demo, "BLOCKS", 2)
+    return list(demo.SAMPLES)
+
+
+def test_the_demo_shows_each_text_twice_where_it_is_piped(short: list[str]) -> None:
     told, _ = run("demo")
-    assert told.count("identical to the target alone: yes\n") == 8
-    assert told.count("4 of 4 identical; 96 tokens in") == 2
-    assert all(told.count(prompt) == 2 for prompt in prompts()[::6][:4])
+    target = load(TARGET, "target")
+    for prompt in short:
+        text = XTokAssisted(target).generate(prompt, **demo.ASKED).text
+        assert told.count(prompt) == 1
+        assert demo.SAMPLES[prompt] in told
+        assert told.count(text) == 2
+    assert told.count("identical: yes\n") == 2
+    assert len(re.findall(r"│ +yes │", told)) == 6
+    assert "\x1b" not in told
+    assert "\r" not in told
+    assert "xtok generate" in told
 
 
-def test_the_demo_fails_aloud_where_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.demo.DEMO_TOKENS", 4)
+def test_the_demo_shows_both_texts_side_by_side_on_a_terminal(short: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    told, _ = run("demo")
+    assert re.search(r"│.*the target alone|┃.*the target alone.*┃.*by xtok", told)
+    assert "\x1b[" in told
+    assert "…\x1b" not in told.partition("Even so")[2].partition("Now the")[0], "no text is cut"
+    assert told.count("identical: yes") == 2
+
+
+def test_the_demo_fails_aloud_where_a_token_differs(short: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.demo._alone", lambda *_: [5, 5, 5, 5])
     told, _ = run("demo", code=1)
-    assert told.count("identical to the target alone: NO\n") == 8
-    assert told.count("0 of 4 identical") == 2
+    assert told.count("identical: NO\n") == 2
+    assert len(re.findall(r"│ +NO │", told)) == 6
+
+
+def test_the_demo_says_what_is_slower_than_the_target_alone() -> None:
+    speeds = {(demo.SMALL, demo.ALONE): 1.0, (demo.SMALL, demo.DRAFTED): 0.91, (demo.LARGE, demo.DRAFTED): 1.4}
+    assert f"Slower than the target alone: {demo.DRAFTED}, beside the target {demo.SMALL} (0.91)." in demo._judged(speeds)
+    assert "Slower" not in demo._judged({**speeds, (demo.SMALL, demo.DRAFTED): 1.1})
+
+
+def test_generate_shows_who_guessed_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("generate", prompts()[0], "--max-new-tokens", "24", "--budget", "5x4")
+    plain, _ = run(*asked)
+    text, told = run(*asked, "--show")
+    assert text == plain
+    assert re.match(r" draft \d+    prompt lookup \d+    the target \d+ \n24 tokens", told)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    tinted, _ = run(*asked, "--show")
+    assert tinted != plain
+    assert re.sub(r"\x1b\[[0-9;]*m", "", tinted) == plain
+
+
+def test_json_tells_all_of_a_generation() -> None:
+    asked = ("generate", prompts()[0], "--max-new-tokens", "8", "--budget", "3x1", "--json")
+    told, summary = run(*asked, "--show")
+    found = json.loads(told)
+    assert summary == ""
+    assert found["prompt"] == prompts()[0]
+    assert found["drafts"] == ["draft"]
+    assert "".join(one["text"] for one in found["tokens"]) == found["text"]
+    assert {one["draft"] for one in found["tokens"]} <= {None, "draft"}
+    assert sum(one["committed"] for one in found["rounds"]) == found["stats"]["new_tokens"] == 8
 
 
 def test_vocabularies_are_compared_by_bytes_and_not_by_their_strings() -> None:
