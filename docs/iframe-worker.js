@@ -1,6 +1,6 @@
-// A page that is opened from a disk may start no worker. There, that of the search runs in a frame.
+// A page that is opened from a disk may start no worker. There, that of the search runs in a frame; it knows so by the name.
 if (location.protocol === "file:") {
-  window.Worker = class extends EventTarget {
+  window.IFrameWorker = window.Worker = class extends EventTarget {
     constructor(url) {
       super();
       const frame = document.createElement("iframe");
