@@ -86,7 +86,7 @@ def here(code: str, target: Path) -> str:
 @pytest.mark.parametrize("document", WITH_CODE, ids=named)
 def test_the_snippets_of_a_document_run_one_after_another(document: Path, reader: dict[str, Any], target: Path) -> None:
     for code in blocks(document, "python"):
-        exec(compile(here(code, target), named(document), "exec"), reader)  # noqa: S102
+        exec(compile(here(code, target), named(document), "exec"), reader)
 
 
 @pytest.mark.parametrize("document", WITH_CODE, ids=named)
