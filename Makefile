@@ -25,7 +25,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --config-file docs/mkdocs/mkdocs.yml
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -37,9 +37,9 @@ $(LOWEST): pyproject.toml constraints-lowest.txt
 	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable ".[dev]"
 	touch $@
 
-$(DOCS): docs/requirements.txt
+$(DOCS): docs/mkdocs/requirements.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --requirement docs/requirements.txt
+	.venv-docs/bin/python -m pip install --quiet --requirement docs/mkdocs/requirements.txt
 	touch $@
 
 clean:
