@@ -2,9 +2,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 LOWEST := .venv-lowest/installed
+DOCS := .venv-docs/installed
 PARALLEL := -n auto --dist worksteal
 
-.PHONY: demo test test-deep test-lowest lint clean
+.PHONY: demo test test-deep test-lowest lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m xtok demo
@@ -23,6 +24,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --config-file docs/mkdocs/mkdocs.yml
+
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
@@ -33,5 +37,10 @@ $(LOWEST): pyproject.toml constraints-lowest.txt
 	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable ".[dev]"
 	touch $@
 
+$(DOCS): docs/mkdocs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --requirement docs/mkdocs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-lowest
+	rm -rf .venv .venv-lowest .venv-docs site

@@ -307,9 +307,9 @@ def test_what_the_user_can_mend_is_told_in_one_line(arguments: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("inspect", "--text", "no-file.txt"), "xtok: no-file.txt: No such file or directory\n"),
-        (("inspect", "--text", "/"), "xtok: /: Is a directory\n"),
-        (("bench", "--prompts", "no-file.txt"), "xtok: no-file.txt: No such file or directory\n"),
+        (("inspect", "--text", "no-file.txt"), "xtok: no-file.txt can't be read: No such file or directory.\n"),
+        (("inspect", "--text", "/"), "xtok: / can't be read: Is a directory.\n"),
+        (("bench", "--prompts", "no-file.txt"), "xtok: no-file.txt can't be read: No such file or directory.\n"),
         (
             ("bench", "--plot", "no-folder/x.png"),
             "xtok: There is no folder no-folder for the picture. Make it, or choose another.\n",

@@ -13,6 +13,7 @@ EXAMPLES = [
     ("quickstart", "yes"),
     ("hugging_face", "yes"),
     ("streaming", "。"),
+    ("engine", "one text was cancelled"),
     ("several_drafts", "yes"),
     ("prompt_lookup", "tokens per forward"),
     ("heads", "yes"),
@@ -28,6 +29,7 @@ def test_an_example_runs_and_tells_the_truth(example: str, told: str, capsys: py
     printed = capsys.readouterr().out
     assert told in printed
     assert "the same ids: no" not in printed
+    assert "NO" not in printed
 
 
 def test_the_guides_own_draft_is_a_draft() -> None:

@@ -199,6 +199,9 @@ class Sharing(RuleBasedStateMachine):
         for one, fails in zip(all_asked, faulty, strict=True):
             if fails:
                 one.ask.ids[data.draw(st.integers(0, len(one.ask.ids) - 1))] = FAULTY  # type: ignore[index]
+        if all_asked:  # what fails may have taken room before
+            most = max(one.held.slot.held for one in all_asked) + 2 * max(len(one.ask.ids) for one in all_asked)
+            self.needed = max(self.needed, len(self.slots._rows) * (max(one.slot.held for one in self.texts) + most))
         with failing_by_an_id(self.model, place) as failed:
             answers = answered([one.ask for one in all_asked])
         assert [isinstance(answer, Exception) for answer in answers] == faulty

@@ -6,11 +6,12 @@ forward yields.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import compress, islice, zip_longest
+from itertools import islice, zip_longest
 from math import ceil
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from xtok.budget import Budget
 from xtok.ledger import Company
@@ -55,8 +56,9 @@ def _verified(target: Target, texts: list[Sequence], trees: list[Tree]) -> list[
     """Let the target verify what was guessed, and commit what was right. Returns that of each."""
     unread = [text.unread() for text in texts]
     checked = target.verify([(text.slot, *one) for text, one in zip(texts, zip(unread, trees, strict=True), strict=True)])
-    picks = _greedy_picks(texts, checked)
-    return [_checked(target, *one) for one in zip(texts, map(len, unread), trees, checked, picks, strict=True)]
+    read = [len(ids) for ids in unread]
+    picks = _greedy_picks(texts, read, checked)
+    return [_checked(target, *one) for one in zip(texts, read, trees, checked, picks, strict=True)]
 
 
 def _plan(text: Sequence, company: Company) -> Asking[Tree]:
@@ -100,12 +102,25 @@ def _limit(text: Sequence) -> Budget:
 
 
 @torch.no_grad()
-def _greedy_picks(texts: list[Sequence], checked: list[Answer | Exception]) -> list[Picks]:
-    """What is picked behind every row of texts whose picks follow from the logits alone; nothing for other texts."""
-    plain = [text.picker.is_plain and isinstance(answer, Answer) for text, answer in zip(texts, checked, strict=True)]
-    logits = [answer.logits for answer in compress(checked, plain) if isinstance(answer, Answer)]
-    found = iter(greedily(logits) if logits else [])
-    return [next(found) if one else [] for one in plain]
+def _greedy_picks(texts: list[Sequence], read: list[int], checked: list[Answer | Exception]) -> list[Picks]:
+    """What greedy texts pick behind their rows, behind the first where processors are to see the ids before; of others nothing.
+
+    All in one transfer. Where a processor raises, its error takes the place of what was `checked`.
+    """
+    rows: dict[int, Tensor] = {}
+    for i, (text, answer) in enumerate(zip(texts, checked, strict=True)):
+        if isinstance(answer, Answer) and text.picker.noise is None and text.read + read[i] == len(text.text.ids):
+            try:
+                rows[i] = answer.logits if text.picker.is_plain else _first_scores(text, answer)
+            except Exception as error:
+                checked[i] = error
+    found = dict(zip(rows, greedily(list(rows.values())) if rows else [], strict=True))
+    return [found.get(i, []) for i in range(len(texts))]
+
+
+def _first_scores(text: Sequence, answer: Answer) -> Tensor:
+    with text.meter.timing("all"):
+        return text.picker.scored(text.ids, answer.logits[:1])
 
 
 def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Answer | Exception, picks: Picks) -> list[int]:
@@ -137,7 +152,7 @@ def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, picks: 
 
 @torch.no_grad()
 def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[list[int], list[int]]:
-    """Walk the picks along the guesses, until those or the text ends. `picks`: those of all rows, where they are known.
+    """Walk the picks along the guesses, until those or the text ends. `picks`: those of the first rows that are known already.
 
     Returns the ids picked, and the nodes behind which they were picked: -1, for the context, and its descendants.
     """
@@ -147,7 +162,7 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[li
     node: int | None = -1
     while node is not None and text.finish_reason is None:
         path.append(node)
-        if picks:
+        if node + 1 < len(picks):
             token, margin = picks[node + 1]
             text.picker.note(margin)
         else:
@@ -158,5 +173,6 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[li
         node = tree.child(node, block[-1])
     text.catch_up()
     right = (*path[1:], *([] if node is None else [node]))
-    text.meter.rounds.append(Round(offset, replace(tree, laws=()), drafts, right, len(block)))
+    guess = replace(tree, laws=()) if tree.laws else tree
+    text.meter.rounds.append(Round(offset, guess, drafts, right, len(block)))
     return block, path

@@ -71,27 +71,35 @@ class Picker:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its picks are those of `greedily`: they take no more than the logits."""
+        """Whether its picks are the best of the logits, and nothing is recorded."""
         return self.noise is None and not self.processors and self.scores is None and self.logits is None
 
-    def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
-        """One pick, in the order and with the tensors of transformers' own loop; but cuts may be asked of the draw alone.
+    def scored(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """The scores of one pick, (1, vocabulary), in the order and with the tensors of transformers' own loop.
 
-        `ids`: the committed prefix, (1, length), int64. `logits`: of the position behind it, (1, vocabulary). `place`: where
-        it stands, for noise, in bytes and ids that spell nothing. What was guessed there are the children of `node` in `tree`.
-        Raises `InvalidInputError` where `draw` does.
+        `ids`: the committed prefix, (1, length), int64. `logits`: of the position behind it, (1, vocabulary).
         """
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
-        whole = len(self.processors) - self._cuts
-        scores = process(ids, logits, self.processors[:whole])
-        if self._cuts and (token := self._drawn(scores[0], place, self.processors[whole:])) is not None:
-            return token
-        scores = process(ids, scores, self.processors[whole:])
+        scores = process(ids, logits, self.processors)
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (logits,)
-        return self._picked(scores[0], place, tree, node)
+        return scores
+
+    def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
+        """One pick from what `scored` gives; but cuts may be asked of the draw alone.
+
+        `place`: where it stands, for noise, in bytes and ids that spell nothing. What was guessed there are the children of
+        `node` in `tree`. Raises `InvalidInputError` where `draw` does.
+        """
+        if not self._cuts:
+            return self._picked(self.scored(ids, logits)[0], place, tree, node)
+        whole = len(self.processors) - self._cuts
+        scores = process(ids, logits.to(copy=True, dtype=torch.float32, device=ids.device), self.processors[:whole])
+        if (token := self._drawn(scores[0], place, self.processors[whole:])) is not None:
+            return token
+        return self._picked(process(ids, scores, self.processors[whole:])[0], place, tree, node)
 
     def _picked(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
         """The best id, or the draw that this place's noise decides. A guess drawn from a known law is accepted or redrawn.
@@ -138,9 +146,11 @@ class Picker:
 def greedily(logits: Sequence[Tensor]) -> list[list[tuple[int, float]]]:
     """The best id of each row, and by how much it beats the second, all in one transfer.
 
-    `logits`: (rows, vocabulary) each, on one device.
+    `logits`: (rows, vocabulary) each.
     """
-    places, gaps = best(single(logits[0] if len(logits) == 1 else torch.cat(list(logits))))
+    if len({rows.device for rows in logits}) > 1:
+        return [greedily([rows])[0] for rows in logits]
+    places, gaps = best(single(logits[0]) if len(logits) == 1 else torch.cat([single(rows) for rows in logits]))
     pairs = iter(torch.stack([places.double(), gaps.double()], dim=1).tolist())
     return [[(int(place), gap) for place, gap in islice(pairs, len(rows))] for rows in logits]
 
