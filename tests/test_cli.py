@@ -479,3 +479,14 @@ def test_a_sample_without_text_is_refused() -> None:
 def test_inspect_tells_that_two_tokenizers_are_the_same() -> None:
     assert "The tokenizers are the same" in run("inspect", "--draft", str(TARGET))[0]
     assert "The tokenizers are the same" not in run("inspect")[0]
+
+
+def test_a_mistyped_option_of_bench_is_told_as_such() -> None:
+    result = CliRunner().invoke(cli.app, ["bench", "--limt", "2"])
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+    assert "--limt" in result.output
+
+
+def test_showing_and_json_are_refused_together() -> None:
+    assert "Give one of them" in run("generate", "吾輩は", "--show", "--json", code=1)[1]

@@ -899,3 +899,8 @@ def test_guesses_that_come_true_show_in_the_figures() -> None:
         assert engine.submit(TEXTS[0], **ENDLESS).result(PATIENCE).text == whole
     assert engine.stats.tokens == LENGTH
     assert engine.stats.tokens_per_forward > 1
+
+
+def test_what_is_no_instance_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="pass an XTokAssisted"):
+        Engine("a/path")  # type: ignore[arg-type]

@@ -131,6 +131,8 @@ def generate(
     ] = False,
 ) -> None:
     """Continue a text as the target alone would. The text goes to stdout, a summary to stderr."""
+    if show and json_lines:
+        raise InvalidInputError("--show has no effect with --json, which tells who guessed what. Give one of them.")
     sampling = _sampling(temperature, top_p=top_p, top_k=top_k, seed=seed)
     guessing = _budget(budget, draft)
     texts = _texts(prompt or [], file or [], prompts or [])

@@ -24,7 +24,7 @@ from xtok.stats import timed
 from xtok.terminal import legend, tinted
 
 SAMPLES = {
-    "といっても、八っちゃんは眼ばかりくりくりさせて、": "Even so, Hatchan only rolled his eyes, and …",
+    "といっても、八っちゃんは眼ばかりくりくりさせて、": "Even so, Hatchan only goggled, wide-eyed, and …",
     "Ｋ君はここを話すとき、その瞳はじっと私の瞳に魅り非常に緊張した様子でした。": (
         "As K told this part, his eyes held mine, and he seemed very tense."
     ),

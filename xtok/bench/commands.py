@@ -43,8 +43,11 @@ class _Commands(TyperGroup):
         """Where the first argument stands that is neither an option nor the value of one."""
         options = [option for command in self.commands.values() for option in command.params]
         values = {name: option.nargs for option in options for name in option.opts if not getattr(option, "is_flag", False)}
+        known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
         at = 0
         while at < len(args) and args[at].startswith("-"):
+            if args[at].partition("=")[0] not in known:  # which is told where it is read
+                return None
             at += 1 + values.get(args[at], 0)  # that of --option=value is none of its own
         return at if at < len(args) else None
 

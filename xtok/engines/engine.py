@@ -73,6 +73,8 @@ class Engine:
 
         Raises `InvalidInputError` for settings that make no sense, and `UnsupportedModelError` where memory can't be bounded.
         """
+        if not isinstance(xt, XTokAssisted):
+            raise InvalidInputError(f"xt is {xt!r}; pass an XTokAssisted: Engine(XTokAssisted(target, draft)).")
         check_batch(batch_size, None)
         if not isinstance(queue, int) or queue < 0:
             raise InvalidInputError(f"queue is {queue!r}; it must be a whole number, 0 or more.")
