@@ -394,7 +394,7 @@ def test_generate_shows_who_guessed_what(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_json_tells_all_of_a_generation() -> None:
     asked = ("generate", prompts()[0], "--max-new-tokens", "8", "--budget", "3x1", "--json")
-    told, summary = run(*asked, "--show")
+    told, summary = run(*asked)
     found = json.loads(told)
     assert summary == ""
     assert found["prompt"] == prompts()[0]
