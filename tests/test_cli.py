@@ -350,7 +350,7 @@ def test_the_demo_shows_each_text_twice_where_it_is_piped(short: list[str]) -> N
         assert told.count(prompt) == 1
         assert demo.SAMPLES[prompt] in told
         assert told.count(text) == 2
-    assert told.count("identical: yes\n") == 2
+    assert told.count("identical to the target alone: yes\n") == 2
     assert len(re.findall(r"│ +yes │", told)) == 6
     assert "\x1b" not in told
     assert "\r" not in told
@@ -364,13 +364,13 @@ def test_the_demo_shows_both_texts_side_by_side_on_a_terminal(short: list[str], 
     assert re.search(r"│.*the target alone|┃.*the target alone.*┃.*by xtok", told)
     assert "\x1b[" in told
     assert "…\x1b" not in told.partition("Even so")[2].partition("Now the")[0], "no text is cut"
-    assert told.count("identical: yes") == 2
+    assert told.count("identical to the target alone: yes") == 2
 
 
 def test_the_demo_fails_aloud_where_a_token_differs(short: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.demo._alone", lambda *_: [5, 5, 5, 5])
     told, _ = run("demo", code=1)
-    assert told.count("identical: NO\n") == 2
+    assert told.count("identical to the target alone: NO\n") == 2
     assert len(re.findall(r"│ +NO │", told)) == 6
 
 

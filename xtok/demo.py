@@ -13,11 +13,11 @@ from rich.text import Text
 from transformers.utils import logging
 
 from xtok.assisted import XTokAssisted
+from xtok.bench.compare import by_transformers
 from xtok.bench.stretch import forward_seconds, stretch
 from xtok.console import keeping
 from xtok.generation import Generation, Token
 from xtok.models.load import load
-from xtok.models.prompts import prompt_ids
 from xtok.pair import DRAFT, TARGET, TUNED
 from xtok.progress import busy
 from xtok.stats import timed
@@ -106,7 +106,8 @@ def demonstrate() -> bool:
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
     with busy("loading the models, and enlarging the target"):
         systems = _systems()
-        truth = {prompt: _alone(systems[SMALL, ALONE], prompt) for prompt in SAMPLES}
+        alone = systems[SMALL, ALONE].model, systems[SMALL, ALONE].tokenizer
+        truth = {prompt: by_transformers(alone, prompt, **ASKED).ids for prompt in SAMPLES}
         settings = _settings(systems)
     console.print(settings)
     runs: dict[System, list[Run]] = {name: [] for name in systems}
@@ -130,14 +131,6 @@ def _systems() -> dict[System, XTokAssisted]:
     for xt in systems.values():
         xt.generate("吾輩は猫である。", **ASKED | {"max_new_tokens": ASKED["max_new_tokens"] // 2})
     return systems
-
-
-def _alone(xt: XTokAssisted, prompt: str) -> list[int]:
-    """The new ids that transformers' own `generate` gives, without xtok."""
-    ids = torch.tensor([prompt_ids(xt.tokenizer, prompt)], device=xt.model.device)
-    model: Any = xt.model
-    new: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **ASKED)[0, ids.shape[1] :].tolist()
-    return new
 
 
 def _settings(systems: dict[System, XTokAssisted]) -> str:
@@ -166,7 +159,7 @@ def _race(console: Console, prompt: str, runs: list[Run], truth: list[int]) -> N
         for title, run in zip(TITLES, _finished(runs), strict=True):
             console.print(f"\n{title}:", *_cell(run), sep="\n", soft_wrap=True)
     same = all(run.gives(truth) for run in runs)
-    console.print(Text(f"identical: {_answer(same)}\n", style="bold green" if same else "bold red"))
+    console.print(Text(f"identical to the target alone: {_answer(same)}\n", style="bold green" if same else "bold red"))
 
 
 def _columns(runs: list[Run]) -> Table:
