@@ -1,6 +1,5 @@
 """What a prompt was answered with, and its trace: who each token is from, and what else was guessed."""
 
-import codecs
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from xtok.align.text import characters
 from xtok.page import Guess, Shown, page, section
 from xtok.stats import Round, Stats
 
@@ -134,7 +134,7 @@ class Committed(NamedTuple):
 
 def told(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[list[Token]]:
     """The tokens of each round as soon as it is there. The last of a text has what is left of an unfinished character."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder = characters()
     for one in rounds:
         guessed = [drafts[one.round.drafts[node]] for node in one.round.right]
         sources = guessed + [None] * (len(one.ids) - len(guessed))

@@ -1,10 +1,11 @@
 """An engine: texts are submitted from any thread, and one thread writes all of them together."""
 
 import atexit
+from codecs import IncrementalDecoder
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from threading import Condition, Thread
 from time import perf_counter
@@ -12,7 +13,7 @@ from traceback import walk_stack, walk_tb
 from types import TracebackType
 from typing import Any
 
-from xtok.align.text import TextPieces
+from xtok.align.text import characters
 from xtok.assisted import XTokAssisted, check_batch
 from xtok.decode import step
 from xtok.engines.ticket import Ticket
@@ -42,7 +43,7 @@ class EngineStats:
 
 @dataclass(eq=False)
 class _Job:
-    """A text that was submitted. `begin` makes it; then there is `text`, and what cuts it in `pieces`.
+    """A text that was submitted. `begin` makes it; then there is `text`.
 
     `most`: how many positions it may get, where memory is bounded.
     """
@@ -51,7 +52,7 @@ class _Job:
     most: int | None
     begin: Callable[[Seat], Sequence]
     text: Sequence | None = None
-    pieces: TextPieces | None = None
+    decoder: IncrementalDecoder = field(default_factory=characters)
 
 
 class Engine:
@@ -229,7 +230,6 @@ class Engine:
         seat = Seat(self._caches, job.most)
         try:
             job.text = job.begin(seat)
-            job.pieces = TextPieces(self._xt.target.vocabulary.view, job.text.text.data)
         except BaseException as error:
             seat.leave()
             return error
@@ -248,22 +248,27 @@ class Engine:
     def _deliver(self, blocks: dict[_Job, list[int]]) -> None:
         """Hand out what was committed, and let those go that have ended."""
         for job in list(self._running):
-            assert job.text is not None and job.pieces is not None
-            if piece := job.pieces.add(blocks.get(job, [])):
-                job.ticket.add(piece)
+            assert job.text is not None
+            if block := blocks.get(job):
+                self._add(job, b"".join(job.text.text.pieces[-len(block) :]))
             if job.text.finish_reason is not None:
                 self._end(job, self._result(job))
 
     def _result(self, job: _Job) -> Any:
         """What it was answered with, or what it failed with."""
-        assert job.text is not None and job.pieces is not None
+        assert job.text is not None
         try:
             result = self._xt.result(job.text)
         except BaseException as error:
             return error
-        if rest := job.pieces.rest():
-            job.ticket.add(rest)
+        self._add(job, b"", final=True)
         return result
+
+    @staticmethod
+    def _add(job: _Job, data: bytes, *, final: bool = False) -> None:
+        """Hand out the whole characters that further bytes complete."""
+        if piece := job.decoder.decode(data, final):
+            job.ticket.add(piece)
 
     def _end(self, job: _Job, result: Any) -> None:
         with self._changed:
