@@ -29,7 +29,7 @@ FLOORS = (
     ("drafts.candidates", "drafts.lessons"),
     ("drafts.scripted", "drafts.cross_tokenizer", "drafts.projected", "drafts.lookup", "drafts.heads", "drafts.adapt"),
     ("drafts.model",),
-    ("models.load", "models.sizes", "sequence"),
+    ("models.load", "sequence"),
     ("decode",),
     ("hf",),
     ("assisted",),

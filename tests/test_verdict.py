@@ -15,8 +15,7 @@ from xtok.align.fit import Fit, fit
 from xtok.align.verdict import verdict
 from xtok.bench.choice import compare_drafts
 from xtok.bench.compare import Timed
-from xtok.models.load import load
-from xtok.models.sizes import parameters
+from xtok.models.load import from_config, load, parameters
 from xtok.pair import DRAFT, TARGET, TUNED, prompts
 
 
@@ -71,11 +70,11 @@ def test_the_share_that_a_draft_can_spell_is_counted_in_tokens_of_the_target() -
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_rows_that_are_only_looked_up_are_not_read_by_a_forward(tied: bool, tmp_path: Path) -> None:
+def test_rows_that_are_only_looked_up_are_not_read_by_a_forward(tied: bool) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    LlamaConfig(vocab_size=100, tie_word_embeddings=tied, **sizes).save_pretrained(tmp_path)
+    model = from_config(LlamaConfig(vocab_size=100, tie_word_embeddings=tied, **sizes))
     block = 4 * 8 * 8 + 3 * 8 * 8 + 2 * 8
-    assert parameters(tmp_path) == block + 8 + 100 * 8
+    assert parameters(model) == block + 8 + 100 * 8
 
 
 def test_inspect_says_first_what_to_expect_without_any_weights(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from xtok.console import (
     on_the_command_line,
     sample,
     text_of,
+    without_ends,
 )
 from xtok.errors import InvalidInputError
-from xtok.pair import prompts as shipped
 from xtok.progress import busy
 from xtok.version import __version__
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from xtok.bench.choice import Choice
     from xtok.budget import Budget
     from xtok.generation import Generation
+    from xtok.models.load import Described
     from xtok.stats import Stats
 
 GUESS_LENGTH = 5
@@ -273,11 +274,14 @@ def inspect(
         raise InvalidInputError("--limit has no effect without --measure. Give both.")
     given: list[str | None] = list(draft) if draft else [None]
     drafts = list(dict.fromkeys(model_draft(target, one) for one in given))
+    from xtok.models.load import load_without_weights
+
     with busy("reading tokenizers"):
-        found = {one: _judged(target, one, sample(text)) for one in drafts}
+        own, texts = load_without_weights(target, "target"), sample(text)
+        found = {one: _judged(own, load_without_weights(one, "draft"), texts) for one in drafts}
     if not json_told:
         _print_judged(found)
-    choices = _choices(target, drafts, (shipped() if text is None else lines_of(text))[: limit or MEASURED]) if measure else []
+    choices = _choices(target, drafts, without_ends(texts)[: limit or MEASURED]) if measure else []
     if json_told:
         measured = {one.draft: {"measured": asdict(one)} for one in choices}
         told = [
@@ -289,16 +293,12 @@ def inspect(
         _print_choices(choices)
 
 
-def _judged(target: str, draft: str, texts: list[str]) -> "tuple[Fit, Verdict]":
+def _judged(target: "Described", draft: "Described", texts: list[str]) -> "tuple[Fit, Verdict]":
     from xtok.align.fit import fit
     from xtok.align.verdict import verdict
-    from xtok.models.load import load_without_weights
-    from xtok.models.sizes import parameters
 
-    target_tokenizer, target_window = load_without_weights(target, "target")
-    draft_tokenizer, draft_window = load_without_weights(draft, "draft")
-    found = fit(target_tokenizer, draft_tokenizer, texts, target_window=target_window, draft_window=draft_window)
-    return found, verdict(found, parameters(target), parameters(draft))
+    found = fit(target.tokenizer, draft.tokenizer, texts, target_window=target.window, draft_window=draft.window)
+    return found, verdict(found, target.parameters, draft.parameters)
 
 
 def _print_judged(found: "dict[str, tuple[Fit, Verdict]]") -> None:

@@ -123,8 +123,13 @@ def sample(path: Path | None) -> list[str]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines that aren't empty, without their ends. Raises `InvalidInputError`."""
-    return [line.rstrip("\r\n") for line in sample(path) if line.strip()]
+    """The lines of `sample` that aren't empty, without their ends. Raises `InvalidInputError`."""
+    return without_ends(sample(path))
+
+
+def without_ends(lines: list[str]) -> list[str]:
+    """Those that aren't empty, without their ends."""
+    return [line.rstrip("\r\n") for line in lines if line.strip()]
 
 
 def keeping(items: Generator[T, None, R]) -> tuple[Iterator[T], list[R]]:

@@ -4,8 +4,11 @@
     ├── UnsupportedModelError       a model that can't be a target or a draft
     ├── UnsupportedTokenizerError   a tokenizer that can't be read as bytes
     ├── UnsupportedArgumentError    a `generate` argument that can't be honoured exactly
-    └── InvalidInputError           a prompt, id or setting that makes no sense
+    ├── InvalidInputError           a prompt, id or setting that makes no sense
+    ├── EngineFullError             as many texts wait as may
+    └── EngineClosedError           a text for an engine that was closed
 
+    PromptWarning                   a prompt is read otherwise than its tokenizer alone would read it
     DraftFailedWarning              a draft raised; the output is the target's own all the same
     LossyWarning                    an instance was asked for whose sampled texts are not the target's own
 

@@ -298,7 +298,7 @@ def _tokenizers(target: str, draft: str | None) -> tuple[Any, Any]:
     """Those alone: what is measured on random models needs no weights of these."""
     from xtok.models.load import load_without_weights
 
-    return load_without_weights(target, "target")[0], load_without_weights(model_draft(target, draft), "draft")[0]
+    return load_without_weights(target, "target").tokenizer, load_without_weights(model_draft(target, draft), "draft").tokenizer
 
 
 def _widened(pair: tuple[Any, Any], vocabularies: tuple[int, int] | None) -> tuple[Any, Any]:

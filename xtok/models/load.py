@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
@@ -22,7 +22,7 @@ from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
-from xtok.models.cache import context_window, ids_read, vocabulary_size
+from xtok.models.cache import context_window, ids_read, output_embeddings, vocabulary_size
 from xtok.models.placement import Placement, best_device
 from xtok.models.probe import check_continues, check_rolls_back, takes_slots
 from xtok.models.prompts import leading, reading
@@ -80,8 +80,16 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
     )
 
 
-def load_without_weights(source: str, role: str) -> tuple[Any, int | None]:
-    """A model's tokenizer and its context window in positions.
+class Described(NamedTuple):
+    """What is known of a model without its weights: its tokenizer, its window in positions, and its `parameters`."""
+
+    tokenizer: Any
+    window: int | None
+    parameters: int
+
+
+def load_without_weights(source: str, role: str) -> Described:
+    """A model as its files describe it.
 
     Raises `InvalidInputError` for what can't be loaded, and `UnsupportedModelError` where it can't play its role.
     """
@@ -90,7 +98,14 @@ def load_without_weights(source: str, role: str) -> tuple[Any, int | None]:
         with torch.device("meta"):
             model = from_config(config, trust_remote_code=False)
         check_rolls_back(model, role)
-        return _tokenizer(source, role), context_window(model)
+        return Described(_tokenizer(source, role), context_window(model), parameters(model))
+
+
+def parameters(model: Any) -> int:
+    """How many a forward reads: all but the rows that ids are looked up in. Of a mixture of experts, all are counted."""
+    rows, head = model.get_input_embeddings().weight, output_embeddings(model)
+    whole = sum(int(weight.numel()) for weight in model.parameters())
+    return whole if head is not None and head.weight is rows else whole - int(rows.numel())
 
 
 def _is_pair(source: Any) -> bool:

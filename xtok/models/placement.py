@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, reason
 
 T = TypeVar("T")
 OneOrEach: TypeAlias = T | tuple[T | None, T | None] | None
@@ -59,9 +59,8 @@ def _device(given: Any) -> torch.device | None:
     try:
         device = torch.empty(0, dtype=torch.float64, device=given).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch's own ways to say so
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise InvalidInputError(
-            f"device is {given!r}, which can't be used: {reason}. Use cpu, or an accelerator that torch finds."
+            f"device is {given!r}, which can't be used: {reason(error)}. Use cpu, or an accelerator that torch finds."
         ) from error
     if device.type == "meta":
         raise InvalidInputError(f"device is {given!r}, where nothing is computed. Use cpu, cuda or cuda:1, say.")
