@@ -136,7 +136,7 @@ def test_a_tuned_draft_loads_as_any_other_and_has_a_card(whole: Path) -> None:
 @given(start=texts(), seed=st.integers(0, 99), sampled=st.booleans())
 def test_what_is_generated_does_not_depend_on_the_tuning(whole: Path, start: str, seed: int, sampled: bool) -> None:
     target = load_once("target")
-    asked: dict[str, Any] = {"max_new_tokens": 16, "do_sample": sampled, "seed": seed}
+    asked: dict[str, Any] = {"max_new_tokens": 16, "do_sample": sampled, "seed": seed if sampled else None}
     expected = XTokAssisted(target).generate(start, **asked)
     assert XTokAssisted(target, load_once(str(whole))).generate(start, **asked).token_ids == expected.token_ids
 
