@@ -22,7 +22,7 @@ FLOORS = (
     ("models", "models.prompts", "models.rope", "models.forwards", "models.masks", "models.placement"),
     ("models.cache",),
     ("models.recurrent", "models.slots", "models.target"),
-    ("models.probe",),
+    ("models.probe", "models.stable"),
     ("models.seats",),
     ("drafts",),
     ("drafts.reader", "drafts.growth", "drafts.repeats", "drafts.corpus", "drafts.session"),

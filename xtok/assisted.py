@@ -26,7 +26,7 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.reader import DraftModel
 from xtok.drafts.session import Session
-from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
+from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError
 from xtok.generation import Committed, Generation, Token, told
 from xtok.ledger import Account, Ledger
 from xtok.models.cache import device_of, positions
@@ -37,6 +37,7 @@ from xtok.models.probe import fits_trees, takes_slots, takes_trees
 from xtok.models.prompts import Chat, Prompt, is_several
 from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Seat
+from xtok.models.stable import Stable
 from xtok.noise import Noise
 from xtok.pick import Acceptance, Picker
 from xtok.processors import warpers
@@ -71,6 +72,7 @@ class XTokAssisted:
         posterior_threshold: float = 0.09,
         posterior_alpha: float = 0.3,
         adapt: bool = False,
+        stable: bool = False,
         device: OneOrEach[Device] = None,
         dtype: OneOrEach[Dtype] = None,
         device_map: OneOrEach[DeviceMap] = None,
@@ -94,6 +96,10 @@ class XTokAssisted:
         `adapt`: a copy of the draft learns from each greedy text when it is done, in 3% of the time that those take, and
         guesses the greedy ones to come. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
 
+        `stable`: forwards of the target have shapes by which an id has the same logits in every bit, whatever is forwarded with
+        it. So what is picked is the same in any precision, with or without a draft, alone or beside other texts. Not for
+        mixtures of experts, models whose forwards can't be shared, and acceptance other than "match".
+
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
         drafts', such as `device=("cuda:0", "cpu")`. Without them, models are in the precision that their configurations say
         (`dtype="auto"`), the target on the best device there is (an accelerator, else the CPU), and drafts beside it.
@@ -109,6 +115,7 @@ class XTokAssisted:
             posterior_threshold=posterior_threshold,
             posterior_alpha=posterior_alpha,
             adapt=adapt,
+            stable=stable,
             device=device,
             dtype=dtype,
             device_map=device_map,
@@ -125,6 +132,7 @@ class XTokAssisted:
         self._check_places(target, given, places)
         self.target = target_model(target, places[0])
         self.model, self.tokenizer = self.target.model, self.target.vocabulary.tokenizer
+        self._shapes = self._shapes_of(self.model) if stable else None
         beside = device_of(self.model)
         models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not _guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
@@ -139,10 +147,26 @@ class XTokAssisted:
         return _made_again, (type(self), self._made)
 
     def __repr__(self) -> str:
-        settings = {"budget": self._budget, "acceptance": self._acceptance, "adapt": self.adapter is not None}
-        usual = {"budget": Budget(), "acceptance": Acceptance(), "adapt": False}
+        settings = {
+            "budget": self._budget,
+            "acceptance": self._acceptance,
+            "adapt": self.adapter is not None,
+            "stable": self._shapes is not None,
+        }
+        usual = {"budget": Budget(), "acceptance": Acceptance(), "adapt": False, "stable": False}
         told = "".join(f", {name}={value!r}" for name, value in settings.items() if value != usual[name])
         return f"XTokAssisted({_name(self.model)}, drafts={list(self.names)}{told})"
+
+    def _shapes_of(self, target: PreTrainedModel) -> Stable:
+        """Those that give the same bits. Raises `UnsupportedModelError` or `UnsupportedArgumentError` where there are none."""
+        if self._acceptance != Acceptance():
+            raise UnsupportedArgumentError("stable=True needs acceptance='match': by others, ids depend on the draft.")
+        if not takes_slots(target):
+            raise UnsupportedModelError(
+                f"{type(target).__name__} keeps a cache of its own for each text, whose forwards can't have one shape. Leave "
+                "stable=True out."
+            )
+        return Stable(target)
 
     @staticmethod
     def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
@@ -283,7 +307,7 @@ class XTokAssisted:
         hf.check_arguments({name: hf.callers(name) for name in ("assistant_model", "synced_gpus")})
         criteria = hf.with_stop_strings(self.tokenizer, stopping_criteria, stop_strings)
         hf.check_rows(criteria, rows=len(input_ids))
-        wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate
+        wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate and self._shapes is None
         keeps_cache = bool(wanted or (hf.callers("kwargs") or {}).get("past_key_values") is not None)
         prepared = hf.rows(
             self.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
@@ -372,7 +396,12 @@ class XTokAssisted:
     def _slot(self, prepared: hf.Prepared, seat: Seat) -> Slot:
         """One whose forwards are shared; with a cache of its own for what can't be held so, and where that is the caller's."""
         if prepared.is_plain and not prepared.keeps_cache and takes_slots(self.model):
-            return seat.slot(self.model, shows_hidden=self._shows_hidden)
+            return seat.slot(self.model, shows_hidden=self._shows_hidden, shapes=self._shapes)
+        if self._shapes is not None:
+            raise UnsupportedArgumentError(
+                "stable=True can't go on in a cache of the caller's, or read anything but ids. Leave past_key_values and "
+                "further inputs of the model out, or stable=True."
+            )
         prompt = prepared.ids, prepared.config
         return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden, prompt=prompt)
 

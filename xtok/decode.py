@@ -93,12 +93,15 @@ def _evened(texts: list[Sequence], trees: list[Tree]) -> list[Tree]:
 
 
 def _limit(text: Sequence) -> Budget:
-    """No id is guessed that could not be committed any more, or that lies beyond the target's positions."""
+    """No id is guessed that could not be committed any more, that lies beyond the target's positions, or that finds no room in
+    its forward.
+    """
     room = text.config.max_length - text.ids.shape[1] - 1
     if text.deepest is not None:
-        room = min(room, text.deepest - text.slot.length - 1)
-    longest = ceil(max(0, min(text.budget.longest, room)))  # transformers takes 2.5 new tokens for 3, and inf for no limit
-    return replace(text.budget, longest=longest)
+        room = min(room, text.deepest - text.slot.length - len(text.text.ids) + text.read)
+    nodes = text.room()
+    longest = ceil(max(0, min(text.budget.longest, room, nodes)))  # transformers takes 2.5 new tokens for 3, inf for no limit
+    return replace(text.budget, longest=longest, nodes=max(1, min(text.budget.nodes, nodes)))
 
 
 @torch.no_grad()
@@ -140,8 +143,9 @@ def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Ans
 def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> list[int]:
     """Commit what the target picks along a guess, and let the drafts learn from it. Returns the ids."""
     block, path = _walk(text, tree, checked, picks)
-    target.keep(text.slot, path[1:])
-    text.read += len(path) - 1
+    kept = [node for node in path[1:] if node < _in_place(text, tree)]
+    target.keep(text.slot, kept)
+    text.read += len(kept)
     if text.session is not None:
         text.session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1])
         text.session.observe(checked.cost)
@@ -161,13 +165,10 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[li
     block, path = list[int](), list[int]()
     node: int | None = -1
     while node is not None and text.finish_reason is None:
+        token = _pick(text, tree, node, checked, picks)
+        if token is None:
+            break
         path.append(node)
-        if node + 1 < len(picks):
-            token, margin = picks[node + 1]
-            text.picker.note(margin)
-        else:
-            row = checked.logits[node + 1 : node + 2]
-            token = text.picker.pick(text.ids, row, text.text.place, tree, node)
         block.append(token)
         text.append(token)
         node = tree.child(node, block[-1])
@@ -176,3 +177,27 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[li
     guess = replace(tree, laws=()) if tree.laws else tree
     text.meter.rounds.append(Round(offset, guess, drafts, right, len(block)))
     return block, path
+
+
+def _pick(text: Sequence, tree: Tree, node: int, checked: Answer, picks: Picks) -> int | None:
+    """What is picked behind a node. None where that may depend on where the node stands: then it is left to the next round."""
+    spread = None if node < _in_place(text, tree) else text.slot.spread
+    if node + 1 < len(picks):
+        token, margin = picks[node + 1]
+        if spread is not None and not margin > spread:
+            return None
+        text.picker.note(margin)
+        return token
+    row = checked.logits[node + 1 : node + 2]
+    if spread is not None:
+        return text.picker.sure(text.ids, row, text.text.place, spread)
+    return text.picker.pick(text.ids, row, text.text.place, tree, node)
+
+
+def _in_place(text: Sequence, tree: Tree) -> int:
+    """How many of the first nodes have the logits that they would have if they were committed before they are forwarded.
+
+    Where forwards have fixed shapes, the others' differ in their last bits: attention adds up in the order of places. Those are
+    forwarded again by the next round, if they come true.
+    """
+    return len(tree) if text.slot.spread is None else tree.lead

@@ -101,6 +101,26 @@ class Picker:
             return token
         return self._picked(process(ids, scores, self.processors[whole:])[0], place, tree, node)
 
+    def sure(self, ids: Tensor, logits: Tensor, place: tuple[int, int], spread: float) -> int | None:
+        """The pick, where it is the same however each logit changes by up to half of `spread`; else, and where nothing says so
+        or something is recorded, None. Arguments are those of `pick`.
+        """
+        whole = len(self.processors) - self._cuts
+        factor = stretch(self.processors[:whole])
+        if factor is None or self.acceptance != Acceptance() or self.scores is not None or self.logits is not None:
+            return None
+        scores = process(ids, logits.to(copy=True, dtype=torch.float32, device=ids.device), self.processors[:whole])
+        if self.noise is None:
+            (((token, margin),),) = greedily([scores])
+        else:
+            assert self.keys is not None
+            cuts = self.processors[whole:]
+            token, margin = sure_draw(scores[0], self.keys, self.noise.at(*place), cuts, spread * factor)
+        if not margin > spread * factor:
+            return None
+        self.note(margin)
+        return token
+
     def _picked(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
         """The best id, or the draw that this place's noise decides. A guess drawn from a known law is accepted or redrawn.
 
@@ -205,6 +225,34 @@ def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> 
             if left:
                 return Draw(place if places is None else int(places[place]), float(values[0] - values[:2][-1]))
     return None
+
+
+def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], spread: float) -> Draw:
+    """The best of all scores + noise, and by how much it beats the second; by nothing, where a cut might not leave it.
+
+    Law: where its margin is above `spread`, it is the draw of all scores that differ from these by up to half of that.
+    Arguments are those of `draw`.
+    """
+    _check(float(scores.max()))
+    values, places = race(scores, keys, state, 2)
+    drawn = Draw(int(places[0]), float(values[0] - values[-1]))
+    return drawn if _surely_left(scores, drawn.token, cuts, spread) else Draw(drawn.token, 0.0)
+
+
+def _surely_left(scores: Tensor, token: int, cuts: Sequence[Any], spread: float) -> bool:
+    """Whether cuts leave an id of all scores that differ from these by up to half of `spread`."""
+    top_k, top_p, min_p = (next((cut for cut in cuts if type(cut) is kind), None) for kind in CUTS)
+    score, best = float(scores[token]), float(scores.max())
+    before = scores[scores > score - spread]  # those that may come before it, and itself
+    if top_k is not None and len(before) > top_k.top_k:
+        return False
+    if min_p is not None and min_p.min_p and score - spread < best + log(min_p.min_p) + _NEAR:
+        return False
+    if top_p is None:
+        return True
+    left = scores if top_k is None else largest(scores[None], top_k.top_k)[0][0]
+    mass = float((before - best).double().exp().sum() - exp(score - best)) / float((left - best).double().exp().sum())
+    return bool(mass * exp(2 * spread) < top_p.top_p - _NEAR)
 
 
 def _within(scores: Tensor, law: Tensor, score: float, mass: float) -> bool | None:

@@ -67,9 +67,14 @@ class Sequence:
         return len(self.text.ids) > self.text.prompt_length
 
     def unread(self) -> list[int]:
-        """What is to be forwarded next: committed ids, no more of a prompt than the slot takes at once."""
-        end = None if self.slot.chunk is None else self.read + self.slot.chunk
-        return list(self.text.ids[self.read : end])
+        """What is to be forwarded next: committed ids, no more of them than the slot takes at once."""
+        new, prompt = len(self.text.ids) - self.read, self.text.prompt_length - self.read
+        return list(self.text.ids[self.read : self.read + self.slot.takes(new, prompt)])
+
+    def room(self) -> int:
+        """How many nodes of a tree can be forwarded with what is unread; 0 where not all of that is."""
+        new = len(self.text.ids) - self.read
+        return self.slot.guesses(new) if self.slot.takes(new, 0) == new else 0
 
     def end(self) -> None:
         """Let go of its drafters, and make room for other texts."""

@@ -60,11 +60,7 @@ class Tree:
 
     def first_path(self, longest: int) -> "Tree":
         """The chain from the context through each node's likeliest child, at most `longest` long."""
-        return self.chain_of(self.likeliest_path(longest))
-
-    def chain_of(self, path: list[int]) -> "Tree":
-        """The chain of some nodes, each the parent of the next."""
-        return chain([self.tokens[node] for node in path], self.guess, self.laws[: len(path)], self._masses_of(path))
+        return self.of(self.likeliest_path(longest))
 
     def likeliest_path(self, longest: int) -> list[int]:
         """The nodes of `first_path`."""
@@ -88,6 +84,11 @@ class Tree:
         return self.of(sorted(sorted(range(len(self)), key=lambda node: (-masses[node], node))[:nodes]))
 
     @property
+    def lead(self) -> int:
+        """How many of the first nodes are a chain from the context."""
+        return next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self))
+
+    @property
     def depth(self) -> int:
         """How many ids its longest path has."""
         return max(self._depths(), default=0)
@@ -99,14 +100,12 @@ class Tree:
         return depths
 
     def of(self, nodes: list[int]) -> "Tree":
-        """The tree of some nodes, in order, whose parents are all among them."""
+        """The tree of some nodes, in that order, whose parents are all among them, before them."""
         index = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         tokens = tuple(self.tokens[node] for node in nodes)
         parents = tuple(index[self.parents[node]] for node in nodes)
-        return Tree(tokens, parents, self.guess, self.laws[: len(nodes)], self._masses_of(nodes))
-
-    def _masses_of(self, nodes: list[int]) -> tuple[float, ...]:
-        return tuple(self.masses[node] for node in nodes) if self.masses else ()
+        masses = tuple(self.masses[node] for node in nodes) if self.masses else ()
+        return Tree(tokens, parents, self.guess, self.laws[: len(nodes)], masses)
 
     def _best_child(self, node: int) -> int | None:
         children = [i for i, parent in enumerate(self.parents) if parent == node]

@@ -79,9 +79,10 @@ class Session:
                 self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
                 sure = max([sure, *self._ledger.masses(draft, self.proposals[draft].tree or Tree())])
         tree = self._merged(limit)
-        tree = self._chained(tree, limit.longest) if limit.width == 1 else tree
-        self._guessed = limit, tree
-        return tree
+        path = tree.likeliest_path(limit.longest)
+        rest = set(range(len(tree))).difference(path) if limit.width > 1 else ()
+        self._guessed = limit, self._of(tree, [*path, *sorted(rest)])  # so what comes true most often stands where it stays
+        return self._guessed[1]
 
     def sources(self, tree: Tree) -> tuple[int, ...]:
         """Of each node of the round's guess, which draft guessed it, the cheapest of several."""
@@ -104,12 +105,15 @@ class Session:
         assert self._guessed is not None
         limit, tree = self._guessed
         masses = self._believed(tree)
-        kept = sorted(sorted(range(len(tree)), key=lambda node: -masses[node])[:nodes])
-        self._guessed = limit, tree.of(kept)
-        self.proposals = [
-            replace(one, own=frozenset(i for i, node in enumerate(kept) if node in one.own)) for one in self.proposals
-        ]
+        self._guessed = limit, self._of(tree, sorted(sorted(range(len(tree)), key=lambda node: -masses[node])[:nodes]))
         return self._guessed[1]
+
+    def _of(self, tree: Tree, nodes: list[int]) -> Tree:
+        """The tree of some nodes, in that order. They stay those of the drafts that guessed them."""
+        self.proposals = [
+            replace(one, own=frozenset(i for i, node in enumerate(nodes) if node in one.own)) for one in self.proposals
+        ]
+        return tree.of(nodes)
 
     def _believed(self, tree: Tree) -> list[float]:
         """What is believed of each node: of a guess that stands alone, what its draft's account says."""
@@ -185,14 +189,6 @@ class Session:
             self.proposals[draft] = replace(self.proposals[draft], own=own)
         in_order = (one.tree.guess for one in self.proposals if one.tree)
         return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
-
-    def _chained(self, tree: Tree, longest: int) -> Tree:
-        """The likeliest path of a tree."""
-        path = tree.likeliest_path(longest)
-        self.proposals = [
-            replace(one, own=frozenset(i for i, node in enumerate(path) if node in one.own)) for one in self.proposals
-        ]
-        return tree.chain_of(path)
 
 
 def _sound(tree: Tree) -> Tree:

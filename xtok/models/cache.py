@@ -1,5 +1,6 @@
 """One model with its KV cache. Target and draft are both held by it."""
 
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from math import ceil
@@ -99,6 +100,7 @@ class CachedModel:
     shares = False
     chunk: int | None = None
     most: int | None = None
+    spread: float | None = None
 
     def __init__(
         self,
@@ -144,6 +146,14 @@ class CachedModel:
     def server(self) -> "CachedModel":
         """Itself: it is forwarded alone."""
         return self
+
+    def takes(self, new: int, prompt: int) -> int:
+        """All."""
+        return new
+
+    def guesses(self, new: int) -> int:
+        """As many as there are."""
+        return sys.maxsize
 
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
         """Each ask alone."""

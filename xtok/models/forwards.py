@@ -30,9 +30,10 @@ class Answer(NamedTuple):
 class Slot(Protocol):
     """A text's place in a model: what the model keeps of it, and how it is forwarded.
 
-    `chunk`: how many ids of a prompt are forwarded at once, None for
-    all. `forwards`: how many it took part in. `vocabulary`: how many ids the model has logits for. `shares`: whether forwards
-    can be shared. `most`: how many positions it may have, where memory is bounded.
+    `chunk`: how many ids of a prompt are forwarded at once, None for all. `forwards`: how many it took part in. `vocabulary`:
+    how many ids the model has logits for. `shares`: whether forwards can be shared. `most`: how many positions it may have,
+    where memory is bounded. `spread`, where forwards have fixed shapes: by how much, in logits, the best id behind a node that
+    doesn't stand at its own place is to beat the second; None where forwards have any shape.
     """
 
     device: torch.device
@@ -41,6 +42,13 @@ class Slot(Protocol):
     forwards: int
     shares: bool
     most: int | None
+    spread: float | None
+
+    def takes(self, new: int, prompt: int) -> int:
+        """How many of `new` ids are forwarded next, the first `prompt` of which are of a prompt."""
+
+    def guesses(self, new: int) -> int:
+        """How many nodes of a tree can be forwarded behind so many new ids."""
 
     @property
     def server(self) -> Any:

@@ -8,7 +8,7 @@ from xtok.models.cache import new_cache
 from xtok.models.forwards import Slot
 from xtok.models.probe import takes_slots
 from xtok.models.recurrent import cached_model
-from xtok.models.slots import Slots
+from xtok.models.slots import Shapes, Slots
 
 _SNAPSHOTS = 16
 """Of two rounds: what a draft reads in one may be read otherwise in the next."""
@@ -24,11 +24,11 @@ class Caches:
         self._rows, self._room = rows, room
         self._slots: dict[PreTrainedModel, Slots] = {}
 
-    def of(self, model: PreTrainedModel, *, shows_hidden: bool = False) -> Slots:
+    def of(self, model: PreTrainedModel, *, shows_hidden: bool = False, shapes: Shapes | None = None) -> Slots:
         """The cache of a model that takes slots."""
         if model not in self._slots:
             room = None if self._room is None else self._room[model]
-            self._slots[model] = Slots(model, shows_hidden=shows_hidden, rows=self._rows, room=room)
+            self._slots[model] = Slots(model, shows_hidden=shows_hidden, rows=self._rows, room=room, shapes=shapes)
         return self._slots[model]
 
 
@@ -40,10 +40,10 @@ class Seat:
         self._caches, self._most = caches or Caches(), most
         self._taken: list[Slot] = []
 
-    def slot(self, model: PreTrainedModel, *, shows_hidden: bool = False) -> Slot:
-        """A slot in `model`: one whose forwards are shared, where the model can be held so."""
+    def slot(self, model: PreTrainedModel, *, shows_hidden: bool = False, shapes: Shapes | None = None) -> Slot:
+        """A slot in `model`: one whose forwards are shared, where the model can be held so, and have `shapes`."""
         if takes_slots(model):
-            self._taken.append(self._caches.of(model, shows_hidden=shows_hidden).join(self._most))
+            self._taken.append(self._caches.of(model, shows_hidden=shows_hidden, shapes=shapes).join(self._most))
             return self._taken[-1]
         return cached_model(model, new_cache(model), shows_hidden=shows_hidden, snapshots=_SNAPSHOTS)
 

@@ -5,11 +5,12 @@ rewind is a smaller length, a sliding window is a mask, texts of unlike lengths 
 leaves its row to the next one. Nothing is copied but when the cache grows, and where a branch wins.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,26 @@ are shared: that costs less than forwards of their own.
 """
 _STEP = 64
 """The cache grows by multiples of so many positions, and by half of what it has."""
+_EXACT = 16
+"""Prompts whose forwards have fixed shapes are forwarded by more ids than that at once, in forwards of their own, until no more
+than that are left.
+"""
+
+
+class Shapes(Protocol):
+    """Which shapes the forwards of a model are to have, so that an id has the same bits whatever is forwarded with it."""
+
+    spread: float
+    """By how much the best score behind a branch is to beat the second, to be the best at the branch's own places, too."""
+
+    def seen(self, positions: int) -> int:
+        """How many places of each row are looked at where a text has so many positions."""
+
+    def width(self, rows: int, new: int, seen: int) -> int | None:
+        """How many ids of each of some rows are to be forwarded, where there are `new`; None where no shape is fit."""
+
+    def widest(self, seen: int) -> int:
+        """How many new ids of one text can be forwarded."""
 
 
 class Row:
@@ -40,6 +61,7 @@ class Row:
 
     shares = True
     chunk: int | None = CHUNK
+    spread: float | None = None
 
     def __init__(self, server: "Slots", index: int, most: int | None) -> None:
         self.server = server
@@ -53,6 +75,14 @@ class Row:
     def held(self) -> int:
         """How many places are taken."""
         return self.length + self.branched
+
+    def takes(self, new: int, prompt: int) -> int:
+        """How many of `new` ids are forwarded next, the first `prompt` of which are of a prompt."""
+        return min(new, CHUNK)
+
+    def guesses(self, new: int) -> int:
+        """How many nodes of a tree can be forwarded behind so many new ids."""
+        return sys.maxsize
 
     def take(self, ask: Ask) -> None:
         """Count what was forwarded."""
@@ -79,10 +109,31 @@ class Row:
         self.server.leave(self)
 
 
+class FixedRow(Row):
+    """A slot whose forwards have shapes that follow from its text's length and its prompt's, and from nothing else."""
+
+    def __init__(self, server: "Slots", index: int, most: int | None, shapes: Shapes) -> None:
+        super().__init__(server, index, most)
+        self._shapes = shapes
+        self.spread = shapes.spread
+
+    def takes(self, new: int, prompt: int) -> int:
+        """Of a prompt powers of two, down from a whole chunk, so that none crosses where more places are looked at."""
+        if prompt > _EXACT:
+            return min(CHUNK, 1 << (prompt - 1).bit_length() - 1)
+        return min(new, _EXACT, self._shapes.seen(self.length + 1) - self.length)
+
+    def guesses(self, new: int) -> int:
+        """No more than the widest forward holds, none where others places would be looked at than without them."""
+        seen = self._shapes.seen(self.length + new)
+        return min(seen - self.length, self._shapes.widest(seen)) - new
+
+
 class Slots:
     """A model, and one cache for the texts that it forwards together.
 
-    Law: a text's logits are those that it has alone, within rounding, whatever other rows hold. Rows that aren't asked for and
+    Law: a text's logits are those that it has alone, within rounding, whatever other rows hold; with `shapes` in every bit,
+    behind ids that are kept and behind nodes that stand where they would if they were kept. Rows that aren't asked for and
     stand between others are forwarded with padding.
     """
 
@@ -93,14 +144,16 @@ class Slots:
         shows_hidden: bool = False,
         rows: int = 1,
         room: int | None = None,
+        shapes: Shapes | None = None,
     ) -> None:
         """`rows`: how many there are from the beginning. `room`: how many positions all of them together may have, rows ×
-        positions of a row, as long as the texts in them need no more; None for as many as come.
+        positions of a row, as long as the texts in them need no more; None for as many as come. `shapes`: those that forwards
+        are to have; None for what each needs.
         """
         own = new_cache(model)
         kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""]
         self.device, self.vocabulary = device_of(model), vocabulary_size(model)
-        self._model = model
+        self._model, self._shapes = model, shapes
         windows_of = dict(zip(kinds, windows(own), strict=False))
         self._view = _View(rows, room)
         self._layers = [_Layer(self._view) for _ in own.layers]
@@ -116,7 +169,8 @@ class Slots:
         if None not in self._rows:
             self._rows.append(None)
             self._used += [0] * (len(self._rows) - len(self._used))
-        row = Row(self, self._rows.index(None), most)
+        index = self._rows.index(None)
+        row = Row(self, index, most) if self._shapes is None else FixedRow(self, index, most, self._shapes)
         self._rows[row.index] = row
         return row
 
@@ -131,26 +185,57 @@ class Slots:
         held = [part for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
         return sum(part.shape[1] * part.shape[3] * part.element_size() for part in held)
 
+    def tiled(self, rows: int, positions: int, shapes: Shapes) -> "Slots":
+        """A cache in which each of some rows holds in so many positions, over and over, what this one's first row holds."""
+        made = Slots(self._model, rows=rows, shapes=shapes)
+        made._used = [positions] * rows
+        for layer, own in zip(made._layers, self._layers, strict=True):
+            if positions:
+                layer.tile(own, rows, positions, self._used[0])
+        return made
+
+    def held(self, start: int, stop: int) -> list[Tensor]:
+        """Keys and values of each layer at some places, (rows, heads, places, size) each."""
+        return [part[:, :, start:stop] for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
+
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
         """Which are to share a forward: those of about as many new ids, where little of it would be padding."""
         self._close_gaps()
-        groups = list[list[Ask]]()
-        for ask in sorted(asks, key=lambda ask: len(ask.ids)):
-            if groups and len(ask.ids) <= max(_NARROW, 2 * len(groups[-1][0].ids)):
-                groups[-1].append(ask)
-            else:
-                groups.append([ask])
-        return [part for group in groups for part in _dense(group)]
+        if self._shapes is None:
+            return [part for group in _alike(asks) for part in _dense(group)]
+        narrow = sorted((ask for ask in asks if not _is_wide(ask)), key=self._seen)
+        kinds = [list(kind) for _, kind in groupby(narrow, key=self._seen)]
+        parts = (part for kind in kinds for group in _alike(kind) for part in _dense(group))
+        return [*([ask] for ask in asks if _is_wide(ask)), *(fit for part in parts for fit in self._fitting(part))]
+
+    def _seen(self, ask: Ask) -> int:
+        """How many places are looked at, of fixed shapes."""
+        assert self._shapes is not None
+        return self._shapes.seen(_row(ask).held + len(ask.ids))
+
+    def _fitting(self, asks: list[Ask]) -> list[list[Ask]]:
+        """A group as it is, if there is a shape for it, else each alone."""
+        return [asks] if self._width(asks) is not None else [[ask] for ask in asks]
+
+    def _width(self, asks: Sequence[Ask]) -> int | None:
+        """How many ids of each row are forwarded; None where the group has no shape."""
+        new = max(len(ask.ids) for ask in asks)
+        if self._shapes is None or _is_wide(asks[0]):
+            return new
+        first, last = _ends(asks)
+        return self._shapes.width(last - first, new, self._seen(asks[0]))
 
     @torch.no_grad()
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
         """Answer texts of different rows by one forward."""
-        first, last = min(_row(ask).index for ask in asks), 1 + max(_row(ask).index for ask in asks)
+        first, last = _ends(asks)
+        width = self._width(asks)
+        assert width is not None
         self._settle()
         with timed() as took:
-            outputs = self._model(**self._inputs(first, last, asks), **self._shown, return_dict=True)
+            outputs = self._model(**self._inputs(first, last, asks, width), **self._shown, return_dict=True)
             wait_for(outputs.logits)
-        cost = Cost((last - first) * max(len(ask.ids) for ask in asks), took.seconds, len(asks))  # padding included
+        cost = Cost((last - first) * width, took.seconds, len(asks))  # padding included
         hidden = outputs.hidden_states[-1] if self._shown else None
         for ask in asks:
             _row(ask).take(ask)
@@ -161,25 +246,29 @@ class Slots:
             found.append(Answer(outputs.logits[row], shown, cost._replace(told=bool(found))))
         return found
 
-    def _inputs(self, first: int, last: int, asks: Sequence[Ask]) -> dict[str, Any]:
-        """What the model is given for the rows from `first` to `last`."""
+    def _inputs(self, first: int, last: int, asks: Sequence[Ask], width: int) -> dict[str, Any]:
+        """What the model is given for the rows from `first` to `last`, `width` ids of each."""
         rows = [row for row in self._rows[first:last] if row is not None]
         asked = {_row(ask).index: ask for ask in asks}
         news = [_New.of(row, asked.get(row.index)) for row in rows]
-        width, nodes = max(len(one.ids) for one in news), max(one.nodes for one in news)
+        nodes = max(one.nodes for one in news)
         ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
-        seen = max(max(end, one.trunk + nodes) for end, one in zip(ends, news, strict=True))
+        reach = max(max(end, one.trunk + nodes) for end, one in zip(ends, news, strict=True))
+        seen = reach if self._shapes is None else self._seen(asks[0])
         self._clear(first, ends, seen)
         table = torch.tensor([one.line(width, asks[0].ids[0]) for one in news], device=self.device)
         base, trunk, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
+        trunk = trunk.clamp(max=seen - nodes)  # that of a row that isn't asked for may lie beyond what is looked at
         padding = (parents == PADDING).sum(dim=1, keepdim=True)
         places = torch.arange(width, device=self.device) - padding
         places = base + torch.where(places < 0, width - padding, places)  # padding goes to one place behind what is new
-        self._view.look(first, places, seen, news[0].base if len(news) == 1 else None)
+        start = news[0].base if len(news) == 1 and len(news[0].ids) == width else None
+        self._view.look(first, places, seen, start, max(seen, reach))
         self._view.hold(len(self._rows), max(row.held for row in self._rows if row is not None))
         linked = any(one.linked for one in news)
         positions, masks = self._trees.add(slice(first, last), trunk, places, parents, nodes=nodes, seen=seen, linked=linked)
-        kept = {"logits_to_keep": max(ask.rows for ask in asks)} if self._keeps else {}
+        whole = self._shapes is not None and not _is_wide(asks[0])  # how many rows a matrix has may change its bits
+        kept = {"logits_to_keep": max(ask.rows for ask in asks)} if self._keeps and not whole else {}
         inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
         return {**inputs, "attention_mask": masks, **kept}
 
@@ -224,11 +313,33 @@ def _row(ask: Ask) -> Row:
     return ask.slot
 
 
+def _ends(asks: Sequence[Ask]) -> tuple[int, int]:
+    """The first row of some texts, and the one behind the last."""
+    indices = [_row(ask).index for ask in asks]
+    return min(indices), 1 + max(indices)
+
+
+def _is_wide(ask: Ask) -> bool:
+    """Whether it is a part of a prompt whose forward, where shapes are fixed, is as wide as the part, and of one text."""
+    return len(ask.ids) > _EXACT and not ask.parents
+
+
+def _alike(asks: Sequence[Ask]) -> list[list[Ask]]:
+    """Groups of about as many new ids."""
+    groups = list[list[Ask]]()
+    for ask in sorted(asks, key=lambda ask: len(ask.ids)):
+        if groups and len(ask.ids) <= max(_NARROW, 2 * len(groups[-1][0].ids)):
+            groups[-1].append(ask)
+        else:
+            groups.append([ask])
+    return groups
+
+
 def _dense(group: list[Ask]) -> list[list[Ask]]:
     """A group as it is, or in parts whose rows stand side by side, where rows between them would be much padding."""
     group = sorted(group, key=lambda ask: _row(ask).index)
-    first, last, width = _row(group[0]).index, _row(group[-1]).index, max(len(ask.ids) for ask in group)
-    if (last + 1 - first) * width <= max(_PADDED, 2 * sum(len(ask.ids) for ask in group)):
+    (first, last), width = _ends(group), max(len(ask.ids) for ask in group)
+    if (last - first) * width <= max(_PADDED, 2 * sum(len(ask.ids) for ask in group)):
         return [group]
     parts = groupby(enumerate(group), key=lambda pair: _row(pair[1]).index - pair[0])
     return [[ask for _, ask in part] for _, part in parts]
@@ -270,22 +381,22 @@ class _New:
 class _View:
     """What a forward looks at: from row `first` on, `places` of the new ids, (rows, new), and `seen` places of each row.
 
-    `start`: the first place, where one row is looked at. `rows`: how many there are to be at least. `room`: how many places all
-    of them may have; None for as many as are needed.
+    `start`: the first place, where one row is looked at and all of it is new. `reach`: up to where there are places.
+    `rows`: how many there are to be at least. `room`: how many places all of them may have; None for as many as are needed.
     """
 
     def __init__(self, rows: int, room: int | None) -> None:
         self.rows, self.room = rows, room
 
-    def look(self, first: int, places: Tensor, seen: int, start: int | None) -> None:
+    def look(self, first: int, places: Tensor, seen: int, start: int | None, reach: int) -> None:
         """Set it for the next forward."""
         self.first, self.last = first, first + len(places)
-        self.places, self.seen, self.start = places, seen, start
+        self.places, self.seen, self.start, self.reach = places, seen, start, reach
         self.index = torch.arange(first, self.last, device=places.device)[:, None]
 
     def hold(self, rows: int, positions: int) -> None:
         """Tell how many rows there are texts in, and how many places of one of them are taken at most."""
-        self._least = rows, max(positions, self.seen)
+        self._least = rows, max(positions, self.reach)
 
     def shape(self, rows: int, positions: int) -> tuple[int, int]:
         """Rows and positions that hold what is there and what comes, where there were so many.
@@ -293,11 +404,11 @@ class _View:
         They grow by more than is needed, if there is room for it; where rows need what is left of the positions of texts that
         have ended, or the other way round, they have it.
         """
-        if rows >= self.last and positions >= self.seen:
+        if rows >= self.last and positions >= self.reach:
             return rows, positions
         least_rows, least_positions = self._least
-        if positions < self.seen:
-            positions = _STEP * ceil(max(self.seen + _STEP, positions * 1.5) / _STEP)
+        if positions < self.reach:
+            positions = _STEP * ceil(max(self.reach + _STEP, positions * 1.5) / _STEP)
         if rows < self.last:
             rows = max(self.rows, 2 ** (self.last - 1).bit_length())
         if self.room is None:
@@ -348,6 +459,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
             index, places = view.index.to(held.device), view.places.to(held.device)  # layers may lie on several devices
             held[index, :, places] = states.transpose(1, 2)
         return held.narrow(0, view.first, view.last - view.first).narrow(2, 0, view.seen)
+
+    def tile(self, other: "_Layer", rows: int, positions: int, held: int) -> None:
+        """Hold in each of some rows, over and over, the first `held` places of another layer's first row."""
+        for keys, states in (("keys", other.keys), ("values", other.values)):
+            assert states is not None
+            places = torch.arange(positions, device=states.device) % held
+            setattr(self, keys, states[:1, :, places].repeat(rows, 1, 1, 1))
+        self.is_initialized = True
 
     def clear(self, row: int, start: int, end: int) -> None:
         """Empty some places of a row."""
