@@ -5,6 +5,7 @@ from collections import abc
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import cached_property
+from math import ceil
 from numbers import Real
 from pathlib import PurePath
 from threading import local
@@ -336,10 +337,13 @@ class XTokAssisted:
         adapted = [] if self.adapter is None else [self.adapter.draft.model]
         return [self.model, *adapted, *(draft.model for draft in self._drafts if isinstance(draft, ModelDraft))]
 
-    def guesses(self) -> int:
-        """How many positions the guesses of a text, or padding, may take in a model."""
+    def guesses(self, positions: float = 1) -> int:
+        """How many places of a model's cache a text of so many positions may need beside those: for guesses, or for padding."""
         budget = self._budget
-        return 1 if not self._drafts else max(64, budget.nodes, 4 * budget.depth * budget.width)
+        most = 1 if not self._drafts else max(64, budget.nodes, 4 * budget.depth * budget.width)
+        if self._shapes is None:
+            return most
+        return max(most, 1 + self._shapes.seen(ceil(positions)) - ceil(positions))
 
     def asked(self, prompt: Prompt, arguments: dict[str, Any]) -> tuple[float, Callable[[Seat], Sequence]]:
         """One text, checked: how many positions it may get, prompt included, and what begins it where there is a seat for it.

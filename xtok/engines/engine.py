@@ -199,17 +199,17 @@ class Engine:
         """How many positions a text has, which may get `most`. Raises `InvalidInputError` where there is never room for it."""
         if self._room is None:
             return None
-        room = self._room - self._xt.guesses()
-        if most > room:
+        guesses = self._xt.guesses(min(most, self._room))
+        if most > self._room - guesses:
             raise InvalidInputError(
-                f"The text may get {most} positions, prompt included, and memory has room for {room}, and {self._xt.guesses()} "
-                "for guesses. Ask for fewer new tokens, or give more memory."
+                f"The text may get {most} positions, prompt included, and memory has room for {self._room - guesses}, and "
+                f"{guesses} for guesses. Ask for fewer new tokens, or give more memory."
             )
         return ceil(most)
 
     def _has_room(self, job: _Job) -> bool:
         """Whether it fits beside the texts that run: each has as many positions as the longest may get."""
-        sizes = [one.most + self._xt.guesses() for one in (*self._running, job) if one.most is not None]
+        sizes = [one.most + self._xt.guesses(one.most) for one in (*self._running, job) if one.most is not None]
         return self._room is None or len(sizes) * max(sizes) <= self._room
 
     def _drop_cancelled(self) -> None:

@@ -85,9 +85,9 @@ class Stable:
 
 
 class _Trial:
-    """Forwards of one shape, behind as much as fits in the places that are looked at. All rows hold and are asked for the same.
+    """Forwards of one shape, behind as much as fits in the places that are looked at: `width` new ids of each of `rows`.
 
-    Of `width` new ids of each of `rows`, as `Shapes` says.
+    All rows hold the same; every second one, the last among them, is tried, and others have other ids.
     """
 
     spread = 0.0
@@ -114,18 +114,21 @@ class _Trial:
         return self._width
 
     def forwarded(self, pieces: Sequence[int]) -> list[Tensor]:
-        """Forward ids in parts. Returns their logits, (rows, ids, vocabulary), and the keys and values of each layer, (rows,
-        heads, ids, size).
+        """Forward ids in parts. Returns their logits, (tried rows, ids, vocabulary), and the keys and values of each layer,
+        (tried rows, heads, ids, size).
         """
         slots = self._filled.tiled(self._rows, self._base, self)
-        texts, ids = [slots.join() for _ in range(self._rows)], self._ids[-_USUAL:]
+        texts, tried = [slots.join() for _ in range(self._rows)], range(self._rows - 1, -1, -2)
         logits = []
         for end, size in zip(accumulate(pieces), pieces, strict=True):
             for text in texts:
                 text.length = self._base + end - size
-            answers = slots.serve([Ask(text, ids[end - size : end], size) for text in texts])
-            logits.append(torch.stack([answer.logits for answer in answers]))
-        return [torch.cat(logits, dim=1), *slots.held(self._base, self._base + sum(pieces))]
+            ids = [self._ids[-_USUAL:] if row in tried else self._ids[:_USUAL] for row in range(self._rows)]
+            asks = [Ask(text, own[end - size : end], size) for text, own in zip(texts, ids, strict=True)]
+            answers = slots.serve(asks)
+            logits.append(torch.stack([answers[row].logits for row in tried]))
+        new = slots.held(self._base, self._base + sum(pieces))
+        return [torch.cat(logits, dim=1), *(part[list(tried)] for part in new)]
 
     def branched(self, before: int, behind: int) -> Tensor:
         """The logits of a chain of ids, (ids, vocabulary), with so many nodes of other chains before it and behind it."""

@@ -1,0 +1,347 @@
+"""Law 9: fixed shapes fix the bits. What is picked with `stable=True`, beside what a text has without a draft and alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import tiny
+from front_door import TOKENS
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from worlds import budgets, examples
+
+from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted, decode
+from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
+from xtok.models.forwards import Answer
+from xtok.models.prompts import prompt_ids
+from xtok.models.slots import FixedRow, Slots
+from xtok.models.stable import Stable
+from xtok.pick import draw, sure_draw
+
+LENGTH = 24
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0, "eos_token_id": None}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "penalty": GREEDY | {"repetition_penalty": 1.2},
+    "sampled": GREEDY | {"do_sample": True, "top_k": 0, "seed": 5},
+    "cut": GREEDY | {"do_sample": True, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "temperature": 0.9, "seed": 5},
+}
+SIZE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+ROWS = {"num_key_value_heads": 2, "max_position_embeddings": 4096}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": SIZE | ROWS,
+    "GPTNeoX": SIZE | {"max_position_embeddings": 4096},
+    "Qwen2": SIZE | ROWS,
+    "Qwen3": SIZE | ROWS | {"head_dim": 16},
+    "GPT2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 4096},
+    "Gemma2": SIZE | ROWS | {"head_dim": 16, "sliding_window": 300, "query_pre_attn_scalar": 16},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HALF = "bfloat16"
+TREES = Budget(8, width=8, schedule="constant")
+LENGTHS = (1, 2, 16, 17, 33, 100, 480, 495, 505, 511, 512, 513, 1010, 1024, 2030, 2048)
+"""Of prompts: about where more places are looked at, and where parts of prompts end."""
+
+
+@cache
+def target(architecture: str, dtype: str) -> PreTrainedModel:
+    """A tiny model whose picks vary with the context, and are closer calls than those of other tests."""
+    controls = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=len(TOKENS) + 5, **controls, **ARCHITECTURES[architecture]
+    )
+    made = AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in made.named_parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.7 if "embed" in name or "wte" in name else 0.12)
+    return made.to(DTYPES[dtype])
+
+
+@cache
+def reference(architecture: str, dtype: str) -> XTokAssisted:
+    return XTokAssisted((target(architecture, dtype), TOKENS), stable=True)
+
+
+@cache
+def expected(architecture: str, dtype: str, prompt: str, way: str) -> Any:
+    """What a text is without a draft and alone."""
+    return reference(architecture, dtype).generate(prompt, **WAYS[way], output_logits=True, return_dict_in_generate=True)
+
+
+class Misleading:
+    """Guesses what comes next in branches among others, whole or cut, at any place of a tree."""
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], seed: int) -> None:
+        self._texts, self._random = texts, Random(seed)
+
+    def propose(self, context: Context, budget: Budget) -> Tree:
+        random, ids = self._random, tuple(context.ids)
+        prompt = next((prompt for prompt in self._texts if ids[: len(prompt)] == prompt), ids)
+        coming = self._texts.get(prompt, [])[len(ids) - len(prompt) :]
+        tokens, parents = list[int](), list[int]()
+        for _ in range(random.randint(0, 4)):
+            right = coming[: random.randint(0, 12)] if random.random() < 0.7 else []
+            wrong = random.choices(range(3, len(TOKENS)), k=random.randint(0, 3))
+            parent = -1
+            for token in right + wrong:
+                known = [i for i, pair in enumerate(zip(parents, tokens, strict=True)) if pair == (parent, token)]
+                if not known:
+                    tokens.append(token)
+                    parents.append(parent)
+                parent = known[0] if known else len(tokens) - 1
+        return Tree(tuple(tokens), tuple(parents))
+
+
+def drafts_of(kind: str, texts: dict[tuple[int, ...], list[int]], seed: int) -> Any:
+    return {
+        "misleading": [Misleading(texts, seed)],
+        "unrelated": (UNRELATED, BYTES),
+        "several": [Misleading(texts, seed), (UNRELATED, BYTES), PromptLookup()],
+        "none": None,
+    }[kind]
+
+
+@contextmanager
+def spied() -> Iterator[list[tuple[Any, int, bool, torch.Tensor]]]:
+    """Of each pick that is looked at: its text, its number in the text, whether it stands in place, and its logits."""
+    seen, pick = [], decode._pick
+
+    def spy(text: Any, tree: Tree, node: int, checked: Answer, picks: Any) -> int | None:
+        seen.append((text, len(text.new_ids), node < decode._in_place(text, tree), checked.logits[node + 1].clone()))
+        return pick(text, tree, node, checked, picks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_pick", spy)
+        yield seen
+
+
+def assert_bits(seen: list[tuple[Any, int, bool, torch.Tensor]], wanted: dict[tuple[int, ...], Any], spread: float) -> None:
+    """Logits in place are those of the text alone in every bit; behind branches they differ by less than is reckoned with."""
+    for text, number, in_place, logits in seen:
+        prompt = tuple(text.text.ids[: text.text.prompt_length])
+        alone = wanted[prompt].logits[number][0]
+        if in_place:
+            assert torch.equal(logits.float(), alone), f"pick {number} behind {len(prompt)} ids"
+        else:
+            assert 2 * float((logits.float() - alone).abs().max()) <= spread
+
+
+prompts = st.lists(st.one_of(st.sampled_from(TEXTS), st.sampled_from(LENGTHS).map(long)), min_size=1, max_size=4, unique=True)
+
+
+@examples(40)
+@given(
+    architecture=st.sampled_from(sorted(ARCHITECTURES)),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    prompts=prompts,
+    way=st.sampled_from(sorted(WAYS)),
+    kind=st.sampled_from(["misleading", "misleading", "unrelated", "several", "none"]),
+    budget=budgets(),
+    batch_size=st.integers(1, 5),
+    seed=st.integers(0, 999),
+)
+@example("Llama", "float32", [TEXTS[1], long(400)], "greedy", "misleading", TREES, 2, 1)
+@example("GPT2", "float32", [TEXTS[2]], "cut", "misleading", TREES, 2, 2)
+@example("Llama", HALF, [long(505), long(511)], "greedy", "misleading", TREES, 2, 0)
+@example("Gemma2", HALF, [long(1010), TEXTS[0]], "cut", "misleading", Budget(), 2, 1)
+@example("Qwen3", "float16", [long(2030), long(2048)], "penalty", "misleading", TREES, 2, 2)
+def test_bits_are_those_of_the_text_alone_without_a_draft_in_any_precision(
+    architecture: str, dtype: str, prompts: list[str], way: str, kind: str, budget: Budget, batch_size: int, seed: int
+) -> None:
+    """Law 9: with `stable=True`, what is picked, with or without a draft, is the same in every bit that decides."""
+    wanted = {tuple(prompt_ids(TOKENS, one)): expected(architecture, dtype, one, way) for one in prompts}
+    drafts = drafts_of(kind, {prompt: one.token_ids for prompt, one in wanted.items()}, seed)
+    xt = XTokAssisted((target(architecture, dtype), TOKENS), drafts, budget=budget, stable=True)
+    assert xt._shapes is not None
+    with spied() as seen:
+        found = xt.generate(prompts, batch_size=batch_size, **WAYS[way])
+    assert_bits(seen, wanted, xt._shapes.spread)
+    assert ids_of(found) == ids_of([expected(architecture, dtype, one, way) for one in prompts])
+    assert all(one.stats.draft_error is None for one in found)
+
+
+@contextmanager
+def hooked(model: PreTrainedModel, change: Any) -> Iterator[PreTrainedModel]:
+    """A model whose logits, (rows, new, vocabulary), are changed by a function of them."""
+    handle = model.get_output_embeddings().register_forward_hook(lambda _, args, logits: change(logits))
+    try:
+        yield model
+    finally:
+        handle.remove()
+
+
+def by_width(logits: torch.Tensor) -> torch.Tensor:
+    return logits * (1 + 1e-3 * logits.shape[1])
+
+
+def by_rows(logits: torch.Tensor) -> torch.Tensor:
+    return logits * (1 + 1e-3 * logits.shape[0])
+
+
+def by_neighbours(logits: torch.Tensor) -> torch.Tensor:
+    return logits * (1 + 1e-3 * logits[0, 0, 3].abs())
+
+
+def by_rows_and_neighbours(logits: torch.Tensor) -> torch.Tensor:
+    return logits * (1 + 0.02 * logits[0].abs().amax()) if len(logits) > 1 else logits
+
+
+@pytest.mark.parametrize("change", [by_width, by_rows, by_rows_and_neighbours])
+@pytest.mark.parametrize("dtype", ["float32", HALF])
+def test_shapes_that_give_other_bits_are_found_out_and_left(change: Any, dtype: str) -> None:
+    """As a device has it where each shape selects a kernel of its own."""
+    prompts = [long(20), long(60), long(500), TEXTS[0]]
+    with hooked(target("Llama", dtype), change) as lm:
+        alone = XTokAssisted((lm, TOKENS), stable=True)
+        asked = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
+        wanted = {tuple(prompt_ids(TOKENS, one)): alone.generate(one, **asked) for one in prompts}
+        drafts = [Misleading({prompt: one.token_ids for prompt, one in wanted.items()}, 3)]
+        xt = XTokAssisted((lm, TOKENS), drafts, budget=TREES, stable=True)
+        assert xt._shapes is not None
+        with spied() as seen:
+            found = xt.generate(prompts, batch_size=3, **GREEDY)
+        assert_bits(seen, wanted, xt._shapes.spread)
+    assert ids_of(found) == ids_of(list(wanted.values()))
+    assert sum(one.stats.accepted for one in found) > LENGTH
+
+
+def test_a_model_whose_bits_depend_on_what_else_is_forwarded_is_refused() -> None:
+    with hooked(target("Llama", "float32"), by_neighbours) as lm, pytest.raises(UnsupportedModelError, match="stable=True"):
+        XTokAssisted((lm, TOKENS), stable=True)
+
+
+@examples(30)
+@given(prompt=st.integers(1, 6000), new=st.integers(0, 3000), given_out=st.integers(1, 16))
+@example(prompt=512, new=0, given_out=1)
+@example(prompt=17, new=600, given_out=16)
+def test_how_a_text_is_forwarded_follows_from_its_lengths(prompt: int, new: int, given_out: int) -> None:
+    """A prompt in powers of two, that no border crosses, then no more than 16 ids; no id's forward looks beyond its border."""
+    shapes = _unchecked()
+    row = FixedRow(Slots(target("Llama", "float32"), shapes=shapes), 0, None, shapes)
+    parts = list[int]()
+    while row.length < prompt:
+        parts.append(row.takes(prompt - row.length, prompt - row.length))
+        row.length += parts[-1]
+    assert row.length == prompt and parts[-1] <= 16
+    assert all(part in (2**power for power in range(4, 10)) for part in parts[:-1]) and parts == sorted(parts, reverse=True)
+    while row.length < prompt + new:
+        left = min(given_out, prompt + new - row.length)
+        part = row.takes(left, prompt - row.length)
+        assert 1 <= part <= left and shapes.seen(row.length + 1) == shapes.seen(row.length + part)
+        room = row.guesses(part)
+        assert room >= 0 and part + room <= 64
+        assert room == 0 or shapes.seen(row.length + part + room) == shapes.seen(row.length + part)
+        row.length += part
+
+
+def _unchecked() -> Stable:
+    """Shapes of a model that is not tried."""
+    shapes = object.__new__(Stable)
+    shapes.spread = 0.0
+    shapes._agrees = lambda rows, width, seen: True  # type: ignore[method-assign]
+    return shapes
+
+
+@given(positions=st.integers(1, 100_000))
+def test_how_many_places_are_looked_at_grows_with_a_text_in_few_steps(positions: int) -> None:
+    seen = Stable.seen(positions)
+    assert positions <= seen and seen == Stable.seen(seen) and seen % 512 == 0
+    assert seen in (512, 1024, 2048) or seen % 4096 == 0
+    assert seen < max(513, 2 * positions) or seen == 4096
+
+
+CUTS = st.tuples(st.sampled_from([0, 1, 3, 10]), st.sampled_from([None, 0.2, 0.7, 0.95]), st.sampled_from([None, 0.02, 0.3]))
+
+
+@examples(300)
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.sampled_from([5, 40, 9000]),
+    cuts=CUTS,
+    spread=st.sampled_from([1e-4, 0.01, 0.3, 2.0]),
+    sharpness=st.sampled_from([0.3, 1.0, 4.0]),
+)
+def test_a_draw_that_is_sure_stays_the_same_however_scores_change(
+    seed: int, size: int, cuts: Any, spread: float, sharpness: float
+) -> None:
+    """By up to half of the spread each, the other ids all against the drawn one, or at random."""
+    top_k, top_p, min_p = cuts
+    cutters = [TopKLogitsWarper(top_k)] if top_k else []
+    cutters += [TopPLogitsWarper(top_p)] if top_p else []
+    cutters += [MinPLogitsWarper(min_p)] if min_p else []
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(size, generator=generator) * sharpness
+    keys = torch.randint(-(2**62), 2**62, (size,), generator=generator)
+    token, margin = sure_draw(scores, keys, seed, cutters, spread)
+    if not margin > spread:
+        return
+    against = torch.full((size,), spread / 2)
+    against[token] = -spread / 2
+    for change in (against, -against, torch.rand(size, generator=generator).sub(0.5) * spread):
+        cut = torch.as_tensor(transformers.LogitsProcessorList(cutters)(torch.zeros(1, 1).long(), (scores + change)[None]))[0]
+        drawn = draw(cut, keys, seed)
+        assert drawn is not None and drawn.token == token
+
+
+def test_a_sure_draw_is_drawn_often() -> None:
+    """Also behind the usual cuts: what is never sure would cost a forward each time."""
+    sure = 0
+    for seed in range(100):
+        scores = torch.randn(2000, generator=torch.Generator().manual_seed(seed)) * 4
+        margin = sure_draw(scores, torch.arange(2000) * 7919, seed, [TopKLogitsWarper(50), TopPLogitsWarper(0.95)], 0.1).margin
+        sure += margin > 0.1
+    assert sure > 50
+
+
+def test_an_engine_under_a_bound_of_memory_writes_the_same() -> None:
+    lm = target("Llama", HALF)
+    prompts = [long(30), long(480), TEXTS[0], long(505)]
+    xt = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES), stable=True)
+    with Engine(xt, batch_size=3, memory=3_000_000) as engine:
+        tickets = [engine.submit(prompt, **GREEDY) for prompt in prompts]
+        found = [ticket.result().token_ids for ticket in tickets]
+        with pytest.raises(InvalidInputError, match="memory has room"):
+            engine.submit(prompts[0], **GREEDY | {"max_new_tokens": 4000})
+    assert found == [expected("Llama", HALF, prompt, "greedy").token_ids for prompt in prompts]
+
+
+def test_scores_and_logits_may_be_asked_for_by_transformers_way() -> None:
+    xt = XTokAssisted((target("Llama", HALF), TOKENS), (UNRELATED, BYTES), stable=True)
+    inputs = TOKENS(TEXTS[0], return_tensors="pt", return_token_type_ids=False)
+    output = target("Llama", HALF).generate(
+        **inputs, custom_generate=xt, **GREEDY, return_dict_in_generate=True, output_logits=True
+    )
+    wanted = expected("Llama", HALF, TEXTS[0], "greedy")
+    assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == wanted.token_ids
+    assert all(torch.equal(*pair) for pair in zip(output.logits, wanted.logits, strict=True))
+
+
+def test_a_cache_of_the_callers_is_refused() -> None:
+    lm = target("Llama", "float32")
+    xt = XTokAssisted((lm, TOKENS), stable=True)
+    with pytest.raises(UnsupportedArgumentError, match="past_key_values"):
+        xt.generate(TEXTS[0], past_key_values=transformers.DynamicCache(config=lm.config), **GREEDY)
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+@pytest.mark.filterwarnings("ignore::xtok.errors.LossyWarning")
+def test_acceptance_by_the_drafts_law_is_refused(acceptance: Any) -> None:
+    with pytest.raises(UnsupportedArgumentError, match="acceptance='match'"):
+        XTokAssisted((target("Llama", "float32"), TOKENS), (UNRELATED, BYTES), acceptance=acceptance, stable=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"), [("mixtral", "mixture of experts"), ("mamba", "cache"), ("qwen3_next", "cache")]
+)
+def test_models_that_no_shape_makes_stable_are_refused(architecture: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        XTokAssisted((tiny(architecture, len(TOKENS)), TOKENS), stable=True)
