@@ -41,7 +41,7 @@ FLOORS = (
     ("tune",),
     ("", "pair", "bench", "bench.chi_square", "bench.stretch"),
     ("bench.compare",),
-    ("bench.sampled", "bench.context", "bench.plot", "bench.drafters", "bench.batches", "bench.choice"),
+    ("bench.sampled", "bench.context", "bench.plot", "bench.drafters", "bench.batches", "bench.bits", "bench.choice"),
     ("bench.vocabulary", "console", "terminal"),
     ("bench.report", "demo"),
     ("bench.commands",),

@@ -239,6 +239,34 @@ def batches(
     report.tell(rows, report.print_batches, json_told)
 
 
+@app.command("bits")
+@on_the_command_line()
+def bits(
+    target: TargetOption = OWN_TARGET,
+    draft: DraftOption = None,
+    file: PromptsOption = None,
+    limit: LimitOption = None,
+    max_new_tokens: TokensOption = 64,
+    batch: Annotated[str, typer.Option(help="How many texts at once, with commas.")] = "1,8",
+    repeats: Annotated[int, typer.Option(min=1, help="How often to write each text, sampled ones with other seeds.")] = 1,
+    setting: SettingOption = None,
+    penalty: PenaltyOption = None,
+    ratio: RatioOption = None,
+    large: LargeOption = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    json_told: JsonOption = False,
+) -> None:
+    """What stable=True gives and costs: texts that differ from those of the target alone, with it and without."""
+    from xtok.bench import bits, report
+
+    ways, at_once, texts = _ways(setting, penalty), _sizes(batch), _measured(file, limit)
+    pair = _enlarged(*load_pair(target, draft, device, dtype), ratio, large)
+    shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
+    rows = [row for way in ways.values() for row in bits.compare_bits(*pair, texts, way, at_once, **shape)]
+    report.tell(rows, report.print_bits, json_told)
+
+
 def _sizes(batch: str) -> list[int]:
     """Numbers with commas. Raises `InvalidInputError` for anything else."""
     if not all(one.strip().isdecimal() and int(one) for one in batch.split(",")):

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from xtok.bench.batches import BatchRow
+from xtok.bench.bits import BitsRow
 from xtok.bench.compare import Row
 from xtok.bench.context import ContextRow
 from xtok.bench.drafters import DrafterRow
@@ -109,6 +110,21 @@ def print_batches(rows: list[BatchRow]) -> None:
         Console(highlight=False, width=110).print(table)
     typer.echo("speed: how many times as fast as transformers' batches of as many texts. identical: texts with their ids.")
     typer.echo("target, draft, rest: shares of the time: of the target's forwards, of the draft's, and of all else.")
+
+
+def print_bits(rows: list[BitsRow]) -> None:
+    """What stable forwards give and cost, a table for each way to ask."""
+    for setting in dict.fromkeys(row.setting for row in rows):
+        table = Table(title=f"{setting}: with stable=True and without")
+        for name in ("texts", "", "stable", "texts that\ndiffer", "of", "picks", "tokens/s", "tokens per\nforward", "speed"):
+            table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+        for row in (row for row in rows if row.setting == setting):
+            counts = str(row.differ), str(row.written), f"{row.picks:,}"
+            speed = f"{row.tokens_per_second:,.0f}", f"{row.tokens_per_forward:.2f}", f"{row.speed:.2f}"
+            table.add_row(str(row.texts), row.system, "yes" if row.stable else "no", *counts, *speed)
+        Console(highlight=False, width=110).print(table)
+    typer.echo("texts: written at a time. differ: from those without a draft, one at a time, with stable=True.")
+    typer.echo("speed: how many times as fast as the same system without stable=True.")
 
 
 def print_sampled(rows: list[SampledRow]) -> None:

@@ -22,8 +22,10 @@ _USUAL = 16
 """How many new ids forwards of the usual shape have. Others are used where they give the same bits."""
 _WIDTHS = range(4, 65, 4)
 """Matrices of fewer rows than 4 are multiplied by other kernels nearly everywhere."""
-_FIRST, _STEP = 512, 4096
+_LEAST, _STEP = 128, 4096
 """How many places are looked at at least, and by how many more at most."""
+_TRIED = 512
+"""How many places are looked at where it is tried what rows change."""
 _MARGIN = 8
 """How many times the largest difference of logits that was seen between places is taken for what may be."""
 _PIECES = (1, 2, 5, 1, 7)
@@ -47,7 +49,7 @@ class Stable:
         _check_kind(model)
         self._model = model
         self._agreed: dict[tuple[int, ...], bool] = {}
-        trial = _Trial(model, 1, _USUAL, _FIRST)
+        trial = _Trial(model, 1, _USUAL, _TRIED)
         at_once, in_parts = trial.forwarded([_USUAL]), trial.forwarded(_PIECES)
         if not _same(at_once, in_parts) or not torch.equal(trial.branched(0, _OTHERS[-1]), at_once[0][0, :_NODES]):
             raise UnsupportedModelError(_UNEQUAL.format(type(model).__name__))
@@ -57,8 +59,9 @@ class Stable:
 
     @staticmethod
     def seen(positions: int) -> int:
-        """How many places are looked at where a text has so many: 512, 1,024, 2,048, and from there on multiples of 4,096."""
-        return next(size for size in (_FIRST, 2 * _FIRST, 4 * _FIRST, _STEP * ceil(positions / _STEP)) if size >= positions)
+        """How many places are looked at where a text has so many: 128, twice as many up to 4,096, then multiples of that."""
+        doubled = (_LEAST << power for power in range((_STEP // _LEAST).bit_length()))
+        return next((size for size in doubled if size >= positions), _STEP * ceil(positions / _STEP))
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
         """The least number of ids of each of some rows, `new` or more, whose forward gives the usual bits; None for none."""
@@ -69,9 +72,9 @@ class Stable:
         return next(width for width in reversed(_WIDTHS) if self._agrees(1, width, seen))
 
     def _agrees(self, rows: int, width: int, seen: int) -> bool:
-        """Whether forwards of such a shape give the usual bits. More rows than one are tried where little is looked at."""
-        if rows > 1 and seen > _FIRST:
-            return self._agrees(rows, width, _FIRST) and self._agrees(1, width, seen)
+        """Whether forwards of such a shape give the usual bits. More rows than one are tried where few places are looked at."""
+        if rows > 1 and seen != _TRIED:
+            return self._agrees(rows, width, _TRIED) and self._agrees(1, width, seen)
         tried = torch.get_num_threads(), rows, width, seen
         if tried not in self._agreed:
             self._agreed[tried] = (rows, width) == (1, _USUAL) or self._tried(rows, width, seen)
