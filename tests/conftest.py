@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 xtok.models.load.best_device = lambda: torch.device("cpu")  # tests compare with models that they load there
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-for _name, _examples in (("quick", 40), ("deep", 200), ("more", 2000)):
+for _name, _examples in (("quick", 25), ("deep", 200), ("more", 2000)):
     settings.register_profile(
         _name, max_examples=_examples, deadline=None, suppress_health_check=_SLOW, derandomize=_name != "more"
     )

@@ -110,7 +110,10 @@ def table() -> list[str]:
         )
         groups.setdefault((told[0], told[1], "no" if told[2] == told[0] else told[2]), []).append(name)
     rows = sorted(groups.items(), key=lambda group: (not group[0][0].startswith(("tree", "chain")), -len(group[1])))
-    head = [f"| as target (transformers {transformers.__version__}) | `stable=True` | as draft | architectures |", "|---|---|---|---|"]
+    head = [
+        f"| as target (transformers {transformers.__version__}) | `stable=True` | as draft | architectures |",
+        "|---|---|---|---|",
+    ]
     return head + [f"| {' | '.join(told)} | {', '.join(names)} |" for told, names in rows]
 
 

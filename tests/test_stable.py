@@ -21,6 +21,7 @@ from worlds import budgets, examples
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted, decode
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.forwards import Answer
+from xtok.models.probe import takes_slots
 from xtok.models.prompts import prompt_ids
 from xtok.models.slots import FixedRow, Slots
 from xtok.models.stable import Stable
@@ -172,6 +173,7 @@ def test_bits_are_those_of_the_text_alone_without_a_draft_in_any_precision(
 @contextmanager
 def hooked(model: PreTrainedModel, change: Any) -> Iterator[PreTrainedModel]:
     """A model whose logits, (rows, new, vocabulary), are changed by a function of them."""
+    assert takes_slots(model)  # tried before, for that goes by rounding
     handle = model.get_output_embeddings().register_forward_hook(lambda _, args, logits: change(logits))
     try:
         yield model
@@ -340,7 +342,8 @@ def test_acceptance_by_the_drafts_law_is_refused(acceptance: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "reason"), [("mixtral", "mixture of experts"), ("mamba", "cache"), ("qwen3_next", "cache")]
+    ("architecture", "reason"),
+    [("mixtral", "mixture of experts"), ("dbrx", "mixture of experts"), ("mamba", "cache"), ("qwen3_next", "cache")],
 )
 def test_models_that_no_shape_makes_stable_are_refused(architecture: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):

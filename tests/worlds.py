@@ -64,13 +64,13 @@ def budgets() -> st.SearchStrategy[Budget]:
 
 
 def examples(count: int, **more: Any) -> settings:
-    """Settings for `count` examples in the profile "deep": a fifth of them in "quick", ten times as many in "more"."""
-    return settings(max_examples=count * settings().max_examples // 200, **more)
+    """Settings for `count` examples in the profile "deep": an eighth of them in "quick", ten times as many in "more"."""
+    return settings(max_examples=max(1, count * settings().max_examples // 200), **more)
 
 
 def scaled(count: int) -> int:
-    """`count`, or a fifth of it in the profile "quick"."""
-    return min(count, count * settings().max_examples // 200)
+    """`count`, or an eighth of it in the profile "quick"."""
+    return min(count, max(1, count * settings().max_examples // 200))
 
 
 def japanese() -> st.SearchStrategy[str]:

@@ -52,7 +52,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 def context_window(model: PreTrainedModel) -> int | None:
     """How many positions `model` was made for; None where its configuration doesn't say."""
     config = model.config.get_text_config(decoder=True)
-    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
     return next((int(size) for name in names if (size := getattr(config, name, None))), None)
 
 

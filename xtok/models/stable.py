@@ -34,7 +34,6 @@ _NODES, _OTHERS = 8, (1, 3, 7)
 """A branch of so many nodes is tried behind so many nodes of another."""
 _READ = 256
 """How many ids a cache is filled with for trying."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class Stable:
@@ -77,14 +76,17 @@ class Stable:
             return self._agrees(rows, width, _TRIED) and self._agrees(1, width, seen)
         tried = torch.get_num_threads(), rows, width, seen
         if tried not in self._agreed:
-            self._agreed[tried] = (rows, width) == (1, _USUAL) or self._tried(rows, width, seen)
+            self._agreed[tried] = (rows, width) == (1, _USUAL) or self._found_to_agree(rows, width, seen)
         return self._agreed[tried]
 
-    def _tried(self, rows: int, width: int, seen: int) -> bool:
+    def _found_to_agree(self, rows: int, width: int, seen: int) -> bool:
         new = min(_USUAL, width)
         pieces = [new] * (_USUAL // new)
-        usual = _Trial(self._model, 1, _USUAL, seen).forwarded(pieces)
-        return _same(usual, _Trial(self._model, rows, width, seen).forwarded(pieces))
+        try:
+            usual = _Trial(self._model, 1, _USUAL, seen).forwarded(pieces)
+            return _same(usual, _Trial(self._model, rows, width, seen).forwarded(pieces))
+        except Exception:  # more than the model has positions for, or there is memory for: the usual shape does
+            return False
 
 
 class _Trial:
@@ -153,8 +155,8 @@ def _same(usual: list[Tensor], others: list[Tensor]) -> bool:
 
 def _check_kind(model: PreTrainedModel) -> None:
     """Raises `UnsupportedModelError` for what trying wouldn't betray: how many ids an expert reads depends on all ids."""
-    config, name = model.config.get_text_config(decoder=True), type(model).__name__
-    if any((getattr(config, one, None) or 0) > 1 for one in _EXPERTS):
+    name = type(model).__name__
+    if any("expert" in f"{path} {type(module).__name__}".lower() for path, module in model.named_modules()):
         raise UnsupportedModelError(
             f"{name} is a mixture of experts: how many ids each expert reads depends on all that is forwarded, and bits depend "
             "on how many. Leave stable=True out."
