@@ -50,8 +50,8 @@ class Stats:
 
     `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
     penalty stretches is taken back. Where it is above twice what forwards of several rows and of one differ in, the ids are
-    surely the target's own. None where no gap says so: under processors that cut a law or are of unknown kinds, and where
-    guesses are accepted by a law.
+    surely the target's own. None where no gap says so: under processors that cut a distribution or are of unknown kinds, and
+    where guesses are accepted by a distribution.
     """
 
     new_tokens: int

@@ -16,7 +16,7 @@ from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.ledger import Company, Ledger, Limit, Pace, Proposal
 from xtok.models.forwards import Asking
 from xtok.noise import Noise
-from xtok.tree import Law, Tree, Trie
+from xtok.tree import Distribution, Tree, Trie
 
 
 class Session:
@@ -198,6 +198,8 @@ def _sound(tree: Tree) -> Tree:
     if any(map(isnan, given)):
         raise InvalidInputError(f"A mass of a tree is {tree.masses!r}; give probabilities.")
     guess = tree.guess if isinstance(tree.guess, bytes) else b""
-    laws = tree.laws if isinstance(tree.laws, tuple) and all(isinstance(law, Law) for law in tree.laws) else ()
+    distributions = tree.distributions if isinstance(tree.distributions, tuple) else ()
+    if not all(isinstance(one, Distribution) for one in distributions):
+        distributions = ()
     ids, parents = (tuple(map(index, whole)) for whole in (tree.tokens, tree.parents))
-    return Tree(ids, parents, guess, laws, masses)
+    return Tree(ids, parents, guess, distributions, masses)
