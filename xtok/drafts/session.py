@@ -71,7 +71,6 @@ class Session:
         context = Context(
             self._text.ids, self._text.data, self._text.prompt_size, self._text.controls, self._noise, self._hidden
         )
-        self._meter.drafted.clear()
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
         for draft in self._ledger.cheapest_first():
             drafter = self._drafters[draft]
@@ -149,10 +148,10 @@ class Session:
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Asking[Proposal]:
         """A guess, as far as it can be verified."""
-        before, first = len(self._meter.drafted), draft not in self._begun
+        drafted, first = list[Cost](), draft not in self._begun
         self._begun.add(draft)
         try:
-            with self._meter.timing("propose") as took:
+            with self._meter.proposing(drafted) as took:
                 if isinstance(drafter, Asker):
                     guess = yield from drafter.guess(context, limit)
                 else:
@@ -162,7 +161,6 @@ class Session:
             return self._fails(draft, error)
         if not all(0 <= token < self._size for token in tree.tokens):
             tree = Tree()
-        drafted = self._meter.drafted[before:]
         return Proposal(tree, sure, drafted, took.seconds - sum(one.share for one in drafted), first)
 
     def _fails(self, draft: int, error: Exception) -> Proposal:
