@@ -1,4 +1,4 @@
-"""Lossy on request: guesses that are merely typical of the target's law are accepted. The texts are not the target's own."""
+"""Lossy on request: guesses merely typical of the target's distribution are accepted. The texts are not the target's own."""
 
 import warnings
 

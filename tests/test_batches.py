@@ -207,7 +207,7 @@ def test_processors_and_criteria_keep_a_state_for_each_text(kind: str, way: str,
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
-def test_draws_that_are_judged_by_their_law_are_the_same_one_by_one(way: str) -> None:
+def test_draws_that_are_judged_by_their_distribution_are_the_same_one_by_one(way: str) -> None:
     xt = XTokAssisted((target("Llama"), TOKENS), (UNRELATED, BYTES), acceptance="rejection", budget=Budget(3))
     prompts = list(TEXTS[:4])
     one_by_one = [xt.generate(prompt, **WAYS[way]).token_ids for prompt in prompts]

@@ -212,12 +212,12 @@ def test_the_sampled_benchmark_has_a_row_per_system_and_temperature() -> None:
     assert all(row.failure or (row.tokens_per_forward or 0) >= 1 for row in rows)
 
 
-def test_the_excess_tells_draws_of_the_law_from_others() -> None:
+def test_the_excess_tells_draws_of_the_distribution_from_others() -> None:
     generator = torch.Generator().manual_seed(0)
-    laws = torch.randn(4000, 50, generator=generator).double().softmax(dim=-1)
-    own = laws.multinomial(1, generator=generator)[:, 0].tolist()
-    other = (laws**1.2).multinomial(1, generator=generator)[:, 0].tolist()
-    assert abs(_surprise(laws, own)[1]) < 4 < abs(_surprise(laws, other)[1])
+    probabilities = torch.randn(4000, 50, generator=generator).double().softmax(dim=-1)
+    own = probabilities.multinomial(1, generator=generator)[:, 0].tolist()
+    other = (probabilities**1.2).multinomial(1, generator=generator)[:, 0].tolist()
+    assert abs(_surprise(probabilities, own)[1]) < 4 < abs(_surprise(probabilities, other)[1])
 
 
 def test_what_transformers_breaks_on_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:

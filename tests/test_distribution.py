@@ -1,4 +1,4 @@
-"""Sampled texts are draws from the target's law, shown against exact probabilities by a chi-square test that can fail.
+"""Sampled texts are draws from the target's distribution, shown against exact probabilities by a chi-square test that can fail.
 
 A target and a draft small enough to compute with: their logits depend on the last id alone. Everything else (the loop, the
 pick, the noise, the drafter) is the real thing.
@@ -196,7 +196,7 @@ def texts_of(
 @cache
 def exact() -> dict[tuple[int, ...], float]:
     """The probability of each text of at most `LENGTH` ids, ended by `END`."""
-    law = TARGET_LOGITS.softmax(dim=-1).tolist()
+    probabilities = TARGET_LOGITS.softmax(dim=-1).tolist()
 
     def grow(text: tuple[int, ...], probability: float) -> Iterator[tuple[tuple[int, ...], float]]:
         if text[-1:] == (END,) or len(text) == LENGTH:
@@ -204,7 +204,7 @@ def exact() -> dict[tuple[int, ...], float]:
             return
         before = text[-1] if text else 5
         for token in range(len(TARGET)):
-            yield from grow((*text, token), probability * law[before][token])
+            yield from grow((*text, token), probability * probabilities[before][token])
 
     return dict(grow((), 1.0))
 
@@ -214,7 +214,7 @@ PARTS = (slice(0, 3), slice(2, 5), slice(2, 5, 2))
 
 
 def p_value(texts: list[tuple[int, ...]]) -> float:
-    """The least p-value of the joint laws of some of the ids, corrected for how many there are."""
+    """The least p-value of the joint distributions of some of the ids, corrected for how many there are."""
     return min(1.0, len(PARTS) * min(p_value_of(texts, part) for part in PARTS))
 
 
@@ -232,7 +232,7 @@ def reference() -> list[tuple[int, ...]]:
     return texts_of("no draft")
 
 
-def test_without_a_draft_the_ids_have_their_exact_joint_law() -> None:
+def test_without_a_draft_the_ids_have_their_exact_joint_distribution() -> None:
     assert p_value(reference()) > PASSES
 
 
@@ -249,7 +249,7 @@ def test_a_tree_under_shared_noise_changes_no_text() -> None:
 
 
 @pytest.mark.deep
-def test_rejection_gives_the_exact_joint_law_by_other_texts() -> None:
+def test_rejection_gives_the_exact_joint_distribution_by_other_texts() -> None:
     texts = texts_of("rejection")
     assert p_value(texts) > PASSES
     assert texts != reference()
@@ -293,8 +293,8 @@ def test_noise_repeated_across_control_tokens_is_found_out(monkeypatch: pytest.M
 
 
 @pytest.mark.deep
-def test_a_residual_of_the_wrong_law_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.pick.residual", lambda scores, law: scores)
+def test_a_residual_of_the_wrong_distribution_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.pick.residual", lambda scores, distribution: scores)
     assert p_value(texts_of("rejection", seeds=ENOUGH)) < FAILS
 
 
@@ -350,7 +350,7 @@ def vocabulary() -> Any:
 
 
 @pytest.mark.deep
-def test_a_real_models_first_two_ids_have_the_law_that_transformers_draws_from() -> None:
+def test_a_real_models_first_two_ids_have_the_distribution_that_transformers_draws_from() -> None:
     """With temperature, top-k and top-p, against exact probabilities; transformers' own draws pass the same test."""
     tokens = vocabulary()
     model = fitting(tokens, "Llama", 0)
@@ -359,7 +359,7 @@ def test_a_real_models_first_two_ids_have_the_law_that_transformers_draws_from()
     asked = {**settings, "num_return_sequences": scaled(1500), "pad_token_id": 0}
     torch.manual_seed(1)
     theirs = model.generate(prompt, **asked)[:, prompt.shape[1] :].tolist()
-    law = joint_law(model, prompt, settings)
+    expected = joint_distribution(model, prompt, settings)
     texts = {"transformers": theirs}
     for acceptance in ("match", "rejection"):
         made = XTokAssisted(
@@ -369,20 +369,21 @@ def test_a_real_models_first_two_ids_have_the_law_that_transformers_draws_from()
         texts[acceptance] = [one.token_ids for one in made]
     for one in texts.values():
         counts = Counter(tuple(text[:2]) for text in one)
-        assert chi_square(torch.tensor([counts[cell] for cell in law]), torch.tensor(list(law.values())) * len(one)) > PASSES
+        seen = torch.tensor([counts[cell] for cell in expected])
+        assert chi_square(seen, torch.tensor(list(expected.values())) * len(one)) > PASSES
 
 
-def joint_law(model: Any, prompt: torch.Tensor, settings: dict[str, Any]) -> dict[tuple[int, int], float]:
-    """The exact law of the first two ids, from the scores that transformers processes."""
+def joint_distribution(model: Any, prompt: torch.Tensor, settings: dict[str, Any]) -> dict[tuple[int, int], float]:
+    """The exact distribution of the first two ids, from the scores that transformers processes."""
     scored = {**settings, "max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
 
-    def law(ids: torch.Tensor) -> torch.Tensor:
+    def probabilities(ids: torch.Tensor) -> torch.Tensor:
         return model.generate(ids, pad_token_id=0, **scored).scores[0][0].double().softmax(dim=-1)
 
-    first = law(prompt)
+    first = probabilities(prompt)
     cells = {}
     for token in first.nonzero()[:, 0].tolist():
-        second = law(torch.cat([prompt, torch.tensor([[token]])], dim=1))
+        second = probabilities(torch.cat([prompt, torch.tensor([[token]])], dim=1))
         cells.update({(token, other): float(first[token] * second[other]) for other in second.nonzero()[:, 0].tolist()})
     return cells
 

@@ -78,7 +78,7 @@ def test_the_tests_of_evenness_can_fail() -> None:
     assert spread(bins(numbers, 20) * 21, 400) < FAILS
 
 
-def test_gumbel_noise_has_gumbels_law() -> None:
+def test_gumbel_noise_has_gumbels_distribution() -> None:
     numbers = torch.cat([gumbel(KEYS, state) for state in PLACES["seeds"]])
     assert spread(bins(torch.exp(-torch.exp(-numbers)), 1000), 1000) > PASSES
 

@@ -81,7 +81,7 @@ CUTS = st.tuples(
 @given(st.integers(0, 999), SIZES, st.sampled_from([0.0, 0.5, 2.0, 6.0]), CUTS, st.booleans())
 @example(0, 48586, 0.5, [TopPLogitsWarper(0.5)], False)  # more ids than are looked at fail the cut
 @example(0, 7, 0.0, [TopPLogitsWarper(0.1)], False)  # the cut parts equal scores
-def test_what_cuts_a_law_may_be_asked_of_the_draw_alone(
+def test_what_cuts_a_distribution_may_be_asked_of_the_draw_alone(
     seed: int, size: int, spread: float, cuts: list[LogitsProcessor], tied: bool
 ) -> None:
     scores, keys = scores_of(seed, 1, size, spread), keys_of(seed, size)
@@ -102,7 +102,7 @@ def test_a_draw_is_seldom_left_to_transformers_cut() -> None:
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 @pytest.mark.parametrize("size", [10, 48586])
-def test_scores_that_are_no_law_are_refused(wrong: float, size: int) -> None:
+def test_scores_that_are_no_distribution_are_refused(wrong: float, size: int) -> None:
     scores = scores_of(0, 1, size)[0]
     scores[size // 2] = wrong
     with pytest.raises(InvalidInputError, match="NaN or infinity"):

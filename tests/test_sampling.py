@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 16, "temperatur
 
 
 def samplings() -> st.SearchStrategy[dict[str, Any]]:
-    """What shapes the law that is drawn from."""
+    """What shapes the distribution that is drawn from."""
     return st.fixed_dictionaries(
         {"do_sample": st.just(True), "seed": st.integers(0, 2**64 - 1)},
         optional={
@@ -180,7 +180,7 @@ def test_several_texts_for_one_prompt_are_independent_and_the_first_is_the_one_a
 
 
 def test_different_prompts_have_independent_noise_under_one_seed(xt: XTokAssisted) -> None:
-    """A law that doesn't depend on the prompt: equal noise would give equal texts."""
+    """A distribution that doesn't depend on the prompt: equal noise would give equal texts."""
     flat = {**SETTINGS, "temperature": 1e4, "top_k": 0}
     assert xt.generate(PROMPTS[0], **flat).token_ids != xt.generate(PROMPTS[1], **flat).token_ids
 
@@ -337,7 +337,7 @@ def test_processors_that_leave_no_token_are_told_of() -> None:
 # rejection
 
 
-def test_rejection_is_refused_where_the_law_of_a_draft_isnt_known() -> None:
+def test_rejection_is_refused_where_the_distribution_of_a_draft_isnt_known() -> None:
     scripted = ScriptedDrafter(lambda context: [])
     with pytest.raises(UnsupportedArgumentError, match="takes one draft model alone"):
         XTokAssisted((TARGET, TOKENS), scripted, acceptance="rejection")
@@ -352,16 +352,16 @@ def test_rejection_gives_the_same_text_for_the_same_seed_and_leaves_greedy_texts
     assert xt.generate("吾輩は", **greedy).token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **greedy).token_ids
 
 
-def test_laws_from_a_draft_of_ones_own_are_not_believed() -> None:
-    """A tree that claims that its ids were drawn from some law decides nothing where guesses have to match."""
+def test_distributions_from_a_draft_of_ones_own_are_not_believed() -> None:
+    """A tree that claims that its ids were drawn from some distribution decides nothing where guesses have to match."""
 
     class Liar:
         def propose(self, context: Context, budget: Any) -> Any:
             from xtok import chain
 
-            law = torch.zeros(len(TOKENS), dtype=torch.float64)
-            law[5] = 1e-300
-            return chain([5, 5], b"", [law, law])
+            probabilities = torch.zeros(len(TOKENS), dtype=torch.float64)
+            probabilities[5] = 1e-300
+            return chain([5, 5], b"", [probabilities, probabilities])
 
     expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **SETTINGS).token_ids
     assert (
@@ -410,14 +410,14 @@ def test_typical_acceptance_leaves_greedy_texts_alone() -> None:
 def test_the_likeliest_guess_above_the_threshold_is_typical(
     logits: list[float], guesses: list[int], threshold: float, alpha: float
 ) -> None:
-    law = torch.tensor(logits).double().softmax(dim=-1).tolist()
-    least = min(threshold, alpha * math.exp(sum(p * math.log(p) for p in law if p)))
+    probabilities = torch.tensor(logits).double().softmax(dim=-1).tolist()
+    least = min(threshold, alpha * math.exp(sum(p * math.log(p) for p in probabilities if p)))
     found = typical(torch.tensor(logits), guesses, threshold, alpha)
-    likely = [token for token in guesses if law[token] > least]
+    likely = [token for token in guesses if probabilities[token] > least]
     if found is None:
-        assert not likely or max(law[token] for token in likely) == pytest.approx(least)
+        assert not likely or max(probabilities[token] for token in likely) == pytest.approx(least)
     else:
-        assert law[found] == max(law[token] for token in guesses) >= least * (1 - 1e-9)
+        assert probabilities[found] == max(probabilities[token] for token in guesses) >= least * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("name", ["posterior_threshold", "posterior_alpha"])

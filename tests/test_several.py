@@ -608,7 +608,9 @@ def test_a_drafter_is_asked_whatever_its_truth_is(kind: Any) -> None:
     assert xt.generate("吾輩は", **GREEDY).stats.proposed
 
 
-@pytest.mark.parametrize("wrong", [{"guess": torch.tensor([1, 2])}, {"guess": 5}, {"laws": 5}, {"laws": (5, None)}])
+@pytest.mark.parametrize(
+    "wrong", [{"guess": torch.tensor([1, 2])}, {"guess": 5}, {"distributions": 5}, {"distributions": (5, None)}]
+)
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_tree_whose_extras_make_no_sense_is_taken_without_them(wrong: dict[str, Any], width: int) -> None:
     drafts = [ScriptedDrafter(lambda _: Tree((5, 6), (-1, 0), **wrong)), PromptLookup()]

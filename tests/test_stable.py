@@ -336,7 +336,7 @@ def test_a_cache_of_the_callers_is_refused() -> None:
 
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])
 @pytest.mark.filterwarnings("ignore::xtok.errors.LossyWarning")
-def test_acceptance_by_the_drafts_law_is_refused(acceptance: Any) -> None:
+def test_acceptance_by_the_drafts_distribution_is_refused(acceptance: Any) -> None:
     with pytest.raises(UnsupportedArgumentError, match="acceptance='match'"):
         XTokAssisted((target("Llama", "float32"), TOKENS), (UNRELATED, BYTES), acceptance=acceptance, stable=True)
 

@@ -202,7 +202,7 @@ def test_a_share_of_the_texts_is_sampled(share: float, size: int) -> None:
 
 
 def said(start: str, text: str, family: str = "characters") -> tuple[TokenBytes, Written]:
-    """A text in the ids of some target, each with a law that names it."""
+    """A text in the ids of some target, each with a distribution that names it."""
     tokens = tokenizer(family)
     view = token_bytes(tokens)
     ids = encoder(tokens, view).ids_behind(text) or []
@@ -233,7 +233,7 @@ def test_the_continuation_alone_is_learnt_and_all_of_it(start: str, text: str, o
         assert rest.startswith(target[int(row.likeliest[place, 0])] or b"")
 
 
-def test_the_laws_of_the_target_stand_where_its_ids_begin() -> None:
+def test_the_distributions_of_the_target_stand_where_its_ids_begin() -> None:
     tokens = tokenizer("byte-level BPE")
     draft = draft_model((fitting(tokens, "Llama", 0), tokens))
     target, one = said("吾輩は", "猫である。名前")
@@ -249,17 +249,17 @@ def test_the_loss_is_the_cross_entropy_with_what_is_known(seed: int, soft: bool)
     logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
     labels[0, :3] = NOT_LEARNT
     few = torch.rand(2, 5, 7).topk(3).indices
-    law = torch.randn(2, 5, 7).softmax(dim=-1).gather(2, few)
-    law[0] = 0
-    law[1] *= float(soft)
+    known = torch.randn(2, 5, 7).softmax(dim=-1).gather(2, few)
+    known[0] = 0
+    known[1] *= float(soft)
     same = Projection(torch.arange(7), torch.arange(7), torch.ones(7, dtype=torch.float64))
-    found = guessing_loss(logits, labels, few, law, same)
+    found = guessing_loss(logits, labels, few, known, same)
     total, count = 0.0, 0
     for row, place in product(range(2), range(1, 5)):
         if labels[row, place] != NOT_LEARNT:
             spoken = logits[row, place - 1].softmax(dim=-1)
             hard, count = -float(spoken[labels[row, place]].log()), count + 1
-            told, heard = law[row, place], spoken[few[row, place]]
+            told, heard = known[row, place], spoken[few[row, place]]
             rest = (1 - told.sum()) * (1 - heard.sum()).log()
             total += hard / 2 - float((told * heard.log()).sum() + rest) if told.sum() else hard
     assert float(found) == pytest.approx(total / count, rel=1e-4)

@@ -57,7 +57,7 @@ class XTokAssisted:
     """A target model that generates with the help of any draft, and gives exactly what it alone would give.
 
     Law: greedy ids equal those of `target.generate(...)` with the same arguments. Sampled ids are draws from the target's own
-    law, and equal those of `XTokAssisted(target)`, which has no draft and is the reference sampler, for the same seed.
+    distribution, and equal those of `XTokAssisted(target)`, which has no draft and is the reference sampler, for the same seed.
     A draft decides only how fast they come.
     One instance may serve several threads. The models and tokenizers handed in are never changed.
     `names`: what its drafts are called where it is told who guessed a token.
@@ -86,13 +86,13 @@ class XTokAssisted:
         lately; `Budget(depth=5, width=1, schedule="constant")` guesses chains of five of the draft's tokens, say.
 
         `acceptance`, of sampled texts. "match": a guess is accepted where it is what the target draws; draft and target look at
-        the same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by the draft's law,
+        the same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by the draft's distribution,
         projected onto the target's ids by bytes, in chains of the budget's depth; what comes out are draws from the target's
-        own law, too, but they depend on the draft and that depth.
+        own distribution, too, but they depend on the draft and that depth.
 
         "typical", **lossy**: any guess is accepted that isn't too unlikely, above min(`posterior_threshold`,
-        `posterior_alpha` * exp(-entropy)) (Medusa, Cai et al. 2024). Sampled texts are then no draws from the target's law, and
-        `stats.exact` is False.
+        `posterior_alpha` * exp(-entropy)) (Medusa, Cai et al. 2024). Sampled texts are then no draws from the target's
+        distribution, and `stats.exact` is False.
 
         `adapt`: a copy of the draft learns from each greedy text when it is done, in 3% of the time that those take, and
         guesses the greedy ones to come. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
@@ -187,7 +187,7 @@ class XTokAssisted:
             )
         if self._acceptance.rejects and given and (len(given), len(models)) != (1, 1):
             raise UnsupportedArgumentError(
-                "acceptance='rejection' needs the law that guesses are drawn from, so it takes one draft model alone. "
+                "acceptance='rejection' needs the distribution that guesses are drawn from, so it takes one draft model alone. "
                 "Give one, or use acceptance='match'."
             )
         if adapt and len(models) != 1:
@@ -322,7 +322,7 @@ class XTokAssisted:
 
     @property
     def rejects(self) -> bool:
-        """Whether ids depend on the law that guesses are drawn from."""
+        """Whether ids depend on the distribution that guesses are drawn from."""
         return self._acceptance.rejects
 
     @property
@@ -430,7 +430,7 @@ class XTokAssisted:
         return Session(self._drafts, request, self._ledger, prompt, noise)
 
     def _budget_of(self, prepared: hf.Prepared, *, branches: bool) -> Budget:
-        """Draws that are judged by their law are chains of one length: what is left out of a guess must not depend on it."""
+        """Draws judged by their distribution are chains of one length: what is left out of a guess must not depend on it."""
         if self._acceptance.rejects and prepared.samples:
             return self._judged
         return self._budget if branches else replace(self._budget, width=1)

@@ -174,7 +174,7 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[li
         node = tree.child(node, block[-1])
     text.catch_up()
     right = (*path[1:], *([] if node is None else [node]))
-    guess = replace(tree, laws=()) if tree.laws else tree
+    guess = replace(tree, distributions=()) if tree.distributions else tree
     text.meter.rounds.append(Round(offset, guess, drafts, right, len(block)))
     return block, path
 

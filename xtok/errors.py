@@ -61,4 +61,4 @@ class PromptWarning(UserWarning):
 
 
 class LossyWarning(UserWarning):
-    """An instance whose sampled texts are no draws from the target's law."""
+    """An instance whose sampled texts are no draws from the target's distribution."""

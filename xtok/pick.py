@@ -1,7 +1,7 @@
 """The target's pick: its own next token from its own logits on the committed prefix.
 
 At a real vocabulary, noise for all ids and a sort of all scores would cost more than all else about a pick. So a draw is looked
-for from the front: noise that can't win isn't computed, and what cuts a law is asked of the draws alone.
+for from the front: noise that can't win isn't computed, and what cuts a distribution is asked of the draws alone.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from xtok.largest import best, largest
 from xtok.noise import ACCEPT, Noise, gumbel, gumbel_of, mixed
 from xtok.processors import CUTS, known_cuts, stretch
 from xtok.stats import Meter
-from xtok.tree import Law, Tree
+from xtok.tree import Distribution, Tree
 
 _AHEAD = (4, 16)
 """How many of the best are looked at for one that top-p leaves."""
@@ -35,8 +35,8 @@ _ROUNDED = 1e-9
 class Acceptance:
     """How the guesses of sampled texts are accepted, beside whether the target draws the same.
 
-    `rejects`: guesses that come with the law that they were drawn from are accepted or rejected by it. `typical`, a threshold
-    and alpha: guesses that are typical of the target's law are accepted, which is lossy.
+    `rejects`: guesses that come with the distribution that they were drawn from are accepted or rejected by it. `typical`, a
+    threshold and alpha: guesses that are typical of the target's distribution are accepted, which is lossy.
     """
 
     rejects: bool = False
@@ -122,7 +122,8 @@ class Picker:
         return token
 
     def _picked(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
-        """The best id, or the draw that this place's noise decides. A guess drawn from a known law is accepted or redrawn.
+        """The best id, or the draw that this place's noise decides. A guess drawn from a known distribution is accepted or
+        redrawn.
 
         `scores`: (vocabulary,).
         """
@@ -134,11 +135,12 @@ class Picker:
             guess = typical(scores, tree.children(node), *self.acceptance.typical)
             if guess is not None:
                 return guess
-        if self.acceptance.rejects and node + 1 < len(tree.laws):
-            guess, law = tree.tokens[node + 1], Law(*(part.to(scores.device) for part in tree.laws[node + 1]))
-            if accepts(scores, law, guess, self.noise.uniform(*place, ACCEPT)):
+        if self.acceptance.rejects and node + 1 < len(tree.distributions):
+            guess = tree.tokens[node + 1]
+            distribution = Distribution(*(part.to(scores.device) for part in tree.distributions[node + 1]))
+            if accepts(scores, distribution, guess, self.noise.uniform(*place, ACCEPT)):
                 return guess
-            scores = residual(scores, law)
+            scores = residual(scores, distribution)
         token = self._drawn(scores, place, [])
         assert token is not None
         return token
@@ -204,7 +206,8 @@ def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> 
     `scores`: (vocabulary,). `keys`: those of the ids for noise, (vocabulary,), int64. `state`: that of the noise there.
     `cuts`: those that `processors.known_cuts` finds.
     Law: the draw is that of `draw(cut scores, keys, state)`, or None, where it stands so near a cut that rounding decides.
-    Raises `InvalidInputError` where nothing is left, and where a score is NaN or infinite, which is no law to draw from.
+    Raises `InvalidInputError` where nothing is left, and where a score is NaN or infinite, which is no distribution to
+    draw from.
     """
     _check(best := float(scores.max()))
     top_k, top_p, min_p = (next((cut for cut in cuts if type(cut) is kind), None) for kind in CUTS)
@@ -215,11 +218,11 @@ def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> 
         likely = (whole - best > least - best - _NEAR).nonzero()[:, 0]  # apart from zero, float32 is too coarse for the margin
         places = likely if places is None else places[likely]
     among, keys = (scores, keys) if places is None else (scores[places], keys[places])
-    law = None if top_p is None else whole.softmax(dim=-1)
-    for count in (2,) if law is None else _AHEAD:
+    probabilities = None if top_p is None else whole.softmax(dim=-1)
+    for count in (2,) if probabilities is None else _AHEAD:
         values, order = race(among, keys, state, count)
         for place, score in zip(order.tolist(), among[order].tolist(), strict=True):
-            left = True if law is None or top_p is None else _within(whole, law, score, top_p.top_p)
+            left = True if probabilities is None or top_p is None else _within(whole, probabilities, score, top_p.top_p)
             if left is None or score < least + _NEAR:
                 return None
             if left:
@@ -255,15 +258,15 @@ def _surely_left(scores: Tensor, token: int, cuts: Sequence[Any], spread: float)
     return bool(mass * exp(2 * spread) < top_p.top_p - _NEAR)
 
 
-def _within(scores: Tensor, law: Tensor, score: float, mass: float) -> bool | None:
+def _within(scores: Tensor, probabilities: Tensor, score: float, mass: float) -> bool | None:
     """Whether top-p leaves all ids of that score; None where it leaves some of them, or is too near to tell.
 
-    `scores` and `law`, their softmax: (ids,).
+    `scores` and `probabilities`, their softmax: (ids,).
     """
-    least = float(law.max()) * exp(score - float(scores.max()))  # of the ids that have it, one comes last
-    if float(law @ (scores >= score).to(law.dtype)) - least < mass - _NEAR:
+    least = float(probabilities.max()) * exp(score - float(scores.max()))  # of the ids that have it, one comes last
+    if float(probabilities @ (scores >= score).to(probabilities.dtype)) - least < mass - _NEAR:
         return True
-    return False if float(law @ (scores > score).to(law.dtype)) > mass + _NEAR else None
+    return False if float(probabilities @ (scores > score).to(probabilities.dtype)) > mass + _NEAR else None
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
@@ -312,35 +315,35 @@ def _race(scores: Tensor, keys: Tensor, state: int, count: int, most: int) -> tu
     return found.values, places[found.indices]
 
 
-def accepts(scores: Tensor, law: Law, guess: int, uniform: float) -> bool:
+def accepts(scores: Tensor, distribution: Distribution, guess: int, uniform: float) -> bool:
     """Speculative sampling's test (Leviathan et al. 2023, Chen et al. 2023): true with probability min(1, p / q) of `guess`.
 
-    p is softmax(scores), (vocabulary,); q is `law`, from which `guess` was drawn. `uniform`: a number between 0 and 1.
+    p is softmax(scores), (vocabulary,); q is `distribution`, from which `guess` was drawn. `uniform`: a number between 0 and 1.
     """
-    given = float(law.probabilities[law.ids == guess].sum())
+    given = float(distribution.probabilities[distribution.ids == guess].sum())
     return uniform * given < exp(float(scores[guess]) - float(scores.double().logsumexp(dim=-1)))
 
 
-def residual(scores: Tensor, law: Law) -> Tensor:
+def residual(scores: Tensor, distribution: Distribution) -> Tensor:
     """Scores in float64 whose softmax is the positive part of p - q, normalised: what is drawn from after a rejection.
 
-    p is softmax(scores), (vocabulary,), and q is `law`; what is given is (vocabulary,). Where nothing is left, `scores` as
-    they are.
+    p is softmax(scores), (vocabulary,), and q is `distribution`; what is given is (vocabulary,). Where nothing is left,
+    `scores` as they are.
     """
     wide = scores.double()
     whole = wide.logsumexp(dim=-1)
-    rest = (wide[law.ids] - whole).exp() - law.probabilities
-    found = wide.index_copy(0, law.ids, rest.clamp(min=0).log() + whole)
+    rest = (wide[distribution.ids] - whole).exp() - distribution.probabilities
+    found = wide.index_copy(0, distribution.ids, rest.clamp(min=0).log() + whole)
     return found if bool(found.max() > -torch.inf) else scores
 
 
 def typical(scores: Tensor, guesses: Sequence[int], threshold: float, alpha: float) -> int | None:
     """The likeliest of some guesses that are typical of softmax(scores), (vocabulary,); None where none is.
 
-    Lossy: what comes of it are no draws from that law. (Medusa's typical acceptance, Cai et al. 2024, arXiv 2401.10774: a guess
-    is typical where its probability is above min(threshold, alpha * exp(-entropy of the law)).)
+    Lossy: what comes of it are no draws from that distribution. (Medusa's typical acceptance, Cai et al. 2024, arXiv
+    2401.10774: a guess is typical where its probability is above min(threshold, alpha * exp(-entropy of the distribution)).)
     """
-    law = scores.double().softmax(dim=-1)
-    entropy = float(torch.special.entr(law).sum())
-    likely = [token for token in guesses if law[token] > min(threshold, alpha * exp(-entropy))]
-    return max(likely, key=lambda token: float(law[token]), default=None)
+    probabilities = scores.double().softmax(dim=-1)
+    entropy = float(torch.special.entr(probabilities).sum())
+    likely = [token for token in guesses if probabilities[token] > min(threshold, alpha * exp(-entropy))]
+    return max(likely, key=lambda token: float(probabilities[token]), default=None)

@@ -33,7 +33,7 @@ _WARPERS = (
     EtaLogitsWarper,
 )
 CUTS: tuple[Any, ...] = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-"""These cut a law by its scores alone: what is left are those from some score on."""
+"""These cut a distribution by its scores alone: what is left are those from some score on."""
 _ADDS = (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -47,12 +47,12 @@ _ADDS = (
 
 
 def warpers(processors: Sequence[Any]) -> LogitsProcessorList:
-    """Those that shape a law by its probabilities alone, and so mean the same in any vocabulary."""
+    """Those that shape a distribution by its probabilities alone, and so mean the same in any vocabulary."""
     return LogitsProcessorList([one for one in processors if type(one) in _WARPERS])
 
 
 def known_cuts(processors: Sequence[Any]) -> int:
-    """How many of the last do nothing but cut a law by its scores, in the order top-k, top-p, min-p; none before others."""
+    """How many of the last only cut a distribution by its scores, in the order top-k, top-p, min-p; none before others."""
     found = list[int]()
     for one in reversed(processors):
         plain = type(one) in CUTS and one.min_tokens_to_keep == 1 and one.filter_value == -torch.inf

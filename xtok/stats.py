@@ -50,8 +50,8 @@ class Stats:
 
     `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
     penalty stretches is taken back. Where it is above twice what forwards of several rows and of one differ in, the ids are
-    surely the target's own. None where no gap says so: under processors that cut a law or are of unknown kinds, and where
-    guesses are accepted by a law.
+    surely the target's own. None where no gap says so: under processors that cut a distribution or are of unknown kinds, and
+    where guesses are accepted by a distribution.
     """
 
     new_tokens: int
@@ -104,8 +104,7 @@ def timed() -> Iterator[Span]:
 class Meter:
     """Counts and times of one generation while it runs.
 
-    `seconds`: by part; of a forward that texts share, each has its share. `drafted`: what each `drafting` block of the current
-    round took.
+    `seconds`: by part; of a forward that texts share, each has its share.
     """
 
     draft_forwards: int = 0
@@ -116,7 +115,7 @@ class Meter:
     shared_forwards: bool = True
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
-    drafted: list[Cost] = field(default_factory=list)
+    _drafted: list[Cost] = field(default_factory=list)
     _away: float = 0.0
     _shared: Cost = field(default_factory=lambda: Cost(0, 0.0))
 
@@ -142,12 +141,12 @@ class Meter:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Add to `drafted` what the block forwards and how long it takes, with all that it does with it: what it is for the
-        texts that share the forward, if each has as much to do.
+        """Tell the guess that is being timed what the block forwards and how long it takes, with all that it does with it: what
+        it is for the texts that share the forward, if each has as much to do.
         """
         self._shared, start = Cost(0, 0.0), self.now()
         yield
-        self.drafted.append(self._shared._replace(seconds=(self.now() - start) * self._shared.texts))
+        self._drafted.append(self._shared._replace(seconds=(self.now() - start) * self._shared.texts))
 
     def accepts(self, counts: Sequence[int]) -> None:
         """Add how many guessed ids of each draft were accepted in a round."""
@@ -168,6 +167,13 @@ class Meter:
         finally:
             span.seconds = self.now() - start
             self.seconds[part] += span.seconds
+
+    @contextmanager
+    def proposing(self, drafted: list[Cost]) -> Iterator[Span]:
+        """Time a guess. What each `drafting` block in it takes is added to `drafted`."""
+        self._drafted = drafted
+        with self.timing("propose") as span:
+            yield span
 
     def stats(self, target_forwards: int, min_margin: float | None = None) -> Stats:
         """The figures so far."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from xtok.errors import InvalidInputError
 
 
-class Law(NamedTuple):
+class Distribution(NamedTuple):
     """What an id was drawn from: ids of the target, int64, each once, and their probabilities, float64."""
 
     ids: Tensor
@@ -22,13 +22,13 @@ class Tree:
 
     `guess` holds the bytes that the drafter holds for likeliest; it is for measuring alone.
     `masses`: how probable a drafter thinks it that the target's picks pass through each node; empty where it doesn't say.
-    `laws`, of a chain whose ids were drawn at random: what each node was drawn from.
+    `distributions`, of a chain whose ids were drawn at random: what each node was drawn from.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     guess: bytes = b""
-    laws: tuple[Law, ...] = ()
+    distributions: tuple[Distribution, ...] = ()
     masses: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -105,17 +105,19 @@ class Tree:
         tokens = tuple(self.tokens[node] for node in nodes)
         parents = tuple(index[self.parents[node]] for node in nodes)
         masses = tuple(self.masses[node] for node in nodes) if self.masses else ()
-        return Tree(tokens, parents, self.guess, self.laws[: len(nodes)], masses)
+        return Tree(tokens, parents, self.guess, self.distributions[: len(nodes)], masses)
 
     def _best_child(self, node: int) -> int | None:
         children = [i for i, parent in enumerate(self.parents) if parent == node]
         return max(children, key=lambda i: self.masses[i] if self.masses else 0.0, default=None)
 
 
-def chain(tokens: Iterable[int], guess: bytes = b"", laws: Sequence[Law] = (), masses: Sequence[float] = ()) -> Tree:
+def chain(
+    tokens: Iterable[int], guess: bytes = b"", distributions: Sequence[Distribution] = (), masses: Sequence[float] = ()
+) -> Tree:
     """A tree without branches."""
     tokens = tuple(tokens)
-    return Tree(tokens, tuple(range(-1, len(tokens) - 1)), guess, tuple(laws), tuple(masses))
+    return Tree(tokens, tuple(range(-1, len(tokens) - 1)), guess, tuple(distributions), tuple(masses))
 
 
 class Trie:

@@ -155,7 +155,7 @@ def sampling(
     device: DeviceOption = None,
     json_told: JsonOption = False,
 ) -> None:
-    """Sampling at four temperatures: are the texts draws from the target's law?"""
+    """Sampling at four temperatures: are the texts draws from the target's distribution?"""
     from xtok.bench import report, sampled
 
     texts = _measured(file, limit)

@@ -34,7 +34,7 @@ UAG = "UAG, its defaults"
 LENGTHS = (1, 2, 3, 8, 20)
 PLAIN: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
 PLAIN |= {"eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-"""Sampling in which nothing but a temperature shapes the law, whatever the target's own configuration says."""
+"""Sampling in which nothing but a temperature shapes the distribution, whatever the target's own configuration says."""
 
 
 class Setting(NamedTuple):

@@ -130,22 +130,24 @@ def print_bits(rows: list[BitsRow]) -> None:
 def print_sampled(rows: list[SampledRow]) -> None:
     """Systems that sample, at several temperatures."""
     table = Table()
-    for name in ("T", "", "tokens per\nforward", "surprise", "excess", "law of the\nfirst id", "noise"):
+    for name in ("T", "", "tokens per\nforward", "surprise", "excess", "first id,\np", "noise"):
         table.add_column(name, justify="right" if name else "left", no_wrap=not name)
     for row in rows:
         figures = (row.failure or "failed",) if row.tokens_per_forward is None else _sampled_cells(row)
         table.add_row(str(row.temperature), row.system, *figures)
     Console(highlight=False, width=100).print(table)
-    typer.echo("surprise: mean negative log-likelihood of the ids under the target's own law, in nats.")
+    typer.echo("surprise: mean negative log-likelihood of the ids under the target's own distribution, in nats.")
     typer.echo(
-        "excess: its distance from that law's entropy in standard deviations; beyond 4, they are draws from another law."
+        "excess: its distance from that distribution's entropy in standard deviations; beyond 4, they are draws from another."
     )
-    typer.echo("law: p-value of the first ids against their exact probabilities; near 0, they are draws from another law.")
+    typer.echo(
+        "p: p-value of the first ids against their exact probabilities; near 0, they are draws from another distribution."
+    )
 
 
 def _sampled_cells(row: SampledRow) -> tuple[str, ...]:
     share = "" if row.noise_share is None else f"{row.noise_share:.1%}"
-    return f"{row.tokens_per_forward:.2f}", f"{row.surprise:.2f}", f"{row.excess:+.1f}", f"{row.law:.3g}", share
+    return f"{row.tokens_per_forward:.2f}", f"{row.surprise:.2f}", f"{row.excess:+.1f}", f"{row.p_value:.3g}", share
 
 
 def _bench_cells(row: Row) -> tuple[str, ...]:

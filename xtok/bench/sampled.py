@@ -24,17 +24,17 @@ TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 SHARED, TREE, MODE, REJECTION = "shared noise", "shared noise, tree", "the draft's mode", "rejection"
 ASSISTED = "transformers' assisted sampling"
 _FEW = 6
-"""How many ids are sampled to see the law of the first: transformers guesses nothing where one id is asked for."""
+"""How many ids are sampled to see the distribution of the first: transformers guesses nothing where one id is asked for."""
 
 
 @dataclass(frozen=True)
 class SampledRow:
     """One system at one temperature.
 
-    `surprise`: the mean negative log-likelihood of its ids under the target's own law, in nats. `excess`: how far that is from
-    the entropy of the same laws, in standard deviations; a system that draws from them stays within a few. `law`: the p-value
-    of its first ids against their exact probabilities. `noise_share`: the part of the time that noise takes. `failure`: what
-    it raised, and then there are no figures.
+    `surprise`: the mean negative log-likelihood of its ids under the target's own distribution, in nats. `excess`: how far that
+    is from the entropy of the same distributions, in standard deviations; a system that draws from them stays within a few.
+    `p_value`: of its first ids against their exact probabilities. `noise_share`: the part of the time that noise takes.
+    `failure`: what it raised, and then there are no figures.
     """
 
     temperature: float
@@ -42,7 +42,7 @@ class SampledRow:
     tokens_per_forward: float | None
     surprise: float | None
     excess: float | None
-    law: float | None
+    p_value: float | None
     noise_share: float | None
     failure: str | None = None
 
@@ -62,9 +62,9 @@ def compare_sampled(
 ) -> list[SampledRow]:
     """Sample every prompt by every system in turn at each temperature, and give a row per system.
 
-    Nothing but the temperature shapes the law.
+    Nothing but the temperature shapes the distribution.
 
-    `draws` texts of a few ids behind one prompt show whether the first id has the target's law.
+    `draws` texts of a few ids behind one prompt show whether the first id has the target's distribution.
     """
     check_prompts(prompts)
     rows = []
@@ -116,8 +116,8 @@ def _measured(
         if name != ASSISTED:
             raise
         return SampledRow(temperature, name, None, None, None, None, None, failure=f"{type(error).__name__}: {error}")
-    laws = [_laws(target, prompt, sample.ids, temperature) for prompt, sample in zip(prompts, samples, strict=True)]
-    surprise, excess = _surprise(torch.cat(laws), [token for sample in samples for token in sample.ids])
+    exact = [_probabilities(target, prompt, sample.ids, temperature) for prompt, sample in zip(prompts, samples, strict=True)]
+    surprise, excess = _surprise(torch.cat(exact), [token for sample in samples for token in sample.ids])
     stats = [sample.generation.stats for sample in samples if sample.generation is not None]
     return SampledRow(
         temperature=temperature,
@@ -125,29 +125,29 @@ def _measured(
         tokens_per_forward=sum(len(sample.ids) for sample in samples) / sum(sample.target_forwards for sample in samples),
         surprise=surprise,
         excess=excess,
-        law=chi_square(torch.bincount(torch.tensor(first), minlength=laws[0].shape[1]), laws[0][0] * draws),
+        p_value=chi_square(torch.bincount(torch.tensor(first), minlength=exact[0].shape[1]), exact[0][0] * draws),
         noise_share=sum(one.seconds_noise for one in stats) / sum(one.seconds for one in stats) if stats else None,
     )
 
 
 @torch.no_grad()
-def _laws(target: Any, prompt: str, ids: list[int], temperature: float) -> Tensor:
-    """The target's own law at each of `ids`, (ids, vocabulary), float64."""
+def _probabilities(target: Any, prompt: str, ids: list[int], temperature: float) -> Tensor:
+    """The target's own distribution at each of `ids`, (ids, vocabulary), float64."""
     before = prompt_ids(target[1], prompt)
     logits = target[0](torch.tensor([[*before, *ids]], device=target[0].device)).logits[0, len(before) - 1 : -1]
-    law: Tensor = (logits.double() / temperature).softmax(dim=-1).cpu()
-    return law
+    found: Tensor = (logits.double() / temperature).softmax(dim=-1).cpu()
+    return found
 
 
-def _surprise(laws: Tensor, ids: list[int]) -> tuple[float, float]:
+def _surprise(probabilities: Tensor, ids: list[int]) -> tuple[float, float]:
     """The mean surprise of `ids`, in nats, and how far it is from what is expected, in standard deviations.
 
-    One id is drawn by each of `laws`, (ids, vocabulary).
-    Given the ids before, each one's surprise has the law's entropy as its mean, so the differences are a martingale and their
-    sum over the root of the summed variances is about standard normal.
+    One id is drawn from each row of `probabilities`, (ids, vocabulary).
+    Given the ids before, each one's surprise has the distribution's entropy as its mean, so the differences are a martingale
+    and their sum over the root of the summed variances is about standard normal.
     """
-    nats = -laws.clamp_min(torch.finfo(laws.dtype).tiny).log()
-    entropy = (laws * nats).sum(dim=1)
-    variance = (laws * nats**2).sum(dim=1) - entropy**2
+    nats = -probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+    entropy = (probabilities * nats).sum(dim=1)
+    variance = (probabilities * nats**2).sum(dim=1) - entropy**2
     seen = nats[range(len(ids)), ids]
     return float(seen.mean()), float((seen - entropy).sum() / variance.sum().sqrt())

@@ -75,8 +75,8 @@ def with_vocabulary(model: PreTrainedModel, tokenizer: Any, size: int) -> tuple[
     """A model and its tokenizer with further ids, `size` in all.
 
     Law: texts are encoded as before and the logits of the tokenizer's own ids are what they were, within rounding. The ids
-    that are added have together a probability below 1e-4 where nothing but a temperature of 1 or less shapes the law, and
-    among themselves they are as unlike as the own ones. Each spells two pieces in a row. All of it is the same each time.
+    that are added have together a probability below 1e-4 where nothing but a temperature of 1 or less shapes the distribution,
+    and among themselves they are as unlike as the own ones. Each spells two pieces in a row. All of it is the same each time.
 
     Saved and loaded again, the model would lose the bias by which they are improbable: transformers' class has none.
     Raises `UnsupportedModelError`, `UnsupportedTokenizerError`, or `InvalidInputError` for a `size` that can't be had.

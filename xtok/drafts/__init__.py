@@ -64,10 +64,10 @@ class Request:
     """A text that is to be drafted, as far as drafters have to know of it.
 
     `vocabulary`: the target's. `samples`: whether the target draws. `independent`: guesses are to be draws of noise of their
-    own, with their laws, for speculative sampling. `end`: the target's end of text. `warpers`: what shapes laws in any
-    vocabulary. `prompt`: a text, a chat, or None where the target was given ids. `template`: the arguments of a chat's
-    template. `model`: the target, for what shares its layers; None where there is none at hand. `seat`: where the text has its
-    slots in models.
+    own, with their distributions, for speculative sampling. `end`: the target's end of text. `warpers`: what shapes
+    distributions in any vocabulary. `prompt`: a text, a chat, or None where the target was given ids. `template`: the arguments
+    of a chat's template. `model`: the target, for what shares its layers; None where there is none at hand. `seat`: where the
+    text has its slots in models.
     """
 
     vocabulary: Vocabulary
@@ -83,7 +83,7 @@ class Request:
 
     @property
     def shapes(self) -> LogitsProcessorList:
-        """What a draft's law is shaped by: nothing where the target picks greedily."""
+        """What a draft's distribution is shaped by: nothing where the target picks greedily."""
         return self.warpers if self.samples and self.warpers is not None else LogitsProcessorList()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from xtok.align.projection import Projection
 from xtok.drafts.growth import CHILDREN, SHARPNESS
 from xtok.largest import largest
-from xtok.tree import Law
+from xtok.tree import Distribution
 
 _RACING, _CONTINUED = 32, 64
 """Among how many of the draft's ids the best are looked for, and behind how many of them longer ones."""
@@ -35,7 +35,7 @@ def _table(projected: Projection, own: int, theirs: int) -> tuple[Tensor, Tensor
 
 
 class Candidates:
-    """What laws of a draft stand for in the target's vocabulary. Made once for a pair; nothing in it changes."""
+    """What distributions over a draft's ids stand for in the target's. Made once for a pair; nothing in it changes."""
 
     def __init__(self, projected: Projection, size: int, keys: Tensor, ends: Iterable[int], target_end: int | None) -> None:
         """`size`: how many ids the draft has. `keys`: those of the target's ids for noise, (vocabulary,), int64, on the
@@ -51,17 +51,19 @@ class Candidates:
         self._first_weights, self._longer_weights = weights[:, 0].contiguous(), weights[:, 1:].contiguous()
         self._first_keys = self.keys[self._first]
 
-    def raced(self, ids: Tensor | None, law: Tensor, noise: Callable[[Tensor], Tensor] | None) -> list[list[tuple[int, float]]]:
+    def raced(
+        self, ids: Tensor | None, probabilities: Tensor, noise: Callable[[Tensor], Tensor] | None
+    ) -> list[list[tuple[int, float]]]:
         """The target's ids that are likeliest to be drawn, and how likely, row by row, falling.
 
-        `law`: probabilities of the draft's `ids`, int64, (rows, ids) both; of all, (rows, draft's vocabulary), where `ids` is
+        `probabilities`: those of the draft's `ids`, int64, (rows, ids) both; of all, (rows, draft's vocabulary), where `ids` is
         None. `noise` gives ids exponential noise, (rows, ids), by their keys, (ids,) or (rows, ids); without it the likeliest
         ids count, as a greedy target picks them.
         """
         weights, keys = (part if ids is None else part[ids] for part in (self._first_weights, self._first_keys))
-        first = _wins(law * weights, keys, noise)
+        first = _wins(probabilities * weights, keys, noise)
         best, places = largest(first, _RACING)
-        likely, own = largest(law, _CONTINUED)
+        likely, own = largest(probabilities, _CONTINUED)
         if ids is not None:
             places, own = ids.gather(1, places), ids.gather(1, own)
         longer = self._longer[own].flatten(1)
@@ -72,19 +74,19 @@ class Candidates:
         masses = torch.cat([best, next_best.values], dim=1) / whole
         return [_summed(*row) for row in zip(tokens.tolist(), masses.tolist(), strict=True)]
 
-    def law(self, ids: Tensor | None, law: Tensor) -> Law:
-        """The law of the target's ids that one of the draft's stands for.
+    def distribution(self, ids: Tensor | None, probabilities: Tensor) -> Distribution:
+        """The distribution over the target's ids that one over the draft's stands for.
 
-        `law`: probabilities of the draft's `ids`, int64, (ids,) both; of all, (draft's vocabulary,), where `ids` is None.
+        `probabilities`: those of the draft's `ids`, int64, (ids,) both; of all, (draft's vocabulary,), where `ids` is None.
         """
         first, longer, weights, more = self._first, self._longer, self._first_weights, self._longer_weights
         if ids is not None:
             first, longer, weights, more = first[ids], longer[ids], weights[ids], more[ids]
-        masses = torch.zeros(len(self.keys), dtype=torch.float64, device=law.device)
-        masses.index_add_(0, first, (law * weights).double())
-        masses.index_add_(0, longer.flatten(), (law[:, None] * more).flatten().double())
+        masses = torch.zeros(len(self.keys), dtype=torch.float64, device=probabilities.device)
+        masses.index_add_(0, first, (probabilities * weights).double())
+        masses.index_add_(0, longer.flatten(), (probabilities[:, None] * more).flatten().double())
         theirs = (masses[:-1] > 0).nonzero()[:, 0]
-        return Law(theirs, masses[theirs] / masses[theirs].sum())
+        return Distribution(theirs, masses[theirs] / masses[theirs].sum())
 
 
 def _wins(masses: Tensor, keys: Tensor, noise: Callable[[Tensor], Tensor] | None) -> Tensor:

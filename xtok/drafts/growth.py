@@ -24,7 +24,8 @@ _SMALL = 8192
 _SEEN, _LEAST, _MOST = 1024, 64, 256
 """Of larger ones so many ids are looked at in all rows of a forward together, and in one row at least and at most."""
 SHARPNESS = 1 / 0.6
-"""A law's best token is the target's best more often than it would be drawn: measured best among 0.5 to 1.25 for the 0.6."""
+"""A distribution's best token is the target's best more often than it would be drawn: measured best among 0.5 to 1.25 for the
+0.6."""
 
 
 @dataclass
@@ -61,7 +62,7 @@ class IdPath(Path):
 def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | None, Tensor]:
     """The ids that matter in each row, int64, and their probabilities, float32, as warpers leave them: (rows, ids) twice.
 
-    `logits`: (rows, vocabulary). None for all ids. Of large vocabularies and of laws that are cut they are some of the
+    `logits`: (rows, vocabulary). None for all ids. Of large vocabularies and of distributions that are cut they are some of the
     likeliest, falling: a guess may be approximate, and to look at a whole vocabulary in every row would cost more than the
     draft's forward.
     """
@@ -82,7 +83,7 @@ def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int = PIC
 def noise_behind(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> Tensor:
     """The target's exponential noise behind each guess, (guesses, ids), float32. `keys`: (ids,) or (guesses, ids), int64.
 
-    A mass over it is exp(log(mass) + Gumbel noise), so the greatest is the draw where the masses are the target's law.
+    A mass over it is exp(log(mass) + Gumbel noise), so the greatest is the draw where the masses are the target's distribution.
     """
     return near_exponential(keys, states_of(noise_states(context, guesses), keys.device))
 

@@ -167,27 +167,34 @@ class HeadsGuesser(Asker):
         if context.hidden is None:
             return Tree()
         with self._meter.drafting():
-            laws = self._laws(context.hidden)
-            first = self._children(context, laws, [_Ids(1.0, -1, b"", deepest=len(laws[0]))])[0]
-        found = yield from grown(first, budget, lambda front: self._expanded(context, laws, front))
+            distributions = self._distributions(context.hidden)
+            first = self._children(context, distributions, [_Ids(1.0, -1, b"", deepest=len(distributions[0]))])[0]
+        found = yield from grown(first, budget, lambda front: self._expanded(context, distributions, front))
         return tree_of(found, budget)
 
-    def _laws(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What each head says: ids, int64, and their probabilities, float32, (heads, ids) twice. `hidden`: (hidden size,)."""
         logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
-        ids, law = likeliest(logits.to(self._keys.device), self._warpers)
-        check_numbers(logits, law[:, :1].tolist())
-        return torch.arange(law.shape[1], device=law.device).expand(len(law), -1) if ids is None else ids, law
+        ids, probabilities = likeliest(logits.to(self._keys.device), self._warpers)
+        check_numbers(logits, probabilities[:, :1].tolist())
+        if ids is None:
+            ids = torch.arange(probabilities.shape[1], device=probabilities.device).expand(len(probabilities), -1)
+        return ids, probabilities
 
-    def _expanded(self, context: Context, laws: tuple[Tensor, Tensor], front: Sequence[_Ids]) -> Asking[list[list[_Ids]]]:
+    def _expanded(
+        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[_Ids]
+    ) -> Asking[list[list[_Ids]]]:
         yield from ()  # heads take no forward
         with self._meter.drafting():
-            return self._children(context, laws, front)
+            return self._children(context, distributions, front)
 
-    def _children(self, context: Context, laws: tuple[Tensor, Tensor], front: Sequence[_Ids]) -> list[list[_Ids]]:
-        """The likeliest ids behind each guess, by the law of the next head and the noise there. `laws`: (heads, ids) twice."""
+    def _children(self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[_Ids]) -> list[list[_Ids]]:
+        """The likeliest ids behind each guess, by the distribution of the next head and the noise there.
+
+        `distributions`: what `_distributions` gives.
+        """
         heads = [len(guess.ids) for guess in front]
-        ids, own = (part[heads] for part in laws)
+        ids, own = (part[heads] for part in distributions)
         if context.noise is not None:
             own = own / noise_behind(context, front, self._keys[ids])
             own /= own.sum(dim=-1, keepdim=True)

@@ -23,7 +23,7 @@ class Written:
     """What the target wrote behind a beginning of a prompt.
 
     `ids`: the target's, which spell `text`. `likeliest`, int64, `probabilities`, float32, (ids, few): the few likeliest ids in
-    the place of each of them, and the target's own law of those, at temperature 1.
+    the place of each of them, and the target's own distribution of those, at temperature 1.
     """
 
     start: str
@@ -38,8 +38,8 @@ class Lesson:
     """A text in the draft's ids.
 
     `input_ids`: (ids,), int64. `labels`: (ids,), int64, the id itself where it belongs to the continuation, else `NOT_LEARNT`.
-    `likeliest`, int64, `probabilities`, float32, (ids, few): where one of the target's ids begins with the draft's, the law by
-    which the target picked it; elsewhere all are 0.
+    `likeliest`, int64, `probabilities`, float32, (ids, few): where one of the target's ids begins with the draft's, the
+    distribution from which the target picked it; elsewhere all are 0.
     """
 
     input_ids: Tensor
@@ -80,10 +80,10 @@ def _lesson(draft: DraftModel, target: TokenBytes, one: Written) -> Lesson:
     places = _places(target, one)
     known = [(i, places[rest]) for i, rest in enumerate(left[:-1]) if rest in places and labels[i] != NOT_LEARNT]
     mine, theirs = [i for i, _ in known], [place for _, place in known]
-    laws = [law.new_zeros((len(ids), *law.shape[1:])) for law in (one.likeliest, one.probabilities)]
-    for law, given in zip(laws, (one.likeliest, one.probabilities), strict=True):
-        law[mine] = given[theirs]
-    return Lesson(torch.tensor(ids), torch.tensor(labels), *laws)
+    parts = [given.new_zeros((len(ids), *given.shape[1:])) for given in (one.likeliest, one.probabilities)]
+    for part, given in zip(parts, (one.likeliest, one.probabilities), strict=True):
+        part[mine] = given[theirs]
+    return Lesson(torch.tensor(ids), torch.tensor(labels), *parts)
 
 
 def _places(target: TokenBytes, one: Written) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""A draft model that guesses the target's ids, step by step, from its own law as the target's vocabulary has it."""
+"""A draft model that guesses the target's ids, step by step, from its own distribution as the target's vocabulary has it."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from xtok.models.forwards import Asking
 from xtok.noise import GUESS
 from xtok.pick import race
 from xtok.stats import Meter
-from xtok.tree import Law, Tree, chain
+from xtok.tree import Distribution, Tree, chain
 
 _PENDING = 3
 """The bytes of an unfinished character, at most."""
@@ -29,12 +29,12 @@ class _Draw(IdPath):
     """A guess in the target's ids.
 
     `own`: the draft's ids for the last of them. `size`: how many of its own the draft has read when it has read those.
-    `laws`: what each was drawn from, where draws are judged by that.
+    `distributions`: what each was drawn from, where draws are judged by that.
     """
 
     own: tuple[int, ...] = ()
     size: int = 0
-    laws: tuple[Law, ...] = ()
+    distributions: tuple[Distribution, ...] = ()
 
     @property
     def is_open(self) -> bool:
@@ -45,11 +45,12 @@ class _Draw(IdPath):
 class ProjectedDrafter(Asker):
     """Guesses what the target is about to draw, in the target's ids. One per generation.
 
-    The law of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary; what several of the
-    draft's tokens begin with is summed up on one id. Where the target picks greedily, the likeliest guess is that law's best.
-    Under the noise of the target's own picks, the likeliest guess is what the target would draw if that law were its own
-    (Daliri, Musco, Suresh 2024), and the next ones what it would draw if the law differed a little. With `independent` noise
-    the guesses are draws of a chain and carry their laws, for speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
+    The distribution of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary; what several
+    of the draft's tokens begin with is summed up on one id. Where the target picks greedily, the likeliest guess is the best of
+    that distribution. Under the noise of the target's own picks, the likeliest guess is what the target would draw if that
+    distribution were its own (Daliri, Musco, Suresh 2024), and the next ones what it would draw if the distribution differed a
+    little. With `independent` noise the guesses are draws of a chain and carry their distributions, for speculative sampling
+    (Leviathan et al. 2023, Chen et al. 2023).
     """
 
     def __init__(
@@ -130,16 +131,17 @@ class ProjectedDrafter(Asker):
         return logits[last]
 
     def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> list[list[_Draw]]:
-        """The likeliest ids behind each guess, by the law and the noise there. Nothing behind laws of nothing.
+        """The likeliest ids behind each guess, by the distribution and the noise there. Nothing behind those of nothing.
 
         `logits`: the draft's, (draws, vocabulary).
         """
-        ids, law = likeliest(logits, self._warpers)
+        ids, probabilities = likeliest(logits, self._warpers)
         if self._independent:
-            check_numbers(logits, law[:, :1].tolist())
-            return [self._drawn(context, draws[0], self._candidates.law(None if ids is None else ids[0], law[0]))]
+            check_numbers(logits, probabilities[:, :1].tolist())
+            distribution = self._candidates.distribution(None if ids is None else ids[0], probabilities[0])
+            return [self._drawn(context, draws[0], distribution)]
         noise = partial(self._noise, context, draws) if context.noise is not None and self._shares else None
-        found = self._candidates.raced(ids, law, noise)
+        found = self._candidates.raced(ids, probabilities, noise)
         check_numbers(logits, [[mass for _, mass in row] for row in found])
         return [
             [self._child(context, draw, *one) for one in row[: 1 if chained else CHILDREN] if one[1] > 0]
@@ -151,15 +153,15 @@ class ProjectedDrafter(Asker):
         with self._meter.timing("noise"):
             return noise_behind(context, draws, keys)
 
-    def _drawn(self, context: Context, draw: _Draw, law: Law) -> list[_Draw]:
-        """The guess that is drawn from a law; none of a law of nothing."""
-        if not len(law.ids):
+    def _drawn(self, context: Context, draw: _Draw, distribution: Distribution) -> list[_Draw]:
+        """The guess that is drawn from a distribution; none from one of nothing."""
+        if not len(distribution.ids):
             return []
         (state,) = noise_states(context, [draw], GUESS)
         with self._meter.timing("noise"):
-            _, places = race(law.probabilities.log(), self._candidates.keys[law.ids], state, 1)
-        child = self._child(context, draw, int(law.ids[places[0]]), float(law.probabilities[places[0]]))
-        return [replace(child, laws=(*draw.laws, law))]
+            _, places = race(distribution.probabilities.log(), self._candidates.keys[distribution.ids], state, 1)
+        child = self._child(context, draw, int(distribution.ids[places[0]]), float(distribution.probabilities[places[0]]))
+        return [replace(child, distributions=(*draw.distributions, distribution))]
 
     def _child(self, context: Context, draw: _Draw, token: int, mass: float) -> _Draw:
         piece = self._target.to_bytes([token], before=draw.written or context.data)
@@ -178,5 +180,5 @@ class ProjectedDrafter(Asker):
 
     @staticmethod
     def _chain(draws: list[_Draw]) -> Tree:
-        """The longest guess, with its laws."""
-        return chain(draws[-1].ids, draws[-1].written, draws[-1].laws) if draws else Tree()
+        """The longest guess, with its distributions."""
+        return chain(draws[-1].ids, draws[-1].written, draws[-1].distributions) if draws else Tree()

@@ -16,7 +16,7 @@ from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.ledger import Company, Ledger, Limit, Pace, Proposal
 from xtok.models.forwards import Asking
 from xtok.noise import Noise
-from xtok.tree import Law, Tree, Trie
+from xtok.tree import Distribution, Tree, Trie
 
 
 class Session:
@@ -71,7 +71,6 @@ class Session:
         context = Context(
             self._text.ids, self._text.data, self._text.prompt_size, self._text.controls, self._noise, self._hidden
         )
-        self._meter.drafted.clear()
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
         for draft in self._ledger.cheapest_first():
             drafter = self._drafters[draft]
@@ -149,10 +148,10 @@ class Session:
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Asking[Proposal]:
         """A guess, as far as it can be verified."""
-        before, first = len(self._meter.drafted), draft not in self._begun
+        drafted, first = list[Cost](), draft not in self._begun
         self._begun.add(draft)
         try:
-            with self._meter.timing("propose") as took:
+            with self._meter.proposing(drafted) as took:
                 if isinstance(drafter, Asker):
                     guess = yield from drafter.guess(context, limit)
                 else:
@@ -162,7 +161,6 @@ class Session:
             return self._fails(draft, error)
         if not all(0 <= token < self._size for token in tree.tokens):
             tree = Tree()
-        drafted = self._meter.drafted[before:]
         return Proposal(tree, sure, drafted, took.seconds - sum(one.share for one in drafted), first)
 
     def _fails(self, draft: int, error: Exception) -> Proposal:
@@ -198,6 +196,8 @@ def _sound(tree: Tree) -> Tree:
     if any(map(isnan, given)):
         raise InvalidInputError(f"A mass of a tree is {tree.masses!r}; give probabilities.")
     guess = tree.guess if isinstance(tree.guess, bytes) else b""
-    laws = tree.laws if isinstance(tree.laws, tuple) and all(isinstance(law, Law) for law in tree.laws) else ()
+    distributions = tree.distributions if isinstance(tree.distributions, tuple) else ()
+    if not all(isinstance(one, Distribution) for one in distributions):
+        distributions = ()
     ids, parents = (tuple(map(index, whole)) for whole in (tree.tokens, tree.parents))
-    return Tree(ids, parents, guess, laws, masses)
+    return Tree(ids, parents, guess, distributions, masses)

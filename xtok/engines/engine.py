@@ -299,8 +299,8 @@ def _room(xt: XTokAssisted, memory: int) -> int:
         raise InvalidInputError(f"memory is {memory!r}; give a number of bytes, as 8 * 1024**3.")
     if xt.rejects:
         raise UnsupportedArgumentError(
-            "memory can't be bounded with acceptance='rejection': ids depend on the law by which a draft guesses, and that on "
-            "how much of a text it reads. Leave memory out, or use acceptance='match'."
+            "memory can't be bounded with acceptance='rejection': ids depend on the distribution by which a draft guesses, and "
+            "that on how much of a text it reads. Leave memory out, or use acceptance='match'."
         )
     size = 0
     for model in xt.models():

@@ -23,7 +23,7 @@ from xtok.progress import bar
 _BATCH = 16
 PENALTY = 1.2
 _FEW = 32
-"""Of how many ids the target's law is kept."""
+"""Of how many ids the target's distribution is kept."""
 _KEPT = ("ids", "likeliest", "probabilities")
 
 
@@ -93,10 +93,10 @@ def save(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **arguments: Any) -> dict[str, Tensor]:
-    """One batch, padded on the left, by transformers' own `generate`: new ids and the laws that they were picked from.
+    """One batch, padded on the left, by transformers' own `generate`: new ids and the distributions that they were picked from.
 
-    `ids`: (rows, new), int64. `likeliest`, int32, `probabilities`, float16: (rows, new, few). A law is the target's own, at
-    temperature 1, or what a penalty makes of it.
+    `ids`: (rows, new), int64. `likeliest`, int32, `probabilities`, float16: (rows, new, few). A distribution is the target's
+    own, at temperature 1, or what a penalty makes of it.
     """
     model, tokenizer = target
     ids = [torch.tensor(prompt_ids(tokenizer, start)) for start in starts]
@@ -110,11 +110,11 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **argu
         torch.manual_seed(seed)
         output = model.generate(padded, attention_mask=mask, **kept, **arguments)
     shaped = output.logits if arguments["do_sample"] else output.scores
-    laws = [logits.float().softmax(dim=-1).topk(min(_FEW, logits.shape[-1])) for logits in shaped]
+    few = [logits.float().softmax(dim=-1).topk(min(_FEW, logits.shape[-1])) for logits in shaped]
     return {
         "ids": output.sequences[:, padded.shape[1] :].cpu().contiguous(),
-        "likeliest": torch.stack([law.indices for law in laws], dim=1).to(torch.int32).cpu(),
-        "probabilities": torch.stack([law.values for law in laws], dim=1).to(torch.float16).cpu(),
+        "likeliest": torch.stack([one.indices for one in few], dim=1).to(torch.int32).cpu(),
+        "probabilities": torch.stack([one.values for one in few], dim=1).to(torch.float16).cpu(),
     }
 
 
