@@ -1,7 +1,9 @@
 """Law 9: fixed shapes fix the bits. What is picked with `stable=True`, beside what a text has without a draft and alone."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from random import Random
 from typing import Any
@@ -14,17 +16,18 @@ from front_door import TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
+from test_slots import shapes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from worlds import budgets, examples
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted, decode
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
-from xtok.models.forwards import Answer
+from xtok.models.forwards import Answer, Ask
 from xtok.models.probe import takes_slots
 from xtok.models.prompts import prompt_ids
 from xtok.models.slots import FixedRow, Slots
-from xtok.models.stable import Stable
+from xtok.models.stable import StableShapes
 from xtok.pick import draw, sure_draw
 
 LENGTH = 24
@@ -48,7 +51,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HALF = "bfloat16"
 TREES = Budget(8, width=8, schedule="constant")
-LENGTHS = (1, 2, 16, 17, 33, 100, 120, 128, 250, 480, 495, 505, 511, 512, 513, 1010, 1024, 2030, 2048)
+LENGTHS = (1, 2, 16, 17, 33, 106, 112, 118, 122, 126, 128, 240, 250, 480, 495, 505, 511, 512, 513, 1010, 1024, 2030, 2048)
 """Of prompts: about where more places are looked at, and where parts of prompts end."""
 
 
@@ -150,6 +153,8 @@ prompts = st.lists(st.one_of(st.sampled_from(TEXTS), st.sampled_from(LENGTHS).ma
     batch_size=st.integers(1, 5),
     seed=st.integers(0, 999),
 )
+@example("Llama", "float32", [long(110), TEXTS[0]], "greedy", "misleading", TREES, 2, 3)
+@example("Llama", HALF, [long(118), TEXTS[0], long(122)], "greedy", "misleading", TREES, 3, 4)
 @example("Llama", "float32", [TEXTS[1], long(400)], "greedy", "misleading", TREES, 2, 1)
 @example("GPT2", "float32", [TEXTS[2]], "cut", "misleading", TREES, 2, 2)
 @example("Llama", HALF, [long(505), long(511)], "greedy", "misleading", TREES, 2, 0)
@@ -193,11 +198,17 @@ def by_neighbours(logits: torch.Tensor) -> torch.Tensor:
     return logits * (1 + 1e-3 * logits[0, 0, 3].abs())
 
 
+def by_place(logits: torch.Tensor) -> torch.Tensor:
+    """As by a kernel for blocks of 32."""
+    whole = logits.shape[1] // 32 * 32
+    return torch.cat([logits[:, :whole] * 1.01, logits[:, whole:]], dim=1)
+
+
 def by_rows_and_neighbours(logits: torch.Tensor) -> torch.Tensor:
     return logits * (1 + 0.02 * logits[0].abs().amax()) if len(logits) > 1 else logits
 
 
-@pytest.mark.parametrize("change", [by_width, by_rows, by_rows_and_neighbours])
+@pytest.mark.parametrize("change", [by_width, by_rows, by_place, by_rows_and_neighbours])
 @pytest.mark.parametrize("dtype", ["float32", HALF])
 def test_shapes_that_give_other_bits_are_found_out_and_left(change: Any, dtype: str) -> None:
     """As a device has it where each shape selects a kernel of its own."""
@@ -227,8 +238,8 @@ def test_a_model_whose_bits_depend_on_what_else_is_forwarded_is_refused() -> Non
 @example(prompt=17, new=600, given_out=16)
 def test_how_a_text_is_forwarded_follows_from_its_lengths(prompt: int, new: int, given_out: int) -> None:
     """A prompt in powers of two, that no border crosses, then no more than 16 ids; no id's forward looks beyond its border."""
-    shapes = _unchecked()
-    row = FixedRow(Slots(target("Llama", "float32"), shapes=shapes), 0, None, shapes)
+    untried = Untried()
+    row = FixedRow(Slots(target("Llama", "float32"), shapes=untried), 0, None, untried)
     parts = list[int]()
     while row.length < prompt:
         parts.append(row.takes(prompt - row.length, prompt - row.length))
@@ -238,25 +249,28 @@ def test_how_a_text_is_forwarded_follows_from_its_lengths(prompt: int, new: int,
     while row.length < prompt + new:
         left = min(given_out, prompt + new - row.length)
         part = row.takes(left, prompt - row.length)
-        assert 1 <= part <= left and shapes.seen(row.length + 1) == shapes.seen(row.length + part)
+        assert 1 <= part <= left and untried.seen(row.length + 1) == untried.seen(row.length + part)
         room = row.guesses(part)
         assert room >= 0 and part + room <= 64
-        assert room == 0 or shapes.seen(row.length + part + room) == shapes.seen(row.length + part)
+        assert room == 0 or untried.seen(row.length + part + room) == untried.seen(row.length + part)
         row.length += part
 
 
-def _unchecked() -> Stable:
-    """Shapes of a model that is not tried."""
-    shapes = object.__new__(Stable)
-    shapes.spread = 0.0
-    shapes._agrees = lambda rows, width, seen: True  # type: ignore[method-assign]
-    return shapes
+class Untried(StableShapes):
+    """Shapes that are taken for granted."""
+
+    def __init__(self) -> None: ...
+
+    spread = 0.0
+
+    def _agrees(self, rows: int, width: int, seen: int) -> bool:
+        return True
 
 
 @given(positions=st.integers(1, 100_000))
 def test_how_many_places_are_looked_at_grows_with_a_text_in_few_steps(positions: int) -> None:
-    seen = Stable.seen(positions)
-    assert positions <= seen and seen == Stable.seen(seen) and seen % 128 == 0
+    seen = StableShapes.seen(positions)
+    assert positions <= seen and seen == StableShapes.seen(seen) and seen % 128 == 0
     assert seen in (128, 256, 512, 1024, 2048) or seen % 4096 == 0
     assert seen < max(129, 2 * positions)
 
@@ -269,7 +283,7 @@ CUTS = st.tuples(st.sampled_from([0, 1, 3, 10]), st.sampled_from([None, 0.2, 0.7
     seed=st.integers(0, 10**6),
     size=st.sampled_from([5, 40, 9000]),
     cuts=CUTS,
-    spread=st.sampled_from([1e-4, 0.01, 0.3, 2.0]),
+    spread=st.sampled_from([1e-4, 0.01, 0.3, 2.0, 400.0, float("inf")]),
     sharpness=st.sampled_from([0.3, 1.0, 4.0]),
 )
 def test_a_draw_that_is_sure_stays_the_same_however_scores_change(
@@ -296,12 +310,74 @@ def test_a_draw_that_is_sure_stays_the_same_however_scores_change(
 
 def test_a_sure_draw_is_drawn_often() -> None:
     """Also behind the usual cuts: what is never sure would cost a forward each time."""
-    sure = 0
-    for seed in range(100):
-        scores = torch.randn(2000, generator=torch.Generator().manual_seed(seed)) * 4
-        margin = sure_draw(scores, torch.arange(2000) * 7919, seed, [TopKLogitsWarper(50), TopPLogitsWarper(0.95)], 0.1).margin
-        sure += margin > 0.1
-    assert sure > 50
+    for spread, least in ((0.1, 60), (0.6, 30)):
+        sure = 0
+        for seed in range(100):
+            scores = torch.randn(2000, generator=torch.Generator().manual_seed(seed)) * 4
+            cuts = [TopKLogitsWarper(50), TopPLogitsWarper(0.95)]
+            sure += sure_draw(scores, torch.arange(2000) * 7919, seed, cuts, spread).margin > spread
+        assert sure > least
+
+
+@pytest.mark.parametrize("neighbours", range(0, 30, 4))
+@pytest.mark.parametrize("held", [100, 120, 127])
+def test_a_neighbours_tree_takes_no_place_of_a_text_at_a_border(held: int, neighbours: int) -> None:
+    """Where places for the nodes of the widest tree would lie beyond what is looked at."""
+    lm = target("Llama", "float32")
+    logits = []
+    for nodes in (0, neighbours):
+        slots = Slots(lm, shapes=StableShapes(lm))
+        text, other = slots.join(), slots.join()
+        for row, size in ((text, held), (other, 5)):
+            for token in range(size):
+                slots.serve([Ask(row, [token % 50 + 3], 1)])
+        asks = [Ask(text, [7], 1), Ask(other, [9, *range(3, 3 + nodes)], 1 + nodes, list(range(-1, nodes - 1)))]
+        (first, _) = slots.serve(asks)
+        logits.append(first.logits)
+    assert torch.equal(*logits)
+
+
+def test_what_was_tried_counts_for_the_model_as_it_was() -> None:
+    lm = target("Llama", "float32")
+    tried = StableShapes(deepcopy(lm))
+    before = tried.spread
+    tried._model.bfloat16()
+    assert tried.spread > 100 * before
+    torch.set_num_threads(2)
+    try:
+        assert tried.width(1, 5, 128) is not None and len(tried._found) == 3
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_numbers_of_threads_that_cut_vectors_are_refused() -> None:
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(InvalidInputError, match=r"set_num_threads with a power of two, such as 2"):
+            XTokAssisted((target("Llama", "float32"), TOKENS), stable=True)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("simulated"), IndexError("simulated")])
+def test_a_shape_that_cant_be_tried_is_left(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> bool:
+        raise error
+
+    prompts = [TEXTS[0], long(60), long(122)]
+    wanted = [expected("Llama", HALF, prompt, "greedy").token_ids for prompt in prompts]
+    xt = XTokAssisted((target("Llama", HALF), TOKENS), (UNRELATED, BYTES), stable=True)
+    monkeypatch.setattr(StableShapes, "_found_to_agree", fails)
+    assert ids_of(xt.generate(prompts, **GREEDY)) == wanted
+
+
+def test_two_threads_may_share_an_instance() -> None:
+    prompts = [TEXTS[0], long(60), long(122), TEXTS[1]]
+    wanted = [expected("Llama", HALF, prompt, "greedy").token_ids for prompt in prompts]
+    xt = XTokAssisted((target("Llama", HALF), TOKENS), (UNRELATED, BYTES), stable=True)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda prompt: xt.generate(prompt, **GREEDY).token_ids, prompts))
+    assert found == wanted
 
 
 def test_an_engine_under_a_bound_of_memory_writes_the_same() -> None:
@@ -311,6 +387,8 @@ def test_an_engine_under_a_bound_of_memory_writes_the_same() -> None:
     with Engine(xt, batch_size=3, memory=3_000_000) as engine:
         tickets = [engine.submit(prompt, **GREEDY) for prompt in prompts]
         found = [ticket.result().token_ids for ticket in tickets]
+        assert engine._room is not None
+        assert all(rows * places <= engine._room for slots in engine._caches._slots.values() for rows, places in shapes(slots))
         with pytest.raises(InvalidInputError, match="memory has room"):
             engine.submit(prompts[0], **GREEDY | {"max_new_tokens": 4000})
     assert found == [expected("Llama", HALF, prompt, "greedy").token_ids for prompt in prompts]
@@ -343,7 +421,13 @@ def test_acceptance_by_the_drafts_distribution_is_refused(acceptance: Any) -> No
 
 @pytest.mark.parametrize(
     ("architecture", "reason"),
-    [("mixtral", "mixture of experts"), ("dbrx", "mixture of experts"), ("mamba", "cache"), ("qwen3_next", "cache")],
+    [
+        ("mixtral", "mixture of experts"),
+        ("dbrx", "mixture of experts"),
+        ("mamba", "cache"),
+        ("qwen3_next", "cache"),
+        ("fuyu", "more than ids"),
+    ],
 )
 def test_models_that_no_shape_makes_stable_are_refused(architecture: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):

@@ -38,7 +38,7 @@ from xtok.models.probe import fits_trees, takes_slots, takes_trees
 from xtok.models.prompts import Chat, Prompt, is_several
 from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Seat
-from xtok.models.stable import Stable
+from xtok.models.stable import StableShapes
 from xtok.noise import Noise
 from xtok.pick import Acceptance, Picker
 from xtok.processors import warpers
@@ -97,9 +97,11 @@ class XTokAssisted:
         `adapt`: a copy of the draft learns from each greedy text when it is done, in 3% of the time that those take, and
         guesses the greedy ones to come. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
 
-        `stable`: forwards of the target have shapes by which an id has the same logits in every bit, whatever is forwarded with
-        it. So what is picked is the same in any precision, with or without a draft, alone or beside other texts. Not for
-        mixtures of experts, models whose forwards can't be shared, and acceptance other than "match".
+        `stable`: the target's forwards are batch-invariant: by their shapes an id has the same logits in every bit, whatever is
+        forwarded with it. So what is picked is the same in any precision, with or without a draft, alone or beside other texts.
+        (A pick behind a branch of a tree, where the last bits may differ, is committed where its lead is 8 times what places
+        were seen to change.) Which shapes do that is tried by a few forwards here, and by a few where one is first wanted. Not
+        for mixtures of experts, models whose forwards can't be shared, and acceptance other than "match".
 
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
         drafts', such as `device=("cuda:0", "cpu")`. Without them, models are in the precision that their configurations say
@@ -133,10 +135,10 @@ class XTokAssisted:
         self._check_places(target, given, places)
         self.target = target_model(target, places[0])
         self.model, self.tokenizer = self.target.model, self.target.vocabulary.tokenizer
-        self._shapes = self._shapes_of(self.model) if stable else None
         beside = device_of(self.model)
         models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not _guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
+        self._shapes = self._shapes_of(self.model) if stable else None
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
         self.names = _names([models[i].model if i in models else one for i, one in enumerate(given)])
@@ -158,7 +160,7 @@ class XTokAssisted:
         told = "".join(f", {name}={value!r}" for name, value in settings.items() if value != usual[name])
         return f"XTokAssisted({_name(self.model)}, drafts={list(self.names)}{told})"
 
-    def _shapes_of(self, target: PreTrainedModel) -> Stable:
+    def _shapes_of(self, target: PreTrainedModel) -> StableShapes:
         """Those that give the same bits. Raises `UnsupportedModelError` or `UnsupportedArgumentError` where there are none."""
         if self._acceptance != Acceptance():
             raise UnsupportedArgumentError("stable=True needs acceptance='match': by others, ids depend on the draft.")
@@ -167,7 +169,10 @@ class XTokAssisted:
                 f"{type(target).__name__} keeps a cache of its own for each text, whose forwards can't have one shape. Leave "
                 "stable=True out."
             )
-        return Stable(target)
+        (plain,) = hf.prepare(self.target, [0], {"max_new_tokens": 1, "num_return_sequences": 1})
+        if not plain.is_plain:
+            raise UnsupportedModelError(f"{type(target).__name__} is given more than ids. Leave stable=True out.")
+        return StableShapes(target)
 
     @staticmethod
     def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
@@ -357,11 +362,22 @@ class XTokAssisted:
         prepared = hf.prepare(self.target, prompt, arguments)
         if len(prepared) > 1:
             raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")
+        self._check_stable(prepared[0])
         seed, (noise,) = hf.noises(prepared, seed)
         return prepared[0].config.max_length, lambda seat: self._text(prepared[0], noise, seed, seat)
 
+    def _check_stable(self, prepared: hf.Prepared) -> None:
+        """Raises `UnsupportedArgumentError` for a text whose forwards can't have fixed shapes, where they are to."""
+        if self._shapes is not None and (prepared.keeps_cache or not prepared.is_plain):
+            raise UnsupportedArgumentError(
+                "stable=True can't go on in a cache of the caller's, or read anything but ids. Leave past_key_values and "
+                "further inputs of the model out, or stable=True."
+            )
+
     def _begin(self, prepared: list[hf.Prepared], seed: int | None, batch_size: int) -> Iterator[Sequence]:
         """The texts of a call, one after another. What those share, such as the seed, is decided here."""
+        for one in prepared:
+            self._check_stable(one)
         caches = Caches(min(batch_size, len(prepared)))
         seed, noises = hf.noises(prepared, seed)
         begun = zip(prepared, noises, strict=True)
@@ -401,11 +417,6 @@ class XTokAssisted:
         """One whose forwards are shared; with a cache of its own for what can't be held so, and where that is the caller's."""
         if prepared.is_plain and not prepared.keeps_cache and takes_slots(self.model):
             return seat.slot(self.model, shows_hidden=self._shows_hidden, shapes=self._shapes)
-        if self._shapes is not None:
-            raise UnsupportedArgumentError(
-                "stable=True can't go on in a cache of the caller's, or read anything but ids. Leave past_key_values and "
-                "further inputs of the model out, or stable=True."
-            )
         prompt = prepared.ids, prepared.config
         return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden, prompt=prompt)
 

@@ -63,10 +63,11 @@ def _verified(target: Target, texts: list[Sequence], trees: list[Tree]) -> list[
 
 def _plan(text: Sequence, company: Company) -> Asking[Tree]:
     """What the drafts guess. What fails beside them, such as a warning of them that is an error, ends the text."""
-    limit = _limit(text)
-    if text.session is None or not text.begun or limit.longest == 0:
+    if text.session is None or not text.begun:
         return Tree()
     try:
+        if (limit := _limit(text)).longest == 0:
+            return Tree()
         with text.meter.timing("draft"), text.meter.timing("all"):
             return (yield from text.session.propose(limit, company))
     except Exception as error:

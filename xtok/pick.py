@@ -238,24 +238,26 @@ def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], spr
     """
     _check(float(scores.max()))
     values, places = race(scores, keys, state, 2)
-    drawn = Draw(int(places[0]), float(values[0] - values[-1]))
-    return drawn if _surely_left(scores, drawn.token, cuts, spread) else Draw(drawn.token, 0.0)
+    token, margin = int(places[0]), float(values[0] - values[-1])
+    return Draw(token, margin if margin > spread and _surely_left(scores, token, cuts, spread) else 0.0)
 
 
 def _surely_left(scores: Tensor, token: int, cuts: Sequence[Any], spread: float) -> bool:
     """Whether cuts leave an id of all scores that differ from these by up to half of `spread`."""
     top_k, top_p, min_p = (next((cut for cut in cuts if type(cut) is kind), None) for kind in CUTS)
     score, best = float(scores[token]), float(scores.max())
-    before = scores[scores > score - spread]  # those that may come before it, and itself
-    if top_k is not None and len(before) > top_k.top_k:
+    before = scores > score - spread  # those that may come before it, and itself
+    if top_k is not None and int(before.sum()) > top_k.top_k:
         return False
     if min_p is not None and min_p.min_p and score - spread < best + log(min_p.min_p) + _NEAR:
         return False
     if top_p is None:
         return True
-    left = scores if top_k is None else largest(scores[None], top_k.top_k)[0][0]
-    mass = float((before - best).double().exp().sum() - exp(score - best)) / float((left - best).double().exp().sum())
-    return bool(mass * exp(2 * spread) < top_p.top_p - _NEAR)
+    masses = (scores - best).double().exp()
+    left = float(masses.sum() if top_k is None else largest(scores[None], top_k.top_k)[0].sub(best).double().exp().sum())
+    first = float(masses[before].sum()) - exp(score - best)
+    rest = max(0.0, left - first) * exp(-spread)  # as little beside them as it may be
+    return first <= 0.0 or first / (first + rest) < top_p.top_p - _NEAR
 
 
 def _within(scores: Tensor, probabilities: Tensor, score: float, mass: float) -> bool | None:

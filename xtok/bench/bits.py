@@ -11,8 +11,6 @@ from xtok.bench.compare import Setting, check_prompts
 from xtok.generation import Generation
 from xtok.progress import bar
 
-_WARM_UP = 16
-"""How many tokens every system writes before it is measured."""
 Run = tuple[list[Generation], float]
 """The texts, and the seconds that writing them took."""
 
@@ -63,7 +61,7 @@ def compare_bits(
     runs: dict[tuple[int, str, bool], list[Run]] = {(size, *system): [] for size in sizes for system in systems}
     expected = list[list[list[int]]]()
     for size, name, stable in runs:
-        _written(systems[name, stable], prompts[:size], size, 0, arguments | {"max_new_tokens": _WARM_UP})
+        _written(systems[name, stable], prompts[:size], size, 0, arguments)  # shapes are tried there
     for repeat in bar(range(repeats), f"bits, {setting.title}"):
         expected.append(_ids(_written(alone, prompts, 1, repeat, arguments)[0]))
         for size, name, stable in runs:

@@ -54,7 +54,7 @@ class Trees:
         guessed, padding = parents > KEPT, parents == PADDING
         sees = torch.where(guessed, trunk, torch.where(padding, 1, places + 1))  # padding has to see something
         positions = torch.where(padding, 0, places)
-        keys = torch.arange(seen, device=places.device)
+        keys = torch.arange(seen + 1, device=places.device)  # one more, for nodes that stand beyond what is looked at
         visible, key_positions = keys, keys[None]
         if not nodes:
             visible = keys < sees[..., None]
@@ -62,10 +62,10 @@ class Trees:
             ancestors, depths, short = self._added(rows, places - trunk, parents, guessed, nodes, linked=linked)
             positions = torch.where(guessed, trunk + depths, positions)
             visible = keys < torch.where(guessed, sees - short, sees)[..., None]
-            columns = trunk + torch.arange(nodes, device=places.device)
+            columns = (trunk + torch.arange(nodes, device=places.device)).clamp(max=seen)
             visible.scatter_(2, columns[:, None].expand(-1, places.shape[1], -1), ancestors)
             key_positions = keys.repeat(len(places), 1).scatter_(1, columns, trunk + self._depths[rows, :nodes])
-        return positions, self._masks(visible, positions, key_positions)
+        return positions, self._masks(visible[..., :seen], positions, key_positions[..., :seen])
 
     def _added(
         self, rows: slice, numbers: Tensor, parents: Tensor, guessed: Tensor, nodes: int, *, linked: bool

@@ -31,17 +31,18 @@ are shared: that costs less than forwards of their own.
 """
 _STEP = 64
 """The cache grows by multiples of so many positions, and by half of what it has."""
-_EXACT = 16
-"""Prompts whose forwards have fixed shapes are forwarded by more ids than that at once, in forwards of their own, until no more
-than that are left.
+USUAL = 16
+"""How many new ids of one text forwards of the usual fixed shape have. Of prompts more are forwarded at once, in forwards of
+their own, until no more than that are left.
 """
 
 
 class Shapes(Protocol):
     """Which shapes the forwards of a model are to have, so that an id has the same bits whatever is forwarded with it."""
 
-    spread: float
-    """By how much the best score behind a branch is to beat the second, to be the best at the branch's own places, too."""
+    @property
+    def spread(self) -> float:
+        """By how much, in logits, the best id behind a node that stands at another place than alone is to beat the second."""
 
     def seen(self, positions: int) -> int:
         """How many places of each row are looked at where a text has so many positions."""
@@ -119,12 +120,12 @@ class FixedRow(Row):
 
     def takes(self, new: int, prompt: int) -> int:
         """Of a prompt powers of two, down from a whole chunk, so that none crosses where more places are looked at."""
-        if prompt > _EXACT:
+        if prompt > USUAL:
             return min(CHUNK, 1 << (prompt - 1).bit_length() - 1)
-        return min(new, _EXACT, self._shapes.seen(self.length + 1) - self.length)
+        return min(new, USUAL, self._shapes.seen(self.length + 1) - self.length)
 
     def guesses(self, new: int) -> int:
-        """No more than the widest forward holds, none where others places would be looked at than without them."""
+        """No more than the widest forward holds, and none that would make it look at more places."""
         seen = self._shapes.seen(self.length + new)
         return min(seen - self.length, self._shapes.widest(seen)) - new
 
@@ -185,13 +186,15 @@ class Slots:
         held = [part for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
         return sum(part.shape[1] * part.shape[3] * part.element_size() for part in held)
 
-    def tiled(self, rows: int, positions: int, shapes: Shapes) -> "Slots":
-        """A cache in which each of some rows holds in so many positions, over and over, what this one's first row holds."""
+    def tiled(self, rows: int, positions: int, room: int, shapes: Shapes) -> "Slots":
+        """A cache with room for so many positions of each of some rows, which hold in some of them, over and over, what this
+        one's first row holds.
+        """
         made = Slots(self._model, rows=rows, shapes=shapes)
         made._used = [positions] * rows
         for layer, own in zip(made._layers, self._layers, strict=True):
             if positions:
-                layer.tile(own, rows, positions, self._used[0])
+                layer.tile(own, rows, positions, room, self._used[0])
         return made
 
     def held(self, start: int, stop: int) -> list[Tensor]:
@@ -258,7 +261,6 @@ class Slots:
         self._clear(first, ends, seen)
         table = torch.tensor([one.line(width, asks[0].ids[0]) for one in news], device=self.device)
         base, trunk, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
-        trunk = trunk.clamp(max=seen - nodes)  # that of a row that isn't asked for may lie beyond what is looked at
         padding = (parents == PADDING).sum(dim=1, keepdim=True)
         places = torch.arange(width, device=self.device) - padding
         places = base + torch.where(places < 0, width - padding, places)  # padding goes to one place behind what is new
@@ -321,7 +323,7 @@ def _ends(asks: Sequence[Ask]) -> tuple[int, int]:
 
 def _is_wide(ask: Ask) -> bool:
     """Whether it is a part of a prompt whose forward, where shapes are fixed, is as wide as the part, and of one text."""
-    return len(ask.ids) > _EXACT and not ask.parents
+    return len(ask.ids) > USUAL and not ask.parents
 
 
 def _alike(asks: Sequence[Ask]) -> list[list[Ask]]:
@@ -460,12 +462,15 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
             held[index, :, places] = states.transpose(1, 2)
         return held.narrow(0, view.first, view.last - view.first).narrow(2, 0, view.seen)
 
-    def tile(self, other: "_Layer", rows: int, positions: int, held: int) -> None:
-        """Hold in each of some rows, over and over, the first `held` places of another layer's first row."""
-        for keys, states in (("keys", other.keys), ("values", other.values)):
-            assert states is not None
-            places = torch.arange(positions, device=states.device) % held
-            setattr(self, keys, states[:1, :, places].repeat(rows, 1, 1, 1))
+    def tile(self, other: "_Layer", rows: int, positions: int, room: int, held: int) -> None:
+        """Hold in some positions of each row, over and over, the first `held` places of another layer's first row."""
+        assert other.keys is not None and other.values is not None
+        places = torch.arange(positions, device=other.keys.device) % held
+        self.keys, self.values = (
+            states.new_zeros((rows, states.shape[1], room, states.shape[3])) for states in (other.keys, other.values)
+        )
+        self.keys[:, :, :positions] = other.keys[:1, :, places]
+        self.values[:, :, :positions] = other.values[:1, :, places]
         self.is_initialized = True
 
     def clear(self, row: int, start: int, end: int) -> None:

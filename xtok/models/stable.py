@@ -1,4 +1,4 @@
-"""Forwards whose bits follow from a text's ids alone, found out by trying.
+"""Batch-invariant forwards: shapes by which an id has the same bits whatever is forwarded with it, found out by trying.
 
 Which bits a sum has depends on the order in which it is added up, and that on the kernels that a matrix's shape selects. So ids
 have the same logits, keys and values in every bit where all forwards have shapes that were seen to give the same, and as many
@@ -6,6 +6,7 @@ places of the cache are looked at for a position, whatever else is forwarded.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
 
@@ -13,16 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from xtok.errors import UnsupportedModelError
-from xtok.models.cache import context_window, ids_read
+from xtok.errors import InvalidInputError, UnsupportedModelError
+from xtok.models.cache import context_window, device_of, ids_read
 from xtok.models.forwards import Ask
-from xtok.models.slots import Slots
+from xtok.models.slots import USUAL, Slots
 
-_USUAL = 16
-"""How many new ids forwards of the usual shape have. Others are used where they give the same bits."""
-_WIDTHS = range(4, 65, 4)
-"""Matrices of fewer rows than 4 are multiplied by other kernels nearly everywhere."""
-_LEAST, _STEP = 128, 4096
+_STEP, _WIDEST = 4, 64
+"""Forwards have multiples of 4 new ids of a text: matrices of fewer rows are multiplied by other kernels nearly everywhere."""
+_LEAST, _MOST = 128, 4096
 """How many places are looked at at least, and by how many more at most."""
 _TRIED = 512
 """How many places are looked at where it is tried what rows change."""
@@ -30,122 +29,185 @@ _MARGIN = 8
 """How many times the largest difference of logits that was seen between places is taken for what may be."""
 _PIECES = (1, 2, 5, 1, 7)
 """The parts in which ids are forwarded that are to have the bits that they have at once."""
-_NODES, _OTHERS = 8, (1, 3, 7)
-"""A branch of so many nodes is tried behind so many nodes of another."""
+_NODES, _OTHERS, _CONTEXTS = 8, (1, 3, 7), (2, 40, 200, 448)
+"""A branch of so many nodes is tried behind so many nodes of another, and behind so many ids."""
 _READ = 256
 """How many ids a cache is filled with for trying."""
+_UNEQUAL = (
+    "The bits of {}'s logits depend on what else is forwarded, even where all forwards have one shape. Activations that are "
+    "quantised by the range of a whole forward do that, and sizes that vectors or threads (now {}) don't divide. Leave "
+    "stable=True out, or try another precision or torch.set_num_threads(1)."
+)
 
 
-class Stable:
+@dataclass
+class _Known:
+    """What was found out: of a model as it was, on its device, with so many threads.
+
+    `filled`: a cache with some ids in its first row. `agreed`: of rows, new ids of each, and places that are looked at, whether
+    such forwards give the usual bits.
+    """
+
+    filled: Slots
+    spread: float
+    agreed: dict[tuple[int, int, int], bool] = field(default_factory=dict)
+
+
+class StableShapes:
     """The shapes that a model's forwards are to have. They depend on the model, its device and the number of threads alone.
 
-    `spread`: by how much the best score behind a branch of a tree, where it stands at other places than it would alone, is to
-    beat the second one, in logits.
+    Forwards of 16 ids of one text have the usual bits. Other shapes are used where they were seen to give the same, each tried
+    when it is first wanted. Several rows are tried where 512 places are looked at, and one row where others are.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `UnsupportedModelError` where not even forwards of one shape have the same bits."""
-        _check_kind(model)
         self._model = model
-        self._agreed: dict[tuple[int, ...], bool] = {}
-        trial = _Trial(model, 1, _USUAL, _TRIED)
-        at_once, in_parts = trial.forwarded([_USUAL]), trial.forwarded(_PIECES)
-        if not _same(at_once, in_parts) or not torch.equal(trial.branched(0, _OTHERS[-1]), at_once[0][0, :_NODES]):
-            raise UnsupportedModelError(_UNEQUAL.format(type(model).__name__))
-        logits = at_once[0][0, :_NODES].double()
-        differences = [float((trial.branched(others, 0) - logits).abs().max()) for others in _OTHERS]
-        self.spread = _MARGIN * max(*differences, torch.finfo(model.dtype).eps * float(logits.abs().max()))
+        self._ids = [7919 * (place + 1) % ids_read(model) for place in range(_READ + _WIDEST)]
+        self._found = dict[tuple[object, ...], _Known]()
+        _check_kind(model)
+        self._known()
+
+    @property
+    def spread(self) -> float:
+        """By how much, in logits, the best id behind a node that stands at another place than it would alone is to beat the
+        second: 8 times the largest difference that was seen there. Raises `UnsupportedModelError` as the constructor does.
+        """
+        return self._known().spread
 
     @staticmethod
     def seen(positions: int) -> int:
         """How many places are looked at where a text has so many: 128, twice as many up to 4,096, then multiples of that."""
-        doubled = (_LEAST << power for power in range((_STEP // _LEAST).bit_length()))
-        return next((size for size in doubled if size >= positions), _STEP * ceil(positions / _STEP))
+        doubled = (_LEAST << power for power in range((_MOST // _LEAST).bit_length()))
+        return next((size for size in doubled if size >= positions), _MOST * ceil(positions / _MOST))
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
-        """The least number of ids of each of some rows, `new` or more, whose forward gives the usual bits; None for none."""
-        return next((width for width in _WIDTHS if width >= new and self._agrees(rows, width, seen)), None)
+        """How many ids of each of some rows are forwarded where there are `new`: the least that give the usual bits among a
+        multiple of 4, 16, 32 and 64; None for none.
+        """
+        widths = sorted({_STEP * ceil(new / _STEP), *(width for width in (USUAL, 2 * USUAL, _WIDEST) if width >= new)})
+        return next((width for width in widths if self._agrees(rows, width, seen)), None)
 
     def widest(self, seen: int) -> int:
-        """The most ids of one text that can be forwarded."""
-        return next(width for width in reversed(_WIDTHS) if self._agrees(1, width, seen))
+        """The most ids of one text that are forwarded."""
+        return next(width for width in (_WIDEST, 2 * USUAL, USUAL) if self._agrees(1, width, seen))
 
     def _agrees(self, rows: int, width: int, seen: int) -> bool:
-        """Whether forwards of such a shape give the usual bits. More rows than one are tried where few places are looked at."""
+        """Whether forwards of such a shape give the usual bits."""
+        if (rows, width) == (1, USUAL):
+            return True
         if rows > 1 and seen != _TRIED:
             return self._agrees(rows, width, _TRIED) and self._agrees(1, width, seen)
-        tried = torch.get_num_threads(), rows, width, seen
-        if tried not in self._agreed:
-            self._agreed[tried] = (rows, width) == (1, _USUAL) or self._found_to_agree(rows, width, seen)
-        return self._agreed[tried]
+        known, shape = self._known(), (rows, width, seen)
+        if shape not in known.agreed:
+            try:
+                known.agreed[shape] = self._found_to_agree(known.filled, rows, width, seen)
+            except torch.OutOfMemoryError:  # there may be room another time
+                return False
+            except Exception:  # the model has no positions there, say: forwards of the usual shape tell
+                known.agreed[shape] = False
+        return known.agreed[shape]
 
-    def _found_to_agree(self, rows: int, width: int, seen: int) -> bool:
-        new = min(_USUAL, width)
-        pieces = [new] * (_USUAL // new)
-        try:
-            usual = _Trial(self._model, 1, _USUAL, seen).forwarded(pieces)
-            return _same(usual, _Trial(self._model, rows, width, seen).forwarded(pieces))
-        except Exception:  # more than the model has positions for, or there is memory for: the usual shape does
-            return False
+    def _known(self) -> _Known:
+        """What was found out of the model as it is now."""
+        attention = str(self._model.config.get_text_config(decoder=True)._attn_implementation)
+        device = device_of(self._model)
+        state = device, self._model.dtype, attention, torch.get_num_threads(), torch.is_autocast_enabled(device.type)
+        if state not in self._found:
+            _check_threads(device)
+            self._found[state] = self._find()
+        return self._found[state]
 
+    def _find(self) -> _Known:
+        """Try whether ids have the bits at once that they have in parts or before a branch, and what places change."""
+        filled = Slots(self._model)
+        filled.serve([Ask(filled.join(), self._ids[: min(_READ, self._base(_TRIED))], 1)])
+        usual, base = _OneShape(USUAL, _TRIED), self._base(_TRIED)
+        at_once, in_parts = (self._forwarded(filled, 1, base, usual, pieces) for pieces in ([USUAL], _PIECES))
+        logits = at_once[0][0, :_NODES]
+        name = type(self._model).__name__
+        if not logits.isfinite().any():
+            raise UnsupportedModelError(f"The logits of {name} aren't numbers. A higher precision may mend that.")
+        if not _same(at_once, in_parts) or not torch.equal(self._branched(filled, base, 0, _OTHERS[-1]), logits):
+            raise UnsupportedModelError(_UNEQUAL.format(name, torch.get_num_threads()))
+        return _Known(filled, _MARGIN * self._difference(filled))
 
-class _Trial:
-    """Forwards of one shape, behind as much as fits in the places that are looked at: `width` new ids of each of `rows`.
+    def _difference(self, filled: Slots) -> float:
+        """The largest of logits between places, or what rounding the largest logit may change, if that is more."""
+        found = 0.0
+        for base in (base for base in _CONTEXTS if base <= self._base(_TRIED)):
+            alone = self._branched(filled, base, 0, 0).double()
+            moved = [self._branched(filled, base, others, 0).double() for others in _OTHERS]
+            numbers = alone[alone.abs() < torch.finfo(self._model.dtype).max / 2]
+            changes = [(one - alone)[(one - alone).isfinite()].abs().max() for one in moved]
+            found = max(found, *map(float, changes), torch.finfo(self._model.dtype).eps * float(numbers.abs().max()))
+        return found
 
-    All rows hold the same; every second one, the last among them, is tried, and others have other ids.
-    """
+    def _found_to_agree(self, filled: Slots, rows: int, width: int, seen: int) -> bool:
+        """All ids of a forward are compared, as many as there are in it at least 16, with those of usual forwards."""
+        base, new = self._base(seen), max(width, USUAL)
+        usual = self._forwarded(filled, 1, base, _OneShape(USUAL, seen), _parts(new, USUAL))
+        return _same(usual, self._forwarded(filled, rows, base, _OneShape(width, seen), _parts(new, width)))
 
-    spread = 0.0
+    def _base(self, seen: int) -> int:
+        """Behind how many ids it is tried: there is room for the most that are forwarded."""
+        return min(seen, context_window(self._model) or seen) - _WIDEST
 
-    def __init__(self, model: PreTrainedModel, rows: int, width: int, seen: int) -> None:
-        self._rows, self._width, self._seen = rows, width, seen
-        self._model = model
-        self._base = max(0, min(seen, context_window(model) or seen) - _WIDTHS[-1])
-        self._ids = [7919 * (place + 1) % ids_read(model) for place in range(_READ + _USUAL)]
-        self._filled = Slots(model)
-        if read := min(_READ, self._base):
-            self._filled.serve([Ask(self._filled.join(), self._ids[:read], 1)])
+    def _forwarded(self, filled: Slots, rows: int, base: int, shape: "_OneShape", pieces: Sequence[int]) -> list[Tensor]:
+        """Forward ids in parts behind `base` others. Returns their logits, (tried rows, ids, vocabulary), and the keys and
+        values of each layer, (tried rows, heads, ids, size).
 
-    def seen(self, positions: int) -> int:
-        """Always as many places."""
-        return self._seen
-
-    def width(self, rows: int, new: int, seen: int) -> int | None:
-        """Always as many ids."""
-        return self._width
-
-    def widest(self, seen: int) -> int:
-        """As many ids."""
-        return self._width
-
-    def forwarded(self, pieces: Sequence[int]) -> list[Tensor]:
-        """Forward ids in parts. Returns their logits, (tried rows, ids, vocabulary), and the keys and values of each layer,
-        (tried rows, heads, ids, size).
+        Every second row is tried, the last among them; others have other ids.
         """
-        slots = self._filled.tiled(self._rows, self._base, self)
-        texts, tried = [slots.join() for _ in range(self._rows)], range(self._rows - 1, -1, -2)
+        slots = filled.tiled(rows, base, shape.places + 1, shape)
+        texts, tried = [slots.join() for _ in range(rows)], list(range(rows - 1, -1, -2))
         logits = []
         for end, size in zip(accumulate(pieces), pieces, strict=True):
-            for text in texts:
-                text.length = self._base + end - size
-            ids = [self._ids[-_USUAL:] if row in tried else self._ids[:_USUAL] for row in range(self._rows)]
-            asks = [Ask(text, own[end - size : end], size) for text, own in zip(texts, ids, strict=True)]
+            asks = []
+            for row, text in enumerate(texts):
+                text.length = base + end - size
+                first = _READ + end - size if row in tried else end - size
+                asks.append(Ask(text, self._ids[first : first + size], size))
             answers = slots.serve(asks)
             logits.append(torch.stack([answers[row].logits for row in tried]))
-        new = slots.held(self._base, self._base + sum(pieces))
-        return [torch.cat(logits, dim=1), *(part[list(tried)] for part in new)]
+        return [torch.cat(logits, dim=1), *(part[tried] for part in slots.held(base, base + sum(pieces)))]
 
-    def branched(self, before: int, behind: int) -> Tensor:
+    def _branched(self, filled: Slots, base: int, before: int, behind: int) -> Tensor:
         """The logits of a chain of ids, (ids, vocabulary), with so many nodes of other chains before it and behind it."""
-        text = self._filled.tiled(1, self._base, self).join()
-        text.length = self._base
-        chains = [self._ids[:before], self._ids[-_USUAL:][:_NODES], self._ids[:behind]]
+        shape = _OneShape(USUAL, _TRIED)
+        text = filled.tiled(1, base, shape.places + 1, shape).join()
+        text.length = base
         ids, parents = list[int](), list[int]()
-        for chain in chains:
-            parents += [-1, *range(len(ids), len(ids) + len(chain) - 1)] if chain else []
+        for chain in (self._ids[:before], self._ids[_READ : _READ + _NODES], self._ids[:behind]):
+            parents += [-1, *range(len(ids), len(ids) + len(chain) - 1)][: len(chain)]
             ids += chain
         (answer,) = text.server.serve([Ask(text, ids, len(ids), parents)])
         return answer.logits[before : before + _NODES]
+
+
+@dataclass(frozen=True)
+class _OneShape:
+    """So many new ids of each row, and so many places that are looked at, whatever is forwarded."""
+
+    ids: int
+    places: int
+    spread: float = 0.0
+
+    def seen(self, positions: int) -> int:
+        """Always as many."""
+        return self.places
+
+    def width(self, rows: int, new: int, seen: int) -> int | None:
+        """Always as many."""
+        return self.ids
+
+    def widest(self, seen: int) -> int:
+        """As many."""
+        return self.ids
+
+
+def _parts(ids: int, most: int) -> list[int]:
+    return [min(most, ids - start) for start in range(0, ids, most)]
 
 
 def _same(usual: list[Tensor], others: list[Tensor]) -> bool:
@@ -161,11 +223,17 @@ def _check_kind(model: PreTrainedModel) -> None:
             f"{name} is a mixture of experts: how many ids each expert reads depends on all that is forwarded, and bits depend "
             "on how many. Leave stable=True out."
         )
-    if (window := context_window(model) or _WIDTHS[-1]) < _WIDTHS[-1]:
+    if (window := context_window(model) or 2 * _WIDEST) <= _WIDEST:
         raise UnsupportedModelError(f"{name} has {window} positions, too few to try it out. Leave stable=True out.")
 
 
-_UNEQUAL = (
-    "The bits of {}'s logits depend on what else is forwarded, even where all forwards have one shape (activations that are "
-    "quantised by the range of a whole forward do that). Leave stable=True out."
-)
+def _check_threads(device: torch.device) -> None:
+    """Raises `InvalidInputError` for numbers of threads that cut tensors in the middle of a vector: torch computes the last
+    values of a thread's part one by one, by functions whose last bits differ.
+    """
+    threads = torch.get_num_threads()
+    if device.type == "cpu" and threads & (threads - 1):
+        raise InvalidInputError(
+            f"torch computes with {threads} threads. For stable=True, call torch.set_num_threads with a power of two, such as "
+            f"{1 << threads.bit_length() - 1}: others cut tensors so that bits depend on what else is forwarded."
+        )
