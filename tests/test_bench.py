@@ -115,6 +115,7 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[Any
     monkeypatch.setattr("xtok.bench.compare.compare", record("compare"))
     monkeypatch.setattr("xtok.bench.sampled.compare_sampled", record("sampled"))
     monkeypatch.setattr("xtok.bench.batches.compare_batches", record("batches"))
+    monkeypatch.setattr("xtok.bench.bits.compare_bits", record("bits"))
     monkeypatch.setattr("xtok.bench.drafters.compare_drafters", record("drafters"))
     result = CliRunner().invoke(app, ["bench", *arguments, "--json"])
     assert result.exit_code == 0, result.output
@@ -137,7 +138,7 @@ def test_a_command_may_stand_behind_options(arguments: list[str], names: list[st
     assert [one[0] for one in asked_of(monkeypatch, *arguments)] == names
 
 
-@pytest.mark.parametrize("command", ["compare", "sampled", "batches"])
+@pytest.mark.parametrize("command", ["compare", "sampled", "batches", "bits"])
 def test_all_prompts_of_a_file_are_measured_up_to_a_limit(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -508,6 +509,22 @@ def test_lists_of_batches_have_a_row_per_system_and_size(tmp_path: Path) -> None
     assert all(row["tokens_per_forward"] >= 1.0 and row["tokens_per_second"] > 0 for row in rows)
     assert {row["speed"] for row in rows if row["system"] == names[0]} == {1.0}
     assert names[3] in CliRunner().invoke(app, [*asked, "--batch", "2"]).stdout
+
+
+def test_texts_by_stable_forwards_are_counted_beside_those_by_others(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(pair.prompts()[:3]), encoding="utf-8")
+    asked = ["bench", "bits", "--prompts", str(file), "--max-new-tokens", "12", "--setting", "sampled", "--dtype", "bfloat16"]
+    result = CliRunner().invoke(app, [*asked, "--batch", "2", "--repeats", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    systems = [(name, stable) for name in ("no draft", "draft") for stable in (False, True)]
+    assert [(row["texts"], row["system"], row["stable"]) for row in rows] == [(2, *system) for system in systems]
+    assert all(row["differ"] == 0 for row in rows if row["stable"])
+    assert all((row["written"], row["picks"]) == (6, 72) and row["tokens_per_second"] > 0 for row in rows)
+    assert {row["speed"] for row in rows if not row["stable"]} == {1.0}
+    printed = CliRunner().invoke(app, [*asked, "--limit", "1", "--batch", "1"]).stdout
+    assert "texts that" in printed and "draft" in printed
 
 
 @pytest.mark.parametrize("batch", ["", "0", "1,x", "4,,8"])

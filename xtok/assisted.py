@@ -169,8 +169,8 @@ class XTokAssisted:
                 f"{type(target).__name__} keeps a cache of its own for each text, whose forwards can't have one shape. Leave "
                 "stable=True out."
             )
-        (plain,) = hf.prepare(self.target, [0], {"max_new_tokens": 1, "num_return_sequences": 1})
-        if not plain.is_plain:
+        usual = {"max_new_tokens": 1, "num_beams": 1, "do_sample": False, "num_return_sequences": 1}
+        if not hf.prepare(self.target, [0], usual)[0].is_plain:
             raise UnsupportedModelError(f"{type(target).__name__} is given more than ids. Leave stable=True out.")
         return StableShapes(target)
 
