@@ -80,12 +80,6 @@ def stable(model: PreTrainedModel) -> str:
     return "yes"
 
 
-def one_way(told: dict[str, str]) -> str:
-    """What holds with any attention, or with which it does."""
-    ways = dict.fromkeys(told.values())
-    return next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way} ({attention})" for attention, way in told.items())
-
-
 @cache
 def verdict(name: str) -> tuple[str, str, str]:
     """What becomes of an architecture as target, with either kind of attention, with fixed shapes, and as draft."""
@@ -94,10 +88,12 @@ def verdict(name: str) -> tuple[str, str, str]:
     if not tried:
         return NOT_TRIED, NOT_TRIED, NOT_TRIED
     told = {attention: helped((model, TOKENS), (other(), OTHERS)) for attention, model in tried.items()}
-    sharing = {attention: model for attention, model in tried.items() if told[attention].endswith("shared forwards")}
-    in_bits = one_way({attention: stable(model) for attention, model in sharing.items()}) if sharing else "no"
-    as_draft = helped((other(), OTHERS), (next(iter(tried.values())), TOKENS))
-    return one_way(told), in_bits, "yes" if as_draft.startswith(("tree", "chain")) else as_draft
+    ways = dict.fromkeys(told.values())
+    attention, model = next(iter(tried.items()))
+    in_bits = stable(model) if told[attention].endswith("shared forwards") else "no"
+    as_draft = helped((other(), OTHERS), (model, TOKENS))
+    as_target = next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way} ({attention})" for attention, way in told.items())
+    return as_target, in_bits, "yes" if as_draft.startswith(("tree", "chain")) else as_draft
 
 
 def table() -> list[str]:
