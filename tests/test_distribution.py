@@ -4,6 +4,7 @@ A target and a draft small enough to compute with: their logits depend on the la
 pick, the noise, the drafter) is the real thing.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -63,11 +64,17 @@ MARKS = TokenBytes((None, None, b".", b",", b"!", b"-", b"?", b";"), "test")
 class TableModel:
     """What the loop asks of a slot in a target, from a table: the logits behind the last id."""
 
-    vocabulary, device, chunk, shares, most = len(TARGET), torch.device("cpu"), None, False, None
+    vocabulary, device, chunk, shares, most, spread = len(TARGET), torch.device("cpu"), None, False, None, None
 
     def __init__(self) -> None:
         self.server = self
         self.length = self.branched = self.forwards = 0
+
+    def takes(self, new: int, prompt: int) -> int:
+        return new
+
+    def guesses(self, new: int) -> int:
+        return sys.maxsize
 
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
         return [[ask] for ask in asks]
