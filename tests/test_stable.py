@@ -23,6 +23,7 @@ from worlds import budgets, examples
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted, decode
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
+from xtok.hf import Prepared
 from xtok.models.forwards import Answer, Ask
 from xtok.models.probe import takes_slots
 from xtok.models.prompts import prompt_ids
@@ -426,9 +427,15 @@ def test_acceptance_by_the_drafts_distribution_is_refused(acceptance: Any) -> No
         ("dbrx", "mixture of experts"),
         ("mamba", "cache"),
         ("qwen3_next", "cache"),
-        ("fuyu", "more than ids"),
     ],
 )
 def test_models_that_no_shape_makes_stable_are_refused(architecture: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         XTokAssisted((tiny(architecture, len(TOKENS)), TOKENS), stable=True)
+
+
+def test_models_that_are_given_more_than_ids_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as Gemma 3 with its kinds of tokens, in some releases of transformers."""
+    monkeypatch.setattr(Prepared, "is_plain", property(lambda _: False))
+    with pytest.raises(UnsupportedModelError, match="more than ids"):
+        XTokAssisted((target("Llama", "float32"), TOKENS), stable=True)
