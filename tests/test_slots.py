@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -528,3 +529,13 @@ def test_texts_that_ask_for_nothing_and_for_different_models_run_together() -> N
     ids = torch.tensor([[3, 5, 7]])
     expected = [lm(ids).logits[0].argmax(-1).tolist() for lm in (LM, other)]
     assert found == [[], expected[0], expected[1], expected[0]]
+
+
+def test_padding_beside_a_tree_behind_nothing_is_numbers_to_attention_in_float32_too() -> None:
+    """Eager attention takes its softmax in float32, where what masks in float64 is minus infinity."""
+    lm = deepcopy(model("GPTNeoX", VOCABULARY, 0, torch.float64))
+    lm.set_attn_implementation("eager")
+    slots = Slots(lm)
+    texts = [Held(slots.join()), Held(slots.join())]
+    both = [asked(texts[0], [5], [-1], 1), asked(texts[1], [7, 9], [], 1)]
+    check(lm, both, slots.serve([one.ask for one in both]))

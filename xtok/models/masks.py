@@ -64,6 +64,7 @@ class Trees:
             visible = keys < torch.where(guessed, sees - short, sees)[..., None]
             columns = (trunk + torch.arange(nodes, device=places.device)).clamp(max=seen)
             visible.scatter_(2, columns[:, None].expand(-1, places.shape[1], -1), ancestors)
+            visible[..., 0] |= padding  # where a tree stands behind nothing, too
             key_positions = keys.repeat(len(places), 1).scatter_(1, columns, trunk + self._depths[rows, :nodes])
         return positions, self._masks(visible[..., :seen], positions, key_positions[..., :seen])
 
