@@ -62,6 +62,7 @@ LimitOption = Annotated[
 ]
 TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens to write per prompt.")]
 GuessOption = Annotated[int, typer.Option(min=1, help="How many draft tokens a fixed guess has.")]
+BatchOption = Annotated[str, typer.Option(help="How many texts at once, with commas.")]
 RatioOption = Annotated[
     float | None, typer.Option(min=1, help="Enlarge the target until its forward costs so many of the draft's.")
 ]
@@ -219,7 +220,7 @@ def batches(
     file: PromptsOption = None,
     limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
-    batch: Annotated[str, typer.Option(help="How many texts at once, with commas.")] = "1,2,4,8,16,32",
+    batch: BatchOption = "1,2,4,8,16,32",
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each batch.")] = 3,
     setting: SettingOption = None,
     penalty: PenaltyOption = None,
@@ -234,8 +235,7 @@ def batches(
 
     ways, at_once, texts = _ways(setting, penalty), _sizes(batch), _measured(file, limit)
     pair = _enlarged(*load_pair(target, draft, device, dtype), ratio, large)
-    shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
-    rows = [row for way in ways.values() for row in batches.compare_batches(*pair, texts, way, at_once, **shape)]
+    rows = _of_lists(batches.compare_batches, pair, texts, ways, at_once, max_new_tokens=max_new_tokens, repeats=repeats)
     report.tell(rows, report.print_batches, json_told)
 
 
@@ -247,7 +247,7 @@ def bits(
     file: PromptsOption = None,
     limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
-    batch: Annotated[str, typer.Option(help="How many texts at once, with commas.")] = "1,8",
+    batch: BatchOption = "1,8",
     repeats: Annotated[int, typer.Option(min=1, help="How often to write each text, sampled ones with other seeds.")] = 1,
     setting: SettingOption = None,
     penalty: PenaltyOption = None,
@@ -262,9 +262,13 @@ def bits(
 
     ways, at_once, texts = _ways(setting, penalty), _sizes(batch), _measured(file, limit)
     pair = _enlarged(*load_pair(target, draft, device, dtype), ratio, large)
-    shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
-    rows = [row for way in ways.values() for row in bits.compare_bits(*pair, texts, way, at_once, **shape)]
+    rows = _of_lists(bits.compare_bits, pair, texts, ways, at_once, max_new_tokens=max_new_tokens, repeats=repeats)
     report.tell(rows, report.print_bits, json_told)
+
+
+def _of_lists(measure: Any, pair: Any, texts: list[str], ways: dict[str, Any], sizes: list[int], **shape: int) -> list[Any]:
+    """The rows of lists of texts, of each way to ask for them."""
+    return [row for way in ways.values() for row in measure(*pair, texts, way, sizes, **shape)]
 
 
 def _sizes(batch: str) -> list[int]:

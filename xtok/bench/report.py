@@ -30,9 +30,7 @@ def tell(found: Found, show: Callable[[Found], None], json_told: bool) -> None:
 def print_drafters(rows: list[DrafterRow]) -> None:
     """Ways to guess, a table for each kind of prompts."""
     for kind in dict.fromkeys(row.kind for row in rows):
-        table = Table(title=kind)
-        for name in ("", "same ids", "tokens per\nforward", "draft\nforwards", "speed"):
-            table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+        table = _table(("", "same ids", "tokens per\nforward", "draft\nforwards", "speed"), title=kind)
         for row in (row for row in rows if row.kind == kind):
             figures = f"{row.tokens_per_forward:.2f}", str(row.draft_forwards), f"{row.speed:.2f}"
             table.add_row(row.system, "" if row.identical is None else f"{row.identical}/{row.prompts}", *figures)
@@ -55,9 +53,9 @@ def print_bench(report: dict[str, Any]) -> None:
 
 
 def _print_rows(title: str, rows: list[Row]) -> None:
-    table = Table(title=title)
-    for name in ("", "same ids", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+    table = _table(
+        ("", "same ids", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"), title=title
+    )
     for row in rows:
         table.add_row(*_bench_cells(row))
     Console(highlight=False, width=100).print(table)
@@ -96,12 +94,21 @@ def print_vocabularies(rows: list[VocabularyRow]) -> None:
     Console(highlight=False, width=100).print(table)
 
 
+def _table(names: tuple[str, ...], title: str | None = None) -> Table:
+    """An empty table. The column without a name is text, the others are figures."""
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+    return table
+
+
 def print_batches(rows: list[BatchRow]) -> None:
     """Many texts at once, a table for each way to ask."""
     for setting in dict.fromkeys(row.setting for row in rows):
-        table = Table(title=f"{setting}: tokens per second of all texts")
-        for name in ("texts", "", "tokens/s", "speed", "tokens per\nforward", "identical", "target", "draft", "rest"):
-            table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+        table = _table(
+            ("texts", "", "tokens/s", "speed", "tokens per\nforward", "identical", "target", "draft", "rest"),
+            title=f"{setting}: tokens per second of all texts",
+        )
         for row in (row for row in rows if row.setting == setting):
             same = "" if row.identical is None else f"{row.identical:.0%}"
             speed = f"{row.tokens_per_second:,.0f}", f"{row.speed:.2f}", f"{row.tokens_per_forward:.2f}"
@@ -115,9 +122,10 @@ def print_batches(rows: list[BatchRow]) -> None:
 def print_bits(rows: list[BitsRow]) -> None:
     """What stable forwards give and cost, a table for each way to ask."""
     for setting in dict.fromkeys(row.setting for row in rows):
-        table = Table(title=f"{setting}: with stable=True and without")
-        for name in ("texts", "", "stable", "texts that\ndiffer", "of", "picks", "tokens/s", "tokens per\nforward", "speed"):
-            table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+        table = _table(
+            ("texts", "", "stable", "texts that\ndiffer", "of", "picks", "tokens/s", "tokens per\nforward", "speed"),
+            title=f"{setting}: with stable=True and without",
+        )
         for row in (row for row in rows if row.setting == setting):
             counts = str(row.differ), str(row.written), f"{row.picks:,}"
             speed = f"{row.tokens_per_second:,.0f}", f"{row.tokens_per_forward:.2f}", f"{row.speed:.2f}"
@@ -129,9 +137,7 @@ def print_bits(rows: list[BitsRow]) -> None:
 
 def print_sampled(rows: list[SampledRow]) -> None:
     """Systems that sample, at several temperatures."""
-    table = Table()
-    for name in ("T", "", "tokens per\nforward", "surprise", "excess", "first id,\np", "noise"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+    table = _table(("T", "", "tokens per\nforward", "surprise", "excess", "first id,\np", "noise"))
     for row in rows:
         figures = (row.failure or "failed",) if row.tokens_per_forward is None else _sampled_cells(row)
         table.add_row(str(row.temperature), row.system, *figures)
