@@ -4,6 +4,7 @@ One pass over a row finds the maxima of blocks of it; all else is looked for in 
 """
 
 from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,12 @@ def best(rows: Tensor) -> tuple[Tensor, Tensor]:
     places = _with_rest(rows, torch.cat([first * _WIDE + steps, second * _WIDE + steps], dim=1), _WIDE * blocks)
     among = rows.gather(1, places)
     return places.gather(1, among.argmax(dim=-1, keepdim=True))[:, 0], _gaps(among)
+
+
+def listed(places: Tensor, values: Tensor) -> tuple[list[Any], list[Any]]:
+    """Places, int64, below 2**53, and values, both of one shape, as lists: by one transfer from the device."""
+    both = torch.stack([places.double(), values.double()]).cpu()
+    return both[0].long().tolist(), both[1].tolist()
 
 
 def _gaps(rows: Tensor) -> Tensor:

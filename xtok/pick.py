@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.errors import InvalidInputError
-from xtok.largest import best, largest
+from xtok.largest import best, largest, listed
 from xtok.noise import ACCEPT, Noise, gumbel, gumbel_of, mixed
 from xtok.processors import CUTS, known_cuts, stretch
 from xtok.stats import Meter
@@ -173,8 +173,8 @@ def greedily(logits: Sequence[Tensor]) -> list[list[tuple[int, float]]]:
     if len({rows.device for rows in logits}) > 1:
         return [greedily([rows])[0] for rows in logits]
     places, gaps = best(single(logits[0]) if len(logits) == 1 else torch.cat([single(rows) for rows in logits]))
-    pairs = iter(torch.stack([places.double(), gaps.double()], dim=1).tolist())
-    return [[(int(place), gap) for place, gap in islice(pairs, len(rows))] for rows in logits]
+    pairs = zip(*listed(places, gaps), strict=True)
+    return [list(islice(pairs, len(rows))) for rows in logits]
 
 
 def single(logits: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from xtok.align.projection import Projection
 from xtok.drafts.growth import CHILDREN, SHARPNESS
-from xtok.largest import largest
+from xtok.largest import largest, listed
 from xtok.tree import Distribution
 
 _RACING, _CONTINUED = 32, 64
@@ -72,7 +72,7 @@ class Candidates:
         tokens = torch.cat([self._first[places], longer.gather(1, next_best.indices)], dim=1)
         whole = first.sum(dim=-1, keepdim=True) + more.sum(dim=-1, keepdim=True)
         masses = torch.cat([best, next_best.values], dim=1) / whole
-        return [_summed(*row) for row in zip(tokens.tolist(), masses.tolist(), strict=True)]
+        return [_summed(*row) for row in zip(*listed(tokens, masses), strict=True)]
 
     def distribution(self, ids: Tensor | None, probabilities: Tensor) -> Distribution:
         """The distribution over the target's ids that one over the draft's stands for.

@@ -11,7 +11,7 @@ from xtok.budget import Budget
 from xtok.drafts import Asker, Context
 from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, check_numbers, grown
 from xtok.drafts.reader import DraftModel, Reader
-from xtok.largest import largest
+from xtok.largest import largest, listed
 from xtok.models.forwards import Asking
 from xtok.stats import Meter
 from xtok.tree import Tree, Trie
@@ -121,12 +121,11 @@ class CrossTokenizerDrafter(Asker):
             self._only(row, self._view.compatible(rest)) if rest else row for row, rest in zip(logits, missing, strict=True)
         ]
         likely, ids = largest(torch.stack(allowed) if any(missing) else logits, _SEEN)
-        probabilities = likely.softmax(dim=-1)[:, :count].tolist()
+        tokens, probabilities = listed(ids[:, :count], likely.softmax(dim=-1)[:, :count])
         check_numbers(logits, probabilities)
-        values = zip(texts, probabilities, ids[:, :count].tolist(), strict=True)
         return [
-            [child for p, token in zip(ps, tokens, strict=True) if (child := self._child(text, p, token))]
-            for text, ps, tokens in values
+            [child for token, p in zip(own, ps, strict=True) if (child := self._child(text, p, token))]
+            for text, own, ps in zip(texts, tokens, probabilities, strict=True)
         ]
 
     def _child(self, text: _Text, probability: float, token: int) -> _Text | None:
