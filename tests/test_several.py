@@ -717,7 +717,7 @@ def test_no_round_of_any_thread_is_lost() -> None:
     def play(thread: int) -> None:
         pace = Pace(ledger, ledger.accounts[0])
         for step in range(rounds):
-            ledger.asks(0, 0.0, Company()), pace.expanded([0.9, 0.5]), pace.verified([0.9, 0.5]), ledger.masses(1, tree)
+            ledger.asks(0, 0.0, Company()), pace.expanded(1, [0.9, 0.5]), pace.verified([0.9, 0.5]), ledger.masses(1, tree)
             asked = [Proposal(tree, 0.0, [Cost(1 << step % 6, 0.1)], own=frozenset([draft])) for draft in range(2)]
             ledger.observe(tree.within(step % 3), [1, 2, 3], Cost(3, 1.0), asked)
 

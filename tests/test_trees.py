@@ -1,13 +1,14 @@
 """Trees of guesses: which models take them, what is merged into them, and how deep and wide they pay to be."""
 
 from copy import deepcopy
+from math import ceil
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from worlds import ARCHITECTURES, fitting, make_dear, model, tokenizer
@@ -179,8 +180,11 @@ class Cycles(LogitsProcessor):
 # the budget, by made-up costs
 
 
-def simulated(ledger: Ledger, *, target: float, draft: float, right: float, rounds: int, seed: int = 0) -> tuple[float, float]:
-    """The speed over that of the target alone, and the forwards of the draft per round, where a guess is right so often.
+def simulated(
+    ledger: Ledger, *, target: float, draft: float, right: float, rounds: int, seed: int = 0, row: float = 0.01
+) -> tuple[float, float]:
+    """The speed over that of the target's forward of one row alone, and the forwards of the draft per round, where a guess is
+    right so often. `row`: what a row more costs of a forward.
 
     Where the ledger has a second account, what is right is known there, too, for next to nothing.
     """
@@ -198,10 +202,11 @@ def simulated(ledger: Ledger, *, target: float, draft: float, right: float, roun
         while len(path) <= len(tree) and random.random() < right:
             path.append(len(path) - 1)
         block = [*path[1:], -1]
-        took = target * (1 + 0.01 * len(tree))
+        rows = ledger.padded(1 + len(tree))
+        took = target * (1 + row * (rows - 1))
         nodes = frozenset(range(len(tree)))
         own = Proposal(tree, 0.0, [Cost(1, draft)] * calls, own=frozenset() if others else nodes) if asked else Proposal()
-        ledger.observe(tree, block, Cost(1 + len(tree), took), [own, *(Proposal(tree, rest=1e-9, own=nodes) for _ in others)])
+        ledger.observe(tree, block, Cost(rows, took), [own, *(Proposal(tree, rest=1e-9, own=nodes) for _ in others)])
         picks, seconds, drafted = picks + len(path), seconds + took + calls * draft, drafted + calls
     return picks * target / seconds, drafted / rounds
 
@@ -253,6 +258,37 @@ def test_what_a_drafter_says_is_corrected_by_what_comes_of_it() -> None:
     ledger = new_ledger()
     simulated(ledger, target=1.0, draft=0.001, right=0.9, rounds=400)
     assert ledger.accounts[0].calibration.believed(0.6) > 0.8
+
+
+@given(
+    masses=st.lists(st.floats(0, 1), max_size=12).map(lambda some: sorted(some, reverse=True)),
+    row=st.floats(0, 0.5),
+    step=st.integers(1, 8),
+    texts=st.integers(1, 8),
+)
+@example([0.01, 0.01, 0.01, 0.01], 0.2, 4, 8)
+def test_as_many_guesses_are_verified_as_gain_most_beyond_their_rows(
+    masses: list[float], row: float, step: int, texts: int
+) -> None:
+    """What stands in place of padding is free."""
+    ledger = Ledger([Account()], padded=lambda rows: step * ceil(rows / step))
+    for rows in (1, 33):
+        ledger.target.add(rows, 1 + row * rows)
+    price = texts * ledger.rate * ledger.target.fit()[1]
+
+    def gain(nodes: int) -> float:
+        return sum(masses[:nodes]) - price * ledger.padded(1 + nodes)
+
+    found = ledger.verified(masses, texts)
+    assert gain(found) == pytest.approx(max(map(gain, range(len(masses) + 1))))
+    assert found >= sum(mass > 1e-9 for mass in masses[: step - 1])
+
+
+def test_a_draft_whose_guesses_cost_no_row_is_used_where_they_would_not_pay() -> None:
+    settings: Any = {"target": 1.0, "draft": 0.1, "right": 0.6, "rounds": 600, "row": 0.5}
+    assert simulated(new_ledger(), **settings)[0] > 0.96
+    padded = Ledger([Account()], padded=lambda rows: 4 * ceil(rows / 4))
+    assert simulated(padded, **settings)[0] > 1.6 / 2.5  # of which 1 / 2.5 is what the target alone has
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.floats(1e-4, 10.0)), max_size=30), st.integers(1, 60))

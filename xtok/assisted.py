@@ -32,12 +32,14 @@ from xtok.generation import Committed, Generation, Token, told
 from xtok.ledger import Account, Ledger
 from xtok.models.cache import device_of, positions
 from xtok.models.forwards import Slot
+from xtok.models.graphs import takes_graphs
 from xtok.models.load import DEFAULT, Source, check_places, draft_model, target_model
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Placement, placements
 from xtok.models.probe import fits_trees, takes_slots, takes_trees
 from xtok.models.prompts import Chat, Prompt, is_several
 from xtok.models.recurrent import cached_model
-from xtok.models.seats import Caches, Seat
+from xtok.models.seats import Caches, Pool, Seat
+from xtok.models.slots import doubled, rounded
 from xtok.models.stable import StableShapes
 from xtok.noise import Noise
 from xtok.pick import Acceptance, Picker
@@ -74,6 +76,7 @@ class XTokAssisted:
         posterior_alpha: float = 0.3,
         adapt: bool = False,
         stable: bool = False,
+        compile: bool | None = None,  # noqa: A002
         device: OneOrEach[Device] = None,
         dtype: OneOrEach[Dtype] = None,
         device_map: OneOrEach[DeviceMap] = None,
@@ -103,6 +106,12 @@ class XTokAssisted:
         were seen to change.) Which shapes do that is tried by a few forwards here, and by a few where one is first wanted. Not
         for mixtures of experts, models whose forwards can't be shared, and acceptance other than "match".
 
+        `compile`: forwards are captured as CUDA graphs by their shapes, and replayed, so that a small model's take what its
+        kernels take and not what launching them does. None: where a model is on one GPU and nothing but kernels runs in its
+        forwards (no hooks, no offloading). True: the same, and a target that can't is refused. Caches stay allocated between
+        calls then, since graphs know their places. No bit changes: a graph is used where it gave those of the forward that it
+        was captured from.
+
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
         drafts', such as `device=("cuda:0", "cpu")`. Without them, models are in the precision that their configurations say
         (`dtype="auto"`), the target on the best device there is (an accelerator, else the CPU), and drafts beside it.
@@ -119,11 +128,12 @@ class XTokAssisted:
             posterior_alpha=posterior_alpha,
             adapt=adapt,
             stable=stable,
+            compile=compile,
             device=device,
             dtype=dtype,
             device_map=device_map,
         )
-        _check_settings(budget, acceptance, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
+        _check_settings(budget, acceptance, compile, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
         typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
         if typical:
             warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=2)
@@ -142,8 +152,10 @@ class XTokAssisted:
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
         self.names = _names([models[i].model if i in models else one for i, one in enumerate(given)])
-        self._ledger = Ledger([Account() for _ in given])
         self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in given)
+        self.captures = self._can_capture(compile)
+        self._pool = Pool(captures=self.captures)
+        self._ledger = Ledger([Account() for _ in given], self._padded)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, be it by a pickle, is made as this one was: ids and paths are loaded again, and nothing is learnt yet."""
@@ -155,8 +167,9 @@ class XTokAssisted:
             "acceptance": self._acceptance,
             "adapt": self.adapter is not None,
             "stable": self._shapes is not None,
+            "compile": self._made["compile"],
         }
-        usual = {"budget": Budget(), "acceptance": Acceptance(), "adapt": False, "stable": False}
+        usual = {"budget": Budget(), "acceptance": Acceptance(), "adapt": False, "stable": False, "compile": None}
         told = "".join(f", {name}={value!r}" for name, value in settings.items() if value != usual[name])
         return f"XTokAssisted({_name(self.model)}, drafts={list(self.names)}{told})"
 
@@ -173,6 +186,22 @@ class XTokAssisted:
         if not hf.prepare(self.target, [0], usual)[0].is_plain:
             raise UnsupportedModelError(f"{type(target).__name__} is given more than ids. Leave stable=True out.")
         return StableShapes(target)
+
+    @property
+    def _padded(self) -> Callable[[int], int]:
+        """How many rows of the target's forward a text has that needs so many."""
+        if self._shapes is not None:
+            return self._shapes.padded
+        return doubled if self.captures else int
+
+    def _can_capture(self, wanted: bool | None) -> bool:
+        """Whether there are forwards to capture. Raises `UnsupportedModelError` where they are wanted and can't be."""
+        if wanted and not (takes_slots(self.model) and takes_graphs(self.model)):
+            raise UnsupportedModelError(
+                f"The forwards of {type(self.model).__name__} can't be captured as CUDA graphs: it must be on one GPU, without "
+                "hooks, and of a kind whose forwards can be shared. Leave compile=True out."
+            )
+        return wanted is not False and any(map(takes_graphs, self.models()))
 
     @staticmethod
     def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
@@ -243,12 +272,13 @@ class XTokAssisted:
             hf.check_several(arguments)
         prepared = [one for each in prompts for one in hf.prepare(self.target, each, dict(arguments), several=several)]
         hf.check_streamer(streamer, several=len(prepared) > 1)
-        texts = self._begin(prepared, seed, batch_size)
-        if streamer is not None:
-            streamer.put(prepared[0].ids.cpu())
-        written = hf.written(self.target, texts, batch_size, streamer)
         shown = False if progress is None and len(prepared) == 1 else progress
-        results = {number: self.result(text) for number, text in bar(written, "texts", len(prepared), shown=shown)}
+        with self._pool.lent(min(batch_size, len(prepared))) as caches:
+            texts = self._begin(prepared, seed, caches)
+            if streamer is not None:
+                streamer.put(prepared[0].ids.cpu())
+            written = hf.written(self.target, texts, batch_size, streamer)
+            results = {number: self.result(text) for number, text in bar(written, "texts", len(prepared), shown=shown)}
         _LAST.given[self] = [results[number] for number in range(len(prepared))]
         return self.last if many or len(prepared) > 1 else results[0]
 
@@ -258,23 +288,27 @@ class XTokAssisted:
         The generator returns (`StopIteration.value`) what `generate` returns.
         """
         _, begin = self.asked(prompt, arguments)
-        return self._pieces(begin(Seat()))
+        return self._pieces(begin)
 
     def stream_tokens(self, prompt: Prompt, **arguments: Any) -> Generator[Token, None, Generation]:
         """Yield the new tokens as they are committed, each with who guessed it: `generate(...).tokens`, returned likewise."""
         _, begin = self.asked(prompt, arguments)
-        return self._tokens(begin(Seat()))
+        return self._tokens(begin)
 
-    def _pieces(self, text: Sequence) -> Generator[str, None, Generation]:
-        for block in told(self._committed(text), self.names):
-            if piece := "".join(token.text for token in block):
-                yield piece
-        return self._ended(text)
+    def _pieces(self, begin: Callable[[Seat], Sequence]) -> Generator[str, None, Generation]:
+        with self._pool.lent(1) as caches:
+            text = begin(Seat(caches))
+            for block in told(self._committed(text), self.names):
+                if piece := "".join(token.text for token in block):
+                    yield piece
+            return self._ended(text)
 
-    def _tokens(self, text: Sequence) -> Generator[Token, None, Generation]:
-        for block in told(self._committed(text), self.names):
-            yield from block
-        return self._ended(text)
+    def _tokens(self, begin: Callable[[Seat], Sequence]) -> Generator[Token, None, Generation]:
+        with self._pool.lent(1) as caches:
+            text = begin(Seat(caches))
+            for block in told(self._committed(text), self.names):
+                yield from block
+            return self._ended(text)
 
     def _committed(self, text: Sequence) -> Iterator[Committed]:
         """The rounds of a text, while it is written."""
@@ -318,9 +352,9 @@ class XTokAssisted:
         prepared = hf.rows(
             self.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
         )
-        written = dict(
-            hf.written(self.target, self._begin(prepared, seed, len(prepared)), len(prepared), hf.callers("streamer"))
-        )
+        with self._pool.lent(len(prepared)) as caches:
+            begun = self._begin(prepared, seed, caches)
+            written = dict(hf.written(self.target, begun, len(prepared), hf.callers("streamer")))
         texts = [written[number] for number in range(len(prepared))]
         _LAST.given[self] = [self.result(text) for text in texts]
         return hf.as_transformers(texts, generation_config)
@@ -346,9 +380,10 @@ class XTokAssisted:
         """How many places of a model's cache a text of so many positions may need beside those: for guesses, or for padding."""
         budget = self._budget
         most = 1 if not self._drafts else max(64, budget.nodes, 4 * budget.depth * budget.width)
-        if self._shapes is None:
+        if self._shapes is None and not self.captures:
             return most
-        return max(most, 1 + self._shapes.seen(ceil(positions)) - ceil(positions))
+        seen = rounded(ceil(positions) + (most if self.captures else 0))  # of stable forwards none looks at more for a guess
+        return max(most, 1 + seen - ceil(positions))
 
     def asked(self, prompt: Prompt, arguments: dict[str, Any]) -> tuple[float, Callable[[Seat], Sequence]]:
         """One text, checked: how many positions it may get, prompt included, and what begins it where there is a seat for it.
@@ -374,11 +409,10 @@ class XTokAssisted:
                 "further inputs of the model out, or stable=True."
             )
 
-    def _begin(self, prepared: list[hf.Prepared], seed: int | None, batch_size: int) -> Iterator[Sequence]:
+    def _begin(self, prepared: list[hf.Prepared], seed: int | None, caches: Caches) -> Iterator[Sequence]:
         """The texts of a call, one after another. What those share, such as the seed, is decided here."""
         for one in prepared:
             self._check_stable(one)
-        caches = Caches(min(batch_size, len(prepared)))
         seed, noises = hf.noises(prepared, seed)
         begun = zip(prepared, noises, strict=True)
         return (self._text(one.with_own_state(), noise, seed, Seat(caches)) for one, noise in begun)
@@ -545,7 +579,9 @@ def check_batch(batch_size: Any, progress: Any) -> None:
         raise InvalidInputError(f"progress is {progress!r}; it must be True, False or None.")
 
 
-def _check_settings(budget: Any, acceptance: Any, **posterior: Any) -> None:
+def _check_settings(budget: Any, acceptance: Any, captured: Any, **posterior: Any) -> None:
+    if not isinstance(captured, bool | None):
+        raise InvalidInputError(f"compile is {captured!r}; it must be True, False or None.")
     if acceptance not in get_args(Accepts):
         raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Accepts)))}.")
     for name, value in posterior.items():

@@ -84,9 +84,8 @@ def _evened(texts: list[Sequence], trees: list[Tree]) -> list[Tree]:
     offers = [offer for session in guessing if (offer := session.offer()) is not None]
     if len(sharing) < 2 or not offers or len(offers) < len(guessing):
         return trees
-    price = len(sharing) * next(iter(guessing)).price
     gains = [sum(masses) for masses in zip_longest(*offers, fillvalue=0.0)]
-    nodes = next((nodes for nodes, gain in enumerate(gains) if gain <= price), len(gains))
+    nodes = next(iter(guessing)).verified(gains, len(sharing))
     return [
         text.session.cut(nodes) if text.session in guessing and len(tree) > nodes else tree
         for text, tree in zip(texts, trees, strict=True)

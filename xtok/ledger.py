@@ -3,7 +3,7 @@
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
+from itertools import accumulate
 from math import log2, sqrt
 from threading import RLock
 from typing import Any
@@ -158,12 +158,15 @@ class Ledger:
     Law: it decides how much is guessed, and so how fast a text comes, never what it says. One serves all texts of an instance,
     those of several threads, too: no round of any of them is lost.
 
+    `padded`: how many rows of the target's forward a text has that needs so many. What stands in place of padding is free.
+
     A round is worth what it adds to the picks per second: more is guessed as long as the picks expected from it, per second of
     what it costs, are more than the run has on the whole. A draft that doesn't pay, beside those that are cheaper, is left
     alone and tried again at growing distances.
     """
 
     accounts: list[Account]
+    padded: Callable[[int], int] = int
     target: ForwardCost = field(default_factory=ForwardCost)
     lately: Throughput = field(default_factory=Throughput)
     _texts: int = 1
@@ -182,14 +185,8 @@ class Ledger:
     def rate(self) -> float:
         """Picks per second: what the run has lately, and at least what the target alone has."""
         with self.lock:
-            alone = self.target.share(1, self._texts)
+            alone = self.target.share(self.padded(1), self._texts)
             return max(self.lately.rate, 1 / alone if alone else 0.0)
-
-    @property
-    def price(self) -> float:
-        """How probable a guessed id has to be, to be worth a row of the target's forward."""
-        with self.lock:
-            return self.rate * self.target.fit()[1]
 
     def cheapest_first(self) -> list[int]:
         """The drafts by what asking them takes."""
@@ -201,11 +198,16 @@ class Ledger:
         with self.lock:
             return self.accounts[draft].calibration.masses(tree)
 
-    def verified(self, masses: Sequence[float]) -> int:
-        """How many guessed ids, whose probabilities fall, are worth a row of the target's forward."""
+    def verified(self, masses: Sequence[float], texts: int = 1) -> int:
+        """How many guessed ids, whose probabilities fall, are worth their rows of the target's forward.
+
+        `texts`: how many share it, and have as many each. Then `masses` are sums over all of them.
+        """
         with self.lock:
-            price = self.price
-            return sum(mass > price for mass in masses)
+            price = texts * self.rate * self.target.fit()[1]
+        gains = accumulate(masses, initial=0.0)
+        worth = [gain - price * self.padded(1 + nodes) for nodes, gain in enumerate(gains)]
+        return worth.index(max(worth))
 
     def adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
         """The heuristic schedule, for each draft that guessed: `depth` is what it begins with."""
@@ -225,7 +227,11 @@ class Ledger:
     def _observe(self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal]) -> None:
         if not forward.told:
             self.target.add(forward.rows, forward.seconds)
-        self._texts, at = forward.texts, partial(self.target.share, texts=forward.texts)
+        self._texts = forward.texts
+
+        def at(rows: int) -> float:
+            return self.target.share(self.padded(rows), forward.texts)
+
         path = tree.along(block)[: len(block) - 1]  # behind the last id committed nothing was picked
         rows = right = 0
         spent = 0.0
@@ -264,8 +270,9 @@ class Pace:
     account: Account
     texts: int = 1
 
-    def expanded(self, masses: Sequence[float]) -> int:
-        """How many paths to continue, all in one forward of the draft; 0 where that doesn't pay or its cost isn't known.
+    def expanded(self, level: int, masses: Sequence[float]) -> int:
+        """How many paths to continue behind `level` forwards of the draft, all in one forward; 0 where that doesn't pay or its
+        cost isn't known.
 
         A path is worth what its next id brings beyond the row of the target that checks it.
         """
@@ -274,8 +281,9 @@ class Pace:
                 return 0
             start, slope = self.account.forward.fit()
             rate, calibration = self.ledger.rate, self.account.calibration
-            row = rate * self.ledger.target.fit()[1]
-            worth = [calibration.believed(mass) * calibration.onward - row for mass in masses]
+            row, free = rate * self.ledger.target.fit()[1], self.ledger.padded(1 + level)
+            rows = (row * (1 + level + path >= free) for path in range(len(masses)))
+            worth = [calibration.believed(mass) * calibration.onward - one for mass, one in zip(masses, rows, strict=True)]
         count = sum(gain > rate * slope for gain in worth)
         return count if sum(worth[:count]) > rate * start / self.texts + rate * slope * count else 0
 
@@ -299,7 +307,7 @@ class Limit(Budget):
     def expanded(self, level: int, masses: Sequence[float]) -> int:
         """How many of the likeliest paths, whose masses fall, the draft is to continue behind `level` forwards of it."""
         most = super().expanded(level, masses)
-        return most if self.pace is None or not most else self.pace.expanded(masses[:most])
+        return most if self.pace is None or not most else self.pace.expanded(level, masses[:most])
 
     def verified(self, masses: Sequence[float]) -> int:
         """How many of the likeliest guessed ids, whose masses fall, the target is to check."""

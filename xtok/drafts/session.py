@@ -88,10 +88,9 @@ class Session:
         owners = {node: draft for draft, one in enumerate(self.proposals) for node in one.own}
         return tuple(owners[node] for node in range(len(tree)))
 
-    @property
-    def price(self) -> float:
-        """How probable a guessed id has to be, to be worth a row of the target's forward."""
-        return self._ledger.price
+    def verified(self, masses: Sequence[float], texts: int) -> int:
+        """How many nodes are worth their rows in each of some texts that share a forward, by their `masses` in all, falling."""
+        return self._ledger.verified(masses, texts)
 
     def offer(self) -> list[float] | None:
         """How probable the nodes of the latest guess are believed to be, falling; None where the budget doesn't go by costs."""

@@ -88,6 +88,7 @@ class Engine:
         self._caches = Caches(
             batch_size,
             None if self._room is None else {model: drafts * self._room for model, drafts in Counter(xt.models()).items()},
+            captures=xt.captures,
         )
         self._closing = False
         self._tokens = self._forwards = 0

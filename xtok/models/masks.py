@@ -41,11 +41,11 @@ class Trees:
 
     def add(
         self, rows: slice, trunk: Tensor, places: Tensor, parents: Tensor, *, nodes: int, seen: int, linked: bool
-    ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add new ids to `rows` of the cache, and see what is visible behind them.
 
         Returns their positions, (rows, new), int64, and what they see of the first `seen` places, (rows, 1, new, seen),
-        additive, in the model's dtype; where that has several kinds of layers, a mask for each.
+        additive, in the model's dtype, for each kind of layer.
 
         `trunk`: how many positions are kept, (rows, 1), int64, those of new ids included. `places`, `parents`: of new ids,
         (rows, new), int64. `nodes`: how many a row has at most, new ones included. `linked`: whether the parent of a new id
@@ -97,7 +97,7 @@ class Trees:
         for new, old in zip((self._ancestors, self._short, self._depths), held, strict=True):
             new[tuple(map(slice, old.shape))] = old
 
-    def _masks(self, visible: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor | dict[str, Tensor]:
+    def _masks(self, visible: Tensor, positions: Tensor, key_positions: Tensor) -> dict[str, Tensor]:
         """What is visible, (rows, new, seen), bool, less what lies before a layer's window, as masks."""
         masks = {}
         for kind, window in self._windows.items():
@@ -106,7 +106,7 @@ class Trees:
                 near = visible & (key_positions[:, None] > positions[..., None] - window)
             mask = torch.zeros(near.shape, dtype=self._dtype, device=near.device)
             masks[kind] = mask.masked_fill_(~near, torch.finfo(self._dtype).min)[:, None]
-        return masks if len(masks) > 1 else masks.popitem()[1]
+        return masks
 
 
 def _closed(links: Tensor, own: Tensor) -> Tensor:

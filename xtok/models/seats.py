@@ -1,11 +1,14 @@
 """Where texts have their slots: which models they share, and which each has for itself."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+from torch import is_inference_mode_enabled
 from transformers import PreTrainedModel
 
 from xtok.models.cache import new_cache
 from xtok.models.forwards import Slot
+from xtok.models.graphs import Graphs, state_of, takes_graphs
 from xtok.models.probe import takes_slots
 from xtok.models.recurrent import cached_model
 from xtok.models.slots import Shapes, Slots
@@ -17,19 +20,52 @@ _SNAPSHOTS = 16
 class Caches:
     """The caches of texts that are generated together, one for each model."""
 
-    def __init__(self, rows: int = 1, room: Mapping[PreTrainedModel, int] | None = None) -> None:
+    def __init__(self, rows: int = 1, room: Mapping[PreTrainedModel, int] | None = None, *, captures: bool = False) -> None:
         """`rows`: how many texts there will be at a time. `room`: how many positions the cache of each model may have for all
-        of them, rows × positions of a row; None for as many as are needed.
+        of them, rows × positions of a row; None for as many as are needed. `captures`: whether forwards are captured where
+        a model allows it.
         """
-        self._rows, self._room = rows, room
+        self._rows, self._room, self._captures = rows, room, captures
         self._slots: dict[PreTrainedModel, Slots] = {}
 
     def of(self, model: PreTrainedModel, *, shows_hidden: bool = False, shapes: Shapes | None = None) -> Slots:
         """The cache of a model that takes slots."""
         if model not in self._slots:
-            room = None if self._room is None else self._room[model]
-            self._slots[model] = Slots(model, shows_hidden=shows_hidden, rows=self._rows, room=room, shapes=shapes)
+            self._slots[model] = Slots(
+                model,
+                shows_hidden=shows_hidden,
+                rows=self._rows,
+                room=None if self._room is None else self._room[model],
+                shapes=shapes,
+                graphs=Graphs() if self._captures and takes_graphs(model) else None,
+            )
         return self._slots[model]
+
+    def empty(self) -> None:
+        """Make them ready for other texts. Those of models that compute otherwise than before are let go."""
+        self._slots = {model: slots for model, slots in self._slots.items() if slots.state == state_of(model)}
+        for slots in self._slots.values():
+            slots.empty()
+
+
+class Pool:
+    """The caches of an instance's calls. Where forwards are captured, a call has those of an earlier one, and their graphs."""
+
+    def __init__(self, *, captures: bool) -> None:
+        self._captures = captures
+        self._free: list[Caches] = []
+
+    @contextmanager
+    def lent(self, rows: int) -> Iterator[Caches]:
+        """Caches for a call with so many texts at a time. What fails, or is closed before its end, doesn't give them back."""
+        try:
+            caches = self._free.pop()
+        except IndexError:
+            caches = Caches(rows, captures=self._captures)
+        caches.empty()
+        yield caches
+        if self._captures and not is_inference_mode_enabled():
+            self._free.append(caches)
 
 
 class Seat:

@@ -8,6 +8,7 @@ leaves its row to the next one. Nothing is copied but when the cache grows, and 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import ceil
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from xtok.costs import Cost
 from xtok.models.cache import device_of, keeps_rows, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Answer, Ask, wait_for
+from xtok.models.graphs import Graphs, Inputs, state_of
 from xtok.models.masks import KEPT, PADDING, Trees
 from xtok.stats import timed
 
@@ -31,6 +33,8 @@ are shared: that costs less than forwards of their own.
 """
 _STEP = 64
 """The cache grows by multiples of so many positions, and by half of what it has."""
+_LEAST, _MOST = 128, 4096
+"""How many places are looked at at least, and by how many more at most, where forwards have few shapes."""
 USUAL = 16
 """How many new ids of one text forwards of the usual fixed shape have. Of prompts more are forwarded at once, in forwards of
 their own, until no more than that are left.
@@ -146,20 +150,22 @@ class Slots:
         rows: int = 1,
         room: int | None = None,
         shapes: Shapes | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         """`rows`: how many there are from the beginning. `room`: how many positions all of them together may have, rows ×
         positions of a row, as long as the texts in them need no more; None for as many as come. `shapes`: those that forwards
-        are to have; None for what each needs.
+        are to have; None for what each needs. `graphs`: where forwards are captured; then they have few shapes, too.
         """
         own = new_cache(model)
         kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""]
         self.device, self.vocabulary = device_of(model), vocabulary_size(model)
-        self._model, self._shapes = model, shapes
+        self._model, self._shapes, self._graphs = model, shapes, graphs
         windows_of = dict(zip(kinds, windows(own), strict=False))
         self._view = _View(rows, room)
         self._layers = [_Layer(self._view) for _ in own.layers]
         self._cache = Cache(layers=list(self._layers))
         self._trees = Trees(windows_of, model.dtype, self.device)
+        self.state = None if graphs is None else state_of(model)
         self._keeps = keeps_rows(model)
         self._shown = {"output_hidden_states": True} if shows_hidden else {}
         self._rows: list[Row | None] = []
@@ -179,6 +185,10 @@ class Slots:
         """Let go of a row."""
         if row.index < len(self._rows) and self._rows[row.index] is row:
             self._rows[row.index] = None
+
+    def empty(self) -> None:
+        """Let go of all rows."""
+        self._rows.clear()
 
     @property
     def position_bytes(self) -> int:
@@ -223,6 +233,8 @@ class Slots:
     def _width(self, asks: Sequence[Ask]) -> int | None:
         """How many ids of each row are forwarded; None where the group has no shape."""
         new = max(len(ask.ids) for ask in asks)
+        if self._captures(asks) and self._shapes is None:
+            return doubled(new)
         if self._shapes is None or _is_wide(asks[0]):
             return new
         first, last = _ends(asks)
@@ -236,43 +248,80 @@ class Slots:
         assert width is not None
         self._settle()
         with timed() as took:
-            outputs = self._model(**self._inputs(first, last, asks, width), **self._shown, return_dict=True)
-            wait_for(outputs.logits)
+            logits, *hidden = self._forward(first, last, asks, width)
+            wait_for(logits)
         cost = Cost((last - first) * width, took.seconds, len(asks))  # padding included
-        hidden = outputs.hidden_states[-1] if self._shown else None
         for ask in asks:
             _row(ask).take(ask)
         found = list[Answer]()
         for ask in asks:
             row = _row(ask).index - first, slice(-ask.rows, None)
-            shown = None if hidden is None else hidden[row]
-            found.append(Answer(outputs.logits[row], shown, cost._replace(told=bool(found))))
+            shown = hidden[0][row] if hidden else None
+            found.append(Answer(logits[row], shown, cost._replace(told=bool(found))))
         return found
 
-    def _inputs(self, first: int, last: int, asks: Sequence[Ask], width: int) -> dict[str, Any]:
-        """What the model is given for the rows from `first` to `last`, `width` ids of each."""
+    def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:
+        """Forward `width` ids of each row from `first` to `last`.
+
+        Returns their logits, (rows, new, vocabulary), and last hidden states, (rows, new, size), where they are shown.
+        """
         rows = [row for row in self._rows[first:last] if row is not None]
         asked = {_row(ask).index: ask for ask in asks}
         news = [_New.of(row, asked.get(row.index)) for row in rows]
         nodes = max(one.nodes for one in news)
         ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
         reach = max(max(end, one.trunk + nodes) for end, one in zip(ends, news, strict=True))
-        seen = reach if self._shapes is None else self._seen(asks[0])
+        seen = self._seen(asks[0]) if self._shapes is not None else reach if self._graphs is None else rounded(reach)
         self._clear(first, ends, seen)
+        self._make_room(last, max(seen, reach))
         table = torch.tensor([one.line(width, asks[0].ids[0]) for one in news], device=self.device)
         base, trunk, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
         padding = (parents == PADDING).sum(dim=1, keepdim=True)
         places = torch.arange(width, device=self.device) - padding
         places = base + torch.where(places < 0, width - padding, places)  # padding goes to one place behind what is new
-        start = news[0].base if len(news) == 1 and len(news[0].ids) == width else None
-        self._view.look(first, places, seen, start, max(seen, reach))
-        self._view.hold(len(self._rows), max(row.held for row in self._rows if row is not None))
         linked = any(one.linked for one in news)
         positions, masks = self._trees.add(slice(first, last), trunk, places, parents, nodes=nodes, seen=seen, linked=linked)
-        whole = self._shapes is not None and not _is_wide(asks[0])  # how many rows a matrix has may change its bits
-        kept = {"logits_to_keep": max(ask.rows for ask in asks)} if self._keeps and not whole else {}
-        inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
-        return {**inputs, "attention_mask": masks, **kept}
+        inputs = {"ids": ids, "positions": positions, "places": places, **masks}
+        if not self._captures(asks):
+            start = news[0].base if len(news) == 1 and len(news[0].ids) == width else None
+            whole = self._shapes is not None and not _is_wide(asks[0])  # how many rows a matrix has may change its bits
+            return self._computed(first, seen, inputs, start, None if whole else max(ask.rows for ask in asks))
+        assert self._graphs is not None
+        return self._graphs.run((first, last, width, seen), partial(self._computed, first, seen), inputs)
+
+    def _captures(self, asks: Sequence[Ask]) -> bool:
+        """Whether the forward is one of those that are captured; not one that makes the cache or reads a prompt."""
+        return self._graphs is not None and not _is_wide(asks[0]) and all(layer.is_initialized for layer in self._layers)
+
+    def _computed(
+        self, first: int, seen: int, inputs: Inputs, start: int | None = None, logits: int | None = None
+    ) -> list[Tensor]:
+        """What the model computes, by nothing but `inputs` and the cache where all else is as it was: so it can be captured.
+
+        `first`: the first row. `seen`: how many places are looked at. `start`: the place of the first new id, where one row
+        is forwarded without padding. `logits`: of how many of the last ids those are wanted; None for all.
+        """
+        ids, positions, places, *masks = inputs.values()
+        self._view.look(first, places, seen, start)
+        outputs = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=masks[0] if len(masks) == 1 else dict(zip(list(inputs)[3:], masks, strict=True)),
+            past_key_values=self._cache,
+            use_cache=True,
+            return_dict=True,
+            **self._shown,
+            **({"logits_to_keep": logits} if self._keeps and logits is not None else {}),
+        )
+        return [outputs.logits, *(outputs.hidden_states[-1:] if self._shown else ())]
+
+    def _make_room(self, rows: int, positions: int) -> None:
+        """Let the cache have so many rows and positions at least. What was captured knows its former places."""
+        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
+        if self._graphs is not None and any(layer.is_short for layer in self._layers):
+            self._graphs.clear()
+        for layer in self._layers:
+            layer.grow()
 
     def _clear(self, first: int, ends: Sequence[int], seen: int) -> None:
         """Empty what others left behind the `ends` of rows, as far as it is looked at: what isn't a number would be seen
@@ -308,6 +357,19 @@ class Slots:
                     layer.copy(row.index, gap, used)
                 self._trees.copy(row.index, gap)
                 self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap
+
+
+def doubled(new: int) -> int:
+    """How many new ids of each row are forwarded where there are so many and there are to be few shapes: a power of two."""
+    return 1 << (new - 1).bit_length()
+
+
+def rounded(positions: int) -> int:
+    """How many places are looked at where a text has so many and there are to be few shapes: 128, twice as many up to 4,096,
+    then multiples of that.
+    """
+    doubled = (_LEAST << power for power in range((_MOST // _LEAST).bit_length()))
+    return next((size for size in doubled if size >= positions), _MOST * ceil(positions / _MOST))
 
 
 def _row(ask: Ask) -> Row:
@@ -383,22 +445,25 @@ class _New:
 class _View:
     """What a forward looks at: from row `first` on, `places` of the new ids, (rows, new), and `seen` places of each row.
 
-    `start`: the first place, where one row is looked at and all of it is new. `reach`: up to where there are places.
-    `rows`: how many there are to be at least. `room`: how many places all of them may have; None for as many as are needed.
+    `start`: the first place, where one row is looked at and all of it is new. `rows`: how many there are to be at least.
+    `room`: how many places all of them may have; None for as many as are needed.
     """
 
     def __init__(self, rows: int, room: int | None) -> None:
         self.rows, self.room = rows, room
 
-    def look(self, first: int, places: Tensor, seen: int, start: int | None, reach: int) -> None:
+    def look(self, first: int, places: Tensor, seen: int, start: int | None) -> None:
         """Set it for the next forward."""
         self.first, self.last = first, first + len(places)
-        self.places, self.seen, self.start, self.reach = places, seen, start, reach
+        self.places, self.seen, self.start = places, seen, start
         self.index = torch.arange(first, self.last, device=places.device)[:, None]
 
-    def hold(self, rows: int, positions: int) -> None:
-        """Tell how many rows there are texts in, and how many places of one of them are taken at most."""
-        self._least = rows, max(positions, self.reach)
+    def need(self, last: int, reach: int, rows: int, positions: int) -> None:
+        """Tell how many rows and places the next forward needs, how many rows there are texts in, and how many places of one
+        of them are taken at most.
+        """
+        self._needed = last, reach
+        self._least = rows, max(positions, reach)
 
     def shape(self, rows: int, positions: int) -> tuple[int, int]:
         """Rows and positions that hold what is there and what comes, where there were so many.
@@ -406,13 +471,14 @@ class _View:
         They grow by more than is needed, if there is room for it; where rows need what is left of the positions of texts that
         have ended, or the other way round, they have it.
         """
-        if rows >= self.last and positions >= self.reach:
+        last, reach = self._needed
+        if rows >= last and positions >= reach:
             return rows, positions
         least_rows, least_positions = self._least
-        if positions < self.reach:
-            positions = _STEP * ceil(max(self.reach + _STEP, positions * 1.5) / _STEP)
-        if rows < self.last:
-            rows = max(self.rows, 2 ** (self.last - 1).bit_length())
+        if positions < reach:
+            positions = _STEP * ceil(max(reach + _STEP, positions * 1.5) / _STEP)
+        if rows < last:
+            rows = max(self.rows, 2 ** (last - 1).bit_length())
         if self.room is None:
             return rows, positions
         rows = min(rows, max(least_rows, self.room // least_positions))
@@ -439,8 +505,21 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         """Write new ones, (rows, heads, new, size), to their places. Returns what the rows see, (rows, heads, seen, size)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+            self.grow()
+        assert self.keys is not None and self.values is not None
         return self._written(self.keys, key_states), self._written(self.values, value_states)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether there are fewer rows or positions than the next forward needs."""
+        return any(
+            self._view.shape(*held.shape[::2]) != held.shape[::2] for held in (self.keys, self.values) if held is not None
+        )
+
+    def grow(self) -> None:
+        """Have room for the next forward."""
+        if self.is_initialized:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
 
     def _grown(self, held: Any) -> Tensor:
         """`held`, or what has another shape and holds the same."""

@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.cache import context_window, device_of, ids_read
 from xtok.models.forwards import Ask
-from xtok.models.slots import USUAL, Slots
+from xtok.models.slots import USUAL, Slots, rounded
 
 _STEP, _WIDEST = 4, 64
 """Forwards have multiples of 4 new ids of a text: matrices of fewer rows are multiplied by other kernels nearly everywhere."""
-_LEAST, _MOST = 128, 4096
-"""How many places are looked at at least, and by how many more at most."""
 _TRIED = 512
 """How many places are looked at where it is tried what rows change."""
 _MARGIN = 8
@@ -77,15 +75,19 @@ class StableShapes:
 
     @staticmethod
     def seen(positions: int) -> int:
-        """How many places are looked at where a text has so many: 128, twice as many up to 4,096, then multiples of that."""
-        doubled = (_LEAST << power for power in range((_MOST // _LEAST).bit_length()))
-        return next((size for size in doubled if size >= positions), _MOST * ceil(positions / _MOST))
+        """How many places are looked at where a text has so many."""
+        return rounded(positions)
+
+    @staticmethod
+    def padded(new: int) -> int:
+        """How many ids of a text are forwarded at least where there are so many."""
+        return _STEP * ceil(new / _STEP)
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
         """How many ids of each of some rows are forwarded where there are `new`: the least that give the usual bits among a
         multiple of 4, 16, 32 and 64; None for none.
         """
-        widths = sorted({_STEP * ceil(new / _STEP), *(width for width in (USUAL, 2 * USUAL, _WIDEST) if width >= new)})
+        widths = sorted({self.padded(new), *(width for width in (USUAL, 2 * USUAL, _WIDEST) if width >= new)})
         return next((width for width in widths if self._agrees(rows, width, seen)), None)
 
     def widest(self, seen: int) -> int:

@@ -1,0 +1,139 @@
+"""The laws on a GPU. `make gpu` runs these, where there is one."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from front_door import BYTES, GREEDY, PROMPT, PROMPTS, TOKENS
+from worlds import alone, fitting, make_dear
+
+import xtok.models.graphs
+from xtok import Budget, Engine, PromptLookup, XTokAssisted
+from xtok.models.graphs import takes_graphs
+from xtok.models.prompts import prompt_ids
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+DEVICE = torch.device("cuda")
+ARCHITECTURES = ("Llama", "GPTNeoX", "GPT2", "Mistral")
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "penalty": {**GREEDY, "repetition_penalty": 1.3},
+    "sampled": {**GREEDY, "do_sample": True, "temperature": 1.3, "top_p": 0.95, "seed": 7},
+}
+TREE = Budget(4, width=4, schedule="constant")
+OTHER = deepcopy(fitting(BYTES, "GPTNeoX", 1)).to(DEVICE)
+DRAFTS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "a model": lambda: (OTHER, BYTES),
+    "several": lambda: [(OTHER, BYTES), PromptLookup()],
+}
+
+
+def target(architecture: str, dtype: torch.dtype) -> Any:
+    return deepcopy(fitting(TOKENS, architecture, 0)).to(DEVICE, dtype)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many ids each row of a replayed forward has."""
+    found: list[int] = []
+    own = xtok.models.graphs._replayed
+    monkeypatch.setattr(
+        xtok.models.graphs, "_replayed", lambda graph, inputs: found.append(inputs["ids"].shape[1]) or own(graph, inputs)
+    )
+    return found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("way", ["greedy", "penalty"])
+@pytest.mark.parametrize("draft", sorted(DRAFTS))
+@pytest.mark.parametrize("setting", [False, None])
+def test_greedy_ids_are_those_of_the_target_alone(architecture: str, way: str, draft: str, setting: bool | None) -> None:
+    """Law 1, with graphs and without, one text or a list, twice: what the first call captures the second one replays."""
+    lm = target(architecture, torch.float64)
+    xt = XTokAssisted((lm, TOKENS), DRAFTS[draft](), budget=TREE, compile=setting)
+    make_dear(xt)
+    wanted = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt_ids(TOKENS, prompt)], device=DEVICE)
+        output = lm.generate(ids, attention_mask=torch.ones_like(ids), **WAYS[way])
+        wanted.append(output[0, ids.shape[1] :].tolist())
+    for _ in range(2):
+        assert [xt.generate(prompt, **WAYS[way]).token_ids for prompt in PROMPTS] == wanted
+        assert [one.token_ids for one in xt.generate(PROMPTS, batch_size=3, **WAYS[way])] == wanted
+
+
+@pytest.mark.parametrize("draft", ["a model", "several"])
+def test_sampled_ids_are_those_without_a_draft_and_those_of_a_cpu(draft: str) -> None:
+    lm = target("Llama", torch.float64)
+    xt, without = (XTokAssisted((lm, TOKENS), guesses, budget=TREE) for guesses in (DRAFTS[draft](), None))
+    cpu = XTokAssisted((fitting(TOKENS, "Llama", 0), TOKENS))
+    for prompt in PROMPTS:
+        wanted = cpu.generate(prompt, **WAYS["sampled"]).token_ids
+        assert without.generate(prompt, **WAYS["sampled"]).token_ids == wanted
+        assert xt.generate(prompt, **WAYS["sampled"]).token_ids == wanted
+
+
+def test_an_engine_writes_what_its_instance_writes() -> None:
+    xt = XTokAssisted((target("Llama", torch.float64), TOKENS), (OTHER, BYTES), budget=TREE)
+    wanted = [xt.generate(prompt, **GREEDY).token_ids for prompt in PROMPTS]
+    with Engine(xt, batch_size=3, memory=2**26) as engine:
+        assert [one.result().token_ids for one in [engine.submit(prompt, **GREEDY) for prompt in PROMPTS]] == wanted
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_stable_ids_are_those_of_the_text_alone_without_a_draft(architecture: str, dtype: torch.dtype, way: str) -> None:
+    """Law of `stable`: with a draft, in a list, by captured forwards or not."""
+    lm = target(architecture, dtype)
+    asked = {**WAYS[way], "max_new_tokens": 64}
+    plain = XTokAssisted((lm, TOKENS), stable=True, compile=False)
+    wanted = [plain.generate(prompt, **asked).token_ids for prompt in PROMPTS]
+    for setting in (False, None):
+        xt = XTokAssisted((lm, TOKENS), [(OTHER, BYTES), PromptLookup()], budget=TREE, stable=True, compile=setting)
+        make_dear(xt)
+        for _ in range(2):
+            assert [xt.generate(prompt, **asked).token_ids for prompt in PROMPTS] == wanted
+            assert [one.token_ids for one in xt.generate(PROMPTS, batch_size=3, **asked)] == wanted
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_forwards_are_captured_and_replayed(architecture: str, dtype: torch.dtype, replays: list[int]) -> None:
+    """A graph that gives other bits than the forward it was captured from, or none, would never be replayed."""
+    lm = target(architecture, dtype)
+    xt = XTokAssisted((lm, TOKENS), compile=True)
+    without = XTokAssisted((lm, TOKENS), compile=False)
+    asked = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
+    wanted = without.generate(PROMPT, **asked).token_ids
+    assert not replays
+    assert xt.generate(PROMPT, **asked).token_ids == wanted
+    assert len(replays) > 30
+    assert xt.generate(PROMPT, **asked).token_ids == wanted
+
+
+def test_one_thread_captures_while_others_forward() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    xt = XTokAssisted((target("Llama", torch.float64), TOKENS), (OTHER, BYTES), budget=TREE)
+    make_dear(xt)
+    wanted = [alone(fitting(TOKENS, "Llama", 0), prompt_ids(TOKENS, prompt), **GREEDY) for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda prompt: xt.generate(prompt, **GREEDY).token_ids, PROMPTS)) == wanted
+
+
+def test_models_with_hooks_or_on_several_devices_are_not_captured() -> None:
+    lm = target("Llama", torch.float32)
+    assert takes_graphs(lm)
+    handle = lm.get_output_embeddings().register_forward_hook(lambda *_: None)
+    assert not takes_graphs(lm)
+    handle.remove()
+    assert takes_graphs(lm)
+    lm.get_output_embeddings().to("cpu")
+    assert not takes_graphs(lm)
