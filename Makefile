@@ -5,7 +5,7 @@ LOWEST := .venv-lowest/installed
 DOCS := .venv-docs/installed
 PARALLEL := -n auto --dist worksteal
 
-.PHONY: demo test test-deep test-lowest lint docs clean
+.PHONY: demo test test-deep test-lowest gpu lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m xtok demo
@@ -18,6 +18,11 @@ test-deep: $(INSTALLED)
 
 test-lowest: $(LOWEST)
 	.venv-lowest/bin/python -m pytest $(PARALLEL) -m "not deep"
+
+gpu: $(INSTALLED)
+	mkdir -p build
+	if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(BIN)/python -m pytest tests/test_gpu.py; fi
+	$(BIN)/python -m xtok bench gpu --save build/gpu.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -103,16 +103,23 @@ def _systems(target: Any, draft: Any, arguments: dict[str, Any]) -> dict[str, _S
 
 
 def _by_transformers(target: tuple[Any, Any], texts: Sequence[str], size: int, seed: int, arguments: dict[str, Any]) -> _Run:
-    model, tokenizer = target
     torch.manual_seed(seed)
-    new, start = list[list[int]](), perf_counter()
+    start = perf_counter()
+    new = padded(target, texts, size, arguments)
+    return _Run(new, perf_counter() - start, sum(map(len, new)), {})
+
+
+def padded(target: tuple[Any, Any], texts: Sequence[str], size: int, arguments: dict[str, Any]) -> list[list[int]]:
+    """The new ids of some texts by transformers' own `generate`, with `arguments`, in padded batches of `size`."""
+    model, tokenizer = target
+    new = list[list[int]]()
     for first in range(0, len(texts), size):
         read = [prompt_ids(tokenizer, text) for text in texts[first : first + size]]
         longest = max(map(len, read))
         ids = torch.tensor([[0] * (longest - len(one)) + one for one in read], device=model.device)
         mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in read], device=model.device)
         new += model.generate(ids, attention_mask=mask, pad_token_id=0, **arguments)[:, longest:].tolist()
-    return _Run(new, perf_counter() - start, sum(map(len, new)), {})
+    return new
 
 
 def _by_xtok(xt: XTokAssisted, texts: Sequence[str], **arguments: Any) -> _Run:

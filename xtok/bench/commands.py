@@ -15,6 +15,7 @@ from xtok.console import (
     DraftOption,
     DtypeOption,
     TargetOption,
+    as_json,
     lines_of,
     load_pair,
     model_draft,
@@ -264,6 +265,45 @@ def bits(
     pair = _enlarged(*load_pair(target, draft, device, dtype), ratio, large)
     rows = _of_lists(bits.compare_bits, pair, texts, ways, at_once, max_new_tokens=max_new_tokens, repeats=repeats)
     report.tell(rows, report.print_bits, json_told)
+
+
+@app.command("gpu")
+@on_the_command_line()
+def on_a_gpu(
+    save: Annotated[Path | None, typer.Option(help="Write the figures to a file, too, as JSON.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables in Markdown.")] = False,
+) -> None:
+    """What a GPU makes of the shipped pair in the shapes of llm-jp-13B and open-calm-small: 27 GB, and as much for caches."""
+    import torch
+
+    if not torch.cuda.is_available():
+        typer.echo("There is no GPU here that torch can use, so nothing was measured.")
+        return
+    from xtok.bench import report
+
+    if save is not None and not save.parent.is_dir():
+        raise InvalidInputError(f"There is no folder {save.parent} for the figures. Make it, or choose another.")
+    found = _large_on("cuda")
+    if save is not None:
+        save.write_text(as_json(found), encoding="utf-8")
+    report.print_gpu(found, markdown)
+
+
+def _large_on(device: str) -> Any:
+    """The figures of the large pair. Raises `InvalidInputError` where it doesn't fit."""
+    import torch
+
+    from xtok.bench import gpu
+    from xtok.bench.compare import asked_for
+    from xtok.bench.widen import shaped
+
+    try:
+        small = load_pair(OWN_TARGET, None, device, "bfloat16")
+        with busy("enlarging the models"):
+            target, draft = (shaped(one, shape) for one, shape in zip(small, (gpu.LARGE, gpu.SMALL), strict=True))
+        return gpu.compare_on_gpu(target, draft, _measured(None, None), asked_for("penalty"), (1, 8, 32), max_new_tokens=64)
+    except torch.OutOfMemoryError as error:
+        raise InvalidInputError("The models and the caches of 32 texts don't fit the GPU. Use one of 80 GB.") from error
 
 
 def _of_lists(measure: Any, pair: Any, texts: list[str], ways: dict[str, Any], sizes: list[int], **shape: int) -> list[Any]:

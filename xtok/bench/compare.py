@@ -276,13 +276,14 @@ def _row(name: str, runs: dict[str, list[Timed]], view: Any, *, sampled: bool) -
         draft_forwards=sum(run.draft_forwards for run in own),
         speed=speed(own, runs[ALONE]),
         lost_per_round=sum(lost_to_boundaries(one, view) for one in generations) / rounds if rounds else None,
-        split=_split(stats) if stats else None,
+        split=split(stats, sum(one.seconds for one in stats)) if stats else None,
     )
 
 
-def _split(stats: list[Stats]) -> dict[str, float]:
-    """The shares of the time: both models' forwards, the rest of guessing, alignment, and picking and keeping the books."""
-    whole = sum(one.seconds for one in stats)
+def split(stats: Sequence[Stats], whole: float) -> dict[str, float]:
+    """The shares that parts have of the `whole` of seconds: both models' forwards, the rest of guessing, alignment, and picking
+    and keeping the books.
+    """
     parts = {
         "target": sum(one.seconds_target for one in stats),
         "draft": sum(one.seconds_draft_forwards for one in stats),

@@ -12,6 +12,7 @@ from xtok.bench.bits import BitsRow
 from xtok.bench.compare import Row
 from xtok.bench.context import ContextRow
 from xtok.bench.drafters import DrafterRow
+from xtok.bench.gpu import GpuFigures, LevelRow, ListRow
 from xtok.bench.sampled import SampledRow
 from xtok.bench.vocabulary import VocabularyRow
 from xtok.console import as_json
@@ -133,6 +134,57 @@ def print_bits(rows: list[BitsRow]) -> None:
         Console(highlight=False, width=110).print(table)
     typer.echo("texts: written at a time. differ: from those without a draft, one at a time, with stable=True.")
     typer.echo("speed: how many times as fast as the same system without stable=True.")
+
+
+def print_gpu(found: GpuFigures, markdown: bool) -> None:
+    """What a GPU makes of a large pair, as tables of a terminal or of Markdown."""
+    typer.echo(_measured_on(found) + "\n" * markdown)
+    for title, names, rows in _gpu_tables(found):
+        if markdown:
+            lines = [[name.replace("\n", " ") for name in names], ["---"] * len(names), *rows]
+            typer.echo("\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+            continue
+        table = _table(names, title=title)
+        for row in rows:
+            table.add_row(*row)
+        Console(highlight=False, width=140).print(table)
+    typer.echo("of bandwidth: of the tokens/s that reading the weights once for each allows. Goal: 0.8.")
+    typer.echo("of ceiling: the share of both models' forwards, in which all else would be free. Goal: 0.9.")
+    typer.echo("differ: texts with other ids than transformers' own, one at a time. speed: beside the target alone.")
+
+
+def _measured_on(found: GpuFigures) -> str:
+    target, draft = (f"{found.parameters[role] / 1e9:.2f} B" for role in ("target", "draft"))
+    moved, read = f"{found.bandwidth / 1e9:,.0f} GB/s", f"{found.read / 1e9:.1f} GB"
+    return (
+        f"{found.device}, {found.dtype}, torch {found.torch}, transformers {found.transformers}; {found.setting}. "
+        f"Forwards read {target} parameters of the target and {draft} of the draft. Memory moves {moved}, and a token takes "
+        f"{read} of the target's weights, so there are at most {found.limit:.1f} tokens/s of a text without a draft."
+    )
+
+
+def _gpu_tables(found: GpuFigures) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """The title, the names of columns and the rows of each table."""
+    parts = "target", "draft", "guess", "align", "pick"
+    speeds = "tokens/s", "speed", "tokens per\nforward", "differ", "of\nbandwidth"
+    lists = ("texts", "", "graphs", *speeds, *parts, "of\nceiling")
+    levels = "", "graphs", "a forward of\nthe draft, ms", "with all of\nguessing, ms"
+    return [
+        ("lists of texts", lists, [_list_cells(row, parts) for row in found.lists]),
+        ("a level of the draft", levels, [_level_cells(row) for row in found.levels]),
+    ]
+
+
+def _list_cells(row: ListRow, parts: tuple[str, ...]) -> tuple[str, ...]:
+    bandwidth, ceiling = ("" if share is None else f"{share:.2f}" for share in (row.of_bandwidth, row.of_ceiling))
+    speeds = f"{row.tokens_per_second:,.1f}", f"{row.speed:.2f}", f"{row.tokens_per_forward:.2f}"
+    shares = [f"{row.split[part]:.1%}" if row.split else "" for part in parts]
+    differ = f"{row.differ} of {row.written}"
+    return str(row.texts), row.system, "yes" if row.graphs else "no", *speeds, differ, bandwidth, *shares, ceiling
+
+
+def _level_cells(row: LevelRow) -> tuple[str, ...]:
+    return "trees of 5 levels", "yes" if row.graphs else "no", f"{row.forward:.2f}", f"{row.level:.2f}"
 
 
 def print_sampled(rows: list[SampledRow]) -> None:

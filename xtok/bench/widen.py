@@ -1,0 +1,164 @@
+"""A small trained model in the shape of a large one, with the same picks: wider hidden states, more heads, wider MLPs."""
+
+from copy import deepcopy
+from math import sqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from xtok.bench.stretch import blocks_of, stretch, with_vocabulary
+from xtok.errors import InvalidInputError, UnsupportedModelError
+from xtok.models.cache import output_embeddings
+from xtok.models.load import from_config
+
+_NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "final_layer_norm")
+_AXES = {
+    **dict.fromkeys(("embed_tokens", "embed_in", "lm_head", "embed_out"), ("ids", "hidden")),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "query_key_value"), ("heads", "hidden")),
+    **dict.fromkeys(("gate_proj", "up_proj", "dense_h_to_4h"), ("units", "hidden")),
+    **dict.fromkeys(("o_proj", "dense"), ("hidden", "heads")),
+    **dict.fromkeys(("down_proj", "dense_4h_to_h"), ("hidden", "units")),
+    **dict.fromkeys(_NORMS, ("hidden",)),
+}
+"""What the rows and the columns of weights stand for, by the module that has them."""
+_WRITE = ("embed_tokens", "embed_in", "o_proj", "dense", "down_proj", "dense_4h_to_h")
+"""What the residual stream is written by."""
+_CENTRED = ("embed_in", "dense", "dense_4h_to_h")
+"""Those of a GPT-NeoX, whose norms take the mean away."""
+_QUERIES = {"q_proj": 1, "query_key_value": 3}
+"""Every so-many-th head's worth of rows makes queries."""
+_EPSILON = {"llama": "rms_norm_eps", "gpt_neox": "layer_norm_eps"}
+_UNKNOWN = (
+    "{} can't be widened. Only a Llama or a GPT-NeoX can, with a head of keys for each head of queries and with plain rotary "
+    "embeddings."
+)
+
+
+class Shape(NamedTuple):
+    """The sizes of a model: columns of hidden states, heads, units of an MLP, blocks, and ids."""
+
+    hidden: int
+    heads: int
+    width: int
+    blocks: int
+    vocabulary: int
+
+
+class _Heads(NamedTuple):
+    """Heads of `size` columns, in others of `room` columns in which they stand `step` apart."""
+
+    size: int
+    room: int
+    step: int
+
+    def places(self, columns: int) -> Tensor:
+        """Where the columns of such heads, one head after another, stand in the wider ones: (columns,), int64."""
+        column = torch.arange(columns)
+        return column // self.size * self.room + column % self.size * self.step
+
+
+def shaped(pair: tuple[PreTrainedModel, Any], shape: Shape) -> tuple[PreTrainedModel, Any]:
+    """A model of such a shape and its tokenizer; laws and errors are those of `with_vocabulary`, `widened` and `stretch`.
+
+    It is made where the small one is and in its precision, and there is never another as large beside it.
+    """
+    larger, tokens = with_vocabulary(*pair, shape.vocabulary)
+    larger = widened(larger, shape.hidden, shape.heads, shape.width)
+    return stretch(larger, shape.blocks - len(blocks_of(larger)), shape.width), tokens
+
+
+def widened(model: PreTrainedModel, hidden: int, heads: int, width: int) -> PreTrainedModel:
+    """A model as deep as `model`, with hidden states of `hidden` columns, so many heads, and MLPs `width` wide.
+
+    Law: its logits are those of `model` within rounding. The first columns of its hidden states are those of `model` and the
+    others zero, for what is added has random weights where it reads and zeros where it writes. So a forward costs what that of
+    any model of this shape costs in arithmetic, in memory traffic and in launches. `xtok.bench.stretch.stretch` adds blocks to
+    it. (After Net2Net, Chen, Goodfellow, Shlens 2016, arXiv 1511.05641.) Rows that ids are looked up in are apart from those
+    that make logits, even where `model` has one for both.
+
+    Raises `UnsupportedModelError` for a model of another kind, and `InvalidInputError` for sizes without room for its own.
+    """
+    own, config = model.config, deepcopy(model.config)
+    columns = _heads(model, hidden, heads, width)
+    config.hidden_size, config.num_attention_heads, config.intermediate_size = hidden, heads, width
+    config.tie_word_embeddings = False
+    epsilon = _EPSILON[own.model_type]
+    setattr(config, epsilon, getattr(own, epsilon) * own.hidden_size / hidden)
+    _turn_alike(config, columns)
+    made = _random(config, model)
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        _fill(made.get_parameter(name), weight, name, columns)
+    made.generation_config = deepcopy(model.generation_config)
+    return made
+
+
+def _heads(model: PreTrainedModel, hidden: int, heads: int, width: int) -> _Heads:
+    """Where the columns of heads are to stand. Raises the errors of `widened`.
+
+    A larger head of a Llama turns every so-many-th of its columns as a smaller one turns all. That of a GPT-NeoX turns its
+    first ones alone, as many as it is told to.
+    """
+    own = model.config
+    plain = own.model_type in _EPSILON and getattr(own, "num_key_value_heads", None) in (None, own.num_attention_heads)
+    if not plain or own.rope_parameters["rope_type"] != "default":
+        raise UnsupportedModelError(_UNKNOWN.format(type(model).__name__))
+    least = own.hidden_size, own.num_attention_heads, own.intermediate_size
+    size, room = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads, hidden // heads
+    whole = room % size == 0 if own.model_type == "llama" else room >= size
+    if hidden % heads or not whole or any(given < few for given, few in zip((hidden, heads, width), least, strict=True)):
+        raise InvalidInputError(
+            f"hidden, heads and width are {hidden}, {heads} and {width}. Give at least {', '.join(map(str, least))}, and as "
+            f"many columns for each head as make {'a multiple of' if own.model_type == 'llama' else 'at least'} {size}."
+        )
+    return _Heads(size, room, room // size if own.model_type == "llama" else 1)
+
+
+def _turn_alike(config: Any, heads: _Heads) -> None:
+    """Let the rotary embeddings of wider heads turn the columns of narrower ones as those do."""
+    if config.model_type == "llama":
+        config.head_dim, config.num_key_value_heads = heads.room, config.num_attention_heads
+        return
+    turned = int(heads.size * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": (turned + 0.5) / heads.room}  # rounded down
+
+
+def _random(config: Any, model: PreTrainedModel) -> PreTrainedModel:
+    """A model of that configuration with random weights, where `model` is and as precise, made there and in that precision."""
+    bias = output_embeddings(model).bias is not None  # which the class of a model doesn't give it
+    with model.device:
+        made = from_config(config, dtype=model.dtype).eval()
+        made.set_output_embeddings(nn.Linear(config.hidden_size, config.vocab_size, bias, dtype=model.dtype))
+    found: PreTrainedModel = made
+    return found
+
+
+@torch.no_grad()
+def _fill(wide: Tensor, weight: Tensor, name: str, heads: _Heads) -> None:
+    """Put a weight to its places in a wider one, and zeros wherever else something would be written."""
+    module = name.split(".")[-2]
+    axes = _AXES[module][: weight.dim()]
+    if module in (*_WRITE, *_NORMS):
+        wide.zero_()
+    if axes[0] == "heads":  # nor is there anything between the columns of its heads
+        wide[: len(weight) // heads.size * heads.room].zero_()
+    rows, *columns = (
+        (heads.places(size) if axis == "heads" else torch.arange(size)).to(wide.device)
+        for axis, size in zip(axes, weight.shape, strict=True)
+    )
+    found = _alike(name, weight.double(), len(weight) / len(wide), heads)
+    wide[(rows[:, None], *columns) if columns else rows] = found.to(wide.dtype)
+
+
+def _alike(name: str, weight: Tensor, share: float, heads: _Heads) -> Tensor:
+    """What a weight has to be for a wider model to do the same, where `share` of its rows are those of the narrower one."""
+    module, kind = name.split(".")[-2:]
+    if module in _NORMS and kind == "weight":  # the mean of squares is over more columns, all of which are zero
+        return weight * sqrt(share)
+    if module in _CENTRED:  # a norm that takes the mean away finds none, so zeros beside it change nothing
+        return weight - weight.mean(dim=_AXES[module].index("hidden"), keepdim=True)
+    if module in _QUERIES:  # scores are divided by the root of a head's size
+        rows = torch.arange(len(weight), device=weight.device) // heads.size % _QUERIES[module] == 0
+        return torch.where(rows.view(-1, *[1] * (weight.dim() - 1)), weight * sqrt(heads.room / heads.size), weight)
+    return weight
