@@ -260,28 +260,31 @@ def test_what_a_drafter_says_is_corrected_by_what_comes_of_it() -> None:
     assert ledger.accounts[0].calibration.believed(0.6) > 0.8
 
 
-@given(
-    masses=st.lists(st.floats(0, 1), max_size=12).map(lambda some: sorted(some, reverse=True)),
-    row=st.floats(0, 0.5),
-    step=st.integers(1, 8),
-    texts=st.integers(1, 8),
-)
-@example([0.01, 0.01, 0.01, 0.01], 0.2, 4, 8)
-def test_as_many_guesses_are_verified_as_gain_most_beyond_their_rows(
-    masses: list[float], row: float, step: int, texts: int
+OFFERS = st.tuples(st.integers(1, 5), st.lists(st.floats(0, 1), max_size=12).map(lambda masses: sorted(masses, reverse=True)))
+
+
+@given(offers=st.lists(OFFERS, min_size=1, max_size=8), row=st.floats(0, 0.5), step=st.integers(1, 8))
+@example([(1, [0.01, 0.01, 0.01, 0.01])], 0.2, 4)
+@example([(1, [0.9, 0.1, 0.1, 0.1]), (3, [0.9, 0.1])], 0.4, 4)
+def test_forwards_are_as_wide_as_gains_most_beyond_their_rows(
+    offers: list[tuple[int, list[float]]], row: float, step: int
 ) -> None:
     """What stands in place of padding is free."""
     ledger = Ledger([Account()], padded=lambda rows: step * ceil(rows / step))
     for rows in (1, 33):
         ledger.target.add(rows, 1 + row * rows)
-    price = texts * ledger.rate * ledger.target.fit()[1]
+    price = len(offers) * ledger.rate * ledger.target.fit()[1]
 
-    def gain(nodes: int) -> float:
-        return sum(masses[:nodes]) - price * ledger.padded(1 + nodes)
+    def gain(width: int) -> float:
+        return sum(sum(masses[: width - unread]) for unread, masses in offers) - price * ledger.padded(width)
 
-    found = ledger.verified(masses, texts)
-    assert gain(found) == pytest.approx(max(map(gain, range(len(masses) + 1))))
-    assert found >= sum(mass > 1e-9 for mass in masses[: step - 1])
+    least = max(unread for unread, _ in offers)
+    found = ledger.width(offers)
+    assert found >= least
+    assert gain(found) == pytest.approx(max(map(gain, range(least, 20))))
+    assert all(gain(width) < gain(found) + 1e-9 for width in range(found, ledger.padded(found) + 1))
+    for unread, masses in offers:
+        assert ledger.verified(masses, unread) == ledger.width([(unread, masses)]) - unread
 
 
 def test_a_draft_whose_guesses_cost_no_row_is_used_where_they_would_not_pay() -> None:

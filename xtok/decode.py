@@ -6,7 +6,7 @@ forward yields.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import islice
 from math import ceil
 from typing import Any
 
@@ -69,7 +69,7 @@ def _plan(text: Sequence, company: Company) -> Asking[Tree]:
         if (limit := _limit(text)).longest == 0:
             return Tree()
         with text.meter.timing("draft"), text.meter.timing("all"):
-            return (yield from text.session.propose(limit, company))
+            return (yield from text.session.propose(limit, company, text.left))
     except Exception as error:
         text.fail(error)
         return Tree()
@@ -77,17 +77,15 @@ def _plan(text: Sequence, company: Company) -> Asking[Tree]:
 
 def _evened(texts: list[Sequence], trees: list[Tree]) -> list[Tree]:
     """Guesses with no more nodes than pay: where texts share a forward, a node more in one of them is a row more in all."""
-    sharing = [text for text in texts if text.slot.shares]
-    guessing = {
-        text.session: tree for text, tree in zip(texts, trees, strict=True) if tree and text.session and text.slot.shares
-    }
-    offers = [offer for session in guessing if (offer := session.offer()) is not None]
-    if len(sharing) < 2 or not offers or len(offers) < len(guessing):
+    sharing = {text: tree for text, tree in zip(texts, trees, strict=True) if text.slot.shares and text.room()}
+    offers = [(text.left, text.session.offer() if tree and text.session else []) for text, tree in sharing.items()]
+    session = next((text.session for text, tree in sharing.items() if tree), None)
+    given = [(unread, masses) for unread, masses in offers if masses is not None]
+    if len(sharing) < 2 or session is None or len(given) < len(offers):
         return trees
-    gains = [sum(masses) for masses in zip_longest(*offers, fillvalue=0.0)]
-    nodes = next(iter(guessing)).verified(gains, len(sharing))
+    width = session.width(given)
     return [
-        text.session.cut(nodes) if text.session in guessing and len(tree) > nodes else tree
+        text.session.cut(width - text.left) if text in sharing and text.session and len(tree) > width - text.left else tree
         for text, tree in zip(texts, trees, strict=True)
     ]
 

@@ -198,16 +198,26 @@ class Ledger:
         with self.lock:
             return self.accounts[draft].calibration.masses(tree)
 
-    def verified(self, masses: Sequence[float], texts: int = 1) -> int:
-        """How many guessed ids, whose probabilities fall, are worth their rows of the target's forward.
+    def verified(self, masses: Sequence[float], unread: int = 1) -> int:
+        """How many guessed ids, whose probabilities fall, are worth their rows of the target's forward, which reads `unread`
+        committed ones anyway.
+        """
+        return self.width([(unread, masses)]) - unread
 
-        `texts`: how many share it, and have as many each. Then `masses` are sums over all of them.
+    def width(self, offers: Sequence[tuple[int, Sequence[float]]]) -> int:
+        """How many rows each of some texts is best given in a forward of the target that they share.
+
+        `offers`: of each, how many committed ids it reads, and how probable the ids are that it might guess, falling.
         """
         with self.lock:
-            price = texts * self.rate * self.target.fit()[1]
-        gains = accumulate(masses, initial=0.0)
-        worth = [gain - price * self.padded(1 + nodes) for nodes, gain in enumerate(gains)]
-        return worth.index(max(worth))
+            price = len(offers) * self.rate * self.target.fit()[1]
+        gains = [(unread, list(accumulate(masses, initial=0.0))) for unread, masses in offers]
+
+        def worth(width: int) -> float:
+            return sum(some[min(width - unread, len(some) - 1)] for unread, some in gains) - price * self.padded(width)
+
+        least, most = max(unread for unread, _ in gains), max(unread + len(some) for unread, some in gains)
+        return max(range(least, most), key=worth)
 
     def adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
         """The heuristic schedule, for each draft that guessed: `depth` is what it begins with."""
@@ -217,14 +227,15 @@ class Ledger:
                     full = len(one.tree.along(block)) == one.tree.depth
                     account.depth = max(1, (account.depth or depth) + (2 if full else -1))
 
-    def observe(self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal]) -> None:
-        """A round is over: `block` was committed where `tree` was guessed. `forward`: the target's, which other texts may
-        have shared.
+    def observe(self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal], unread: int = 1) -> None:
+        """A round is over: `block` was committed where `tree` was guessed, and forwarded behind `unread` committed ids.
+
+        `forward`: the target's, which other texts may have shared.
         """
         with self.lock:
-            self._observe(tree, block, forward, proposals)
+            self._observe(tree, block, forward, proposals, unread)
 
-    def _observe(self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal]) -> None:
+    def _observe(self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal], unread: int) -> None:
         if not forward.told:
             self.target.add(forward.rows, forward.seconds)
         self._texts = forward.texts
@@ -237,18 +248,18 @@ class Ledger:
         spent = 0.0
         for draft in self.cheapest_first():
             account, one = self.accounts[draft], proposals[draft]
-            account.without.add(1 + right, at(1 + rows) + spent)
+            account.without.add(1 + right, at(unread + rows) + spent)
             if one.tree is None:
                 continue
             took = self._learn(account, one, block)
             gained = len(one.own.intersection(path))
-            extra = at(1 + rows + len(one.own)) - at(1 + rows) + took
+            extra = at(unread + rows + len(one.own)) - at(unread + rows) + took
             if not one.first:
                 lost = (extra * account.without.rate - gained) / sqrt(forward.texts)  # by which luck grows with the texts
                 account.backoff(one.sure).judge(lost, extra / (at(1) or 1.0))
                 account.lately.add(len(one.tree.along(block)), took)
             rows, right, spent = rows + len(one.own), right + gained, spent + took
-        self.lately.add(len(block), at(1 + len(tree)) + spent)
+        self.lately.add(len(block), at(unread + len(tree)) + spent)
 
     @staticmethod
     def _learn(account: Account, one: Proposal, block: Sequence[int]) -> float:
@@ -264,11 +275,15 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Pace:
-    """What one draft is to guess, by a ledger and its account there. `texts`: how many share forwards, each as it does."""
+    """What one draft is to guess, by a ledger and its account there.
+
+    `texts`: how many share forwards, each as it does. `unread`: how many committed ids the target's forward reads anyway.
+    """
 
     ledger: Ledger
     account: Account
     texts: int = 1
+    unread: int = 1
 
     def expanded(self, level: int, masses: Sequence[float]) -> int:
         """How many paths to continue behind `level` forwards of the draft, all in one forward; 0 where that doesn't pay or its
@@ -281,8 +296,8 @@ class Pace:
                 return 0
             start, slope = self.account.forward.fit()
             rate, calibration = self.ledger.rate, self.account.calibration
-            row, free = rate * self.ledger.target.fit()[1], self.ledger.padded(1 + level)
-            rows = (row * (1 + level + path >= free) for path in range(len(masses)))
+            row, taken = rate * self.ledger.target.fit()[1], self.unread + level
+            rows = (row * (taken + path >= self.ledger.padded(taken)) for path in range(len(masses)))
             worth = [calibration.believed(mass) * calibration.onward - one for mass, one in zip(masses, rows, strict=True)]
         count = sum(gain > rate * slope for gain in worth)
         return count if sum(worth[:count]) > rate * start / self.texts + rate * slope * count else 0
@@ -290,7 +305,7 @@ class Pace:
     def verified(self, masses: Sequence[float]) -> int:
         """How many guessed ids are worth a row of the target's forward."""
         with self.ledger.lock:
-            return self.ledger.verified([self.account.calibration.believed(mass) for mass in masses])
+            return self.ledger.verified([self.account.calibration.believed(mass) for mass in masses], self.unread)
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,17 @@ class Sequence:
 
     def unread(self) -> list[int]:
         """What is to be forwarded next: committed ids, no more of them than the slot takes at once."""
-        new, prompt = len(self.text.ids) - self.read, self.text.prompt_length - self.read
-        return list(self.text.ids[self.read : self.read + self.slot.takes(new, prompt)])
+        size = self.slot.takes(self.left, self.text.prompt_length - self.read)
+        return list(self.text.ids[self.read : self.read + size])
+
+    @property
+    def left(self) -> int:
+        """How many committed ids are yet to be forwarded."""
+        return len(self.text.ids) - self.read
 
     def room(self) -> int:
         """How many nodes of a tree can be forwarded with what is unread; 0 where not all of that is."""
-        new = len(self.text.ids) - self.read
-        return self.slot.guesses(new) if self.slot.takes(new, 0) == new else 0
+        return self.slot.guesses(self.left) if self.slot.takes(self.left, 0) == self.left else 0
 
     def end(self) -> None:
         """Let go of its drafters, and make room for other texts."""

@@ -39,6 +39,7 @@ class Session:
         self._hidden: Tensor | None = None
         self._begun = set[int]()
         self._guessed: tuple[Budget, Tree] | None = None
+        self._unread = 1
         self._committed: list[int] = []
         self.proposals: list[Proposal] = []
         self._drafters: list[Drafter | None] = []
@@ -62,12 +63,12 @@ class Session:
         self._hidden = hidden
         self._committed = list(ids)
 
-    def propose(self, limit: Budget, company: Company | None = None) -> Asking[Tree]:
+    def propose(self, limit: Budget, company: Company | None = None, unread: int = 1) -> Asking[Tree]:
         """A tree of all that those guess which are worth asking; a chain where the limit's width is 1.
 
-        `company`: the texts of the round; None for this one alone.
+        `company`: the texts of the round; None for this one alone. `unread`: how many committed ids are forwarded with it.
         """
-        company = company or Company()
+        company, self._unread = company or Company(), unread
         context = Context(
             self._text.ids, self._text.data, self._text.prompt_size, self._text.controls, self._noise, self._hidden
         )
@@ -88,9 +89,9 @@ class Session:
         owners = {node: draft for draft, one in enumerate(self.proposals) for node in one.own}
         return tuple(owners[node] for node in range(len(tree)))
 
-    def verified(self, masses: Sequence[float], texts: int) -> int:
-        """How many nodes are worth their rows in each of some texts that share a forward, by their `masses` in all, falling."""
-        return self._ledger.verified(masses, texts)
+    def width(self, offers: Sequence[tuple[int, Sequence[float]]]) -> int:
+        """How many rows each of some texts is best given in a forward that they share, by what each reads and may guess."""
+        return self._ledger.width(offers)
 
     def offer(self) -> list[float] | None:
         """How probable the nodes of the latest guess are believed to be, falling; None where the budget doesn't go by costs."""
@@ -128,7 +129,7 @@ class Session:
         if limit.schedule == "heuristic":
             self._ledger.adjust(limit.depth, self._committed, self.proposals)
         if limit.schedule == "cost" or len(self._drafters) > 1:
-            self._ledger.observe(tree, self._committed, cost, self.proposals)
+            self._ledger.observe(tree, self._committed, cost, self.proposals, self._unread)
 
     def close(self) -> None:
         """Let go of the drafters, and of what they hold."""
@@ -143,7 +144,7 @@ class Session:
             return limit
         if not self._ledger.asks(draft, sure, company):
             return None
-        return Limit.of(limit, Pace(self._ledger, account, company.texts))
+        return Limit.of(limit, Pace(self._ledger, account, company.texts, self._unread))
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Asking[Proposal]:
         """A guess, as far as it can be verified."""
@@ -179,8 +180,12 @@ class Session:
         trie = Trie()
         for draft, tree in guessed:
             trie.mix(tree, self._ledger.masses(draft, tree), owner=draft)
-        worth = self._ledger.verified if limit.schedule == "cost" else len
-        nodes = trie.likeliest(lambda masses: worth(masses[: limit.nodes]))
+
+        def worth(masses: Sequence[float]) -> int:
+            most = masses[: limit.nodes]
+            return self._ledger.verified(most, self._unread) if limit.schedule == "cost" else len(most)
+
+        nodes = trie.likeliest(worth)
         for draft, _ in guessed:
             own = frozenset(i for i, node in enumerate(nodes) if trie.owners[node] == draft)
             self.proposals[draft] = replace(self.proposals[draft], own=own)
