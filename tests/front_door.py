@@ -16,7 +16,7 @@ from xtok.drafts.scripted import ScriptedDrafter
 
 PROMPT = "吾輩は猫である。名前は"
 PROMPTS = [PROMPT, "The quick brown fox", "自然言語処理とは何か。🍣", "メロス"]
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"
 OTHER_TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 STRICT_TEMPLATE = "{{ raise_exception('this template knows no roles') }}"

@@ -393,7 +393,7 @@ class RaisesBehind:
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
-@pytest.mark.parametrize(("faulty", "new"), [(0, 0), (2, 1), (4, 7)])
+@pytest.mark.parametrize(("faulty", "new"), [(0, 0), pytest.param(2, 1, marks=pytest.mark.deep), (4, 7)])
 def test_what_a_text_of_a_list_raises_is_raised_and_leaves_the_instance_as_it_was(faulty: int, new: int, way: str) -> None:
     xt = XTokAssisted((target("Llama"), TOKENS), MADE["several"](), budget=TREE)
     prompts = list(TEXTS[:5])

@@ -161,8 +161,9 @@ def test_another_target_without_a_draft_is_told_what_guesses(tmp_path: Path) -> 
     assert "no --draft" not in run("inspect", "--target", str(tmp_path), "--draft", str(DRAFT))[1]
 
 
-def test_a_closed_pipe_ends_in_silence() -> None:
-    command = [sys.executable, "-m", "xtok", "inspect", "--json"]
+@pytest.mark.parametrize("asked", [["--help"], pytest.param(["inspect", "--json"], marks=pytest.mark.deep)], ids=" ".join)
+def test_a_closed_pipe_ends_in_silence(asked: list[str]) -> None:
+    command = [sys.executable, "-m", "xtok", *asked]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         assert running.stderr is not None

@@ -77,7 +77,7 @@ def here(code: str, target: Path) -> str:
         ("cyberagent/open-calm-small", str(pair.DRAFT)),
         ("cuda:1", "cpu"),
         ("cuda", "cpu"),
-        ("max_new_tokens=128", "max_new_tokens=16"),
+        ("max_new_tokens=128", "max_new_tokens=8"),
     ):
         code = code.replace(there, ours)
     return code

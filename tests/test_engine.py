@@ -386,7 +386,7 @@ def test_a_warning_that_is_an_error_ends_the_text_that_it_is_about_alone() -> No
         assert [ids(one) for one in tickets[::2]] == [greedily("Llama", prompt) for prompt in TEXTS[:3:2]]
 
 
-@pytest.mark.parametrize("ending", ["", "sys.exit(3)"])
+@pytest.mark.parametrize("ending", [pytest.param("", marks=pytest.mark.deep), "sys.exit(3)"])
 def test_a_script_that_ends_while_texts_are_written_ends_as_it_says(ending: str) -> None:
     """Found by a hostile trial: it was aborted, for a thread can't be stopped in a forward."""
     lines = [
@@ -786,7 +786,11 @@ WILD = Tree(tuple(5 + i % 50 for i in range(900)), (-1,) * 900)
 
 @pytest.mark.parametrize(
     ("drafts", "batch_size"),
-    [([(SIBLING, TOKENS)] * 2, 5), ([(SIBLING, TOKENS)] * 3, 11), ([ScriptedDrafter(lambda context: WILD)], 4)],
+    [
+        ([(SIBLING, TOKENS)] * 2, 5),
+        pytest.param([(SIBLING, TOKENS)] * 3, 11, marks=pytest.mark.deep),
+        ([ScriptedDrafter(lambda context: WILD)], 4),
+    ],
     ids=["one model in two drafts", "one model in three drafts", "guesses beyond the budget"],
 )
 def test_memory_is_kept_whatever_guesses(drafts: list[Any], batch_size: int) -> None:
@@ -859,7 +863,7 @@ def flat_over(texts: int, xt: XTokAssisted) -> None:
 
 
 def test_many_texts_take_no_more_memory_than_few() -> None:
-    flat_over(max(300, scaled(300)), WITH_DRAFTS)
+    flat_over(scaled(300, share=2), WITH_DRAFTS)
 
 
 @pytest.mark.deep

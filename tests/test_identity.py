@@ -116,7 +116,7 @@ def drafts(truth: Sequence[int], start: int, noise: Sequence[tuple[int, int]], b
     return ScriptedDrafter(script)
 
 
-@examples(900)
+@examples(900, share=16)
 @given(
     target=KINDS,
     dtype=st.sampled_from([torch.float64, torch.float32]),
@@ -161,7 +161,7 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
     assert sum(one.committed for one in generation.rounds) == len(expected)
 
 
-@examples(700)
+@examples(700, share=16)
 @given(
     target=KINDS,
     draft=KINDS,

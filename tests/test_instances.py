@@ -37,7 +37,7 @@ from front_door import (
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from worlds import budgets, examples, fitting
+from worlds import budgets, examples, fitting, scaled
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted, pair
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
@@ -70,13 +70,15 @@ def test_one_instance_serves_eight_threads() -> None:
 
     def answer(index: int) -> list[Any]:
         prompt, arguments = asked[index % 8]
-        one = xt.generate(prompt, **GREEDY, **arguments)
-        streamed = "".join(xt.stream(prompt, **GREEDY, **arguments))
+        arguments = {**GREEDY, "max_new_tokens": 10, **arguments}
+        one = xt.generate(prompt, **arguments)
+        streamed = "".join(xt.stream(prompt, **arguments))
         return [one.text, one.token_ids, one.finish_reason, guesses(one), streamed]
 
-    expected = [answer(index) for index in range(8)]
-    assert in_eight_threads(lambda thread: [answer(thread + step) for step in range(2)]) == [
-        [expected[(thread + step) % 8] for step in range(2)] for thread in range(8)
+    expected, steps = [answer(index) for index in range(8)], range(scaled(2, share=2))
+    assert {one[2] for one in expected} == {"length", "stop"}
+    assert in_eight_threads(lambda thread: [answer(thread + step) for step in steps]) == [
+        [expected[(thread + step) % 8] for step in steps] for thread in range(8)
     ]
 
 

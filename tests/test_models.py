@@ -23,6 +23,31 @@ ROWS = len(TOKENS) + 5
 NOT_TRIED = "not tried: no tiny model of it could be built"
 
 
+UNLIKE: dict[str, str] = {
+    "plain attention, of positions that are learned, rotary, or rotary in part": "llama gpt2 gpt_neox phi",
+    "rotary positions by the length of the text": "phi3",
+    "heads that share keys": "qwen2 falcon",
+    "heads whose queries and keys are normalised": "qwen3",
+    "sliding windows, in all layers or in every other one": "mistral gemma3_text",
+    "capped scores": "gemma2",
+    "layers that share a cache": "gemma3n_text",
+    "mixtures of experts, without and with attention sinks": "mixtral gpt_oss",
+    "keys and values made of a latent": "deepseek_v3",
+    "keys chosen by an index": "deepseek_v32",
+    "attention in chunks of the text": "llama4_text",
+    "keys counted by their order: chains only": "bloom gpt_neo",
+    "recurrent layers beside attention: linear attention, a state space, convolutions": "qwen3_next granitemoehybrid lfm2_moe",
+    "an encoder, and the decoder of an encoder-decoder model": "bert bart",
+    "text of a model of pictures, which is given more than ids": "gemma3",
+    "refused: a state alone, or a cache that can't be rolled back": "mamba rwkv minimax deepseek_v4 xlnet",
+    "refused: no cache that several ids can be forwarded behind": "jamba recurrent_gemma openai-gpt prophetnet",
+    "refused: not causal": "xlm",
+    "not tried": "xlstm",
+}
+"""Architectures of unlike mechanisms, each for the others of its kind. To try all of them takes minutes: the deep tests do."""
+QUICK = {name for names in UNLIKE.values() for name in names.split()}
+
+
 @cache
 def other() -> PreTrainedModel:
     return fitting(OTHERS, "Llama", 1)
@@ -125,7 +150,9 @@ def table() -> list[str]:
     return head + [f"| {' | '.join(told)} | {', '.join(names)} |" for told, names in rows]
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.deep) for name in sorted(NAMES)]
+)
 def test_an_architecture_gives_its_own_ids_or_is_refused(name: str) -> None:
     assert verdict(name)
 

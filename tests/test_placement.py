@@ -1,6 +1,7 @@
 """Target and draft in different precisions, attention implementations, placements and wrappings. Some need a GPU."""
 
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def load(source: Any, **how: Any) -> tuple[PreTrainedModel, Any]:
     return AutoModelForCausalLM.from_pretrained(source, **how), AutoTokenizer.from_pretrained(source)
 
 
-def check(target: tuple[PreTrainedModel, Any], draft: tuple[PreTrainedModel, Any], length: int = 20) -> None:
+def check(target: tuple[PreTrainedModel, Any], draft: tuple[PreTrainedModel, Any], length: int = 12) -> None:
     """Greedily the target's own ids, sampled those of no draft, where no pick was too close to call in that precision."""
     helped = XTokAssisted(target, [draft], budget=Budget(3, width=4, schedule="constant"))
     for how in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "seed": 5}):
@@ -46,8 +47,13 @@ def check(target: tuple[PreTrainedModel, Any], draft: tuple[PreTrainedModel, Any
         assert mine.token_ids == alone.token_ids or mine.stats.min_margin < close
 
 
-@pytest.mark.parametrize("draft", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("target", [torch.float64, torch.bfloat16])
+PRECISIONS = list(product((torch.float64, torch.bfloat16), (torch.float32, torch.bfloat16, torch.float16)))
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),  # in turns: each precision of either model beside one or two of the other's
+    [pytest.param(*both, marks=pytest.mark.deep if place % 2 else []) for place, both in enumerate(PRECISIONS)],
+)
 def test_any_precisions(target: torch.dtype, draft: torch.dtype) -> None:
     check(load(TARGET, dtype=target), load(DRAFT, dtype=draft))
 

@@ -33,6 +33,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% if enable_thinking is false %}…{% endif %}{{ mood or '' }}{% endif %}"
 )
 OTHER_TEMPLATE = "[{{ mood or '' }}{% for m in messages %}{{ m['content'] }}{% endfor %}]"
+SHORT = {**GREEDY, "max_new_tokens": 8}
 TALKING = with_template(TOKENS, TEMPLATE)
 XT = XTokAssisted(
     (TARGET, TALKING), (OTHER, with_template(BYTES, OTHER_TEMPLATE)), budget=Budget(4, width=4, schedule="constant")
@@ -75,14 +76,14 @@ def test_arguments_of_a_chat_reach_the_targets_template(name: str) -> None:
     ids = templated(**expected)
     assert (ids == templated()) == (name == "none")
     with forwards(TARGET) as seen:
-        generation = XT.generate(CHAT, **given, **GREEDY)
+        generation = XT.generate(CHAT, **given, **SHORT)
     assert seen[0][0].tolist() == ids
-    assert generation.token_ids == alone(TARGET, ids, **GREEDY)
+    assert generation.token_ids == alone(TARGET, ids, **SHORT)
     assert generation.stats.draft_error is None
-    assert "".join(XT.stream(CHAT, **given, **GREEDY)) == generation.text
-    assert [one.token_ids for one in XT.generate([CHAT, CHAT], **given, **GREEDY)] == [generation.token_ids] * 2
+    assert "".join(XT.stream(CHAT, **given, **SHORT)) == generation.text
+    assert [one.token_ids for one in XT.generate([CHAT, CHAT], **given, **SHORT)] == [generation.token_ids] * 2
     with Engine(XT) as engine:
-        assert engine.submit(CHAT, **given, **GREEDY).result().token_ids == generation.token_ids
+        assert engine.submit(CHAT, **given, **SHORT).result().token_ids == generation.token_ids
 
 
 def test_arguments_of_a_chat_reach_the_drafts_template() -> None:
@@ -156,13 +157,14 @@ ONE = {
 
 @pytest.mark.parametrize("kind", ONE)
 def test_ids_and_encodings_are_prompts(kind: str) -> None:
-    generation = XT.generate(ONE[kind], **GREEDY)
-    assert generation.token_ids == truth()
+    expected, other = (truth(prompt, **SHORT) for prompt in PROMPTS[:2])
+    generation = XT.generate(ONE[kind], **SHORT)
+    assert generation.token_ids == expected
     assert generation.stats.new_tokens == len(generation.token_ids)
-    assert "".join(XT.stream(ONE[kind], **GREEDY)) == generation.text
-    assert [one.token_ids for one in XT.generate([ONE[kind], PROMPTS[1]], **GREEDY)] == [truth(), truth(PROMPTS[1])]
+    assert "".join(XT.stream(ONE[kind], **SHORT)) == generation.text
+    assert [one.token_ids for one in XT.generate([ONE[kind], PROMPTS[1]], **SHORT)] == [expected, other]
     with Engine(XT) as engine:
-        assert engine.submit(ONE[kind], **GREEDY).result().token_ids == truth()
+        assert engine.submit(ONE[kind], **SHORT).result().token_ids == expected
 
 
 def test_a_list_of_numbers_is_one_prompt_and_a_list_of_lists_several() -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_identity import arguments, drafts, fresh, honoured
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
-from worlds import KINDS, budgets, examples, fitting, make_dear, texts, tokenizer
+from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, tokenizer
 
 from xtok import Budget, Context, XTokAssisted, pair
 from xtok.drafts.scripted import ScriptedDrafter
@@ -23,7 +23,7 @@ TARGET = fitting(TOKENS, "Llama", 0)
 BYTES = tokenizer("byte-level BPE")
 DRAFT = (fitting(BYTES, "GPTNeoX", 1), BYTES)
 PROMPTS = ["吾輩は", "The quick brown", "", "どこで", "吾輩は"]
-SETTINGS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 16, "temperature": 2.0, "seed": 7}
+SETTINGS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "temperature": 2.0, "seed": 7}
 
 
 def samplings() -> st.SearchStrategy[dict[str, Any]]:
@@ -55,7 +55,7 @@ def without_batch_limits(drawn: dict[str, Any]) -> dict[str, Any]:
     return drawn
 
 
-@examples(400)
+@examples(400, share=16)
 @given(
     target=KINDS,
     prompt=texts(),
@@ -90,7 +90,7 @@ def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     assert mine.seed == expected.seed == sampling["seed"]
 
 
-@examples(400)
+@examples(400, share=16)
 @given(
     target=KINDS,
     draft=KINDS,
@@ -149,7 +149,9 @@ def test_a_draft_that_is_the_target_itself_guesses_nearly_every_draw(acceptance:
     """The figures can fail: with noise of its own where it should share, a guess would be right as often as two draws agree."""
     same = XTokAssisted(pair.TARGET, pair.TARGET, budget=Budget(5, width=1, schedule="constant"), acceptance=acceptance)
     asked = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
-    stats = [same.generate(prompt, seed=seed, **asked).stats for seed, prompt in enumerate(pair.prompts()[:8])]
+    stats = [
+        same.generate(prompt, seed=seed, **asked).stats for seed, prompt in enumerate(pair.prompts()[: scaled(8, share=4)])
+    ]
     assert sum(one.accepted for one in stats) > 0.8 * sum(one.proposed for one in stats)
 
 
@@ -258,7 +260,7 @@ class Only(LogitsProcessor):
 def test_an_end_drawn_inside_an_accepted_block_ends_the_text() -> None:
     asked = {**SETTINGS, "max_new_tokens": 40, "eos_token_id": list(range(2, 40)), "temperature": 3.0}
     start = len(TOKENS("吾輩は").input_ids)
-    for seed in range(20):
+    for seed in range(scaled(20, share=4)):
         expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **{**asked, "seed": seed})
         truth = [*expected.token_ids, 50, 51, 52]
         oracle = ScriptedDrafter(lambda context, truth=truth: truth[len(context.ids) - start :][:6])
@@ -295,7 +297,7 @@ def test_ties_at_the_edge_of_top_k_are_drawn_the_same_with_and_without_a_draft()
 
 
 def test_a_temperature_near_0_is_greedy() -> None:
-    greedy = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", do_sample=False, max_new_tokens=16)
+    greedy = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", do_sample=False, max_new_tokens=SETTINGS["max_new_tokens"])
     cold = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4, width=4, schedule="constant")).generate(
         "吾輩は", **{**SETTINGS, "temperature": 1e-4}
     )

@@ -87,7 +87,7 @@ def mixed(names: list[str], target: Any, draft: tuple[str, str, int], seen: str)
 
 
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@examples(250)
+@examples(250, share=16)
 @given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments())
 def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
     target: tuple[str, str, int],
@@ -111,7 +111,7 @@ def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
 
 
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@examples(250)
+@examples(250, share=16)
 @given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments(), sampling=samplings())
 def test_any_mixture_of_drafts_leaves_sampled_ids_as_they_are_without_a_draft(
     target: tuple[str, str, int],

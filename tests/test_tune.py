@@ -175,7 +175,7 @@ def test_a_draft_learns_what_the_target_writes(tmp_path: Path) -> None:
 
 
 def test_small_matrices_are_merged_into_a_draft_like_the_one_they_were_trained_on(tmp_path: Path) -> None:
-    done = tuned(tmp_path / "draft", lora=True, epochs=2, learning_rate=1e-2)
+    done = tuned(tmp_path / "draft", lora=True, epochs=1, learning_rate=1e-2)
     assert load_file(done.path / "model.safetensors").keys() == load_file(pair.DRAFT / "model.safetensors").keys()
     assert XTokAssisted(pair.TARGET, done.path).generate(PROMPTS[0], max_new_tokens=8).stats.draft_error is None
 

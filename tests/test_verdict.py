@@ -96,7 +96,8 @@ def test_inspect_judges_several_drafts() -> None:
     assert [one["name"] for one in found] == [str(DRAFT), str(TARGET)]
 
 
-def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path) -> None:
+def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "MEASURED_TOKENS", 12)
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts()[:3]), encoding="utf-8")
     both = ("--draft", str(DRAFT), "--draft", str(TUNED), "--text", str(file), "--measure", "--limit", "2")

@@ -63,14 +63,20 @@ def budgets() -> st.SearchStrategy[Budget]:
     return st.builds(Budget, *sizes, schedules, st.sampled_from([0.0, 0.0, 0.4]))
 
 
-def examples(count: int, **more: Any) -> settings:
-    """Settings for `count` examples in the profile "deep": an eighth of them in "quick", ten times as many in "more"."""
-    return settings(max_examples=max(1, count * settings().max_examples // 200), **more)
+def quick() -> bool:
+    """Whether this is the profile of the regular suite."""
+    return settings().max_examples < 200
 
 
-def scaled(count: int) -> int:
-    """`count`, or an eighth of it in the profile "quick"."""
-    return min(count, max(1, count * settings().max_examples // 200))
+def examples(count: int, *, share: int = 8, **more: Any) -> settings:
+    """Settings for `count` examples in the profile "deep": one in `share` of them in "quick", ten times as many in "more"."""
+    wanted = count // share if quick() else count * settings().max_examples // 200
+    return settings(max_examples=max(1, wanted), **more)
+
+
+def scaled(count: int, share: int = 8) -> int:
+    """`count`, or one in `share` of it in the profile "quick"."""
+    return max(1, count // share) if quick() else count
 
 
 def japanese() -> st.SearchStrategy[str]:
