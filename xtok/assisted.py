@@ -109,8 +109,9 @@ class XTokAssisted:
         `compile`: forwards are captured as CUDA graphs by their shapes, and replayed, so that a small model's take what its
         kernels take and not what launching them does. None: where a model is on one GPU and nothing but kernels runs in its
         forwards (no hooks, no offloading). True: the same, and a target that can't is refused. Caches stay allocated between
-        calls then, since graphs know their places. No bit changes: a graph is used where it gave those of the forward that it
-        was captured from.
+        calls then, since graphs know their places. A graph is used where it gave the bits of the forward that it was captured from;
+        `stats.target_replays` counts. Forwards have other shapes than with False, so without `stable` near-ties of half
+        precision may fall otherwise.
 
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
         drafts', such as `device=("cuda:0", "cpu")`. Without them, models are in the precision that their configurations say

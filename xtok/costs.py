@@ -18,13 +18,14 @@ _ROW = 0.02
 class Cost(NamedTuple):
     """What a forward took: `rows`, the ids of all the `texts` that shared it, padding included, and `seconds`.
 
-    `told`: whether another of those texts tells of it.
+    `told`: whether another of those texts tells of it. `replayed`: whether it was a CUDA graph.
     """
 
     rows: int
     seconds: float
     texts: int = 1
     told: bool = False
+    replayed: bool = False
 
     @property
     def share(self) -> float:

@@ -130,6 +130,7 @@ def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Ans
         if isinstance(checked, Exception):
             raise checked
         text.meter.add(checked.cost.share, "target", "all")
+        text.meter.target_replays += checked.cost.replayed
         text.read += read
         with text.meter.timing("all"):
             return _commit(target, text, tree, checked, picks) if text.read == len(text.text.ids) else []

@@ -46,7 +46,7 @@ class Stats:
     tree, so that all guesses were chains. `accepted_by_draft`: for each draft, in order, the accepted ids that no cheaper one
     guessed; a model given by itself is followed by prompt lookup. `exact`: whether the text is the target's own. False only for
     sampled ones under `acceptance="typical"`. `shared_forwards`: whether the target's forwards can be shared with other texts;
-    the seconds of those that are count for each text by its share.
+    the seconds of those that are count for each text by its share. `target_replays`: how many of them were replayed CUDA graphs.
 
     `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
     penalty stretches is taken back. Where it is above twice what forwards of several rows and of one differ in, the ids are
@@ -69,6 +69,7 @@ class Stats:
     chains_only: bool
     exact: bool
     shared_forwards: bool = False
+    target_replays: int = 0
     accepted_by_draft: tuple[int, ...] = ()
     min_margin: float | None = None
 
@@ -108,6 +109,7 @@ class Meter:
     """
 
     draft_forwards: int = 0
+    target_replays: int = 0
     draft_error: str | None = None
     chains_only: bool = False
     exact: bool = True
@@ -193,6 +195,7 @@ class Meter:
             chains_only=self.chains_only,
             exact=self.exact,
             shared_forwards=self.shared_forwards,
+            target_replays=self.target_replays,
             accepted_by_draft=tuple(self.accepted_by_draft),
             min_margin=min_margin,
         )

@@ -38,7 +38,8 @@ class ListRow:
 
     `tokens_per_second`: of all texts, the median over repeats. `speed`: the median of the seconds of the target alone, by
     transformers' padded batches ÷ its own. `tokens_per_forward`: of a text, on the average. `differ`: how many of the `written`
-    texts have other ids than transformers writes one text at a time. `of_bandwidth`, of systems without a draft that write one
+    texts have other ids than transformers writes one text at a time. `replayed`: the share of the target's forwards that were
+    replayed graphs. `of_bandwidth`, of systems without a draft that write one
     text at a time: the seconds that reading the weights for each token takes at the measured bandwidth ÷ its own. `split`: the
     shares of the wall clock that parts take, and `of_ceiling` that of both models' forwards: how near it is to a system in
     which all else is free. Both are known for xtok alone.
@@ -52,6 +53,7 @@ class ListRow:
     tokens_per_forward: float
     differ: int
     written: int
+    replayed: float
     of_bandwidth: float | None
     split: dict[str, float] | None
     of_ceiling: float | None
@@ -228,6 +230,7 @@ def _row(system: str, graphs: bool, size: int, runs: _Runs, alone: list[list[int
         tokens_per_second=speed,
         speed=median(other.seconds / run.seconds for run, other in zip(own, beside, strict=True)),
         tokens_per_forward=tokens / sum(one.target_forwards for one in stats) if stats else 1.0,
+        replayed=sum(one.target_replays for one in stats) / sum(one.target_forwards for one in stats) if stats else 0.0,
         differ=sum(one != other for one, other in ids),
         written=len(ids),
         of_bandwidth=least * speed if size == 1 and system != XTOK else None,

@@ -148,6 +148,7 @@ def print_gpu(found: GpuFigures, markdown: bool) -> None:
         for row in rows:
             table.add_row(*row)
         Console(highlight=False, width=140).print(table)
+    typer.echo("graphs: the share of the target's forwards that were replayed as CUDA graphs.")
     typer.echo("of bandwidth: of the tokens/s that reading the weights once for each allows. Goal: 0.8.")
     typer.echo("of ceiling: the share of both models' forwards, in which all else would be free. Goal: 0.9.")
     typer.echo("differ: texts with other ids than transformers' own, one at a time. speed: beside the target alone.")
@@ -180,7 +181,7 @@ def _list_cells(row: ListRow, parts: tuple[str, ...]) -> tuple[str, ...]:
     speeds = f"{row.tokens_per_second:,.1f}", f"{row.speed:.2f}", f"{row.tokens_per_forward:.2f}"
     shares = [f"{row.split[part]:.1%}" if row.split else "" for part in parts]
     differ = f"{row.differ} of {row.written}"
-    return str(row.texts), row.system, "yes" if row.graphs else "no", *speeds, differ, bandwidth, *shares, ceiling
+    return str(row.texts), row.system, f"{row.replayed:.0%}" if row.graphs else "no", *speeds, differ, bandwidth, *shares, ceiling
 
 
 def _level_cells(row: LevelRow) -> tuple[str, ...]:

@@ -121,6 +121,11 @@ class Engine:
         return job.ticket
 
     @property
+    def closed(self) -> bool:
+        """Whether it takes no more texts: it was closed, or a fault ended it."""
+        return self._closing
+
+    @property
     def stats(self) -> EngineStats:
         """What it does now, and did so far."""
         with self._changed:
@@ -192,6 +197,8 @@ class Engine:
             while self._waiting and len(self._running) < self._batch_size and self._has_room(self._waiting[0]):
                 self._running.append(self._waiting.popleft())
                 begun.append(self._running[-1])
+        if self._xt.captures and begun and len(begun) == len(self._running):  # models may have been changed where nothing ran
+            self._caches.empty()
         for job in begun:
             self._begin(job)
         return bool(self._running or self._waiting or not self._closing)

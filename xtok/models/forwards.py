@@ -145,4 +145,4 @@ def wait_for(states: Tensor) -> None:
     """A forward on an accelerator takes until its work is done, not until it is launched."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and states.device.type == accelerator.type:
-        torch.accelerator.synchronize(states.device)
+        torch.accelerator.current_stream(states.device).synchronize()  # a whole device's would break another thread's capture

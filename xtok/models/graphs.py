@@ -20,8 +20,12 @@ Inputs: TypeAlias = "dict[str, Tensor]"
 Run: TypeAlias = Callable[[Inputs], "list[Tensor]"]
 """A forward, by its inputs. Whatever else it depends on is the same each time."""
 
-_MOST = 64
-"""How many graphs a cache has at a time. Their inputs and outputs take memory."""
+_MOST = 1 << 30
+"""How many bytes the outputs of a cache's graphs may take."""
+_FREE, _REPLAYS = 8, 8
+"""Behind the first 8 captures there is one more for 8 replays at most: it takes as long as some forwards."""
+_COLLECTS = "transformers.utils.output_capturing"
+"""Its hooks collect what modules return and do nothing else. They stay once hidden states were asked for."""
 _ALONE = Lock()
 """In a process one graph at a time can be captured."""
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
@@ -44,13 +48,17 @@ class Graphs:
     """
 
     def __init__(self) -> None:
+        self.replays = self._captures = 0
         self._can = True
         self._pool: Any = None
-        self._made: OrderedDict[Hashable, Graph | None] = OrderedDict()
+        self._seen = set[Hashable]()
+        self._made: OrderedDict[Hashable, Graph] = OrderedDict()
 
     def clear(self) -> None:
         """Forget all: what was captured reads and writes at places that are no longer there."""
         self._made.clear()
+        self._seen.clear()
+        self._pool = None  # one that no graph is left of can't be used again
 
     def run(self, shape: Hashable, forward: Run, inputs: Inputs) -> list[Tensor]:
         """The outputs of a forward. It is captured where forwards of this shape came before, and then replayed.
@@ -60,38 +68,35 @@ class Graphs:
         device = next(iter(inputs.values())).device
         if not self._can or torch.is_autocast_enabled(device.type) or torch.is_inference_mode_enabled():
             return forward(inputs)
-        graph = self._made.get(shape)
-        if graph is None:
-            return self._captured(shape, forward, inputs)
-        self._made.move_to_end(shape)
-        return _replayed(graph, inputs)
-
-    def _captured(self, shape: Hashable, forward: Run, inputs: Inputs) -> list[Tensor]:
-        """Forward, and capture it where it isn't the first of its shape."""
-        if shape not in self._made:
-            self._made[shape] = None
-            return forward(inputs)
+        if shape in self._made:
+            self._made.move_to_end(shape)
+            self.replays += 1
+            return _replayed(self._made[shape], inputs)
         outputs = forward(inputs)
+        if shape in self._seen and self._captures <= _FREE + self.replays / _REPLAYS:
+            self._capture(shape, forward, inputs, outputs)
+        self._seen.add(shape)
+        return outputs
+
+    def _capture(self, shape: Hashable, forward: Run, inputs: Inputs, outputs: list[Tensor]) -> None:
+        """Capture a forward whose `outputs` are known. Graphs of a cache share memory: what comes out of one is copied before
+        another is replayed.
+        """
+        self._captures += 1
         try:
-            graph = self._capture(forward, inputs)
+            if self._pool is None and torch.cuda.is_available():
+                self._pool = torch.cuda.graph_pool_handle()
+            with _ALONE:
+                graph = capture(forward, {name: part.clone() for name, part in inputs.items()}, self._pool)
             self._can = all(map(torch.equal, outputs, _replayed(graph, inputs)))
         except Exception:  # it waits for the device, or decides by what is on it, or there is no memory left
             self._can = False
-        if self._can:
-            self._made[shape] = graph
-            while len(self._made) > _MOST:
-                self._made.popitem(last=False)
-        else:
-            self._made.clear()
-        return outputs
-
-    def _capture(self, forward: Run, inputs: Inputs) -> Graph:
-        """Graphs of a cache share their memory: what comes out of one is copied before another is replayed."""
-        own = {name: part.clone() for name, part in inputs.items()}
-        if self._pool is None and torch.cuda.is_available():
-            self._pool = torch.cuda.graph_pool_handle()
-        with _ALONE:
-            return capture(forward, own, self._pool)
+        if not self._can:
+            self.clear()
+            return
+        self._made[shape] = graph
+        while sum(part.nbytes for one in self._made.values() for part in one.outputs) > _MOST:
+            self._made.popitem(last=False)
 
 
 def _replayed(graph: Graph, inputs: Inputs) -> list[Tensor]:
@@ -102,12 +107,22 @@ def _replayed(graph: Graph, inputs: Inputs) -> list[Tensor]:
 
 
 def capture(forward: Run, inputs: Inputs, pool: Any) -> Graph:
-    """Capture a forward that ran before, with what it reads at the places of `inputs`, and what it computes in a `pool`."""
+    """Capture a forward that ran before, with what it reads at the places of `inputs`, and what it computes in a `pool`.
+
+    Other threads may use the GPU meanwhile. Whatever fails, the caller's stream stays the current one, which `torch.cuda.graph`
+    doesn't see to.
+    """
     graph, device = torch.cuda.CUDAGraph(), next(iter(inputs.values())).device
     if device not in _STREAMS:  # one, for libraries keep a workspace for each
         _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool, _STREAMS[device], capture_error_mode="thread_local"):
-        outputs = forward(inputs)  # meanwhile other threads may use the GPU
+    stream = _STREAMS[device]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            outputs = forward(inputs)
+        finally:
+            graph.capture_end()
     return Graph(inputs, outputs, graph.replay)
 
 
@@ -119,25 +134,36 @@ def takes_graphs(model: PreTrainedModel) -> bool:
 
 def _runs_more(module: nn.Module) -> bool:
     """Whether a module has hooks, or a method of its own in place of its class's: what those do may be more than kernels."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    hooks: list[Any] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    called = "forward" in vars(module) or module._compiled_call_impl is not None
+    return called or any(getattr(hook, "__module__", None) != _COLLECTS for hook in hooks)
 
 
 def state_of(model: PreTrainedModel) -> Hashable:
     """What captured forwards have in them of a model: where its weights are, and how its modules compute."""
-    modules: list[Any] = list(model.modules())
-    return (
-        device_of(model),
-        torch.get_float32_matmul_precision(),
-        str(model.config.get_text_config(decoder=True)._attn_implementation),
-        *((id(one), one.training, _runs_more(one), _adapters(one), _places(one)) for one in modules),
-    )
+    attention = str(model.config.get_text_config(decoder=True)._attn_implementation)
+    modules = [(id(one), _runs_more(one), _places(one), _settings(one)) for one in model.modules()]
+    return device_of(model), _precision(), attention, tuple(modules)
 
 
-def _adapters(module: Any) -> tuple[str, str]:
-    """Which adapters of peft take part in a layer."""
-    return str(getattr(module, "active_adapters", None)), str(getattr(module, "disable_adapters", None))
+def _precision() -> str:
+    """That of products in float32. Where one way to set it was used, torch refuses to tell by the other."""
+    return str(getattr(torch.backends.cuda.matmul, "fp32_precision", None) or torch.get_float32_matmul_precision())
 
 
 def _places(module: nn.Module) -> tuple[tuple[int, torch.dtype], ...]:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return tuple((part.data_ptr(), part.dtype) for part in own)
+
+
+def _settings(module: nn.Module) -> str:
+    """Numbers and names that a module computes by, such as which adapters take part, how strongly, and which are merged."""
+    return str({name: value for name, value in vars(module).items() if _is_plain(value)})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(one, int | float | str) for one in value.values())
+    if isinstance(value, list | tuple | set):
+        return all(isinstance(one, int | float | str) for one in value)
+    return isinstance(value, int | float | str)

@@ -42,8 +42,8 @@ class Caches:
         return self._slots[model]
 
     def empty(self) -> None:
-        """Make them ready for other texts. Those of models that compute otherwise than before are let go."""
-        self._slots = {model: slots for model, slots in self._slots.items() if slots.state == state_of(model)}
+        """Make them ready for other texts. Those that aren't captured, or of models that compute otherwise now, are let go."""
+        self._slots = {model: slots for model, slots in self._slots.items() if slots.state and slots.state == state_of(model)}
         for slots in self._slots.values():
             slots.empty()
 
@@ -63,8 +63,9 @@ class Pool:
         except IndexError:
             caches = Caches(rows, captures=self._captures)
         caches.empty()
+        inference = is_inference_mode_enabled()
         yield caches
-        if self._captures and not is_inference_mode_enabled():
+        if self._captures and not inference and not is_inference_mode_enabled():
             self._free.append(caches)
 
 

@@ -237,20 +237,33 @@ class Slots:
             return doubled(new)
         if self._shapes is None or _is_wide(asks[0]):
             return new
-        first, last = _ends(asks)
+        first, last = self._span(asks)
         return self._shapes.width(last - first, new, self._seen(asks[0]))
+
+    def _span(self, asks: Sequence[Ask]) -> tuple[int, int]:
+        """The first row that is forwarded, and the one behind the last.
+
+        Where forwards are captured these are all rows up to a power of two, as far as there are so many: few shapes.
+        """
+        first, last = _ends(asks)
+        if self._shapes is not None or not self._captures(asks):
+            return first, last
+        rows = min(len(layer.keys) for layer in self._layers if layer.keys is not None)
+        return 0, max(last, min(doubled(last), rows))
 
     @torch.no_grad()
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
         """Answer texts of different rows by one forward."""
-        first, last = _ends(asks)
+        first, last = self._span(asks)
         width = self._width(asks)
         assert width is not None
         self._settle()
+        before = self._replays
         with timed() as took:
             logits, *hidden = self._forward(first, last, asks, width)
             wait_for(logits)
-        cost = Cost((last - first) * width, took.seconds, len(asks))  # padding included
+        replayed = self._replays > before
+        cost = Cost((last - first) * width, took.seconds, len(asks), replayed=replayed)  # padding included
         for ask in asks:
             _row(ask).take(ask)
         found = list[Answer]()
@@ -268,6 +281,7 @@ class Slots:
         rows = [row for row in self._rows[first:last] if row is not None]
         asked = {_row(ask).index: ask for ask in asks}
         news = [_New.of(row, asked.get(row.index)) for row in rows]
+        news += [_New(0, 0, (), (), 0)] * (last - first - len(news))  # rows that no text is in
         nodes = max(one.nodes for one in news)
         ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
         reach = max(max(end, one.trunk + nodes) for end, one in zip(ends, news, strict=True))
@@ -288,6 +302,11 @@ class Slots:
             return self._computed(first, seen, inputs, start, None if whole else max(ask.rows for ask in asks))
         assert self._graphs is not None
         return self._graphs.run((first, last, width, seen), partial(self._computed, first, seen), inputs)
+
+    @property
+    def _replays(self) -> int:
+        """How many forwards were replayed."""
+        return 0 if self._graphs is None else self._graphs.replays
 
     def _captures(self, asks: Sequence[Ask]) -> bool:
         """Whether the forward is one of those that are captured; not one that makes the cache or reads a prompt."""
@@ -327,6 +346,7 @@ class Slots:
         """Empty what others left behind the `ends` of rows, as far as it is looked at: what isn't a number would be seen
         through any mask.
         """
+        self._used += [0] * (first + len(ends) - len(self._used))
         for index, end in enumerate(ends, start=first):
             if end < min(self._used[index], seen):
                 for layer in self._layers:
