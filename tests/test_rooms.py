@@ -19,7 +19,7 @@ FLOORS = (
     ("align.vocabulary", "align.projection", "align.reencode", "align.continuation", "align.fit", "align.verdict"),
     ("largest", "processors", "noise", "budget", "page"),
     ("pick", "ledger", "generation"),
-    ("models", "models.prompts", "models.rope", "models.forwards", "models.masks", "models.placement"),
+    ("models", "models.prompts", "models.rope", "models.forwards", "models.masks", "models.layers", "models.placement"),
     ("models.cache",),
     ("models.graphs",),
     ("models.recurrent", "models.slots", "models.target"),

@@ -181,7 +181,8 @@ def _list_cells(row: ListRow, parts: tuple[str, ...]) -> tuple[str, ...]:
     speeds = f"{row.tokens_per_second:,.1f}", f"{row.speed:.2f}", f"{row.tokens_per_forward:.2f}"
     shares = [f"{row.split[part]:.1%}" if row.split else "" for part in parts]
     differ = f"{row.differ} of {row.written}"
-    return str(row.texts), row.system, f"{row.replayed:.0%}" if row.graphs else "no", *speeds, differ, bandwidth, *shares, ceiling
+    graphs = f"{row.replayed:.0%}" if row.graphs else "no"
+    return str(row.texts), row.system, graphs, *speeds, differ, bandwidth, *shares, ceiling
 
 
 def _level_cells(row: LevelRow) -> tuple[str, ...]:

@@ -1,0 +1,157 @@
+"""The layers of a cache that texts share: keys and values of many rows, each written to and looked at where a forward says."""
+
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+_STEP = 64
+"""The cache grows by multiples of so many positions, and by half of what it has."""
+
+
+class View:
+    """What a forward looks at: from row `first` on, `places` of the new ids, (rows, new), and `seen` places of each row.
+
+    `start`: the first place, where one row is looked at and all of it is new. `rows`: how many there are to be at least.
+    `room`: how many places all of them may have; None for as many as are needed.
+    """
+
+    def __init__(self, rows: int, room: int | None) -> None:
+        self.rows, self.room = rows, room
+
+    def look(self, first: int, places: Tensor, seen: int, start: int | None) -> None:
+        """Set it for the next forward."""
+        self.first, self.last = first, first + len(places)
+        self.places, self.seen, self.start = places, seen, start
+        self.index = torch.arange(first, self.last, device=places.device)[:, None]
+
+    def need(self, last: int, reach: int, rows: int, positions: int) -> None:
+        """Tell how many rows and places the next forward needs, how many rows there are texts in, and how many places of one
+        of them are taken at most.
+        """
+        self._needed = last, reach
+        self._least = rows, max(positions, reach)
+
+    def shape(self, rows: int, positions: int) -> tuple[int, int]:
+        """Rows and positions that hold what is there and what comes, where there were so many.
+
+        They grow by more than is needed, if there is room for it; where rows need what is left of the positions of texts that
+        have ended, or the other way round, they have it.
+        """
+        last, reach = self._needed
+        if rows >= last and positions >= reach:
+            return rows, positions
+        least_rows, least_positions = self._least
+        if positions < reach:
+            positions = _STEP * ceil(max(reach + _STEP, positions * 1.5) / _STEP)
+        if rows < last:
+            rows = max(self.rows, 2 ** (last - 1).bit_length())
+        if self.room is None:
+            return rows, positions
+        rows = min(rows, max(least_rows, self.room // least_positions))
+        return rows, max(least_positions, min(positions, self.room // rows))
+
+
+class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
+    """Keys and values of a layer, (rows, heads, positions, size) both."""
+
+    is_sliding = False
+
+    def __init__(self, view: View) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._view = view
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Begin with nothing."""
+        self.keys, self.values = (
+            states.new_zeros((0, states.shape[1], 0, states.shape[3])) for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write new ones, (rows, heads, new, size), to their places. Returns what the rows see, (rows, heads, seen, size)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.grow()
+        assert self.keys is not None and self.values is not None
+        return self._written(self.keys, key_states), self._written(self.values, value_states)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether there are fewer rows or positions than the next forward needs."""
+        return any(
+            self._view.shape(*held.shape[::2]) != held.shape[::2] for held in (self.keys, self.values) if held is not None
+        )
+
+    def grow(self) -> None:
+        """Have room for the next forward."""
+        if self.is_initialized:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+
+    def _grown(self, held: Any) -> Tensor:
+        """`held`, or what has another shape and holds the same."""
+        rows, heads, positions, size = held.shape
+        wanted = self._view.shape(rows, positions)
+        if wanted == (rows, positions):
+            return held  # type: ignore[no-any-return]
+        made = held.new_zeros((wanted[0], heads, wanted[1], size))
+        rows, positions = min(rows, wanted[0]), min(positions, wanted[1])
+        made[:rows, :, :positions] = held[:rows, :, :positions]
+        return made  # type: ignore[no-any-return]
+
+    def _written(self, held: Tensor, states: Tensor) -> Tensor:
+        view = self._view
+        if view.start is not None:
+            held.select(0, view.first).narrow(1, view.start, states.shape[2]).copy_(states[0])
+        else:
+            index, places = view.index.to(held.device), view.places.to(held.device)  # layers may lie on several devices
+            held[index, :, places] = states.transpose(1, 2)
+        return held.narrow(0, view.first, view.last - view.first).narrow(2, 0, view.seen)
+
+    def tile(self, other: "Layer", rows: int, positions: int, room: int, held: int) -> None:
+        """Hold in some positions of each row, over and over, the first `held` places of another layer's first row."""
+        assert other.keys is not None and other.values is not None
+        places = torch.arange(positions, device=other.keys.device) % held
+        self.keys, self.values = (
+            states.new_zeros((rows, states.shape[1], room, states.shape[3])) for states in (other.keys, other.values)
+        )
+        self.keys[:, :, :positions] = other.keys[:1, :, places]
+        self.values[:, :, :positions] = other.values[:1, :, places]
+        self.is_initialized = True
+
+    def clear(self, row: int, start: int, end: int) -> None:
+        """Empty some places of a row."""
+        self._both(lambda held: held[row : row + 1, :, start:end].zero_())
+
+    def move(self, rows: Tensor, sources: Tensor, places: Tensor) -> None:
+        """Copy places of some rows, all three (moves,), int64, to other places of those."""
+
+        def moved(held: Tensor) -> None:
+            row, source, place = (part.to(held.device) for part in (rows, sources, places))
+            held[row, :, place] = held[row, :, source]
+
+        self._both(moved)
+
+    def copy(self, row: int, to: int, positions: int) -> None:
+        """Copy the first positions of a row to another row. A row that a failed forward left without room holds nothing."""
+        self._both(lambda held: held[to, :, :positions].copy_(held[row, :, :positions]) if row < len(held) else None)
+
+    def _both(self, do: Callable[[Tensor], Any]) -> None:
+        for held in (self.keys, self.values):
+            if held is not None:
+                do(held)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many places are looked at, and the first of them."""
+        return self._view.seen, 0
+
+    def get_seq_length(self) -> int:
+        """How many places are looked at."""
+        return self._view.seen
+
+    def get_max_length(self) -> int:
+        """There is no most."""
+        return -1
