@@ -22,6 +22,7 @@ from xtok.budget import Budget
 from xtok.decode import step
 from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.adapt import Adapter
+from xtok.drafts.given import Shared, as_list, guesses
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
@@ -109,8 +110,8 @@ class XTokAssisted:
         `compile`: forwards are captured as CUDA graphs by their shapes, and replayed, so that a small model's take what its
         kernels take and not what launching them does. None: where a model is on one GPU and nothing but kernels runs in its
         forwards (no hooks, no offloading). True: the same, and a target that can't is refused. Caches stay allocated between
-        calls then, since graphs know their places. A graph is used where it gave the bits of the forward that it was captured from;
-        `stats.target_replays` counts. Forwards have other shapes than with False, so without `stable` near-ties of half
+        calls then, since graphs know their places. A graph is used where it gave the bits of the forward that it was captured
+        from; `stats.target_replays` counts. Forwards have other shapes than with False, so without `stable` near-ties of half
         precision may fall otherwise.
 
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
@@ -141,13 +142,13 @@ class XTokAssisted:
         self._acceptance = Acceptance(acceptance == "rejection", typical)
         self._budget = budget or Budget()
         self._judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
-        given = _as_list(draft, alone=self._acceptance.rejects or self._budget.width == 1)
+        given = as_list(draft, alone=self._acceptance.rejects or self._budget.width == 1)
         places = placements(device, dtype, device_map)
         self._check_places(target, given, places)
         self.target = target_model(target, places[0])
         self.model, self.tokenizer = self.target.model, self.target.vocabulary.tokenizer
         beside = device_of(self.model)
-        models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not _guesses(one)}
+        models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
         self._shapes = self._shapes_of(self.model) if stable else None
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
@@ -208,7 +209,7 @@ class XTokAssisted:
     def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
         """Raises `InvalidInputError` where a setting is of a model that xtok doesn't load."""
         check_places(target, "target", places[0])
-        models = [one for one in drafts if not _guesses(one)]
+        models = [one for one in drafts if not guesses(one)]
         for one in models:
             check_places(one, "draft", places[1])
         if not models and places[1] not in (DEFAULT, places[0]):
@@ -234,7 +235,7 @@ class XTokAssisted:
             return ModelDraft(model, self.target.vocabulary, self.adapter)
         if isinstance(given, HeadsDrafter):
             given.check(self.model, self.target.vocabulary.view)
-        return _Shared(given) if isinstance(given, Drafter) else given
+        return Shared(given) if isinstance(given, Drafter) else given
 
     @overload
     def generate(self, prompt: str | Chat | abc.Sequence[int] | Tensor, **arguments: Any) -> Generation: ...
@@ -530,31 +531,6 @@ class _Last(local):
 
 
 _LAST = _Last()
-
-
-class _Shared:
-    """A drafter of the caller's own that serves all texts."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-
-    def start(self, request: Request) -> Drafter:
-        """The drafter itself."""
-        return self._drafter
-
-
-def _guesses(given: Any) -> bool:
-    """Whether it is a draft or a drafter, and no model. Where it has `propose`, it is a drafter, whatever else it has."""
-    return not isinstance(given, type) and any(callable(getattr(given, name, None)) for name in ("propose", "start"))
-
-
-def _as_list(draft: Any, *, alone: bool) -> list[Any]:
-    """A model guesses together with what the text repeats, unless `alone`. Anything else is taken as it is."""
-    if draft is None:
-        return []
-    if isinstance(draft, list):
-        return list(draft)
-    return [draft] if alone or _guesses(draft) else [draft, PromptLookup()]
 
 
 def _names(drafts: list[Any]) -> tuple[str, ...]:

@@ -1,0 +1,31 @@
+"""What a caller gives as drafts."""
+
+from typing import Any
+
+from xtok.drafts import Drafter, Request
+from xtok.drafts.lookup import PromptLookup
+
+
+class Shared:
+    """A drafter of the caller's own that serves all texts."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def start(self, request: Request) -> Drafter:
+        """The drafter itself."""
+        return self._drafter
+
+
+def guesses(given: Any) -> bool:
+    """Whether it is a draft or a drafter, and no model. Where it has `propose`, it is a drafter, whatever else it has."""
+    return not isinstance(given, type) and any(callable(getattr(given, name, None)) for name in ("propose", "start"))
+
+
+def as_list(draft: Any, *, alone: bool) -> list[Any]:
+    """A model guesses together with what the text repeats, unless `alone`. Anything else is taken as it is."""
+    if draft is None:
+        return []
+    if isinstance(draft, list):
+        return list(draft)
+    return [draft] if alone or guesses(draft) else [draft, PromptLookup()]
