@@ -43,7 +43,11 @@ def oracle(model: Any) -> ScriptedDrafter:
 DRAFTS: dict[str, Any] = {"no draft": None, "an unrelated draft": (OTHER, BYTES), "an oracle": oracle(TARGET)}
 
 
-@pytest.fixture(params=DRAFTS, scope="module")
+EACH = [pytest.param(name, marks=[pytest.mark.deep] if name == "no draft" else []) for name in DRAFTS]
+"""What goes wrong without a draft goes wrong with one, too, so only the deep tests try that."""
+
+
+@pytest.fixture(params=EACH, scope="module")
 def each_draft(request: pytest.FixtureRequest) -> XTokAssisted:
     """An instance with each of the drafts. A file of tests that asks for it as `xt` says `xt = each_draft`."""
     return XTokAssisted((TARGET, TOKENS), DRAFTS[request.param], budget=Budget(4, width=4, schedule="constant"))
