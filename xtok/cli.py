@@ -1,4 +1,4 @@
-"""The command line: `xtok generate`, `xtok inspect`, `xtok demo`, `xtok tune-draft`, `xtok train-heads` and `xtok bench`.
+"""The command line: `xtok generate`, `serve`, `inspect`, `demo`, `tune-draft`, `train-heads` and `bench`.
 
 What takes long to import is imported where it is used, so that `xtok --version`, help and completion don't wait for it.
 """
@@ -248,6 +248,62 @@ def _summary(stats: "Stats") -> str:
     if stats.proposed:
         parts.append(f"{stats.acceptance_rate:.0%} of the guesses accepted")
     return ", ".join([*parts, f"{stats.seconds:.2f} s"])
+
+
+@app.command()
+@on_the_command_line()
+def serve(
+    target: TargetOption = OWN_TARGET,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help='Hub id or path of the model that guesses, a file of heads, "lookup" for what the text repeats, or "none".',
+            show_default="the small one that ships; for other targets, lookup",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="XTOK_API_KEY", help="What clients have to give.", show_default=False)
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A site whose pages may ask, as https://example.org. May be given again.", show_default=False),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="How many texts are written at a time.")] = 16,
+    queue: Annotated[int, typer.Option(min=0, help="How many more may wait.")] = 256,
+    memory: Annotated[
+        float | None, typer.Option(min=0, help="How many GiB the caches of all texts may have.", show_default="any")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="How many new tokens a text may have.")] = 4096,
+    max_body: Annotated[int, typer.Option(min=1, help="How many bytes a request may have.")] = 4 * 1024**2,
+    max_seconds: Annotated[float, typer.Option(min=0, help="How long a text may take, waiting included; 0: any time.")] = 600.0,
+    drain_seconds: Annotated[int, typer.Option(min=0, help="How long what runs may go on after SIGTERM.")] = 30,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Serve texts over HTTP, by OpenAI's API. Ends by SIGTERM or Ctrl-C."""
+    try:
+        from xtok.serve.app import Service
+        from xtok.serve.command import run
+        from xtok.serve.requests import Limits
+    except ImportError as error:
+        raise InvalidInputError("Serving needs further packages. Install them with: pip install 'xtok[serve]'") from error
+    from xtok.assisted import XTokAssisted
+    from xtok.engines.engine import Engine
+
+    name = "xtok-pair" if target == OWN_TARGET else Path(target).resolve().name if Path(target).exists() else target
+    size = None if memory is None else int(memory * 1024**3)
+    run(
+        Service(name, Limits(max_tokens, max_body, max_seconds or None)),
+        lambda: XTokAssisted(target, _draft(target, draft), device=each(device), dtype=each(dtype)),
+        lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size),
+        host=host,
+        port=port,
+        key=api_key,
+        origins=cors_origin or (),
+        drain_seconds=drain_seconds,
+    )
 
 
 @app.command()

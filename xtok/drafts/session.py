@@ -63,10 +63,11 @@ class Session:
         self._hidden = hidden
         self._committed = list(ids)
 
-    def propose(self, limit: Budget, company: Company | None = None, unread: int = 1) -> Asking[Tree]:
+    def propose(self, limit: Budget, company: Company | None = None, unread: int = 1, *, chained: bool = False) -> Asking[Tree]:
         """A tree of all that those guess which are worth asking; a chain where the limit's width is 1.
 
         `company`: the texts of the round; None for this one alone. `unread`: how many committed ids are forwarded with it.
+        `chained`: drafts may guess trees, and of what those make together the likeliest path alone is kept.
         """
         company, self._unread = company or Company(), unread
         context = Context(
@@ -80,7 +81,7 @@ class Session:
                 sure = max([sure, *self._ledger.masses(draft, self.proposals[draft].tree or Tree())])
         tree = self._merged(limit)
         path = tree.likeliest_path(limit.longest)
-        rest = set(range(len(tree))).difference(path) if limit.width > 1 else ()
+        rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
         self._guessed = limit, self._of(tree, [*path, *sorted(rest)])  # so what comes true most often stands where it stays
         return self._guessed[1]
 

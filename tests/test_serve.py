@@ -1,0 +1,903 @@
+"""The server, asked by OpenAI's own client, and by clients that are less polite. Nothing here reads a clock."""
+
+import asyncio
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_batches import MADE, TEXTS, TREE, UNRELATED
+from test_engine import BYTES, LM, PATIENCE, TOKENS, held
+from transformers import LogitsProcessorList
+from typer.testing import CliRunner
+from worlds import examples
+
+from xtok import Engine, XTokAssisted, cli
+from xtok.models.prompts import prompt_ids
+from xtok.pair import DRAFT, TARGET, prompts
+from xtok.serve.app import Service, app_of
+from xtok.serve.command import _bound
+from xtok.serve.doors import LOG
+from xtok.serve.events import Cut
+from xtok.serve.requests import Chat, Completion, Limits, read, texts_of
+
+NAME = "tiny"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ mood }}"
+)
+ROOT = Path(__file__).parents[1]
+CHAT_TOKENS = deepcopy(TOKENS)
+CHAT_TOKENS.chat_template = TEMPLATE
+ALONE = XTokAssisted((LM, CHAT_TOKENS))
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+
+class Server:
+    """One that runs in a thread, at a free port, over an engine of its own."""
+
+    def __init__(self, service: Service, **more: Any) -> None:
+        self.service = service
+        self._listening = _bound("127.0.0.1", 0)
+        self.address = self._listening.getsockname()[:2]
+        self.url = "http://{}:{}".format(*self.address)
+        app = app_of(service, **more)
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listening]})
+
+    def __enter__(self) -> "Server":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.end()
+        self._thread.join()
+
+    def end(self) -> None:
+        self._server.should_exit = True
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def engine(self) -> Engine:
+        assert self.service.engine is not None
+        return self.service.engine
+
+    def client(self, **more: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": PATIENCE, **more})
+
+    def ask(self, path: str = "completions", **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/{path}", json={"temperature": 0, **body}, timeout=PATIENCE)
+
+    def metrics(self) -> dict[str, float]:
+        lines = [line.rpartition(" ") for line in httpx.get(f"{self.url}/metrics").text.splitlines() if line[0] != "#"]
+        return {name: float(value) for name, _, value in lines}
+
+    def until_idle(self) -> None:
+        """Ends when no text is written or waits."""
+        pause = threading.Event()
+        for _ in range(int(PATIENCE * 100)):
+            if (stats := self.engine.stats).running + stats.waiting == 0:
+                return
+            pause.wait(0.01)
+        raise AssertionError(stats)
+
+
+@contextmanager
+def serving(
+    xt: XTokAssisted | None = None, *, limits: Limits | None = None, batch_size: int = 4, queue: int = 1024, **more: Any
+) -> Iterator[Server]:
+    xt = xt or XTokAssisted((LM, CHAT_TOKENS), MADE["several"](), budget=TREE)
+    engine = Engine(xt, batch_size=batch_size, queue=queue)
+    try:
+        with Server(Service(NAME, limits or Limits(), xt, engine), **more) as server:
+            yield server
+    finally:
+        engine.close(cancel=True)
+    assert engine.stats.running == engine.stats.waiting == 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as one:
+        yield one
+
+
+def until_stop(text: str, stops: Sequence[str]) -> str:
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def expected(prompt: Any, asked: dict[str, Any], number: int = 0) -> tuple[str, str]:
+    """What `xt.generate` gives for the same, and how it ends. No draft guesses."""
+    given = {name: asked[name] for name in ("top_p", "top_k", "min_p", "temperature", "seed") if name in asked}
+    if given.get("temperature") == 0:
+        given = {}
+    elif "seed" in given:
+        given["seed"] += number
+    penalty = asked.get("repetition_penalty", 1.0)
+    more = {"repetition_penalty": penalty, "max_new_tokens": asked["max_tokens"], "do_sample": bool(given)}
+    stops = [asked["stop"]] if isinstance(asked.get("stop"), str) else asked.get("stop") or []
+    found = ALONE.generate(prompt, **given, **more, **({"stop_strings": stops} if stops else {}))
+    return until_stop(found.text, stops), found.finish_reason
+
+
+SAMPLING = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.7, 1.0, 1.6]), "seed": st.integers(0, 2**32)},
+    optional={"top_p": st.sampled_from([0.5, 0.9, 1.0]), "top_k": st.sampled_from([3, 40]), "min_p": st.just(0.02)},
+)
+SETTINGS = st.tuples(
+    st.one_of(st.just({"temperature": 0}), SAMPLING),
+    st.fixed_dictionaries(
+        {"max_tokens": st.integers(1, 12)},
+        optional={
+            "n": st.integers(1, 3),
+            "repetition_penalty": st.sampled_from([0.8, 1.3]),
+            "stop": st.one_of(st.sampled_from(["の", "a"]), st.lists(st.sampled_from(["が", "e", "1", "。"]), max_size=3)),
+        },
+    ),
+).map(lambda both: {**both[0], **both[1]})
+PROMPTS = st.one_of(
+    st.sampled_from(TEXTS),
+    st.sampled_from(TEXTS).map(lambda text: list(TOKENS(text).input_ids)),
+    st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3),
+    st.lists(st.sampled_from(TEXTS).map(lambda text: list(TOKENS(text).input_ids)), min_size=1, max_size=2),
+)
+OWN = ("top_k", "min_p", "repetition_penalty")
+
+
+def for_client(asked: dict[str, Any]) -> dict[str, Any]:
+    """What OpenAI has no name for goes beside its own arguments."""
+    named = {name: value for name, value in asked.items() if name not in OWN}
+    return {"model": NAME, **named, "extra_body": {name: asked[name] for name in OWN if name in asked}}
+
+
+@examples(64, share=20)
+@given(prompt=PROMPTS, asked=SETTINGS, streamed=st.booleans())
+@example(TEXTS[0], {"temperature": 0, "max_tokens": 12, "n": 2}, True)
+@example([TEXTS[1], TEXTS[0]], {"temperature": 1.0, "seed": 5, "max_tokens": 9, "n": 2, "stop": ["の", "e"]}, True)
+def test_a_completion_is_what_generate_gives_for_the_same_arguments(
+    server: Server, prompt: Any, asked: dict[str, Any], streamed: bool
+) -> None:
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    each = [(one, number) for one in (prompt if several else [prompt]) for number in range(asked.get("n", 1))]
+    with server.client() as client:
+        found = client.completions.create(prompt=prompt, stream=streamed, **for_client(asked))
+        texts = joined(found, len(each)) if streamed else [(one.text, one.finish_reason) for one in found.choices]
+    assert texts == [expected(one, asked, number) for one, number in each]
+
+
+def joined(chunks: Any, count: int) -> list[tuple[str, str]]:
+    """The texts of a stream, and how each ended."""
+    texts, ends = [""] * count, [""] * count
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += (choice.text if hasattr(choice, "text") else choice.delta.content) or ""
+            assert not ends[choice.index]
+            ends[choice.index] = choice.finish_reason or ""
+    return list(zip(texts, ends, strict=True))
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_chat_goes_through_the_targets_template_with_its_tools(server: Server, streamed: bool) -> None:
+    messages = [
+        {"role": "system", "content": "猫として答えよ。"},
+        {"role": "user", "content": [{"type": "text", "text": "名前は"}, {"type": "text", "text": "何か"}]},
+    ]
+    plain = [messages[0], {"role": "user", "content": "名前は何か"}]
+    settings = {"do_sample": False, "max_new_tokens": 9}
+    alone = ALONE.generate(plain, tools=TOOLS, chat_template_kwargs={"mood": "calm"}, **settings)
+    without = ALONE.generate(plain, chat_template_kwargs={"mood": "calm"}, **settings)
+    asked: dict[str, Any] = {"model": NAME, "messages": messages, "tools": TOOLS, "temperature": 0, "max_completion_tokens": 9}
+    asked["extra_body"] = {"chat_template_kwargs": {"mood": "calm"}}
+    with server.client() as client:
+        for choice, truth in (("auto", alone), ("none", without)):
+            found: Any = client.chat.completions.create(**asked, tool_choice=choice, stream=streamed)
+            texts = joined(found, 1) if streamed else [(found.choices[0].message.content, found.choices[0].finish_reason)]
+            assert texts == [(truth.text, truth.finish_reason)]
+    assert alone.text != without.text
+
+
+CALLS = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.at }}{% endfor %}{% endfor %}"
+)
+
+
+def test_calls_of_tools_reach_the_template_as_values() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "月"}'}}
+    chat = [
+        {"role": "user", "content": "見よ"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "丸い"},
+    ]
+    tokens = deepcopy(TOKENS)
+    tokens.chat_template = CALLS
+    xt = XTokAssisted((LM, tokens))
+    with serving(xt) as one:
+        found = one.ask("chat/completions", messages=chat, max_tokens=6).json()
+        wrong = one.ask("chat/completions", messages=[{"role": "user", "tool_calls": [{"function": {"arguments": "{"}}]}])
+    ids = tokens("見よ月丸い", add_special_tokens=False).input_ids
+    assert found["usage"]["prompt_tokens"] == len(ids)
+    assert found["choices"][0]["message"]["content"] == xt.generate(ids, do_sample=False, max_new_tokens=6).text
+    told(wrong, 400, "messages.0.tool_calls")
+
+
+def test_a_stream_ends_with_figures_and_done(server: Server) -> None:
+    asked = {"prompt": [TEXTS[0], TEXTS[1]], "n": 2, "max_tokens": 7, "stream": True, "stream_options": {"include_usage": True}}
+    answer = server.ask(**asked)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *lines, last = re.findall(r"^data: (.*)\n\n", answer.text, re.MULTILINE)
+    chunks = [json.loads(line) for line in lines]
+    assert last == "[DONE]"
+    assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
+    assert len({(chunk["id"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
+    read = sum(len(prompt_ids(TOKENS, prompt)) for prompt in asked["prompt"])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {"prompt_tokens": read, "completion_tokens": 28, "total_tokens": read + 28}
+    assert [name for name in chunks[-2] if name not in chunks[0]] == ["timings"]
+    told = chunks[-2]["timings"]
+    assert (told["prompt_n"], told["predicted_n"]) == (read, 28)
+    assert 0 <= told["draft_n_accepted"] <= told["draft_n"]
+    whole = server.ask(**{**asked, "stream": False, "stream_options": None}).json()
+    assert whole["usage"] == chunks[-1]["usage"]
+    assert whole["timings"].keys() == told.keys()
+
+
+def test_a_chats_stream_begins_with_the_role(server: Server) -> None:
+    with server.client() as client:
+        found = client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": "a"}], max_tokens=3, temperature=0, stream=True
+        )
+        first = next(iter(found))
+        assert (first.object, first.choices[0].delta.role, first.choices[0].delta.content) == (
+            "chat.completion.chunk",
+            "assistant",
+            "",
+        )
+
+
+class OpenAIPenalties:
+    """As OpenAI's documents write the formula."""
+
+    def __init__(self, frequency: float, presence: float, start: int) -> None:
+        self.frequency, self.presence, self.start = frequency, presence, start
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        new = ids[0, self.start :].tolist()
+        for token in set(new):
+            scores[0, token] -= new.count(token) * self.frequency + self.presence
+        return scores
+
+
+def test_penalties_count_what_was_generated(server: Server) -> None:
+    start = len(prompt_ids(TOKENS, TEXTS[0]))
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16}
+    plain = ALONE.generate(TEXTS[0], **settings).text
+    for frequency, presence in ((0.0, 2.0), (1.5, -0.5)):
+        own = LogitsProcessorList([OpenAIPenalties(frequency, presence, start)])
+        truth = ALONE.generate(TEXTS[0], logits_processor=own, **settings)
+        found = server.ask(prompt=TEXTS[0], max_tokens=16, frequency_penalty=frequency, presence_penalty=presence).json()
+        assert found["choices"][0]["text"] == truth.text
+        assert truth.text != plain
+
+
+def test_a_bias_forbids_and_forces(server: Server) -> None:
+    first = ALONE.generate(TEXTS[0], do_sample=False, max_new_tokens=1).token_ids[0]
+    wanted = TOKENS.convert_tokens_to_ids("猫") if "猫" in TOKENS.get_vocab() else 40
+    told = [
+        server.ask(prompt=TEXTS[0], max_tokens=1, logit_bias=bias, logprobs=0).json() for bias in ({first: -100}, {wanted: 100})
+    ]
+    tokens = [one["choices"][0]["logprobs"]["tokens"][0] for one in told]
+    plain = server.ask(prompt=TEXTS[0], max_tokens=1, logprobs=0).json()["choices"][0]["logprobs"]["tokens"][0]
+    assert tokens[0] != plain
+    assert tokens[1].encode() == (ALONE.target.vocabulary.view[wanted] or b"")
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("stop", [None, "の"])
+def test_log_probabilities_are_those_of_the_targets_own_logits(server: Server, streamed: bool, stop: str | None) -> None:
+    """Before any penalty, and whatever the temperature."""
+    settings: dict[str, Any] = {"repetition_penalty": 1.3, "seed": 3, "temperature": 0.7, "max_tokens": 9, "stop": stop}
+    truth = ALONE.generate(
+        TEXTS[0],
+        do_sample=True,
+        repetition_penalty=1.3,
+        temperature=0.7,
+        seed=3,
+        max_new_tokens=9,
+        **({"stop_strings": stop} if stop else {}),
+    )
+    ids = prompt_ids(TOKENS, TEXTS[0])
+    with torch.no_grad():
+        logits = LM(torch.tensor([ids + truth.token_ids])).logits[0, len(ids) - 1 : -1].float().log_softmax(dim=-1)
+    kept = until_stop(truth.text, [stop] if stop else [])
+    found = server.ask(prompt=TEXTS[0], logprobs=3, stream=streamed, **settings)
+    chunks = (
+        [json.loads(line) for line in re.findall(r"^data: ({.*)", found.text, re.MULTILINE)] if streamed else [found.json()]
+    )
+    told = [one["choices"][0]["logprobs"] for one in chunks if one["choices"][0]["logprobs"] is not None]
+    picked = [value for one in told for value in one["token_logprobs"]]
+    offsets = [value for one in told for value in one["text_offset"]]
+    assert "".join(one["choices"][0]["text"] for one in chunks) == kept
+    assert stop is not None or len(picked) == len(truth.token_ids)
+    assert all(offset <= len(kept) for offset in offsets)
+    rows = range(len(picked))
+    torch.testing.assert_close(torch.tensor(picked), logits[rows, truth.token_ids[: len(picked)]], rtol=0, atol=1e-4)
+    tops = [sorted(top.values(), reverse=True) for one in told for top in one["top_logprobs"]]
+    torch.testing.assert_close(torch.tensor(tops), logits[rows].topk(3).values, rtol=0, atol=1e-4)
+
+
+def test_the_client_reads_the_log_probabilities_of_a_chat(server: Server) -> None:
+    with server.client() as client:
+        found = client.chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": "名前"}],
+            max_tokens=8,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=2,
+        )
+    choice = found.choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    data = b"".join(bytes(one.bytes or []) for one in choice.logprobs.content)
+    assert data.decode(errors="replace") == choice.message.content
+    assert all(len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob == one.logprob for one in choice.logprobs.content)
+
+
+SCHEMA: dict[str, Any] = {"enum": [{"名": "吾輩", "数": [1, 2]}, {"名": "メロス", "数": []}, "猫"]}
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 1.0, "seed": 4}], ids=["greedy", "sampled"])
+def test_a_text_is_held_to_a_json_schema(server: Server, settings: dict[str, Any]) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA, "strict": True}}
+    asked: Any = {"messages": [{"role": "user", "content": "誰"}], "max_tokens": 60, "frequency_penalty": 2.0, **settings}
+    (same,) = texts_of(read(Chat, json.dumps({**asked, "response_format": wanted}).encode()), ALONE, Limits())
+    with server.client() as client:
+        choice = client.chat.completions.create(model=NAME, response_format=wanted, **asked).choices[0]
+    assert choice.message.content == ALONE.generate(same.prompt, **same.arguments).text
+    assert choice.finish_reason == "stop"
+    assert json.loads(choice.message.content or "") in SCHEMA["enum"]
+
+
+def test_any_json_object_may_be_asked_for(server: Server) -> None:
+    found = server.ask(prompt="a", max_tokens=4, response_format={"type": "json_object"}).json()["choices"][0]["text"]
+    assert found.lstrip().startswith("{")
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+REFUSED: list[tuple[dict[str, Any], str | None]] = [
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "prediction": {"type": "content", "content": "a"}}, "prediction"),
+    ({"prompt": "a", "temperature": "1"}, "temperature"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "temperature": float("inf")}, "temperature"),
+    ({"prompt": "a", "temperature": True}, "temperature"),
+    ({"prompt": "a", "top_p": 1.5}, "top_p"),
+    ({"prompt": "a", "top_k": 1.5}, "top_k"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "a", "frequency_penalty": 3}, "frequency_penalty"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 65}, "max_tokens"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "n": 1000}, "n"),
+    ({"prompt": "a", "seed": 2**64}, "seed"),
+    ({"prompt": "a", "stop": ""}, "stop"),
+    ({"prompt": "a", "stop": ["a"] * 17}, "stop"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logit_bias": {"-1": 5}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"99999": 5}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"٣": 5}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"1": 500}}, "logit_bias"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
+    ({}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a"] * 65, "n": 2}, "n"),
+    ({"prompt": [1, True]}, "prompt"),
+    ({"prompt": [-1]}, None),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": "a b " * 4900, "max_tokens": 64}, "prompt"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"content": "a"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    ({**CHAT, "max_completion_tokens": 65}, "max_completion_tokens"),
+    ({**CHAT, "top_logprobs": 3}, "top_logprobs"),
+    ({**CHAT, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({**CHAT, "functions": []}, "functions"),
+    ({**CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    ({**CHAT, "chat_template_kwargs": {"tokenize": False}}, "messages"),
+]
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Server]:
+    """One with limits that are soon reached."""
+    with serving(ALONE, limits=Limits(tokens=64, body=20_000), key="日本", origins=["https://example.org"]) as one:
+        yield one
+
+
+def told(answer: httpx.Response, status: int, param: str | None) -> None:
+    """It is OpenAI's error object."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] == param, error
+
+
+AUTHORIZED = {"Authorization": "Bearer 日本".encode()}
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=lambda one: str(one)[:40])
+def test_what_cannot_be_honoured_is_refused_by_the_fields_name(strict: Server, body: dict[str, Any], param: str | None) -> None:
+    path = "chat/completions" if "messages" in body else "completions"
+    headers = {**AUTHORIZED, "Content-Type": "application/json"}
+    told(httpx.post(f"{strict.url}/v1/{path}", content=json.dumps(body), headers=headers), 400, param)
+    assert strict.engine.stats.running + strict.engine.stats.waiting == 0
+
+
+def test_none_is_as_if_it_were_not_there(server: Server) -> None:
+    found = server.ask(prompt="a", max_tokens=2, best_of=None, stop=None, logprobs=None, response_format=None)
+    assert found.json()["choices"] == server.ask(prompt="a", max_tokens=2).json()["choices"]
+    assert server.ask(prompt="a", seed=5, top_p=0.5, max_tokens=2).json()["choices"] == found.json()["choices"]
+
+
+BODIES = {
+    "no JSON": (b"not JSON", 400),
+    "half JSON": (b'{"prompt": "a", "max_tokens', 400),
+    "a list": (b"[]", 400),
+    "not UTF-8": (b'{"prompt": "\xff"}', 400),
+    "half a character": (b'{"prompt": "\\ud83d"}', 400),
+    "too deep": (b'{"prompt": ' + b"[" * 9000, 400),
+    "empty": (b"", 400),
+    "huge": (b" " * 100_000, 413),
+    "endless": (b" " * 1_000_000, 413),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_is_none_is_answered_by_an_error(strict: Server, name: str) -> None:
+    body, status = BODIES[name]
+    headers = {**AUTHORIZED, "Content-Type": "application/json"}
+    try:
+        told(httpx.post(f"{strict.url}/v1/completions", content=body, headers=headers), status, None)
+    except (httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadError):
+        assert name == "endless"  # nobody reads all of that
+    assert httpx.get(f"{strict.url}/v1/models", headers=AUTHORIZED).status_code == 200
+
+
+def raw(server: Server, data: bytes) -> socket.socket:
+    one = socket.create_connection(server.address, timeout=PATIENCE)
+    one.sendall(data)
+    return one
+
+
+def posted(body: dict[str, Any], *, length: int | None = None) -> bytes:
+    data = json.dumps(body).encode()
+    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    return "\r\n".join([*head, f"Content-Length: {length or len(data)}", "", ""]).encode() + data
+
+
+def test_a_body_that_is_half_sent_and_given_up_harms_nobody(server: Server) -> None:
+    before = server.engine.stats.tokens
+    with raw(server, posted({"prompt": "a"}, length=500)), raw(server, b"POST /v1/compl"), raw(server, b"\x00\xff\r\n\r\n"):
+        pass
+    assert server.ask(prompt="a", max_tokens=2).status_code == 200
+    assert server.engine.stats.tokens == before + 2
+
+
+def test_other_kinds_of_bodies_are_refused(server: Server) -> None:
+    """A page of any site may send a form to this machine, and no JSON."""
+    answer = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    told(answer, 415, None)
+
+
+def test_errors_are_those_that_the_client_knows(server: Server, strict: Server) -> None:
+    with server.client() as client, strict.client(api_key="wrong") as stranger:
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.completions.create(model=NAME, prompt="a", best_of=2)
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.completions.create(model="gpt", prompt="a")
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("gpt")
+        with pytest.raises(openai.AuthenticationError) as closed:
+            stranger.models.list()
+        assert [one.id for one in client.models.list()] == [client.models.retrieve(NAME).id] == [NAME]
+    assert (bad.value.param, bad.value.code) == ("best_of", "unsupported_parameter")
+    assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")
+    assert closed.value.code == "invalid_api_key"
+    told(httpx.get(f"{server.url}/v1/nothing"), 404, None)
+    told(httpx.get(f"{server.url}/v1/completions"), 405, None)
+
+
+def test_the_key_opens_and_health_and_metrics_need_none(strict: Server) -> None:
+    asked = {"prompt": "a", "max_tokens": 1}
+    for headers in ({}, {"Authorization": "日本".encode()}, {"Authorization": b"Bearer"}, {"Authorization": b"Bearer \xe6"}):
+        told(httpx.post(f"{strict.url}/v1/completions", json=asked, headers=headers), 401, None)
+    assert httpx.post(f"{strict.url}/v1/completions", json=asked, headers=AUTHORIZED).status_code == 200
+    assert httpx.get(f"{strict.url}/health").json() == {"status": "ready"}
+    assert httpx.get(f"{strict.url}/metrics").status_code == 200
+
+
+def test_pages_of_other_sites_may_ask_where_they_were_named(server: Server, strict: Server) -> None:
+    for one, origin, allowed in (
+        (server, "https://example.org", None),
+        (strict, "https://example.org", "https://example.org"),
+        (strict, "https://example.com", None),
+    ):
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        answer = httpx.options(f"{one.url}/v1/completions", headers=headers)
+        assert answer.headers.get("access-control-allow-origin") == allowed
+    assert httpx.get(f"{strict.url}/v1/models", headers={"Origin": "https://example.org"}).headers[
+        "access-control-allow-origin"
+    ]
+
+
+def test_a_server_says_whether_it_is_loading_ready_or_broken() -> None:
+    service = Service(NAME)
+    with Server(service) as one:
+        assert (httpx.get(f"{one.url}/health").status_code, one.metrics()["xtok_num_requests_running"]) == (503, 0)
+        answer = one.ask(prompt="a")
+        told(answer, 503, None)
+        assert answer.headers["retry-after"] == "1"
+        service.xt, service.engine = ALONE, Engine(ALONE)
+        assert httpx.get(f"{one.url}/health").status_code == 200
+        assert one.ask(prompt="a", max_tokens=1).status_code == 200
+        service.engine.close()
+        assert httpx.get(f"{one.url}/health").json() == {"status": "broken"}
+        told(one.ask(prompt="a"), 503, None)
+
+
+def test_a_full_queue_is_told_with_when_to_come_again() -> None:
+    with serving(ALONE, batch_size=1, queue=1) as one:
+        with held(one.engine), ThreadPoolExecutor(1) as pool:
+            told(one.ask(prompt="a", n=2, max_tokens=2), 429, None)
+            assert one.engine.stats.waiting == 1  # the first of the two, given up, is dropped with the next round
+            later = pool.submit(one.ask, prompt="a", max_tokens=2)
+            answer = one.ask(prompt="a", max_tokens=2)
+            told(answer, 429, None)
+            assert answer.headers["retry-after"] == "1"
+            with one.client() as client, pytest.raises(openai.RateLimitError):
+                client.completions.create(model=NAME, prompt="a")
+        assert later.result().status_code in (200, 429)
+        one.until_idle()
+        assert one.ask(prompt="a", max_tokens=2).status_code == 200
+
+
+def test_a_text_ends_when_its_time_is_over(server: Server) -> None:
+    with serving(ALONE, limits=Limits(seconds=1e-9)) as one:
+        found = one.ask(prompt=TEXTS[0], max_tokens=9).json()
+    assert found["usage"]["completion_tokens"] == 1
+    assert found["choices"][0]["finish_reason"] == "length"
+
+
+class Fails:
+    """A processor that raises."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("秘密")
+
+
+def test_a_text_that_fails_is_told_as_a_fault_and_harms_nobody(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("xtok.serve.requests.Penalties", lambda *_: Fails())
+    whole = server.ask(prompt="a", frequency_penalty=1)
+    told(whole, 500, None)
+    stream = server.ask(prompt="a", frequency_penalty=1, stream=True)
+    lines = re.findall(r"^data: (.*)\n\n", stream.text, re.MULTILINE)
+    assert json.loads(lines[0])["error"] == whole.json()["error"]
+    assert lines[1:] == ["[DONE]"]
+    assert "秘密" not in whole.text + stream.text
+    with server.client() as client, pytest.raises(openai.APIError, match="ArithmeticError"):
+        list(client.completions.create(model=NAME, prompt="a", frequency_penalty=1, stream=True))
+    assert server.ask(prompt="a", max_tokens=1).status_code == 200
+
+
+def test_the_log_has_a_line_for_each_request_and_no_texts(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="xtok.serve"):
+        asked = {"prompt": TEXTS[0], "max_tokens": 5, "user": "someone"}
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked | {"temperature": 0}, headers={"X-Request-Id": "mine-1"})
+        other = server.ask(prompt=TEXTS[0], max_tokens=5, stream=True)
+        names = [one.headers["x-request-id"] for one in (answer, other, server.ask(prompt=TEXTS[0], nonsense=1))]
+        httpx.get(f"{server.url}/health")
+        wait_for(lambda: {*names} <= {json.loads(line)["request"] for line in caplog.messages})
+    assert names[0] == "mine-1"
+    assert re.fullmatch(r"[0-9a-f]{32}", names[1])
+    lines = [json.loads(line) for line in caplog.messages]
+    first, second, third = (line for line in lines if line["request"] in names)
+    assert all(line["path"] != "/health" for line in lines)
+    assert (first["request"], first["status"], first["user"], first["stream"]) == ("mine-1", 200, "someone", False)
+    assert first["completion_tokens"] == second["completion_tokens"] == 5
+    assert (first["finish_reasons"], third["status"]) == (["length"], 400)
+    assert answer.json()["id"] == "cmpl-mine-1"
+    assert answer.json()["choices"][0]["text"] not in json.dumps([first, second], ensure_ascii=False)
+    assert TEXTS[0] not in "".join(map(str, (first, second, third)))
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(int(PATIENCE * 100)):
+        if true():
+            return
+        pause.wait(0.01)
+    raise AssertionError("It never came true.")
+
+
+def test_metrics_count_what_the_drafts_did() -> None:
+    with serving(XTokAssisted((LM, CHAT_TOKENS), (UNRELATED, BYTES), budget=TREE)) as one:
+        found = one.ask(prompt=TEXTS[0], max_tokens=9, n=2).json()
+        one.ask(prompt=TEXTS[0], max_tokens=9, stream=True)
+        wait_for(lambda: one.metrics()["xtok_e2e_request_latency_seconds_count"] == 2)
+        told = one.metrics()
+    sums = [
+        sum(value for name, value in told.items() if name.startswith(f"xtok_spec_decode_num_{what}_total{{draft="))
+        for what in ("drafts", "draft_tokens", "accepted_tokens")
+    ]
+    assert told["xtok_prompt_tokens_total"] == 2 * found["usage"]["prompt_tokens"]
+    assert told["xtok_generation_tokens_total"] == 27
+    assert told['xtok_request_success_total{finished_reason="length"}'] == 3
+    assert told["xtok_time_to_first_token_seconds_count"] == 2
+    assert sums[0] > 0
+    assert sums[1] >= found["timings"]["draft_n"] > 0
+    assert sums[1] >= sums[2] >= found["timings"]["draft_n_accepted"]
+    assert {name for name in told if 'draft="prompt lookup"' in name}
+
+
+LONG = 3000
+"""Tokens that no test waits for."""
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_hangs_up_frees_its_rows(streamed: bool) -> None:
+    with serving(ALONE) as one:
+        body = {"prompt": TEXTS[0], "n": 2, "max_tokens": LONG, "stream": streamed, "temperature": 0, "logit_bias": {"2": -100}}
+        with raw(one, posted(body)) as client:
+            wait_for(lambda: one.engine.stats.tokens > 4)
+            if streamed:
+                client.recv(10)
+        one.until_idle()
+        assert one.engine.stats.tokens < LONG
+        wait_for(lambda: one.metrics().get('xtok_request_success_total{finished_reason="abort"}') == 2)
+        assert one.ask(prompt="a", max_tokens=2).status_code == 200
+
+
+def test_a_client_that_reads_slowly_holds_nobody_up_and_gets_all() -> None:
+    with serving(ALONE) as one:
+        body = {
+            "prompt": TEXTS[0],
+            "max_tokens": 200,
+            "stream": True,
+            "temperature": 0,
+            "logprobs": 20,
+            "logit_bias": {"2": -100},
+        }
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.settimeout(PATIENCE)
+            slow.connect(one.address)
+            slow.sendall(posted(body))
+            wait_for(lambda: one.engine.stats.tokens >= 200)
+            assert one.ask(prompt="a", max_tokens=5).status_code == 200
+            data = until(slow, b"data: [DONE]\n\n")
+        chunks = [json.loads(line) for line in re.findall(r"^data: ({.*)", dechunked(data), re.MULTILINE)]
+        whole = one.ask(**{**body, "stream": False}).json()
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+
+
+def until(one: socket.socket, end: bytes) -> bytes:
+    """What comes until `end`."""
+    data = b""
+    while end not in data[-100:]:
+        data += one.recv(3000)
+    return data
+
+
+def dechunked(data: bytes) -> str:
+    """The body of an answer in chunks."""
+    body, parts = data.partition(b"\r\n\r\n")[2], []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        parts.append(body[: int(size, 16)])
+        body = body[int(size, 16) + 2 :]
+    return b"".join(parts).decode()
+
+
+async def visitors(one: Server, count: int) -> list[tuple[int, str | None]]:
+    """Many at once, of ragged lengths; every third hangs up after a piece or before the first. Gives what the others read."""
+    async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+
+        async def visit(number: int) -> tuple[int, str | None]:
+            asked: Any = {"model": NAME, **visited(number)}
+            if number % 3 == 0:
+                text = asyncio.ensure_future(client.completions.create(**{**asked, "max_tokens": LONG}, stream=number % 2 == 0))
+                if number % 2:
+                    await asyncio.wait((text,), timeout=0.05)
+                    text.cancel()
+                else:
+                    stream = await text
+                    async for _ in stream:
+                        break
+                    await stream.close()
+                return number, None
+            if number % 2:
+                return number, (await client.completions.create(**asked)).choices[0].text
+            return number, "".join(
+                [chunk.choices[0].text async for chunk in await client.completions.create(**asked, stream=True)]
+            )
+
+        return await asyncio.gather(*map(visit, range(count)))
+
+
+def visited(number: int) -> dict[str, Any]:
+    asked: dict[str, Any] = {"prompt": TEXTS[number % len(TEXTS)], "max_tokens": 1 + number * 7 % 19}
+    return {**asked, **({"temperature": 0} if number % 4 else {"temperature": 1.0, "seed": number})}
+
+
+@pytest.mark.parametrize("count", [18, pytest.param(64, marks=pytest.mark.deep)])
+def test_many_clients_of_whom_a_third_hang_up(count: int) -> None:
+    """Law 8, through HTTP: all others get the target's own text, and no row leaks."""
+    with serving(batch_size=8) as one:
+        found = asyncio.run(visitors(one, count))
+        one.until_idle()
+    for number, text in found:
+        if text is not None:
+            assert text == expected(visited(number)["prompt"], visited(number))[0]
+
+
+@given(
+    pieces=st.lists(st.text(alphabet="abのé", max_size=4), max_size=8),
+    stops=st.lists(st.text(alphabet="abのé", min_size=1, max_size=3), max_size=3),
+)
+def test_a_cut_text_is_that_before_the_first_stop_whatever_its_pieces(pieces: list[str], stops: list[str]) -> None:
+    """Of stops that overlap, the one that is complete first decides, as it does where a text is ended."""
+    cut = Cut(stops)
+    found = "".join([cut.add(piece) for piece in pieces] + [cut.add("", final=True)])
+    text = "".join(pieces)
+    assert text.startswith(found)
+    assert not any(stop in found for stop in stops)
+    assert found == text or any(text[len(found) :].startswith(stop) for stop in stops)
+    assert cut.size == len(found.encode())
+
+
+def test_what_serves_is_imported_only_when_it_is_asked_for() -> None:
+    names = ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "xtok.serve")
+    code = f"import sys, xtok, xtok.cli; print([name for name in {names} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_port_that_is_taken_is_told_in_one_line() -> None:
+    with _bound("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        found = CliRunner().invoke(cli.app, ["serve", "--port", str(port)])
+    assert found.exit_code == 1
+    assert re.fullmatch(
+        rf"xtok: 127\.0\.0\.1 port {port} can't be listened on: .*in use.*\. Give another --port.*\n", found.stderr
+    )
+    assert "xtok: nowhere.invalid port" in CliRunner().invoke(cli.app, ["serve", "--host", "nowhere.invalid"]).stderr
+
+
+@contextmanager
+def command(*more: str) -> Iterator[tuple["subprocess.Popen[str]", str, list[str]]]:
+    """`xtok serve` as a process of its own: it, its address once it is ready, and the lines of its log."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "xtok", "serve", "--port", "0", "--device", "cpu", *more], stderr=subprocess.PIPE, text=True
+    )
+    lines: list[str] = []
+    assert started.stderr is not None
+    try:
+        for line in started.stderr:
+            lines.append(line)
+            if found := re.fullmatch(r"xtok: \S+ is at (http\S+)/v1\n", line):
+                yield started, found[1], lines
+                break
+        else:
+            raise AssertionError(lines)
+        lines.extend(started.stderr)
+    finally:
+        started.kill()
+        started.wait()
+
+
+def test_a_server_that_ends_finishes_what_it_writes() -> None:
+    with serving(ALONE) as one, one.client() as client:
+        asked: dict[str, Any] = {
+            "model": NAME,
+            "prompt": TEXTS[0],
+            "max_tokens": 60,
+            "temperature": 0,
+            "logit_bias": {"2": -100},
+        }
+        truth = client.completions.create(**asked).choices[0].text
+        stream = client.completions.create(**asked, stream=True)
+        text = next(iter(stream)).choices[0].text
+        one.end()
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == truth
+        wait_for(lambda: not one.running)
+        with pytest.raises(openai.APIConnectionError):
+            client.models.list()
+
+
+@pytest.mark.deep
+def test_sigterm_lets_what_runs_end(tmp_path: Path) -> None:
+    """The process that is told to end finishes the texts that it writes, takes no more, and ends well."""
+    truth = XTokAssisted(TARGET, DRAFT).generate(prompts()[0], max_new_tokens=60, do_sample=False).text
+    with command() as (process, url, lines):
+        asked = {"prompt": prompts()[0], "max_tokens": 60, "temperature": 0}
+        with ThreadPoolExecutor(2) as pool, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            whole = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=PATIENCE)
+            stream = client.completions.create(model="xtok-pair", stream=True, **asked)  # type: ignore[call-overload]
+            text = next(iter(stream)).choices[0].text
+            process.send_signal(signal.SIGTERM)
+            text += "".join(chunk.choices[0].text for chunk in stream)
+            assert text == truth == whole.result().json()["choices"][0]["text"]
+        assert process.wait(PATIENCE) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    assert sum('"status": 200' in line for line in lines) == 2
+    assert truth[:9] not in "".join(lines)
+
+
+@pytest.mark.deep
+def test_what_does_not_end_in_time_behind_sigterm_is_cut_off() -> None:
+    with command("--drain-seconds", "1", "--max-tokens", "400") as (process, url, lines):
+        body = {"prompt": prompts()[0], "max_tokens": 400, "temperature": 0, "stream": True, "logit_bias": {"2": -100}}
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "n": 16}, timeout=PATIENCE) as answer:
+            next(answer.iter_raw())
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == 0
+    assert any('"finish_reasons": []' in line for line in lines)
+
+
+def test_a_model_that_is_not_there_ends_the_server_by_one_line(tmp_path: Path) -> None:
+    handlers = signal.getsignal(signal.SIGTERM), list(LOG.handlers)
+    found = CliRunner().invoke(cli.app, ["serve", "--port", "0", "--target", str(tmp_path)])
+    assert found.exit_code == 1
+    assert found.stderr.splitlines()[-1].startswith(f"xtok: The target {tmp_path}")
+    assert handlers == (signal.getsignal(signal.SIGTERM), list(LOG.handlers))
+
+
+def test_what_the_documents_show_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    shown = next(code for code in re.findall(r"^```py\n(.*?)^```$", document, re.MULTILINE | re.DOTALL) if "OpenAI" in code)
+    exec(compile(shown.replace("http://127.0.0.1:8000", server.url), "serving.md", "exec"), {})
+    truth = ALONE.generate("吾輩は", max_new_tokens=32, do_sample=True, temperature=0.8, seed=7)
+    assert capsys.readouterr().out == truth.text + "\n"
+    body = json.loads(re.findall(r"-d '({.*})'", document)[0])
+    assert server.ask(**body).text.endswith("data: [DONE]\n\n")
+    assert json.loads(re.findall(r"^```json\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)[0])["targets"]
+
+
+def test_every_field_and_metric_is_told_of(server: Server) -> None:
+    document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    fields = {name for kind in (Completion, Chat) for name in kind.model_fields}
+    assert {name for name in fields if f"`{name}" not in document} == set()
+    names = {re.sub(r"_(bucket|count|sum|created)$", "", name.partition("{")[0]) for name in server.metrics()}
+    assert {name for name in names if name.removeprefix("xtok_").removesuffix("_total") not in document} == set()

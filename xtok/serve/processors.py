@@ -1,0 +1,113 @@
+"""Logits processors of what OpenAI defines and transformers has none for. Each is for one text."""
+
+from functools import lru_cache
+from json import dumps
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Picked(NamedTuple):
+    """An id with its log-probability, and the likeliest ids with theirs, the best first. `offset`: where it begins in the text,
+    in characters, once that is known.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int = 0
+
+
+class Record:
+    """Keeps the log-probabilities of the ids that are picked, by the logits that it is shown, and of the `top` likeliest.
+
+    Changes nothing. `picked`: those of all ids but the last, which is known by the one that follows, or by `end`.
+    """
+
+    def __init__(self, top: int) -> None:
+        self.picked: list[Picked] = []
+        self._top = top
+        self._row: Tensor | None = None
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """`ids`: (1, length). `scores`: (1, vocabulary), given back as they are."""
+        if self._row is not None:
+            self.end(int(ids[0, -1]))
+        self._row = scores[0].float().log_softmax(dim=-1)
+        return scores
+
+    def end(self, token: int) -> None:
+        """The last id is `token`."""
+        if self._row is not None:
+            best = self._row.topk(min(self._top, len(self._row)))
+            top = zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True)
+            self.picked.append(Picked(token, _finite(float(self._row[token])), tuple(top)))
+            self._row = None
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity. This is what others write."""
+    return max(logprob, -9999.0)
+
+
+class Penalties:
+    """OpenAI's penalties: of each id, `frequency` for each time that it was generated, and `presence` if it was.
+
+    What is in the prompt, the first `start` ids, isn't counted.
+    """
+
+    def __init__(self, start: int, frequency: float, presence: float) -> None:
+        self._start, self._frequency, self._presence = start, frequency, presence
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """`ids`: (1, length). `scores`: (1, vocabulary)."""
+        counts = torch.bincount(ids[0, self._start :], minlength=scores.shape[-1])
+        return scores - counts * self._frequency - (counts > 0) * self._presence
+
+
+class Grammar:
+    """Lets pass what a grammar allows. `matcher`: llguidance's, of this text alone; `start`: how many ids the prompt has."""
+
+    def __init__(self, matcher: Any, start: int) -> None:
+        self._matcher, self._read = matcher, start
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """`ids`: (1, length). `scores`: (1, vocabulary). Raises `RuntimeError` where the grammar can't be followed further."""
+        for token in ids[0, self._read :].tolist():
+            self._matcher.consume_token(token)
+        self._read = ids.shape[1]
+        allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        if self._matcher.is_error():
+            raise RuntimeError(self._matcher.get_error())
+        forbidden = np.ones(scores.shape[-1], dtype=bool)  # logits may be more than the tokenizer has ids
+        size = min(len(allowed), len(forbidden))
+        forbidden[:size] = allowed[:size] == 0
+        return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -torch.inf)
+
+
+def grammar_of(tokenizer: Any, end: int | None, schema: Any) -> str:
+    """The grammar of llguidance for a JSON schema. Raises `ValueError` for what is none, or what it can't hold a text to."""
+    from llguidance import LLMatcher
+
+    grammar: str = LLMatcher.grammar_from_json_schema(dumps(schema))
+    fault: str = LLMatcher.validate_grammar(grammar, _read_by_llguidance(tokenizer, end))
+    if fault:
+        raise ValueError(fault.strip().partition("\n")[0])
+    return grammar
+
+
+def matcher_of(tokenizer: Any, end: int | None, grammar: str) -> Any:
+    """One that begins. Raises `ValueError` for a tokenizer that llguidance can't read."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(_read_by_llguidance(tokenizer, end), grammar)
+
+
+@lru_cache(maxsize=8)
+def _read_by_llguidance(tokenizer: Any, end: int | None) -> Any:
+    """It takes a second for a vocabulary of real size."""
+    from llguidance import hf
+
+    return hf.from_tokenizer(tokenizer, eos_token=end)

@@ -1,0 +1,355 @@
+"""What clients may ask: OpenAI's fields, checked, as arguments of `Engine.submit`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from json import JSONDecodeError, loads
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+from xtok.assisted import XTokAssisted
+from xtok.errors import InvalidInputError
+from xtok.models.cache import context_window, vocabulary_size
+from xtok.models.prompts import Prompt, prompt_ids
+from xtok.serve.processors import Grammar, Penalties, Record, grammar_of, matcher_of
+
+COMPLETION_TOKENS = 16
+"""How many new tokens a completion has where the request doesn't say: OpenAI's. A chat has as many as there is room for."""
+MOST = 128
+"""How many texts a request may ask for."""
+
+
+class RequestError(Exception):
+    """What a request is answered with in place of a text: a status, and OpenAI's error object."""
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`param`: the field that is to blame. `kind` and `code`: OpenAI's words for what is wrong."""
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.told = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask. `tokens`: new ones of a text. `body`: bytes. `seconds`: until a text ends as one at a limit of
+    length does; None for any time.
+    """
+
+    tokens: int = 4096
+    body: int = 4 * 1024**2
+    seconds: float | None = 600.0
+
+
+class Fields(BaseModel):
+    """What isn't a field is kept, so that it can be refused by its name."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class StreamOptions(Fields):
+    """Of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Schema(Fields):
+    """A JSON schema by its name. It is always held to, `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """What the text is to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Stop = Annotated[str, Field(min_length=1)]
+Top = Annotated[int, Field(ge=0, le=20)]
+
+
+class Body(Fields):
+    """What all texts may be asked with. None is as if it weren't there."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Behind which texts end, and before which they are cut."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with how many tokens there were."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class Completion(Body):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: Top | None = None
+
+
+class Chat(Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+B = TypeVar("B", bound=Body)
+
+
+def read(kind: type[B], data: bytes) -> B:
+    """The body of a request. Raises `RequestError`, with the field's name, for whatever isn't one or can't be honoured."""
+    try:
+        body = kind.model_validate_json(data)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    _refuse_unknown(body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is for streams. Leave it out, or set stream to true.", "stream_options")
+    if isinstance(body, Chat):
+        _check_chat(body)
+    return body
+
+
+def _refusal(error: ValidationError) -> RequestError:
+    """Of a value that may be of several kinds, the fault that lies deepest: that kind was meant."""
+    fault = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
+    if not fault["loc"]:
+        return RequestError(f"The body is no JSON object of these fields: {fault['msg']}.")
+    place = ".".join(map(str, fault["loc"]))
+    return RequestError(f"{place}: {fault['msg']}.", str(fault["loc"][0]), code="invalid_value")
+
+
+def _refuse_unknown(fields: Fields, inside: str = "") -> None:
+    """Raises `RequestError` for a field that nobody would heed."""
+    for name, value in (fields.model_extra or {}).items():
+        if value is not None:
+            raise RequestError(
+                f"{inside}{name} isn't supported. Leave it out.", f"{inside}{name}", code="unsupported_parameter"
+            )
+    for name in type(fields).model_fields:
+        if isinstance(part := getattr(fields, name), Fields):
+            _refuse_unknown(part, f"{inside}{name}.")
+
+
+def _check_chat(body: Chat) -> None:
+    """Raises `RequestError` for fields that don't go together."""
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise RequestError(
+            "max_tokens and max_completion_tokens are two names of one limit. Give one.", "max_completion_tokens"
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
+    if "chat_template" in (body.chat_template_kwargs or {}):
+        raise RequestError("chat_template can't be given by a request: a template is a program.", "chat_template_kwargs")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A text that is asked for. `ids`: those of its prompt. `arguments`: those of `Engine.submit`, for this text alone."""
+
+    prompt: Prompt
+    ids: list[int]
+    arguments: dict[str, Any]
+    stops: list[str]
+    record: Record | None
+
+
+def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[Asked]:
+    """The texts of a request: `n` for each of its prompts, in order. Number i of a prompt has the request's `seed` + i.
+
+    Raises `RequestError`.
+    """
+    field = "messages" if isinstance(body, Chat) else "prompt"
+    template = _template(body)
+    told = {"chat_template_kwargs": template} if template else {}
+    grammar = _grammar(body, xt)
+    prompts, found = _prompts(body), list[Asked]()
+    if len(prompts) * (body.n or 1) > MOST:
+        raise RequestError(f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n")
+    for prompt in prompts:
+        try:
+            ids = prompt_ids(xt.tokenizer, prompt, None, template)
+        except InvalidInputError as error:
+            raise RequestError(str(error), field) from error
+        shared = {**told, **_sampling(body), **_lengths(body, xt, len(ids), limits), "stop_strings": body.stops or None}
+        for number in range(body.n or 1):
+            record = _record(body)
+            own = _processors(body, xt, record, len(ids), grammar)
+            found.append(Asked(prompt, ids, {**shared, **own, **_seed(body, number)}, body.stops, record))
+    return found
+
+
+def _prompts(body: Completion | Chat) -> list[Prompt]:
+    if isinstance(body, Chat):
+        return [[_message(message, number) for number, message in enumerate(body.messages)]]
+    given = body.prompt
+    several = isinstance(given, list) and given and not isinstance(given[0], int)
+    prompts: list[Any] = list(given) if several else [given]
+    return prompts
+
+
+def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
+    """A message as templates read it: parts of text in one, and the arguments of calls, which come as JSON, as values.
+
+    Raises `RequestError`.
+    """
+    message = {name: value for name, value in given.items() if value is not None}
+    content = message.get("content", "")
+    message["content"] = "".join(_part(part, number) for part in content) if isinstance(content, list) else content
+    if not isinstance(message["content"], str):
+        raise RequestError("content is a text, or a list of parts of text.", f"messages.{number}.content")
+    if "tool_calls" in message:
+        try:
+            message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        except (AttributeError, JSONDecodeError, KeyError, TypeError) as error:
+            raise RequestError("tool_calls holds no list of calls of functions.", f"messages.{number}.tool_calls") from error
+    return message
+
+
+def _part(part: Any, number: int) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise RequestError('Only parts of text are supported: {"type": "text", "text": "…"}.', f"messages.{number}.content")
+    return text
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    given = call["function"]["arguments"]
+    return {**call, "function": {**call["function"], "arguments": loads(given) if isinstance(given, str) else given}}
+
+
+def _template(body: Completion | Chat) -> dict[str, Any]:
+    """The arguments of a chat's template."""
+    if not isinstance(body, Chat):
+        return {}
+    tools = {} if body.tool_choice == "none" or not body.tools else {"tools": body.tools}
+    return {**(body.chat_template_kwargs or {}), **tools}
+
+
+def _sampling(body: Body) -> dict[str, Any]:
+    """Without a temperature, texts are sampled, as OpenAI has it. Of a greedy text, cuts leave the best id, so they are heeded
+    by doing nothing.
+    """
+    if body.temperature == 0:
+        return {"do_sample": False}
+    given = {"temperature": body.temperature, "top_p": body.top_p, "min_p": body.min_p}
+    if body.top_k is not None:
+        given["top_k"] = max(0, body.top_k)
+    return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
+
+
+def _seed(body: Body, number: int) -> dict[str, Any]:
+    """A greedy text is the same for any seed."""
+    if body.seed is None or body.temperature == 0:
+        return {}
+    return {"seed": (body.seed + number) % 2**64}
+
+
+def _lengths(body: Completion | Chat, xt: XTokAssisted, read: int, limits: Limits) -> dict[str, Any]:
+    """How long a text may get whose prompt has `read` ids. Raises `RequestError` for what there is no room for."""
+    field = "max_completion_tokens" if isinstance(body, Chat) and body.max_tokens is None else "max_tokens"
+    asked = body.max_tokens if field == "max_tokens" else getattr(body, field)
+    window = context_window(xt.model)
+    room = limits.tokens if window is None else window - read
+    if asked is not None and asked > limits.tokens:
+        raise RequestError(f"{field} is {asked}; this server writes up to {limits.tokens} tokens.", field)
+    usual = limits.tokens if isinstance(body, Chat) else COMPLETION_TOKENS
+    wanted = min(usual, limits.tokens, room) if asked is None else asked
+    if room < max(wanted, 1):
+        raise RequestError(
+            f"The prompt has {read} tokens, and {max(wanted, 1)} more are asked for; the model reads {window} in all.",
+            "messages" if isinstance(body, Chat) else "prompt",
+            code="context_length_exceeded",
+        )
+    return {"max_new_tokens": wanted, **({} if limits.seconds is None else {"max_time": limits.seconds})}
+
+
+def _record(body: Completion | Chat) -> Record | None:
+    if isinstance(body, Chat):
+        return Record(body.top_logprobs or 0) if body.logprobs else None
+    return None if body.logprobs is None else Record(body.logprobs)
+
+
+def _processors(body: Body, xt: XTokAssisted, record: Record | None, start: int, grammar: str | None) -> dict[str, Any]:
+    """Those of one text, in transformers' order. What records stands in front: it is shown the target's own logits."""
+    repetition = body.repetition_penalty or xt.model.generation_config.repetition_penalty or 1.0
+    made: list[Any] = [] if record is None else [record]
+    if body.logit_bias:
+        made.append(SequenceBiasLogitsProcessor(_bias(body.logit_bias, vocabulary_size(xt.model))))
+    if repetition != 1.0:
+        made.append(RepetitionPenaltyLogitsProcessor(repetition))
+    if body.frequency_penalty or body.presence_penalty:
+        made.append(Penalties(start, body.frequency_penalty or 0.0, body.presence_penalty or 0.0))
+    if grammar is not None:
+        made.append(Grammar(matcher_of(xt.tokenizer, _end(xt), grammar), start))
+    return {"repetition_penalty": 1.0, "logits_processor": LogitsProcessorList(made)}
+
+
+def _bias(given: Mapping[str, float], size: int) -> list[list[Any]]:
+    """As transformers' processor takes it. Raises `RequestError` for what is no id of the target."""
+    for name in given:
+        if not (name.isascii() and name.isdigit() and int(name[:20]) < size):
+            raise RequestError(f"logit_bias has {name[:40]!r}; the target's ids are from 0 to {size - 1}.", "logit_bias")
+    return [[[int(name)], float(value)] for name, value in given.items()]
+
+
+def _grammar(body: Body, xt: XTokAssisted) -> str | None:
+    """What holds texts to a format. Raises `RequestError` where nothing can."""
+    asked = body.response_format
+    if asked is None or asked.type == "text":
+        return None
+    schema = {"type": "object"} if asked.type == "json_object" else asked.json_schema and asked.json_schema.schema_
+    if schema is None:
+        raise RequestError("response_format of type json_schema needs json_schema.schema.", "response_format")
+    try:
+        return grammar_of(xt.tokenizer, _end(xt), schema)
+    except (ImportError, ValueError) as error:
+        raise RequestError(f"Texts can't be held to this response_format: {error}", "response_format") from error
+
+
+def _end(xt: XTokAssisted) -> int | None:
+    """The id that ends texts, the first of several; None where the tokenizer's own does."""
+    ends = xt.model.generation_config.eos_token_id
+    return int(ends[0]) if isinstance(ends, list) else ends
