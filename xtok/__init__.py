@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from xtok.drafts import Context, Draft, Drafter, Request
     from xtok.drafts.heads import HeadsDrafter
     from xtok.drafts.lookup import PromptLookup
+    from xtok.engines.drafting import DraftedText, DraftEngine
     from xtok.engines.engine import Engine, EngineStats
     from xtok.engines.ticket import Ticket
     from xtok.generation import Generation, Token
@@ -23,6 +24,8 @@ __all__ = [
     "Budget",
     "Context",
     "Draft",
+    "DraftEngine",
+    "DraftedText",
     "Drafter",
     "Engine",
     "EngineStats",
@@ -52,6 +55,7 @@ _HOMES = {
     "xtok.drafts": ("Context", "Draft", "Drafter", "Request"),
     "xtok.drafts.heads": ("HeadsDrafter",),
     "xtok.drafts.lookup": ("PromptLookup",),
+    "xtok.engines.drafting": ("DraftEngine", "DraftedText"),
     "xtok.engines.engine": ("Engine", "EngineStats"),
     "xtok.engines.ticket": ("Ticket",),
     "xtok.generation": ("Generation", "Token"),

@@ -1,0 +1,399 @@
+"""Drafting for texts that another engine writes: what it commits is the target's own, and drafts decide speed only."""
+
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from front_door import forwards
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, TREE, UNRELATED, greedily, target
+from worlds import budgets, examples, make_dear, scaled, tokenizer
+
+from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted
+from xtok.drafts.scripted import ScriptedDrafter
+from xtok.drafts.session import Session
+from xtok.engines import drafting
+from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedTokenizerError
+from xtok.ledger import Ledger
+from xtok.models.prompts import prompt_ids
+
+TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
+LM = target("Llama")
+SIZE = LM.config.vocab_size
+DRAFTS = sorted(set(MADE) - {"none"})
+CONSTANT = Budget(4, width=4, schedule="constant")
+
+
+def made(draft: str = "as it comes", **settings: Any) -> DraftEngine:
+    return DraftEngine(TOKENS, MADE[draft](), size=SIZE, **settings)
+
+
+@cache
+def prompt(text: str) -> tuple[int, ...]:
+    return tuple(prompt_ids(TOKENS, text))
+
+
+@torch.no_grad()
+def picks(ids: Sequence[int], guess: Sequence[int] = ()) -> list[int]:
+    """What the target picks along a guess, and one id behind: a step of an engine that writes greedily."""
+    rows = LM(torch.tensor([[*ids, *guess]])).logits[0, len(ids) - 1 :].argmax(dim=-1).tolist()
+    right = next((i for i, (pick, token) in enumerate(zip(rows, guess, strict=False)) if pick != token), len(guess))
+    return rows[: right + 1]
+
+
+def new_ids(text: DraftedText, given_prompt: str) -> list[int]:
+    """What was written, as far as a text of that length has it."""
+    new = text.ids[len(prompt(given_prompt)) :][:LENGTH]
+    return new[: new.index(2) + 1] if 2 in new else new
+
+
+def chained(tree: Tree) -> bool:
+    return tree.parents == tuple(range(-1, len(tree) - 1))
+
+
+FATES = ("ends", "is dropped", "is put off")
+
+
+@examples(80)
+@given(
+    given_texts=st.lists(
+        st.tuples(st.sampled_from(TEXTS), st.integers(0, 6), st.sampled_from(FATES), st.integers(1, 4)), min_size=1, max_size=7
+    ),
+    draft=st.sampled_from(DRAFTS),
+    budget=budgets(),
+    longest=st.integers(0, 9),
+    dear=st.booleans(),
+)
+@example([(text, row % 3, FATES[row % 3], 2) for row, text in enumerate(TEXTS[:6])], "several", TREE, 8, True)
+def test_texts_that_come_and_go_are_the_targets_own(
+    given_texts: list[tuple[str, int, str, int]], draft: str, budget: Budget, longest: int, dear: bool
+) -> None:
+    """A text that is put off has steps without a guess, in which the engine that writes goes on alone."""
+    engine = made(draft, budget=budget)
+    if dear:
+        make_dear(engine)
+    running, done = dict[int, DraftedText](), set[int]()
+    for step in count():
+        for number, (text, begins, _, _) in enumerate(given_texts):
+            if begins == step:
+                running[number] = engine.add([*prompt(text), *picks(prompt(text))])
+        for number, text in list(running.items()):
+            given_prompt, begins, fate, behind = given_texts[number]
+            if (
+                len(new := new_ids(text, given_prompt)) >= LENGTH
+                or new[-1:] == [2]
+                or (fate == FATES[1] and step > begins + behind)
+            ):
+                assert new == greedily("Llama", given_prompt)[: len(new)]
+                engine.drop(running.pop(number))
+                done.add(number)
+        if len(done) == len(given_texts):
+            break
+        going = [text for number, text in running.items() if given_texts[number][2:] != (FATES[2], step)]
+        for text, guess in zip(going, engine.propose(going, longest), strict=True):
+            assert chained(guess)
+            assert len(guess) <= longest
+            assert all(0 <= token < SIZE for token in guess.tokens)
+            engine.observe(text, picks(text.ids, guess.tokens))
+        for text in set(running.values()) - set(going):
+            engine.observe(text, picks(text.ids))
+    assert not engine.texts
+    assert all(slots._rows.count(None) == len(slots._rows) for slots in engine._caches._slots.values())
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("text", TEXTS[:3])
+def test_guesses_are_the_likeliest_paths_of_what_xtoks_own_loop_guesses(
+    draft: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ledger, "cheapest_first", lambda self: list(range(len(self.accounts))))  # by measured times
+    expected = XTokAssisted((LM, TOKENS), MADE[draft](), budget=CONSTANT).generate(text, **GREEDY)
+    engine = made(draft, budget=CONSTANT)
+    ids = iter(expected.token_ids)
+    first, *rounds = expected.rounds
+    drafted = engine.add([*prompt(text), *[next(ids) for _ in range(first.committed)]])
+    for one in rounds:
+        room = LENGTH - (len(drafted.ids) - len(prompt(text))) - 1  # the loop guesses nothing that can't be committed any more
+        (guess,) = engine.propose([drafted], room)
+        assert guess.tokens == one.tree.first_path(room).tokens
+        engine.observe(drafted, [next(ids) for _ in range(one.committed)])
+
+
+def test_what_is_learnt_from_is_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Tree]()
+    observe = Ledger.observe
+    monkeypatch.setattr(Ledger, "observe", lambda self, tree, *rest: (seen.append(tree), observe(self, tree, *rest))[1])
+    engine = made("several", budget=CONSTANT)
+    text = engine.add(prompt(TEXTS[0]))
+    guesses = list[Tree]()
+    for _ in range(4):
+        (guess,) = engine.propose([text], 8)
+        guesses.append(guess)
+        engine.observe(text, picks(text.ids, guess.tokens))
+    engine.propose([text], 8)
+    assert seen == guesses
+    assert any(guesses)
+
+
+def test_texts_share_the_drafts_forwards() -> None:
+    alone, many = made(budget=CONSTANT), made(budget=CONSTANT)
+    given_texts = {alone: [alone.add(prompt(TEXTS[0]))], many: [many.add(prompt(text)) for text in TEXTS]}
+    counts = dict[DraftEngine, int]()
+    for engine, texts in given_texts.items():
+        for text, guess in zip(texts, engine.propose(texts, 8), strict=True):
+            engine.observe(text, picks(text.ids, guess.tokens)[:1])
+        with forwards(UNRELATED) as seen:
+            assert any(engine.propose(texts, 8))
+        counts[engine] = len(seen)
+    assert counts[many] <= counts[alone] + 1  # one id of the target may be many of the draft's: then it is read apart
+    assert counts[alone] <= CONSTANT.depth
+
+
+def state(engine: DraftEngine) -> tuple[int, ...]:
+    """How much it holds: numbers of its caches' tensors, rows, and sessions alive."""
+    gc.collect()
+    slots = list(engine._caches._slots.values())
+    held = [part.numel() for one in slots for layer in one._layers for part in (layer.keys, layer.values) if part is not None]
+    sessions = sum(type(one) is Session for one in gc.get_objects())
+    return sum(held), sum(len(one._rows) for one in slots), len(engine.texts), sessions
+
+
+def test_a_thousand_texts_leave_nothing_behind() -> None:
+    engine = made("several", budget=Budget(2, width=2, schedule="constant"))
+    longest = max(TEXTS, key=lambda text: len(prompt(text)))
+
+    def write(numbers: Sequence[int]) -> None:
+        texts = [engine.add(prompt(longest if number % 50 == 0 else TEXTS[number % len(TEXTS)])) for number in numbers]
+        for _ in range(2):
+            for text, guess in zip(texts, engine.propose(texts, 4), strict=True):
+                engine.observe(text, [*guess.tokens[:1], 5])
+        for text in texts[::2] + texts[1::2]:
+            engine.drop(text)
+
+    write(range(10))
+    before = state(engine)
+    for start in range(10, scaled(1000), 10):
+        write(range(start, start + 10))
+    assert state(engine) == before
+
+
+class Fails:
+    """A draft whose drafters raise from their second guess on, each for itself."""
+
+    def start(self, request: Any) -> ScriptedDrafter:
+        left = iter([[5]])
+        return ScriptedDrafter(lambda context: next(left))
+
+
+def test_a_draft_that_raises_costs_speed_only() -> None:
+    engine = DraftEngine(TOKENS, [Fails(), ScriptedDrafter(lambda context: [7])], size=SIZE, budget=CONSTANT)
+    texts = [engine.add(prompt(text)) for text in TEXTS[:2]]
+    engine.propose(texts[:1], 4)
+    engine.observe(texts[0], [5])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [engine.propose(texts, 4) for _ in range(2)]
+    assert [one.category for one in told] == [DraftFailedWarning] * 2
+    assert [guess.tokens for guess in found[1]] == [(7,), (7,)]
+
+
+@pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
+def test_a_model_that_fails_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = made(budget=CONSTANT)
+    texts = [engine.add(prompt(text)) for text in TEXTS[:3]]
+    engine.propose(texts, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(UNRELATED), "forward", lambda *args, **kwargs: 1 / 0)
+        for text in texts:
+            engine.observe(text, picks(text.ids))
+        assert all(map(chained, engine.propose(texts, 4)))
+    later = engine.add(prompt(TEXTS[3]))
+    assert engine.propose([later], 4)[0]
+
+
+def test_nothing_is_guessed_behind_an_end_and_none_is_guessed_beyond_the_targets_ids() -> None:
+    engine = DraftEngine(TOKENS, ScriptedDrafter(lambda context: [5, SIZE - 1]), ends=[9, 11], size=SIZE, budget=CONSTANT)
+    text = engine.add(prompt(TEXTS[0]))
+    assert engine.propose([text], 4)[0].tokens == (5, SIZE - 1)
+    for end, guessed in ((9, 0), (2, 2), (11, 0)):
+        engine.observe(text, [end])
+        assert len(engine.propose([text], 4)[0]) == guessed
+    small = DraftEngine(TOKENS, ScriptedDrafter(lambda context: [5, SIZE - 1]), budget=CONSTANT)
+    assert not small.propose([small.add([2, 5])], 4)[0]
+
+
+def test_no_texts_and_no_length_are_no_guesses() -> None:
+    engine = made(budget=CONSTANT)
+    assert engine.propose([], 4) == []
+    text = engine.add(prompt(TEXTS[0]))
+    with forwards(UNRELATED) as seen:
+        assert engine.propose([text], 0) == [Tree()]
+    assert not seen
+    assert engine.propose([text], 1)[0].depth == 1
+
+
+# what a step takes
+
+
+class Clock:
+    """Seconds as they are wanted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(drafting, "perf_counter", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def steps(
+    engine: DraftEngine, texts: Sequence[DraftedText], clock: Clock, cost: Callable[[int], float], number: int
+) -> list[int]:
+    """How many ids are guessed in each of some steps, whose forwards take what their rows cost."""
+    found = []
+    for _ in range(number):
+        guesses = engine.propose(texts, 8)
+        found.append(sum(map(len, guesses)))
+        clock.now += cost(len(texts) + found[-1])
+        for text, guess in zip(texts, guesses, strict=True):
+            engine.observe(text, picks(text.ids, guess.tokens))
+            clock.now += 1000  # what comes behind the first is no part of it
+    return found
+
+
+def test_a_step_takes_from_a_proposal_to_what_comes_of_it(clock: Clock) -> None:
+    engine = made("lookup")
+    texts = [engine.add(prompt(text)) for text in TEXTS[:3]]
+    steps(engine, texts, clock, lambda rows: 2.0, 1)
+    engine.propose(texts, 8)
+    assert engine._ledger.target.cells == {2: (1, 3.0, 2.0)}
+
+
+def test_rows_that_cost_much_are_not_guessed_for_and_rows_that_cost_little_are(clock: Clock) -> None:
+    dear, cheap = made("lookup"), made("lookup")
+    found = {}
+    for engine, cost in ((dear, lambda rows: 0.1 + 1.0 * rows), (cheap, lambda rows: 10 + 0.001 * rows)):
+        texts = [engine.add(prompt(text)) for text in TEXTS]
+        found[engine] = steps(engine, texts, clock, cost, 24)
+    assert found[dear][0] == found[cheap][0] == 0
+    assert sum(found[cheap][-8:]) > 3 * sum(found[dear][-8:])
+
+
+def test_steps_that_had_more_in_them_are_not_measured(clock: Clock) -> None:
+    engine = made("lookup")
+    first = engine.add(prompt(TEXTS[0]))
+    steps(engine, [first], clock, lambda rows: 1.0, 3)
+    engine.propose([first], 8)
+    before = dict(engine._ledger.target.cells)
+    clock.now += 50.0
+    second = engine.add(prompt(TEXTS[1]))  # its prompt was read
+    engine.observe(first, [5])
+    engine.propose([first], 8)
+    clock.now += 50.0
+    engine.observe(second, [])  # more of it was read
+    engine.observe(first, [5])
+    engine.propose([first, second], 8)
+    clock.now += 50.0
+    engine.observe(first, [5, 6, 7])  # of steps without a proposal
+    engine.observe(first, [5])
+    engine.observe(second, [5])
+    engine.propose([first], 8)
+    clock.now += 50.0
+    engine.observe(second, [5])  # which wasn't proposed for
+    engine.observe(first, [5])
+    engine.propose([first, second], 8)
+    assert engine._ledger.target.cells == before
+    clock.now += 1.0
+    engine.observe(second, [5])
+    engine.drop(first)  # which has ended: the forward had the other alone
+    engine.propose([second], 8)
+    assert engine._ledger.target.cells != before
+    assert all(seconds == 1.0 for _, _, seconds in engine._ledger.target.cells.values())
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokenizer": 3},
+        {"tokenizer": LM},
+        {"draft": None},
+        {"draft": []},
+        {"draft": 3},
+        {"draft": "no/such/model"},
+        {"draft": HeadsDrafter.__new__(HeadsDrafter)},
+        {"size": 0},
+        {"size": 2.5},
+        {"size": True},
+        {"budget": 3},
+    ],
+    ids=[
+        "a number for a tokenizer",
+        "a model for it",
+        "no draft",
+        "no drafts",
+        "a number",
+        "no model",
+        "heads",
+        "0",
+        "2.5",
+        "True",
+        "3",
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises((InvalidInputError, UnsupportedTokenizerError)):
+        DraftEngine(**{"tokenizer": TOKENS, "draft": PromptLookup(), **settings})
+
+
+@pytest.mark.parametrize("ids", [[], None, 3, ["a"], [1.5], [-1], [SIZE], [5, 1 << 70], "5"], ids=str)
+def test_what_are_no_ids_is_refused_and_changes_nothing(ids: Any) -> None:
+    engine = made(budget=CONSTANT)
+    text = engine.add(torch.tensor(prompt(TEXTS[0])))
+    with pytest.raises(InvalidInputError):
+        engine.add(ids)
+    if ids != []:
+        with pytest.raises(InvalidInputError):
+            engine.observe(text, ids)
+    assert text.ids == list(prompt(TEXTS[0]))
+    assert engine.texts == [text]
+
+
+def test_texts_and_lengths_that_make_no_sense_are_refused() -> None:
+    engine = made(budget=CONSTANT)
+    text, gone = engine.add(prompt(TEXTS[0])), engine.add(prompt(TEXTS[1]))
+    engine.drop(gone)
+    for refused in ([gone], [text, text], [3], [[]], [made().add([5])]):
+        with pytest.raises(InvalidInputError):
+            engine.propose(refused, 4)  # type: ignore[arg-type]
+    for longest in (-1, 1.5, True, None):
+        with pytest.raises(InvalidInputError):
+            engine.propose([text], longest)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError):
+        engine.drop(gone)
+    with pytest.raises(InvalidInputError):
+        engine.observe(gone, [5])
+
+
+def test_a_draft_of_the_targets_ids_and_one_of_the_callers_own_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(context: Context) -> list[int]:
+        return picks(context.ids)
+
+    for draft in ((SIBLING, TOKENS), ScriptedDrafter(script), [ScriptedDrafter(script), PromptLookup()]):
+        engine = DraftEngine(TOKENS, draft, size=SIZE, budget=replace(CONSTANT, depth=1))
+        text = engine.add(prompt(TEXTS[0]))
+        (guess,) = engine.propose([text], 4)
+        assert guess
+        engine.observe(text, picks(text.ids, guess.tokens))
+        assert text.ids[len(prompt(TEXTS[0])) :] == greedily("Llama", TEXTS[0])[: len(text.ids) - len(prompt(TEXTS[0]))]

@@ -1,0 +1,231 @@
+"""Drafting for texts that another engine writes: that one schedules, checks and commits, and here is only what guesses."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from operator import index
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from xtok.align.tokenbytes import token_bytes
+from xtok.align.vocabulary import Vocabulary
+from xtok.budget import Budget
+from xtok.costs import Cost
+from xtok.drafts import Draft, Drafter, Request
+from xtok.drafts.given import Shared, as_list, guesses
+from xtok.drafts.heads import HeadsDrafter
+from xtok.drafts.model import ModelDraft
+from xtok.drafts.session import Session
+from xtok.errors import InvalidInputError
+from xtok.ledger import Account, Company, Ledger
+from xtok.models.forwards import Asking, together
+from xtok.models.graphs import takes_graphs
+from xtok.models.load import Source, draft_model
+from xtok.models.seats import Caches, Seat
+from xtok.stats import Meter
+from xtok.tree import Tree
+
+CHAINS = Budget(width=2)
+"""How much is guessed at most. A second path lets the likeliest one be found; of the pair that ships chains by two paths have
+1.90 ids per step, by one 1.78, and by eight 1.89, in half as much time again.
+"""
+
+
+@dataclass(eq=False)
+class DraftedText:
+    """A text that another engine writes, as its `DraftEngine` knows it.
+
+    `ids`: what is committed of it so far, prompt included. `session`: who drafts it. `seat`: where it has its slots in drafts.
+    """
+
+    ids: list[int]
+    session: Session = field(repr=False)
+    seat: Seat = field(repr=False)
+
+
+@dataclass
+class _Step:
+    """A step of the engine that writes, from the end of a proposal at `start` on; `seconds`, once something came of it.
+
+    `rows`: how many ids of each text that was guessed for its forward has; nothing else, where it `is_pure`. `told`: the texts
+    whose ids came. `late`: those of them that a step without a guess may have had a part in.
+    """
+
+    rows: dict[DraftedText, int] = field(default_factory=dict)
+    start: float = 0.0
+    seconds: float | None = None
+    is_pure: bool = True
+    told: dict[DraftedText, None] = field(default_factory=dict)
+    late: set[DraftedText] = field(default_factory=set)
+
+
+class DraftEngine:
+    """Guesses what follows texts that another engine writes, as many together as it names, by forwards that they share.
+
+    Laws: a guess is a chain, the likeliest path of what all drafts guess together. It decides how fast a text comes, never
+    what it says, as long as whoever writes commits the target's own picks. A draft that raises is told of by a
+    `DraftFailedWarning` and not asked again for that text. Memory doesn't grow with the number of texts that came and went.
+
+        engine = DraftEngine(tokenizer, "cyberagent/open-calm-small")
+        text = engine.add(prompt_ids)
+        while not done:
+            (guess,) = engine.propose([text], longest=8)
+            engine.observe(text, verify(guess.tokens))  # the target's own picks along the guess, and one behind it
+        engine.drop(text)
+
+    For one thread. Unless the budget is constant, how much is guessed depends on what that gained, and on the time between the
+    end of `propose` and the first `observe` behind it, which is taken for a forward of the target over all texts proposed for.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        draft: Source | Draft | Drafter | list[Any],
+        *,
+        size: int | None = None,
+        ends: Collection[int] = (),
+        budget: Budget | None = None,
+    ) -> None:
+        """`tokenizer`: the target's, of transformers; nothing else of it is needed. `draft`: as for `XTokAssisted`, a model
+        among them guesses together with what the text repeats. `size`: how many ids the target has logits for; None for as
+        many as the tokenizer has. `ends`: those that end a text, behind which nothing is guessed; none for the tokenizer's.
+        `budget`: without one, two paths for a chain, and of those as much as pays.
+
+        Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
+        """
+        if not isinstance(budget, Budget | None):
+            raise InvalidInputError(f"budget is {budget!r}; give a Budget, such as Budget(depth=5), or leave it out.")
+        self._budget = budget or CHAINS
+        self._vocabulary = _vocabulary(tokenizer, size, ends)
+        own = tokenizer.eos_token_id
+        self._end = next(iter(ends), None) if own is None or (ends and own not in ends) else own
+        given = as_list(draft, alone=self._budget.width == 1)
+        if not given or any(isinstance(one, HeadsDrafter) for one in given):
+            raise InvalidInputError(f"draft is {draft!r}; give what guesses from ids alone: a model, or PromptLookup(), say.")
+        models = {i: draft_model(one) for i, one in enumerate(given) if not guesses(one)}
+        self._drafts = [
+            ModelDraft(models[i], self._vocabulary) if i in models else Shared(one) if isinstance(one, Drafter) else one
+            for i, one in enumerate(given)
+        ]
+        self._ledger = Ledger([Account() for _ in given])
+        self._caches = Caches(captures=any(takes_graphs(one.model) for one in models.values()))
+        self._texts: dict[DraftedText, None] = {}
+        self._step = _Step(is_pure=False)
+
+    @property
+    def texts(self) -> list[DraftedText]:
+        """Those that were added and not dropped."""
+        return list(self._texts)
+
+    def add(self, ids: Sequence[int]) -> DraftedText:
+        """A text to guess for. `ids`: the target's, of all that is committed, without padding; its prompt, say.
+
+        Raises `InvalidInputError` for what are no ids of the target.
+        """
+        ids = self._checked(ids)
+        if not ids:
+            raise InvalidInputError("The text has no ids. Give at least one, as the token that begins texts.")
+        self._step.is_pure = False  # its prompt is read in this step, or it has no part in it
+        seat = Seat(self._caches)
+        request = Request(self._vocabulary, Meter(), end=self._end, seat=seat)
+        with torch.inference_mode(False):
+            text = DraftedText(ids, Session(self._drafts, request, self._ledger, ids), seat)
+        self._texts[text] = None
+        return text
+
+    def observe(self, text: DraftedText, ids: Sequence[int]) -> None:
+        """Take in what was committed of a text by one step: what of its guess was right, and the id behind it.
+
+        None: the step read more of its prompt. A text that had steps without a proposal is told of each, or of all of them at
+        once and then of the last: what of them was guessed isn't known, and nothing is learnt from that.
+
+        Raises `InvalidInputError` for what are no ids of the target, and for a text that was dropped.
+        """
+        self._check(text)
+        ids, step = self._checked(ids), self._step
+        if step.seconds is None:
+            step.seconds = perf_counter() - step.start
+        if not ids or text in step.told or text not in step.rows:
+            step.is_pure = False
+            step.late.add(text)
+        step.told[text] = None
+        text.ids += ids
+        if ids:
+            text.session.extend(ids)
+
+    def drop(self, text: DraftedText) -> None:
+        """Forget a text, be it done or not. Raises `InvalidInputError` for one that was dropped."""
+        self._check(text)
+        del self._texts[text]
+        text.session.close()
+        text.seat.leave()
+
+    def propose(self, texts: Sequence[DraftedText], longest: int) -> list[Tree]:
+        """What the target is to check behind each of some texts in its next forward: chains of at most `longest` of its ids.
+
+        They may be empty, and always are for the first step of all, where guessing goes by costs: those aren't known yet.
+        Texts that aren't proposed for have no part in that forward.
+
+        Raises `InvalidInputError` for a text that was dropped or is there twice, and for a length that is none.
+        """
+        if not isinstance(longest, int) or isinstance(longest, bool) or longest < 0:
+            raise InvalidInputError(f"longest is {longest!r}; it must be a whole number, 0 or more.")
+        for text in texts:
+            self._check(text)
+        if len(set(texts)) < len(texts):
+            raise InvalidInputError("A text is proposed for twice. Name each once.")
+        self._learn()
+        limit = replace(self._budget, longest=min(self._budget.longest, longest))
+        company = Company(max(1, len(texts)))
+        with torch.inference_mode(False):  # in which nothing can be captured
+            trees = together([self._guess(text, limit, company) for text in texts])
+        rows = {text: 1 + len(tree) for text, tree in zip(texts, trees, strict=True) if tree is not None}
+        self._step = _Step(rows, perf_counter())
+        return [tree or Tree() for tree in trees]
+
+    def _guess(self, text: DraftedText, limit: Budget, company: Company) -> Asking[Tree | None]:
+        """A chain; None where nobody was asked."""
+        if not limit.longest or text.ids[-1] in self._vocabulary.ends:
+            return None
+        return (yield from text.session.propose(limit, company, chained=True))
+
+    def _learn(self) -> None:
+        """Let drafts learn from the step that is over. What isn't pure measures no forward, and yet tells what came true."""
+        step, self._step = self._step, _Step(is_pure=False)
+        told = [text for text in step.told if text not in step.late]
+        if step.seconds is None or not (step.is_pure or self._ledger.ready()):
+            return
+        cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
+        for text in told:  # of those proposed for, they alone were forwarded: others were put off, or had ended
+            text.session.observe(cost)
+            cost = cost._replace(told=True)
+
+    def _check(self, text: Any) -> None:
+        if not (isinstance(text, DraftedText) and text in self._texts):
+            raise InvalidInputError("The text isn't drafted for here, or was dropped. Add it first.")
+
+    def _checked(self, ids: Any) -> list[int]:
+        """`ids` as a list. Raises `InvalidInputError` where they can't be the target's."""
+        try:
+            found = [index(token) for token in ids]
+        except TypeError as error:
+            raise InvalidInputError(f"The ids are {ids!r}; give a list of whole numbers.") from error
+        wrong = [token for token in found if not 0 <= token < self._vocabulary.size]
+        if wrong:
+            raise InvalidInputError(f"The ids hold {wrong[0]}, and the target's are 0 to {self._vocabulary.size - 1}.")
+        return found
+
+
+def _vocabulary(tokenizer: Any, size: Any, ends: Collection[int]) -> Vocabulary:
+    """Raises `UnsupportedTokenizerError` or `InvalidInputError` for what can't be a target's."""
+    if not callable(getattr(tokenizer, "get_vocab", None)):
+        raise InvalidInputError(f"tokenizer is {type(tokenizer).__name__}; give the target's, as AutoTokenizer loads it.")
+    size = len(tokenizer) if size is None else size
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InvalidInputError(f"size is {size!r}; it must be a whole number, 1 or more: how many ids the target has.")
+    own = tokenizer.eos_token_id
+    found = frozenset(ends) or frozenset([] if own is None else [own])
+    vocabulary = Vocabulary(tokenizer, token_bytes(tokenizer), size, found)
+    _ = vocabulary.encoder  # refused here if it can't be had, and not in the first text
+    return vocabulary
