@@ -31,7 +31,8 @@ test-vllm:
 
 gpu: $(INSTALLED)
 	mkdir -p build
-	if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(BIN)/python -m pytest tests/test_gpu.py; fi
+	if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(BIN)/python -m pytest tests/test_gpu.py; \
+	else echo "There is no GPU here that torch can use: its tests are left out."; fi
 	$(BIN)/python -m xtok bench gpu --save build/gpu.json
 
 lint: $(INSTALLED)

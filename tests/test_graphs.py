@@ -407,8 +407,15 @@ def test_what_is_no_setting_is_refused(setting: Any) -> None:
         XTokAssisted((TARGET, TOKENS), compile=setting)
 
 
+@pytest.mark.parametrize("name", ["stable", "adapt"])
+@pytest.mark.parametrize("given", ["no", 1, None])
+def test_what_is_no_switch_is_refused(name: str, given: Any) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name} is {given!r}; it must be True or False"):
+        XTokAssisted((TARGET, TOKENS), **{name: given})
+
+
 def test_to_capture_on_a_cpu_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM can't be captured as CUDA graphs: it must be on"):
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM, on cpu, can't be captured as CUDA graphs: it must"):
         XTokAssisted((TARGET, TOKENS), compile=True)
 
 

@@ -135,6 +135,7 @@ class XTokAssisted:
             dtype=dtype,
             device_map=device_map,
         )
+        _check_switches(adapt=adapt, stable=stable)
         _check_settings(budget, acceptance, compile, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
         typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
         if typical:
@@ -181,8 +182,8 @@ class XTokAssisted:
             raise UnsupportedArgumentError("stable=True needs acceptance='match': by others, ids depend on the draft.")
         if not takes_slots(target):
             raise UnsupportedModelError(
-                f"{type(target).__name__} keeps a cache of its own for each text, whose forwards can't have one shape. Leave "
-                "stable=True out."
+                f"This {type(target).__name__} can't share forwards, which stable=True needs: what it computes follows the "
+                "length of its text (dynamic rotary frequencies, ALiBi), or its cache is of another kind. Leave it out."
             )
         usual = {"max_new_tokens": 1, "num_beams": 1, "do_sample": False, "num_return_sequences": 1}
         if not hf.prepare(self.target, [0], usual)[0].is_plain:
@@ -200,8 +201,8 @@ class XTokAssisted:
         """Whether there are forwards to capture. Raises `UnsupportedModelError` where they are wanted and can't be."""
         if wanted and not (takes_slots(self.model) and takes_graphs(self.model)):
             raise UnsupportedModelError(
-                f"The forwards of {type(self.model).__name__} can't be captured as CUDA graphs: it must be on one GPU, without "
-                "hooks, and of a kind whose forwards can be shared. Leave compile=True out."
+                f"Forwards of {type(self.model).__name__}, on {device_of(self.model)}, can't be captured as CUDA graphs: it "
+                "must be on one GPU, without hooks, and of a kind whose forwards can be shared. Leave compile out."
             )
         return wanted is not False and any(map(takes_graphs, self.models()))
 
@@ -554,6 +555,12 @@ def check_batch(batch_size: Any, progress: Any) -> None:
         raise InvalidInputError(f"batch_size is {batch_size!r}; it must be a whole number, 1 or more.")
     if not isinstance(progress, bool | None):
         raise InvalidInputError(f"progress is {progress!r}; it must be True, False or None.")
+
+
+def _check_switches(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise InvalidInputError(f"{name} is {value!r}; it must be True or False.")
 
 
 def _check_settings(budget: Any, acceptance: Any, captured: Any, **posterior: Any) -> None:

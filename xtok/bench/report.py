@@ -124,7 +124,7 @@ def print_bits(rows: list[BitsRow]) -> None:
     """What stable forwards give and cost, a table for each way to ask."""
     for setting in dict.fromkeys(row.setting for row in rows):
         table = _table(
-            ("texts", "", "stable", "texts that\ndiffer", "of", "picks", "tokens/s", "tokens per\nforward", "speed"),
+            ("at once", "", "stable", "texts that\ndiffer", "of", "picks", "tokens/s", "tokens per\nforward", "speed"),
             title=f"{setting}: with stable=True and without",
         )
         for row in (row for row in rows if row.setting == setting):
@@ -132,7 +132,7 @@ def print_bits(rows: list[BitsRow]) -> None:
             speed = f"{row.tokens_per_second:,.0f}", f"{row.tokens_per_forward:.2f}", f"{row.speed:.2f}"
             table.add_row(str(row.texts), row.system, "yes" if row.stable else "no", *counts, *speed)
         Console(highlight=False, width=110).print(table)
-    typer.echo("texts: written at a time. differ: from those without a draft, one at a time, with stable=True.")
+    typer.echo("at once: texts. differ: from those without a draft, one at a time, with stable=True.")
     typer.echo("speed: how many times as fast as the same system without stable=True.")
 
 
