@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_caches import RECURRENT
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from worlds import ARCHITECTURES, CORPUS, alone, budgets, examples, fitting, make_dear, texts, tokenizer
+from worlds import ARCHITECTURES, CORPUS, alone, budgets, deep, examples, fitting, make_dear, texts, tokenizer
 
 from xtok import Budget, Generation, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
@@ -195,7 +195,7 @@ class StopsAtTheSecond(StopsOn):
 
 @pytest.mark.parametrize("kind", sorted(STATEFUL))
 @pytest.mark.parametrize("way", sorted(WAYS))
-@pytest.mark.parametrize("draft", ["none", "several"])
+@pytest.mark.parametrize("draft", [*deep("none"), "several"])
 def test_processors_and_criteria_keep_a_state_for_each_text(kind: str, way: str, draft: str) -> None:
     xt = XTokAssisted((target("Llama"), TOKENS), MADE[draft](), budget=TREE)
     prompts, given = [*TEXTS[:4], TEXTS[1]], STATEFUL[kind]()
@@ -260,7 +260,7 @@ def test_a_padded_batch_of_any_architecture_shares_its_forwards(architecture: st
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("way", ["greedy", *deep(*sorted(set(WAYS) - {"greedy"}))])
 def test_texts_of_a_model_that_cant_share_forwards_take_turns(name: str, way: str) -> None:
     lm = tiny(name, len(TOKENS)).float()
     xt = XTokAssisted((lm, TOKENS), PromptLookup(corpus=CORPUS), budget=CHAIN)

@@ -171,6 +171,7 @@ def test_the_repetition_penalty_is_that_of_its_setting(monkeypatch: pytest.Monke
     assert [one[2] for one in asked_of(monkeypatch, "batches")] == list(SETTINGS.values())
 
 
+@pytest.mark.deep
 def test_a_sampled_benchmark_may_have_an_enlarged_target_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.bench.stretch.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
     monkeypatch.setattr("xtok.bench.stretch._WIDTH", 64)
@@ -179,6 +180,7 @@ def test_a_sampled_benchmark_may_have_an_enlarged_target_in_float16(monkeypatch:
     assert target[0].dtype == draft[0].dtype == torch.float16
 
 
+@pytest.mark.deep
 def test_a_picture_has_all_settings_and_names_the_models(tmp_path: Path) -> None:
     draft = tmp_path / "small-draft"
     shutil.copytree(pair.DRAFT, draft)

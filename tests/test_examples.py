@@ -23,7 +23,12 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize(("example", "told"), EXAMPLES)
+QUICK = {"engine", "hugging_face", "several_drafts", "prompt_lookup"}
+
+
+@pytest.mark.parametrize(
+    ("example", "told"), [pytest.param(*one, marks=[] if one[0] in QUICK else pytest.mark.deep) for one in EXAMPLES]
+)
 def test_an_example_runs_and_tells_the_truth(example: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / f"{example}.py"), run_name="__main__")
     printed = capsys.readouterr().out

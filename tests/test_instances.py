@@ -37,7 +37,7 @@ from front_door import (
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from worlds import budgets, examples, fitting, scaled
+from worlds import budgets, deep, examples, fitting, scaled
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted, pair
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
@@ -341,7 +341,7 @@ def pickled(xt: XTokAssisted) -> Any:
 
 
 @pytest.mark.parametrize(
-    "copied", [lambda xt: pickle.loads(pickle.dumps(xt)), deepcopy, copy], ids=["pickle", "deepcopy", "copy"]
+    "copied", [lambda xt: pickle.loads(pickle.dumps(xt)), *deep(deepcopy), copy], ids=["pickle", "deepcopy", "copy"]
 )
 @pytest.mark.parametrize(
     "settings",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from front_door import forwards
 from transformers import DynamicCache
-from worlds import CORPUS, alone, fitting, tokenizer
+from worlds import CORPUS, alone, deep, fitting, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
@@ -32,7 +32,7 @@ DRAFTS: dict[str, Any] = {
 CHAINS, TREES = Budget(4, width=1, schedule="constant"), Budget(4, width=3, schedule="constant")
 
 
-@pytest.fixture(params=DRAFTS)
+@pytest.fixture(params=["other ids", *deep("the target's ids"), "no bytes"])
 def draft(request: pytest.FixtureRequest) -> Any:
     return DRAFTS[request.param]
 

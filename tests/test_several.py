@@ -20,7 +20,7 @@ from test_identity import CLOSE_CALL, alone, arguments, fresh, honoured
 from test_sampling import samplings, without_batch_limits
 from test_trees import paths_of
 from transformers import LogitsProcessorList
-from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, tokenizer
+from worlds import KINDS, budgets, deep, examples, fitting, make_dear, scaled, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, pair
 from xtok.align.projection import same_ids
@@ -680,7 +680,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Cost]:
 
 
 @pytest.mark.usefixtures("steady")
-@pytest.mark.parametrize("schedule", ["cost", "constant"])
+@pytest.mark.parametrize("schedule", ["cost", *deep("constant")])
 @pytest.mark.parametrize("way", ["list", "one by one", "samples", "batch", "streams"])
 def test_all_rounds_of_all_texts_are_in_the_ledger(way: str, schedule: Any, told: list[Cost]) -> None:
     """Found in review: each text of a list had a ledger of its own, and the last to end replaced those of the others."""

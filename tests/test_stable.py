@@ -19,7 +19,7 @@ from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
 from test_slots import shapes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from worlds import budgets, examples
+from worlds import budgets, deep, examples
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted, decode
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
@@ -220,7 +220,7 @@ def by_rows_and_neighbours(logits: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("change", [by_width, by_rows, by_place, by_rows_and_neighbours])
-@pytest.mark.parametrize("dtype", ["float32", HALF])
+@pytest.mark.parametrize("dtype", [*deep("float32"), HALF])
 def test_shapes_that_give_other_bits_are_found_out_and_left(change: Any, dtype: str) -> None:
     """As a device has it where each shape selects a kernel of its own."""
     prompts = [long(20), long(60), long(500), TEXTS[0]]
@@ -330,10 +330,8 @@ def test_a_sure_draw_is_drawn_often() -> None:
         assert sure > least
 
 
-@pytest.mark.parametrize(
-    "neighbours", [pytest.param(nodes, marks=[] if nodes in (4, 12, 28) else pytest.mark.deep) for nodes in range(0, 30, 4)]
-)
-@pytest.mark.parametrize("held", [100, 120, 127])
+@pytest.mark.parametrize("neighbours", [4, 28, *deep(0, 8, 12, 16, 20, 24)])
+@pytest.mark.parametrize("held", [*deep(100), 120, 127])
 def test_a_neighbours_tree_takes_no_place_of_a_text_at_a_border(held: int, neighbours: int) -> None:
     """Where places for the nodes of the widest tree would lie beyond what is looked at."""
     lm = target("Llama", "float32")

@@ -73,6 +73,7 @@ def kill(monkeypatch: pytest.MonkeyPatch, what: str, call: int, out: Path, **cha
             tuned(out, **changed)
 
 
+@pytest.mark.deep
 def test_a_training_that_is_killed_leaves_no_bar_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found with rich 13, which shows one bar at a time: the next one failed, and a thread went on drawing the first."""
     kill(monkeypatch, "xtok.tune.training._measured", 2, tmp_path / "draft")
@@ -174,6 +175,7 @@ def test_a_draft_learns_what_the_target_writes(tmp_path: Path) -> None:
     assert measure(model) == max(found)
 
 
+@pytest.mark.deep
 def test_small_matrices_are_merged_into_a_draft_like_the_one_they_were_trained_on(tmp_path: Path) -> None:
     done = tuned(tmp_path / "draft", lora=True, epochs=1, learning_rate=1e-2)
     assert load_file(done.path / "model.safetensors").keys() == load_file(pair.DRAFT / "model.safetensors").keys()

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
+import pytest
 import torch
 import transformers
 from hypothesis import settings
@@ -61,6 +62,11 @@ def budgets() -> st.SearchStrategy[Budget]:
     schedules = st.sampled_from(get_args(Schedule))
     sizes = st.integers(1, 6), st.integers(1, 6), st.integers(1, 40), st.just(64)
     return st.builds(Budget, *sizes, schedules, st.sampled_from([0.0, 0.0, 0.4]))
+
+
+def deep(*values: Any) -> list[Any]:
+    """Parameters for the deep tests alone."""
+    return [pytest.param(value, marks=pytest.mark.deep) for value in values]
 
 
 def quick() -> bool:

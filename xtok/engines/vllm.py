@@ -51,7 +51,9 @@ class XTokProposer:
         if import_module("vllm.distributed").get_tensor_model_parallel_rank():
             return
         model = self._config.model_config
-        tokenizer: Any = AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=False
+        )
         generation = model.try_get_generation_config()
         ends = generation.get("eos_token_id")
         ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
