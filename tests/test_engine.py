@@ -826,7 +826,7 @@ def test_memory_that_cant_be_bounded_is_refused() -> None:
 
 def live() -> int:
     gc.collect()
-    return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+    return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())  # isinstance asks proxies, which may raise
 
 
 def held_up(engine: Engine) -> tuple[int, list[int]]:

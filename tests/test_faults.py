@@ -322,7 +322,7 @@ def test_a_draft_that_begins_to_hang_is_left_alone(monkeypatch: pytest.MonkeyPat
 
 
 def live(kind: type = torch.Tensor) -> int:
-    return sum(isinstance(one, kind) for one in gc.get_objects())
+    return sum(issubclass(type(one), kind) for one in gc.get_objects())  # isinstance asks proxies, which may raise
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])

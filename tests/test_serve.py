@@ -36,6 +36,7 @@ from xtok.serve.app import Service, app_of
 from xtok.serve.command import _bound
 from xtok.serve.doors import LOG
 from xtok.serve.events import Cut
+from xtok.serve.processors import Grammar, grammar_of, matcher_of
 from xtok.serve.requests import Chat, Completion, Limits, read, texts_of
 
 NAME = "tiny"
@@ -377,6 +378,19 @@ def test_a_text_is_held_to_a_json_schema(server: Server, settings: dict[str, Any
     assert choice.message.content == ALONE.generate(same.prompt, **same.arguments).text
     assert choice.finish_reason == "stop"
     assert json.loads(choice.message.content or "") in SCHEMA["enum"]
+
+
+def test_a_tokenizer_whose_last_call_padded_is_read_as_any_other() -> None:
+    """Found by the lowest versions: llguidance 1.0 took those settings over, and its grammars allowed no token."""
+    padding = deepcopy(TOKENS)
+    padding(["a", "b b b b"], padding="max_length", truncation=True, max_length=3)
+    allowed = []
+    for tokens in (TOKENS, padding):
+        matcher = matcher_of(tokens, 2, grammar_of(tokens, 2, {"enum": ["名前"]}))
+        scores = Grammar(matcher, 0)(torch.zeros((1, 0), dtype=torch.int64), torch.zeros((1, len(tokens))))
+        allowed.append(scores.isfinite())
+    assert allowed[0].any()
+    assert torch.equal(*allowed)
 
 
 def test_any_json_object_may_be_asked_for(server: Server) -> None:
