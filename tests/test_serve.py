@@ -381,7 +381,6 @@ def test_a_text_is_held_to_a_json_schema(server: Server, settings: dict[str, Any
 
 
 def test_a_tokenizer_whose_last_call_padded_is_read_as_any_other() -> None:
-    """Found by the lowest versions: llguidance 1.0 took those settings over, and its grammars allowed no token."""
     padding = deepcopy(TOKENS)
     padding(["a", "b b b b"], padding="max_length", truncation=True, max_length=3)
     allowed = []
