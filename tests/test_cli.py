@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import MambaConfig
 from typer.testing import CliRunner
-from worlds import CORPUS, FAMILIES, tokenizer
+from worlds import CORPUS, FAMILIES, deep, tokenizer
 
 from xtok import XTokAssisted, __version__, cli, demo
 from xtok.align.fit import fit
@@ -161,7 +161,7 @@ def test_another_target_without_a_draft_is_told_what_guesses(tmp_path: Path) -> 
     assert "no --draft" not in run("inspect", "--target", str(tmp_path), "--draft", str(DRAFT))[1]
 
 
-@pytest.mark.parametrize("asked", [["--help"], pytest.param(["inspect", "--json"], marks=pytest.mark.deep)], ids=" ".join)
+@pytest.mark.parametrize("asked", [["--help"], *deep(["inspect", "--json"])], ids=" ".join)
 def test_a_closed_pipe_ends_in_silence(asked: list[str]) -> None:
     command = [sys.executable, "-m", "xtok", *asked]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:

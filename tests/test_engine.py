@@ -386,7 +386,7 @@ def test_a_warning_that_is_an_error_ends_the_text_that_it_is_about_alone() -> No
         assert [ids(one) for one in tickets[::2]] == [greedily("Llama", prompt) for prompt in TEXTS[:3:2]]
 
 
-@pytest.mark.parametrize("ending", [pytest.param("", marks=pytest.mark.deep), "sys.exit(3)"])
+@pytest.mark.parametrize("ending", [*deep(""), "sys.exit(3)"])
 def test_a_script_that_ends_while_texts_are_written_ends_as_it_says(ending: str) -> None:
     """Found by a hostile trial: it was aborted, for a thread can't be stopped in a forward."""
     lines = [

@@ -1,6 +1,7 @@
 """The laws on a GPU. `make gpu` runs these, where there is one."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -149,8 +150,6 @@ def test_adapters_that_are_merged_between_calls_are_seen() -> None:
 
 
 def test_one_thread_captures_while_others_forward() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     xt = XTokAssisted((target("Llama", torch.float64), TOKENS), (OTHER, BYTES), budget=TREE)
     make_dear(xt)
     wanted = [alone(fitting(TOKENS, "Llama", 0), prompt_ids(TOKENS, prompt), **GREEDY) for prompt in PROMPTS]

@@ -12,6 +12,7 @@ import torch
 from front_door import BYTES, GREEDY, OTHER, PROMPT, PROMPTS, TARGET, TOKENS
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
+from test_engine import cache_bytes
 from test_slots import VOCABULARY, Held, Sharing, ask_one_more, filled
 from transformers import LogitsProcessorList
 from worlds import ARCHITECTURES, examples, fitting, make_dear, model
@@ -166,8 +167,7 @@ def test_what_comes_out_stays_as_it_is_while_others_are_forwarded(replays: list[
 @pytest.mark.parametrize("stable", [False, True])
 def test_caches_of_captured_forwards_stay_within_the_memory_that_they_may_have(replays: list[int], stable: bool) -> None:
     def notes(_: Any, scores: torch.Tensor) -> torch.Tensor:
-        layers = [layer for slots in engine._caches._slots.values() for layer in slots._layers if layer.is_initialized]
-        taken.append(sum(states.numel() * states.element_size() for layer in layers for states in (layer.keys, layer.values)))
+        taken.append(cache_bytes(engine))
         return scores
 
     taken, memory = list[int](), 700 * sum(position_bytes(lm) or 0 for lm in (TARGET, OTHER))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_tune import Killed, killed_at
 from typer.testing import CliRunner
-from worlds import fitting, tokenizer
+from worlds import deep, fitting, tokenizer
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, hf, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
@@ -33,7 +33,7 @@ def trained(out: Path, **changed: Any) -> TrainedHeads:
     return train_heads(pair.TARGET, PROMPTS, out, **{**SETTINGS, **changed})
 
 
-@pytest.fixture(scope="module", params=["that ship", pytest.param("just trained", marks=pytest.mark.deep)])
+@pytest.fixture(scope="module", params=["that ship", *deep("just trained")])
 def file(request: pytest.FixtureRequest) -> Path:
     """Heads that guess well, and heads that guess badly."""
     return pair.HEADS if request.param == "that ship" else request.getfixturevalue("whole").file

@@ -27,7 +27,7 @@ from test_batches import MADE, TEXTS, TREE, UNRELATED
 from test_engine import BYTES, LM, PATIENCE, TOKENS, held
 from transformers import LogitsProcessorList
 from typer.testing import CliRunner
-from worlds import examples
+from worlds import deep, examples
 
 from xtok import Engine, XTokAssisted, cli
 from xtok.models.prompts import prompt_ids
@@ -773,7 +773,7 @@ def visited(number: int) -> dict[str, Any]:
     return {**asked, **({"temperature": 0} if number % 4 else {"temperature": 1.0, "seed": number})}
 
 
-@pytest.mark.parametrize("count", [18, pytest.param(64, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("count", [18, *deep(64)])
 def test_many_clients_of_whom_a_third_hang_up(count: int) -> None:
     """Law 8, through HTTP: all others get the target's own text, and no row leaks."""
     with serving(batch_size=8) as one:

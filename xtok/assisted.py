@@ -18,11 +18,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok import hf
 from xtok.align.text import Text
-from xtok.budget import Budget
+from xtok.budget import Budget, check_budget
 from xtok.decode import step
 from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.adapt import Adapter
-from xtok.drafts.given import Shared, as_list, guesses
+from xtok.drafts.given import as_draft, as_list, guesses
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
@@ -34,13 +34,14 @@ from xtok.ledger import Account, Ledger
 from xtok.models.cache import device_of, positions
 from xtok.models.forwards import Slot
 from xtok.models.graphs import takes_graphs
+from xtok.models.layers import doubled
 from xtok.models.load import DEFAULT, Source, check_places, draft_model, target_model
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Placement, placements
 from xtok.models.probe import fits_trees, takes_slots, takes_trees
 from xtok.models.prompts import Chat, Prompt, is_several
 from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Pool, Seat
-from xtok.models.slots import doubled, rounded
+from xtok.models.slots import rounded
 from xtok.models.stable import StableShapes
 from xtok.noise import Noise
 from xtok.pick import Acceptance, Picker
@@ -236,7 +237,7 @@ class XTokAssisted:
             return ModelDraft(model, self.target.vocabulary, self.adapter)
         if isinstance(given, HeadsDrafter):
             given.check(self.model, self.target.vocabulary.view)
-        return Shared(given) if isinstance(given, Drafter) else given
+        return as_draft(given)
 
     @overload
     def generate(self, prompt: str | Chat | abc.Sequence[int] | Tensor, **arguments: Any) -> Generation: ...
@@ -571,5 +572,4 @@ def _check_settings(budget: Any, acceptance: Any, captured: Any, **posterior: An
     for name, value in posterior.items():
         if not (isinstance(value, Real) and 0 < float(value) <= 1):
             raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
-    if not isinstance(budget, Budget | None):
-        raise InvalidInputError(f"budget is {budget!r}; give a Budget, such as Budget(depth=5), or leave it out.")
+    check_budget(budget)

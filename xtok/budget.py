@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from xtok.errors import InvalidInputError
 
@@ -50,3 +50,9 @@ class Budget:
     def verified(self, masses: Sequence[float]) -> int:
         """How many of the likeliest guessed ids, whose masses fall, the target is to check."""
         return min(self.nodes, len(masses))
+
+
+def check_budget(given: Any) -> None:
+    """Raises `InvalidInputError` for what is no budget; None is the default one."""
+    if not isinstance(given, Budget | None):
+        raise InvalidInputError(f"budget is {given!r}; give a Budget, such as Budget(depth=5), or leave it out.")

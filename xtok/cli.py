@@ -20,6 +20,7 @@ from xtok.console import (
     DeviceOption,
     DraftOption,
     DtypeOption,
+    GuessOption,
     TargetOption,
     as_json,
     each,
@@ -96,13 +97,7 @@ def generate(
         list[Path] | None, typer.Option(help="A file with one prompt per line. May be given again.", show_default=False)
     ] = None,
     target: TargetOption = OWN_TARGET,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help='Hub id or path of the model that guesses, a file of heads, "lookup" for what the text repeats, or "none".',
-            show_default="the small one that ships; for other targets, lookup",
-        ),
-    ] = None,
+    draft: GuessOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the target to write at most.")] = 128,
     chat: Annotated[bool, typer.Option("--chat", help="Ask each prompt as a user, in the target's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="What the chat's system message says.", show_default=False)] = None,
@@ -254,13 +249,7 @@ def _summary(stats: "Stats") -> str:
 @on_the_command_line()
 def serve(
     target: TargetOption = OWN_TARGET,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help='Hub id or path of the model that guesses, a file of heads, "lookup" for what the text repeats, or "none".',
-            show_default="the small one that ships; for other targets, lookup",
-        ),
-    ] = None,
+    draft: GuessOption = None,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any that is free.")] = 8000,
     api_key: Annotated[

@@ -21,6 +21,13 @@ TargetOption = Annotated[str, typer.Option(help="Hub id or path of the model who
 DraftOption = Annotated[
     str | None, typer.Option(help="Hub id or path of the model that guesses.", show_default="the small one that ships")
 ]
+GuessOption = Annotated[
+    str | None,
+    typer.Option(
+        help='Hub id or path of the model that guesses, a file of heads, "lookup" for what the text repeats, or "none".',
+        show_default="the small one that ships; for other targets, lookup",
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(help="Where the models are: cpu, cuda, … Target and draft apart: cuda,cpu.", show_default="the best there is"),

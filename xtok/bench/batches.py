@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from xtok.assisted import XTokAssisted
-from xtok.bench.compare import Setting, check_prompts
+from xtok.bench.compare import Setting, check_prompts, in_turns
 from xtok.models.prompts import prompt_ids
 from xtok.progress import bar
 
@@ -73,11 +74,8 @@ def compare_batches(
     for size in bar(sizes, f"batches, {setting.title}"):
         texts = list(islice(cycle(prompts), _BATCHES * size))
         timed = {name: system for name, system in systems.items() if name != TURNS or size <= _TURNS}
-        runs: dict[str, list[_Run]] = {name: [] for name in timed}
-        for repeat in range(repeats + 1):
-            for name, system in timed.items():
-                runs[name].append(system(texts, size, repeat))
-        rows += [_row(setting, size, name, {one: found[1:] for one, found in runs.items()}) for name in timed]
+        runs = in_turns({name: partial(system, texts, size) for name, system in timed.items()}, repeats)
+        rows += [_row(setting, size, name, runs) for name in timed]
     return rows
 
 

@@ -1,7 +1,7 @@
 """The side-by-side benchmark: the target alone, transformers' universal assisted generation, and xtok, in one process."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from xtok.stats import Stats
 
 __all__ = ["compare", "stretch", "tuned", "useless_drafts"]
 
+K = TypeVar("K")
+R = TypeVar("R")
 ALONE = "target alone"
 NONE, LOOKUP, XTOK, DRAFT = "xtok, no draft", "xtok, lookup alone", "xtok", "xtok, draft alone"
 CHAIN, TREE = "xtok, chain of {}", "xtok, tree of depth {}"
@@ -140,6 +142,18 @@ def compare(
             runs[name].append(system(prompt, seed))
     view = token_bytes(target[1])
     return [_row(name, runs, view, sampled=bool(arguments["do_sample"])) for name in runs]
+
+
+def in_turns(systems: Mapping[K, Callable[[int], R]], repeats: int) -> dict[K, list[R]]:
+    """What systems give, each called with the number of the run, in turns.
+
+    All runs but each system's first, in which budgets learn what forwards cost, and forwards are captured.
+    """
+    runs: dict[K, list[R]] = {name: [] for name in systems}
+    for repeat in range(repeats + 1):
+        for name, system in systems.items():
+            runs[name].append(system(repeat))
+    return {name: found[1:] for name, found in runs.items()}
 
 
 def _warms_up(name: str, system: "System", prompt: str) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from gc import collect
 from itertools import cycle, islice
 from statistics import median
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.batches import padded
-from xtok.bench.compare import ALONE, NONE, XTOK, Setting, check_prompts, split
+from xtok.bench.compare import ALONE, NONE, XTOK, Setting, check_prompts, in_turns, split
 from xtok.bench.widen import Shape
 from xtok.budget import Budget
 from xtok.models.forwards import wait_for
@@ -101,8 +102,8 @@ class _Run(NamedTuple):
     stats: list[Stats]
 
 
-_System = Callable[[Sequence[str], int], _Run]
-"""Of texts, and how many at a time."""
+_System = Callable[[Sequence[str], int, int], _Run]
+"""Of texts, how many at a time, and the number of the run."""
 _Runs = dict[tuple[str, bool], list[_Run]]
 """Of each system, with graphs or without."""
 
@@ -172,7 +173,8 @@ def _lists(
         for text in dict.fromkeys(texts):
             if text not in alone:
                 alone[text] = padded(target, [text], 1, arguments)[0]
-        runs = _in_turns(_systems(target, draft, arguments), texts, size, repeats)
+        systems = _systems(target, draft, arguments)
+        runs = in_turns({name: partial(system, texts, size) for name, system in systems.items()}, repeats)
         rows += [_row(*system, size, runs, [alone[text] for text in texts], least) for system in runs]
     return rows
 
@@ -188,7 +190,7 @@ def _systems(target: Any, draft: Any, arguments: dict[str, Any]) -> dict[tuple[s
 
 
 def _transformers(target: Any, arguments: dict[str, Any]) -> _System:
-    def system(texts: Sequence[str], size: int) -> _Run:
+    def system(texts: Sequence[str], size: int, repeat: int) -> _Run:
         with timed() as took:
             ids = padded(target, texts, size, arguments)
         return _Run(ids, took.seconds, [])
@@ -199,21 +201,12 @@ def _transformers(target: Any, arguments: dict[str, Any]) -> _System:
 def _xtok(target: Any, draft: Any, arguments: dict[str, Any], *, graphs: bool, budget: Budget | None = None) -> _System:
     xt = XTokAssisted(target, draft, budget=budget, compile=None if graphs else False)
 
-    def system(texts: Sequence[str], size: int) -> _Run:
+    def system(texts: Sequence[str], size: int, repeat: int) -> _Run:
         with timed() as took:
             made = xt.generate(list(texts), batch_size=size, progress=False, **arguments)
         return _Run([one.token_ids for one in made], took.seconds, [one.stats for one in made])
 
     return system
-
-
-def _in_turns(systems: dict[tuple[str, bool], _System], texts: Sequence[str], size: int, repeats: int) -> _Runs:
-    """All runs but each system's first, in which graphs are captured and the budget learns what forwards cost."""
-    runs: _Runs = {name: [] for name in systems}
-    for _ in range(repeats + 1):
-        for name, system in systems.items():
-            runs[name].append(system(texts, size))
-    return {name: found[1:] for name, found in runs.items()}
 
 
 def _row(system: str, graphs: bool, size: int, runs: _Runs, alone: list[list[int]], least: float) -> ListRow:
@@ -241,9 +234,9 @@ def _row(system: str, graphs: bool, size: int, runs: _Runs, alone: list[list[int
 
 def _levels(target: Any, draft: Any, texts: Sequence[str], arguments: dict[str, Any], repeats: int) -> list[LevelRow]:
     collect()
-    systems = {("levels", graphs): _xtok(target, [draft], arguments, graphs=graphs, budget=_LEVELS) for graphs in (False, True)}
+    systems = {graphs: _xtok(target, [draft], arguments, graphs=graphs, budget=_LEVELS) for graphs in (False, True)}
     rows = []
-    for (_, graphs), runs in _in_turns(systems, texts, 1, repeats).items():
+    for graphs, runs in in_turns({graphs: partial(one, texts, 1) for graphs, one in systems.items()}, repeats).items():
         stats = [one for run in runs for one in run.stats if one.draft_forwards]
         forward = median(1000 * one.seconds_draft_forwards / one.draft_forwards for one in stats)
         level = median(1000 * one.seconds_draft / one.draft_forwards for one in stats)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from xtok.drafts import Drafter, Request
+from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.lookup import PromptLookup
 
 
-class Shared:
+class _Shared:
     """A drafter of the caller's own that serves all texts."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -15,6 +15,11 @@ class Shared:
     def start(self, request: Request) -> Drafter:
         """The drafter itself."""
         return self._drafter
+
+
+def as_draft(given: Draft | Drafter) -> Draft:
+    """What starts drafters. One that guesses by itself serves all texts."""
+    return _Shared(given) if isinstance(given, Drafter) else given
 
 
 def guesses(given: Any) -> bool:

@@ -10,10 +10,10 @@ import torch
 
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
-from xtok.budget import Budget
+from xtok.budget import Budget, check_budget
 from xtok.costs import Cost
 from xtok.drafts import Draft, Drafter, Request
-from xtok.drafts.given import Shared, as_list, guesses
+from xtok.drafts.given import as_draft, as_list, guesses
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.session import Session
@@ -94,8 +94,7 @@ class DraftEngine:
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
-        if not isinstance(budget, Budget | None):
-            raise InvalidInputError(f"budget is {budget!r}; give a Budget, such as Budget(depth=5), or leave it out.")
+        check_budget(budget)
         self._budget = budget or CHAINS
         self._vocabulary = _vocabulary(tokenizer, size, ends)
         own = tokenizer.eos_token_id
@@ -105,8 +104,7 @@ class DraftEngine:
             raise InvalidInputError(f"draft is {draft!r}; give what guesses from ids alone: a model, or PromptLookup(), say.")
         models = {i: draft_model(one) for i, one in enumerate(given) if not guesses(one)}
         self._drafts = [
-            ModelDraft(models[i], self._vocabulary) if i in models else Shared(one) if isinstance(one, Drafter) else one
-            for i, one in enumerate(given)
+            ModelDraft(models[i], self._vocabulary) if i in models else as_draft(one) for i, one in enumerate(given)
         ]
         self._ledger = Ledger([Account() for _ in given])
         self._caches = Caches(captures=any(takes_graphs(one.model) for one in models.values()))

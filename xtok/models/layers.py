@@ -12,6 +12,11 @@ _STEP = 64
 """The cache grows by multiples of so many positions, and by half of what it has."""
 
 
+def doubled(count: int) -> int:
+    """The least power of two that isn't less, so that there are few sizes."""
+    return 1 << (count - 1).bit_length()
+
+
 class View:
     """What a forward looks at: from row `first` on, `places` of the new ids, (rows, new), and `seen` places of each row.
 
@@ -48,7 +53,7 @@ class View:
         if positions < reach:
             positions = _STEP * ceil(max(reach + _STEP, positions * 1.5) / _STEP)
         if rows < last:
-            rows = max(self.rows, 2 ** (last - 1).bit_length())
+            rows = max(self.rows, doubled(last))
         if self.room is None:
             return rows, positions
         rows = min(rows, max(least_rows, self.room // least_positions))

@@ -21,7 +21,7 @@ from xtok.costs import Cost
 from xtok.models.cache import device_of, keeps_rows, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Answer, Ask, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
-from xtok.models.layers import Layer, View
+from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import KEPT, PADDING, Trees
 from xtok.stats import timed
 
@@ -375,11 +375,6 @@ class Slots:
                     layer.copy(row.index, gap, used)
                 self._trees.copy(row.index, gap)
                 self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap
-
-
-def doubled(new: int) -> int:
-    """How many new ids of each row are forwarded where there are so many and there are to be few shapes: a power of two."""
-    return 1 << (new - 1).bit_length()
 
 
 def rounded(positions: int) -> int:

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.models.cache import context_window, vocabulary_size
-from xtok.models.prompts import Prompt, prompt_ids
+from xtok.models.prompts import Prompt, is_several, prompt_ids
 from xtok.serve.processors import Grammar, Penalties, Record, grammar_of, matcher_of
 
 COMPLETION_TOKENS = 16
@@ -225,8 +225,7 @@ def _prompts(body: Completion | Chat) -> list[Prompt]:
     if isinstance(body, Chat):
         return [[_message(message, number) for number, message in enumerate(body.messages)]]
     given = body.prompt
-    several = isinstance(given, list) and given and not isinstance(given[0], int)
-    prompts: list[Any] = list(given) if several else [given]
+    prompts: list[Any] = list(given) if given and is_several(given) else [given]
     return prompts
 
 
