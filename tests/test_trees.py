@@ -11,14 +11,14 @@ import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
-from worlds import ARCHITECTURES, fitting, make_dear, model, tokenizer
+from worlds import ARCHITECTURES, examples, fitting, make_dear, model, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
 from xtok.costs import Cost, ForwardCost
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, InvalidInputError
-from xtok.ledger import Account, Ledger, Limit, Pace, Proposal
+from xtok.ledger import Account, Crowd, Ledger, Limit, Pace, Proposal
 from xtok.models.forwards import Asking, together
 from xtok.models.probe import takes_trees
 from xtok.tree import Trie, chain
@@ -285,6 +285,38 @@ def test_forwards_are_as_wide_as_gains_most_beyond_their_rows(
     assert all(gain(width) < gain(found) + 1e-9 for width in range(found, ledger.padded(found) + 1))
     for unread, masses in offers:
         assert ledger.verified(masses, unread) == ledger.width([(unread, masses)]) - unread
+
+
+def crowded(crowd: Crowd, *, texts: int, right: float, guessing: float, rounds: int, seed: int = 0) -> float:
+    """The speed of rounds of texts, as a multiple of that without guesses, where a round with guesses takes `guessing` times as
+    long and each text has `right` picks more of it on the average, 3 at most.
+    """
+    random, picks, seconds = Random(seed), 0, 0.0
+    for _ in range(rounds):
+        asks = crowd.asks()
+        took = texts * (guessing if asks else 1.0) * random.choice((0.9, 1.0, 1.1))
+        brought = texts + (sum(random.random() < right / 3 for _ in range(3 * texts)) if asks else 0)
+        crowd.judge(texts, brought, took, guessed=asks)
+        picks, seconds = picks + brought, seconds + took
+    return picks / seconds
+
+
+@examples(60)
+@given(st.sampled_from([1, 3, 8, 32]), st.floats(0, 3), st.floats(1, 4), st.integers(0, 99))
+@example(1, 0.0, 4.0, 0)
+@example(32, 0.1, 1.3, 0)
+@example(8, 2.0, 1.4, 0)
+def test_a_crowd_guesses_where_that_pays_and_next_to_never_else(texts: int, right: float, guessing: float, seed: int) -> None:
+    speed = crowded(Crowd(), texts=texts, right=right, guessing=guessing, rounds=600, seed=seed)
+    assert speed > 0.97
+    if (gain := (1 + right) / guessing) > 1.3:
+        assert speed > 0.9 * gain
+
+
+def test_a_first_round_that_took_long_is_soon_forgotten() -> None:
+    crowd = Crowd()
+    crowd.judge(8, 8, 80.0, guessed=False)
+    assert crowded(crowd, texts=8, right=0.1, guessing=1.5, rounds=600) > 0.93
 
 
 def test_a_draft_whose_guesses_cost_no_row_is_used_where_they_would_not_pay() -> None:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from xtok.engines.drafting import DraftedText, DraftEngine
     from xtok.engines.engine import Engine, EngineStats
     from xtok.engines.ticket import Ticket
-    from xtok.generation import Generation, Token
+    from xtok.generation import Generation
     from xtok.stats import Round, Stats
+    from xtok.trace import Token, WrittenRound
     from xtok.tree import Tree, chain
     from xtok.tune import TrainedHeads, Tuned, train_heads, tune_draft
 
@@ -40,6 +41,7 @@ __all__ = [
     "TrainedHeads",
     "Tree",
     "Tuned",
+    "WrittenRound",
     "XTokAssisted",
     "__version__",
     "chain",
@@ -58,8 +60,9 @@ _HOMES = {
     "xtok.engines.drafting": ("DraftEngine", "DraftedText"),
     "xtok.engines.engine": ("Engine", "EngineStats"),
     "xtok.engines.ticket": ("Ticket",),
-    "xtok.generation": ("Generation", "Token"),
+    "xtok.generation": ("Generation",),
     "xtok.stats": ("Round", "Stats"),
+    "xtok.trace": ("Token", "WrittenRound"),
     "xtok.tree": ("Tree", "chain"),
     "xtok.tune": ("TrainedHeads", "Tuned", "train_heads", "tune_draft"),
 }

@@ -9,7 +9,7 @@ from math import ceil
 from numbers import Real
 from pathlib import PurePath
 from threading import local
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, TypeVar, get_args, overload
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -24,12 +24,12 @@ from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.adapt import Adapter
 from xtok.drafts.given import as_draft, as_list, guesses
 from xtok.drafts.heads import HeadsDrafter
-from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.lookup import Prediction, PromptLookup
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.reader import DraftModel
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError
-from xtok.generation import Committed, Generation, Token, told
+from xtok.generation import Generation
 from xtok.ledger import Account, Ledger
 from xtok.models.cache import device_of, positions
 from xtok.models.forwards import Slot
@@ -48,13 +48,17 @@ from xtok.pick import Acceptance, Picker
 from xtok.processors import warpers
 from xtok.progress import bar
 from xtok.sequence import Sequence
-from xtok.stats import Meter
+from xtok.stats import Meter, Round
+from xtok.trace import Committed, Token, WrittenRound, guessed, told
 
+T = TypeVar("T")
 BATCH = 8
 """How many texts of a list are written at a time."""
 Written = tuple[int, Sequence]
 """A text that has ended, and its number."""
 Accepts = Literal["match", "rejection", "typical"]
+_PREDICTION = "prediction"
+"""What guesses from a text that the caller foresees is called by this."""
 
 
 class XTokAssisted:
@@ -144,7 +148,7 @@ class XTokAssisted:
         self._acceptance = Acceptance(acceptance == "rejection", typical)
         self._budget = budget or Budget()
         self._judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
-        given = as_list(draft, alone=self._acceptance.rejects or self._budget.width == 1)
+        given = self._given = as_list(draft, alone=self._acceptance.rejects or self._budget.width == 1)
         places = placements(device, dtype, device_map)
         self._check_places(target, given, places)
         self.target = target_model(target, places[0])
@@ -156,10 +160,9 @@ class XTokAssisted:
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
         self.names = _names([models[i].model if i in models else one for i, one in enumerate(given)])
-        self._shows_hidden = any(isinstance(one, HeadsDrafter) for one in given)
         self.captures = self._can_capture(compile)
         self._pool = Pool(captures=self.captures)
-        self._ledger = Ledger([Account() for _ in given], self._padded)
+        self._ledger = self._new_ledger()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, be it by a pickle, is made as this one was: ids and paths are loaded again, and nothing is learnt yet."""
@@ -176,6 +179,29 @@ class XTokAssisted:
         usual = {"budget": Budget(), "acceptance": Acceptance(), "adapt": False, "stable": False, "compile": None}
         told = "".join(f", {name}={value!r}" for name, value in settings.items() if value != usual[name])
         return f"XTokAssisted({_name(self.model)}, drafts={list(self.names)}{told})"
+
+    def with_drafts(self, names: abc.Collection[str]) -> "XTokAssisted":
+        """The same with some of its drafts alone, by their `names`: with none of them, the target alone. Models are shared, and
+        what pays is learnt anew.
+
+        Raises `InvalidInputError` for a draft that there isn't.
+        """
+        wrong = [name for name in names if name not in self.names]
+        if wrong or isinstance(names, str):
+            raise InvalidInputError(f"names is {names!r}; the drafts are {list(self.names)}. Give a list of some of them.")
+        kept = [i for i, name in enumerate(self.names) if name in names]
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        made._given, made._drafts = [self._given[i] for i in kept], [self._drafts[i] for i in kept]
+        made.names = tuple(self.names[i] for i in kept)
+        made.adapter = self.adapter if any(isinstance(one, ModelDraft) for one in made._drafts) else None
+        made._made = {**self._made, "draft": made._given, "adapt": made.adapter is not None}
+        made._pool, made._ledger = Pool(captures=made.captures), made._new_ledger()
+        return made
+
+    def _new_ledger(self) -> Ledger:
+        """With an account for each draft, and one for predictions."""
+        return Ledger([Account() for _ in range(len(self._drafts) + 1)], self._padded)
 
     def _shapes_of(self, target: PreTrainedModel) -> StableShapes:
         """Those that give the same bits. Raises `UnsupportedModelError` or `UnsupportedArgumentError` where there are none."""
@@ -259,6 +285,9 @@ class XTokAssisted:
         alone, not on the draft or on what else is in the list. The same prompt again, in a list or by `num_return_sequences`,
         gives further, independent texts.
 
+        `prediction`: a text that the answer is likely to hold, such as a document that is to be edited: it is guessed from, as
+        by OpenAI's Predicted Outputs, and changes no id.
+
         `batch_size`: how many texts of a list are written at a time, by forwards that they share; as one ends, the next begins,
         and ids don't depend on it. `progress`: a bar on stderr; None for one where that is a terminal.
 
@@ -291,28 +320,40 @@ class XTokAssisted:
 
         The generator returns (`StopIteration.value`) what `generate` returns.
         """
-        _, begin = self.asked(prompt, arguments)
-        return self._pieces(begin)
+
+        def pieces(_: Round, tokens: list[Token]) -> Iterator[str]:
+            if piece := "".join(token.text for token in tokens):
+                yield piece
+
+        return self._streamed(prompt, arguments, pieces)
 
     def stream_tokens(self, prompt: Prompt, **arguments: Any) -> Generator[Token, None, Generation]:
         """Yield the new tokens as they are committed, each with who guessed it: `generate(...).tokens`, returned likewise."""
+        return self._streamed(prompt, arguments, lambda _, tokens: iter(tokens))
+
+    def stream_rounds(self, prompt: Prompt, **arguments: Any) -> Generator[WrittenRound, None, Generation]:
+        """Yield each round as it is committed, with all that was guessed: `generate(...).written`, returned likewise."""
+        view, names = self.target.vocabulary.view, (*self.names, _PREDICTION)
+
+        def written(one: Round, tokens: list[Token]) -> Iterator[WrittenRound]:
+            yield WrittenRound(tokens, guessed(one, names, lambda token: view[token] or b""), one.right)
+
+        return self._streamed(prompt, arguments, written)
+
+    def _streamed(
+        self, prompt: Prompt, arguments: dict[str, Any], show: Callable[[Round, list[Token]], Iterator[T]]
+    ) -> Generator[T, None, Generation]:
+        """What is to be shown of each round of a text. Checked at once, written as it is asked for."""
         _, begin = self.asked(prompt, arguments)
-        return self._tokens(begin)
 
-    def _pieces(self, begin: Callable[[Seat], Sequence]) -> Generator[str, None, Generation]:
-        with self._pool.lent(1) as caches:
-            text = begin(Seat(caches))
-            for block in told(self._committed(text), self.names):
-                if piece := "".join(token.text for token in block):
-                    yield piece
-            return self._ended(text)
+        def generator() -> Generator[T, None, Generation]:
+            with self._pool.lent(1) as caches:
+                text = begin(Seat(caches))
+                for one, tokens in told(self._committed(text), (*self.names, _PREDICTION)):
+                    yield from show(one, tokens)
+                return self._ended(text)
 
-    def _tokens(self, begin: Callable[[Seat], Sequence]) -> Generator[Token, None, Generation]:
-        with self._pool.lent(1) as caches:
-            text = begin(Seat(caches))
-            for block in told(self._committed(text), self.names):
-                yield from block
-            return self._ended(text)
+        return generator()
 
     def _committed(self, text: Sequence) -> Iterator[Committed]:
         """The rounds of a text, while it is written."""
@@ -401,12 +442,19 @@ class XTokAssisted:
         prepared = hf.prepare(self.target, prompt, arguments)
         if len(prepared) > 1:
             raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")
-        self._check_stable(prepared[0])
+        self._check_text(prepared[0])
         seed, (noise,) = hf.noises(prepared, seed)
         return prepared[0].config.max_length, lambda seat: self._text(prepared[0], noise, seed, seat)
 
-    def _check_stable(self, prepared: hf.Prepared) -> None:
-        """Raises `UnsupportedArgumentError` for a text whose forwards can't have fixed shapes, where they are to."""
+    def _check_text(self, prepared: hf.Prepared) -> None:
+        """Raises `UnsupportedArgumentError` for a text whose forwards can't have fixed shapes, where they are to, and for one
+        that is foreseen where guesses are judged by the distribution that they are drawn from.
+        """
+        if prepared.prediction and self.rejects:
+            raise UnsupportedArgumentError(
+                "acceptance='rejection' needs the distribution that guesses are drawn from, and a prediction has none. Leave "
+                "it out, or use acceptance='match'."
+            )
         if self._shapes is not None and (prepared.keeps_cache or not prepared.is_plain):
             raise UnsupportedArgumentError(
                 "stable=True can't go on in a cache of the caller's, or read anything but ids. Leave past_key_values and "
@@ -416,14 +464,16 @@ class XTokAssisted:
     def _begin(self, prepared: list[hf.Prepared], seed: int | None, caches: Caches) -> Iterator[Sequence]:
         """The texts of a call, one after another. What those share, such as the seed, is decided here."""
         for one in prepared:
-            self._check_stable(one)
+            self._check_text(one)
         seed, noises = hf.noises(prepared, seed)
         begun = zip(prepared, noises, strict=True)
         return (self._text(one.with_own_state(), noise, seed, Seat(caches)) for one, noise in begun)
 
     def _text(self, prepared: hf.Prepared, noise: Noise | None, seed: int | None, seat: Seat) -> Sequence:
-        vocabulary, prompt = self.target.vocabulary, prepared.unpadded
-        branches = self._branches and fits_trees(self.model, prepared.cache)
+        vocabulary = self.target.vocabulary
+        start = Text(vocabulary.view, prepared.unpadded)
+        guesses = bool(self._drafts or prepared.prediction)
+        branches = not guesses or (self._branches and fits_trees(self.model, prepared.cache))
         slot = self._slot(prepared, seat)
         lossy = bool(self._acceptance.typical and prepared.samples)
         meter = Meter(chains_only=not branches, exact=not lossy, shared_forwards=slot.shares)
@@ -440,29 +490,36 @@ class XTokAssisted:
             slot=slot,
             seat=seat,
             ids=prepared.ids,
-            text=Text(vocabulary.view, prompt),
+            text=start,
             picker=picker,
             criteria=prepared.criteria,
             config=prepared.config,
-            session=self._session(prepared, prompt, noise, meter, seat),
+            session=self._session(prepared, start, noise, meter, seat),
             budget=self._budget_of(prepared, branches=branches),
             deepest=positions(self.model, slot),
             meter=meter,
             seed=seed if prepared.samples else None,
+            drafts=(*self.names, _PREDICTION) if prepared.prediction else self.names,
         )
 
     def _slot(self, prepared: hf.Prepared, seat: Seat) -> Slot:
         """One whose forwards are shared; with a cache of its own for what can't be held so, and where that is the caller's."""
         if prepared.is_plain and not prepared.keeps_cache and takes_slots(self.model):
-            return seat.slot(self.model, shows_hidden=self._shows_hidden, shapes=self._shapes)
+            return seat.slot(self.model, shows_hidden=self._shows_hidden(), shapes=self._shapes)
         prompt = prepared.ids, prepared.config
-        return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden, prompt=prompt)
+        return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden(), prompt=prompt)
 
-    def _session(
-        self, prepared: hf.Prepared, prompt: list[int], noise: Noise | None, meter: Meter, seat: Seat
-    ) -> Session | None:
+    def _shows_hidden(self) -> bool:
+        """Whether drafts look at the target's hidden states."""
+        return any(isinstance(one, HeadsDrafter) for one in self._given)
+
+    def _drafts_of(self, prepared: hf.Prepared, text: Text) -> list[Draft]:
+        """What guesses for a text: of what its caller foresees, too."""
+        return [*self._drafts, *([Prediction(prepared.prediction, text.data)] if prepared.prediction else [])]
+
+    def _session(self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
         """The drafting of one text, which shares what all of this instance learn of costs and gains."""
-        if not self._drafts:
+        if not (drafts := self._drafts_of(prepared, text)):
             return None
         request = Request(
             self.target.vocabulary,
@@ -476,7 +533,7 @@ class XTokAssisted:
             model=self.model,
             seat=seat,
         )
-        return Session(self._drafts, request, self._ledger, prompt, noise)
+        return Session(drafts, request, self._ledger, text.ids, noise)
 
     def _budget_of(self, prepared: hf.Prepared, *, branches: bool) -> Budget:
         """Draws judged by their distribution are chains of one length: what is left out of a guess must not depend on it."""
@@ -487,7 +544,7 @@ class XTokAssisted:
     @cached_property
     def _branches(self) -> bool:
         """Whether the target can check a tree, found out where there is something that guesses one."""
-        return not self._drafts or takes_trees(self.model)
+        return takes_trees(self.model)
 
     def _learn(self, text: Sequence) -> None:
         """Let an adapting draft learn from a text that is done. Raises the error that it ended in."""
@@ -510,7 +567,7 @@ class XTokAssisted:
             seed=text.seed,
             scores=text.picker.scores,
             logits=text.picker.logits,
-            drafts=self.names,
+            drafts=text.drafts,
             pieces=tuple(text.text.pieces),
             spelled=self._spelled(text),
         )

@@ -33,6 +33,12 @@ class Cost(NamedTuple):
         return self.seconds / self.texts
 
 
+def about(number: int) -> int:
+    """A number, rounded down to a quarter of a power of two: 1 to 8, 10, 12, 14, 16, 20, …"""
+    quarter = max(0, number.bit_length() - 3)
+    return number >> quarter << quarter
+
+
 @dataclass
 class ForwardCost:
     """Seconds of a forward by how many rows it has: a straight line through what was measured of few rows and of many.
@@ -46,13 +52,14 @@ class ForwardCost:
 
     def add(self, rows: int, seconds: float) -> None:
         """Take in a measurement; one that is far off is taken for a hiccup of the machine, very far ones in a row are not."""
-        count, mean_rows, mean = self.cells.get(rows.bit_length(), (0, float(rows), seconds))
+        cell = about(rows)
+        count, mean_rows, mean = self.cells.get(cell, (0, float(rows), seconds))
         before, self._far_off = self._far_off, seconds > _HANGS * mean
         if before and self._far_off:
             count, mean = 0, seconds
         share = max(1 / (count + 1), _SHARE)
         seconds = min(seconds, 2 * mean)
-        self.cells[rows.bit_length()] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean))
+        self.cells[cell] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean))
         self._line = None
 
     def fit(self) -> tuple[float, float]:

@@ -16,12 +16,13 @@ from xtok.assisted import XTokAssisted
 from xtok.bench.compare import by_transformers
 from xtok.bench.stretch import forward_seconds, stretch
 from xtok.console import keeping
-from xtok.generation import Generation, Token
+from xtok.generation import Generation
 from xtok.models.load import load
 from xtok.pair import DRAFT, TARGET, TUNED
 from xtok.progress import busy
 from xtok.stats import timed
 from xtok.terminal import legend, tinted
+from xtok.trace import Token
 
 SAMPLES = {
     "といっても、八っちゃんは眼ばかりくりくりさせて、": "Even so, Hatchan only goggled, wide-eyed, and …",

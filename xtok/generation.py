@@ -1,25 +1,17 @@
 """What a prompt was answered with, and its trace: who each token is from, and what else was guessed."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from xtok.align.text import characters
-from xtok.page import Guess, Shown, page, section
+from xtok.page import page, section
 from xtok.stats import Round, Stats
-
-
-class Token(NamedTuple):
-    """A new token. `text`: the whole characters that it completes. `draft`: who guessed it; None for the target's own pick."""
-
-    id: int
-    text: str
-    draft: str | None
+from xtok.trace import Committed, Token, WrittenRound, guessed, told
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,11 +48,13 @@ class Generation:
 
         Law: their texts joined are `text`.
         """
-        return [token for block in self._blocks() for token in block]
+        return [token for _, tokens in told(self._committed(), self.drafts) for token in tokens]
 
-    def _blocks(self) -> Iterator[list[Token]]:
-        """The tokens of each round."""
-        return told(self._committed(), self.drafts)
+    @property
+    def written(self) -> Iterator[WrittenRound]:
+        """The rounds, with the tokens that came of each."""
+        for one, tokens in told(self._committed(), self.drafts):
+            yield WrittenRound(tokens, guessed(one, self.drafts, lambda token: self.spelled.get(token, b"")), one.right)
 
     def _committed(self) -> Iterator["Committed"]:
         end = 0
@@ -92,18 +86,11 @@ class Generation:
                     "offset": one.offset,
                     "committed": one.committed,
                     "right": list(one.right),
-                    "guessed": [guess._asdict() for guess in self._guesses(one)],
+                    "guessed": [guess._asdict() for guess in written.guesses],
                 }
-                for one in self.rounds
+                for one, written in zip(self.rounds, self.written, strict=True)
             ],
         }
-
-    def _guesses(self, one: Round) -> list[Guess]:
-        masses = one.tree.masses or [None] * len(one.tree)
-        return [
-            Guess(token, self.spelled.get(token, b"").decode(errors="backslashreplace"), parent, mass, self.drafts[draft])
-            for token, parent, mass, draft in zip(one.tree.tokens, one.tree.parents, masses, one.drafts, strict=True)
-        ]
 
     def save_trace(self, file: str | PathLike[str]) -> None:
         """Write `to_dict` to a file, as JSON."""
@@ -111,33 +98,8 @@ class Generation:
 
     def to_html(self) -> str:
         """A page for a browser, all in one file: the text tinted by who guessed it, each round's guesses, and the counts."""
-        return page(self._shown(), self.drafts, self.stats)
+        return page(self.written, self.drafts, self.stats)
 
     def _repr_html_(self) -> str:
         """As `to_html`, for notebooks."""
-        return section(self._shown(), self.drafts, self.stats)
-
-    def _shown(self) -> Iterator[Shown]:
-        """The rounds, with the tokens that came of each."""
-        for one, block in zip(self.rounds, self._blocks(), strict=True):
-            yield Shown([(token.text, token.draft) for token in block], self._guesses(one), set(one.right))
-
-
-class Committed(NamedTuple):
-    """A round, the ids that it committed and their bytes, and whether the text ends there."""
-
-    round: Round
-    ids: Sequence[int]
-    pieces: Sequence[bytes]
-    is_last: bool
-
-
-def told(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[list[Token]]:
-    """The tokens of each round as soon as it is there. The last of a text has what is left of an unfinished character."""
-    decoder = characters()
-    for one in rounds:
-        guessed = [drafts[one.round.drafts[node]] for node in one.round.right]
-        sources = guessed + [None] * (len(one.ids) - len(guessed))
-        texts = [decoder.decode(piece) for piece in one.pieces]
-        texts[-1] += decoder.decode(b"", final=one.is_last)
-        yield [Token(*each) for each in zip(one.ids, texts, sources, strict=True)]
+        return section(self.written, self.drafts, self.stats)

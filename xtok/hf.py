@@ -51,7 +51,8 @@ class Prepared:
 
     `ids`: (1, length), with padding; `inputs`: what else the model is given for them. `prompt`: what the caller gave, None
     where that was ids; `template`: the arguments of a chat's template. `keeps_cache`: whether the caller handed in the cache,
-    or is to be given it. `shared`: processors and criteria that other texts were given, too.
+    or is to be given it. `shared`: processors and criteria that other texts were given, too. `prediction`: what the caller
+    foresees.
     """
 
     ids: Tensor
@@ -64,6 +65,7 @@ class Prepared:
     template: Mapping[str, Any] = field(default_factory=dict)
     keeps_cache: bool = False
     shared: tuple[Any, ...] = ()
+    prediction: str = ""
 
     def with_own_state(self) -> "Prepared":
         """With copies of what other texts were given, too: processors and criteria may keep a state."""
@@ -117,6 +119,7 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
     `several`: whether the arguments serve other prompts, too.
     """
     check_arguments(arguments)
+    prediction = _taken_prediction(arguments)
     template = template_arguments(arguments)
     read = prompt_ids(target.vocabulary.tokenizer, prompt, arguments.pop("split_special_tokens", None), template)
     asked = None if is_ids(prompt) else prompt
@@ -141,7 +144,7 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
         made = rows(
             target.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
         )
-        captured.extend(replace(one, prompt=asked, template=template, shared=shared) for one in made)
+        captured.extend(replace(one, prompt=asked, template=template, shared=shared, prediction=prediction) for one in made)
         return torch.empty(0)
 
     model: Any = target.model
@@ -180,6 +183,14 @@ def rows(
         )
         for row in range(len(ids))
     ]
+
+
+def _taken_prediction(arguments: dict[str, Any]) -> str:
+    """What the caller foresees. Raises `InvalidInputError` for what is no text."""
+    given = arguments.pop("prediction", None)
+    if not isinstance(given, str | None):
+        raise InvalidInputError(f"prediction is {given!r}; it must be a text: what the answer is likely to be.")
+    return given or ""
 
 
 def _take_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> str | list[str] | None:

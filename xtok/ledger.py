@@ -1,10 +1,12 @@
 """What pays: who is asked, and how far a guess goes, by what forwards cost and guesses gained. There is no clock here."""
 
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from math import log2, sqrt
+from statistics import median
 from threading import RLock
 from typing import Any
 
@@ -25,6 +27,12 @@ _CREDIT = 8.0
 """How many of the picks that it gained it may lose on top."""
 _NEAREST, _FURTHEST = 4, 512
 """Rounds without guesses before it is tried again."""
+_HICCUP = 4
+"""How many times as long as a round without guesses another may count."""
+_PLAIN, _SPACED = 5, 128
+"""How many of those are looked at, and after how many others there is one at the latest."""
+_PATIENCE = 2.0
+"""Drafts that don't pay are left out by their own accounts before guessing is given up."""
 _SURE = (0.3, 0.6, 0.85)
 """A draft is judged apart where cheaper ones are sure of a guess, and where they have none."""
 _PROBES = 0.01
@@ -80,18 +88,19 @@ class Backoff:
         self.waiting = max(0, self.waiting - 1)
         return not self.waiting
 
-    def judge(self, lost: float, forwards: float) -> None:
+    def judge(self, lost: float, forwards: float, texts: int) -> None:
         """Stop asking where it lost more picks than it may, and trust it again where it gained as many.
 
-        It lost so many picks, and took as long as so many `forwards` of the target. What it lost has a floor, so that a draft
-        that turns bad is found out (a CUSUM test, Page 1954).
+        It lost so many picks in one of some `texts` that share forwards, and took as long as so many `forwards` of the target.
+        What it lost has a floor, so that a draft that turns bad is found out (a CUSUM test, Page 1954). Luck grows with the
+        root of the texts, and so does what may be lost; as a share of what those bring, it falls.
         """
-        self.debt = max(-_CREDIT, self.debt + lost)
+        self.debt = max(-_CREDIT, self.debt + lost / sqrt(texts))
         allowed = _DOUBTED if self.distance else _DEBT
         if self.debt < -allowed:
             self.distance = 0
         elif self.debt > allowed:
-            self.distance = min(max(_NEAREST, 4 * self.distance), _FURTHEST)
+            self.distance = min(max(_NEAREST, 4 * self.distance), int(_FURTHEST / sqrt(texts)))
             self.waiting = max(self.distance, int(forwards / _PROBES))
             self.debt = 0.0
 
@@ -115,6 +124,35 @@ class Account:
     def backoff(self, sure: float) -> Backoff:
         """That of rounds in which cheaper drafts give their likeliest guess the probability `sure`."""
         return self.backoffs[bisect(_SURE, sure)]
+
+
+@dataclass
+class Crowd:
+    """Whether guessing pays at all where about so many texts share a forward, by what whole rounds of them take.
+
+    Accounts know forwards by their rows. But an engine may take longer for any guess at all, and guessing takes more than its
+    forwards. `spacing`: after how many rounds with guesses one without is measured.
+    """
+
+    spacing: int = _NEAREST
+    backoff: Backoff = field(default_factory=Backoff)
+    _plain: deque[float] = field(default_factory=lambda: deque(maxlen=_PLAIN))
+    _since: int = 0
+
+    def asks(self) -> bool:
+        """Whether to guess in this round. The first of all isn't to."""
+        return bool(self._plain) and self._since < self.spacing and self.backoff.asks()
+
+    def judge(self, texts: int, picks: int, seconds: float, *, guessed: bool) -> None:
+        """A round of so many texts is over."""
+        if not guessed:
+            self.spacing, self._since = min(2 * self.spacing, _SPACED) if self._since else self.spacing, 0
+            self._plain.append(seconds / texts)
+            return
+        self._since += 1
+        if plain := median(self._plain or [0.0]):
+            alone = min(seconds / plain, _HICCUP * texts)  # as many picks without guesses
+            self.backoff.judge((alone - picks) / _PATIENCE, alone / texts - 1, texts)
 
 
 @dataclass(eq=False)
@@ -188,10 +226,10 @@ class Ledger:
             alone = self.target.share(self.padded(1), self._texts)
             return max(self.lately.rate, 1 / alone if alone else 0.0)
 
-    def cheapest_first(self) -> list[int]:
-        """The drafts by what asking them takes."""
+    def cheapest_first(self, drafts: int) -> list[int]:
+        """The first so many drafts by what asking them takes."""
         with self.lock:
-            return sorted(range(len(self.accounts)), key=lambda draft: self.accounts[draft].lately.cost)
+            return sorted(range(drafts), key=lambda draft: self.accounts[draft].lately.cost)
 
     def masses(self, draft: int, tree: Tree) -> list[float]:
         """What is believed of each node of a draft's guess."""
@@ -222,7 +260,7 @@ class Ledger:
     def adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
         """The heuristic schedule, for each draft that guessed: `depth` is what it begins with."""
         with self.lock:
-            for account, one in zip(self.accounts, proposals, strict=True):
+            for account, one in zip(self.accounts, proposals, strict=False):
                 if one.tree:
                     full = len(one.tree.along(block)) == one.tree.depth
                     account.depth = max(1, (account.depth or depth) + (2 if full else -1))
@@ -246,7 +284,7 @@ class Ledger:
         path = tree.along(block)[: len(block) - 1]  # behind the last id committed nothing was picked
         rows = right = 0
         spent = 0.0
-        for draft in self.cheapest_first():
+        for draft in self.cheapest_first(len(proposals)):
             account, one = self.accounts[draft], proposals[draft]
             account.without.add(1 + right, at(unread + rows) + spent)
             if one.tree is None:
@@ -255,11 +293,25 @@ class Ledger:
             gained = len(one.own.intersection(path))
             extra = at(unread + rows + len(one.own)) - at(unread + rows) + took
             if not one.first:
-                lost = (extra * account.without.rate - gained) / sqrt(forward.texts)  # by which luck grows with the texts
-                account.backoff(one.sure).judge(lost, extra / (at(1) or 1.0))
+                lost = extra * account.without.rate - gained
+                account.backoff(one.sure).judge(lost, extra / (at(1) or 1.0), forward.texts)
                 account.lately.add(len(one.tree.along(block)), took)
             rows, right, spent = rows + len(one.own), right + gained, spent + took
         self.lately.add(len(block), at(unread + len(tree)) + spent)
+
+    def measure(self, forward: Cost) -> None:
+        """A round of texts is over in which nobody was asked: each has a pick, and drafts that are left alone are so for one
+        round less.
+        """
+        if forward.told:
+            return
+        with self.lock:
+            self.target.add(forward.rows, forward.seconds)
+            self._texts = forward.texts
+            for backoff in (one for account in self.accounts for one in account.backoffs):
+                backoff.asks()
+            for _ in range(forward.texts):
+                self.lately.add(1, forward.share)
 
     @staticmethod
     def _learn(account: Account, one: Proposal, block: Sequence[int]) -> float:

@@ -27,7 +27,8 @@ class Sequence:
 
     `ids`: what processors and criteria read, (1, length), padding included. `deepest`: how many positions the
     target has, where that is known. `seat`: where it has this slot and those in drafts. `seed`: what the noise of a sampled
-    text comes from. `read`: how many of its ids were forwarded. `error`: what ended it, where `finish_reason` is "error".
+    text comes from. `drafts`: their names. `read`: how many of its ids were forwarded. `error`: what ended it, where
+    `finish_reason` is "error".
     """
 
     slot: Slot
@@ -42,6 +43,7 @@ class Sequence:
     meter: Meter
     seat: Seat
     seed: int | None = None
+    drafts: tuple[str, ...] = ()
     finish_reason: str | None = None
     error: BaseException | None = None
     read: int = 0

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from xtok.generation import Token
 from xtok.page import tints
+from xtok.trace import Token
 
 _INK = "#1b1b1b"
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xtok.align.text import Text
 from xtok.assisted import XTokAssisted
 from xtok.bench.chi_square import chi_square
 from xtok.bench.compare import PLAIN, Timed, by_transformers, by_xtok, check_prompts, uag
@@ -79,10 +80,10 @@ def compare_sampled(
 class _ModeAssisted(XTokAssisted):
     """Guesses the draft's likeliest text, whatever the noise."""
 
-    def _session(self, prepared: Prepared, prompt: list[int], noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
+    def _session(self, prepared: Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
         config = deepcopy(prepared.config)
         config.do_sample = False
-        return super()._session(replace(prepared, config=config), prompt, None, meter, seat)
+        return super()._session(replace(prepared, config=config), text, None, meter, seat)
 
 
 def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, Sampler]:

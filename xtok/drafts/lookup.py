@@ -65,11 +65,23 @@ class PromptLookup:
         return Lookup(self.index, request.vocabulary.encoder)
 
 
-class Lookup:
-    """`PromptLookup` for one generation, whose target has `encoder`."""
+class Prediction:
+    """Guesses that a text goes on as its caller foresees, and again wherever the two agree (OpenAI's Predicted Outputs)."""
 
-    def __init__(self, corpus: Corpus | None, encoder: Encoder) -> None:
-        self._corpus = corpus
+    def __init__(self, text: str, prompt: bytes) -> None:
+        """`text`: what is foreseen behind the `prompt`, whose bytes are looked up in front of it."""
+        self._corpus = Corpus([prompt.decode(errors="ignore") + text])
+
+    def start(self, request: Request) -> "Lookup":
+        """A drafter for that text."""
+        return Lookup(self._corpus, request.vocabulary.encoder, repeats=False)
+
+
+class Lookup:
+    """`PromptLookup` for one generation, whose target has `encoder`; or its look-ups in a corpus alone."""
+
+    def __init__(self, corpus: Corpus | None, encoder: Encoder, *, repeats: bool = True) -> None:
+        self._corpus, self._repeating = corpus, repeats
         self._continuation = Continuation(encoder)
         self._view = encoder.view
         self._repeats = Repeats()
@@ -83,7 +95,8 @@ class Lookup:
         for token in new:
             self._repeats.append(token)
         trie = Trie()
-        self._mix(trie, self._repeated(budget), self._beliefs[0], budget)
+        if self._repeating:
+            self._mix(trie, self._repeated(budget), self._beliefs[0], budget)
         if self._corpus is not None:
             self._mix(trie, self._found(self._corpus, context, budget), self._beliefs[1], budget)
         return trie.best(budget.verified)

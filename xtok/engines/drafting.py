@@ -1,5 +1,6 @@
 """Drafting for texts that another engine writes: that one schedules, checks and commits, and here is only what guesses."""
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -11,15 +12,15 @@ import torch
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget, check_budget
-from xtok.costs import Cost
+from xtok.costs import Cost, about
 from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.given import as_draft, as_list, guesses
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError
-from xtok.ledger import Account, Company, Ledger
-from xtok.models.forwards import Asking, together
+from xtok.ledger import Account, Company, Crowd, Ledger
+from xtok.models.forwards import together
 from xtok.models.graphs import takes_graphs
 from xtok.models.load import Source, draft_model
 from xtok.models.seats import Caches, Seat
@@ -30,6 +31,10 @@ CHAINS = Budget(width=2)
 """How much is guessed at most. A second path lets the likeliest one be found; of the pair that ships chains by two paths have
 1.90 ids per step, by one 1.78, and by eight 1.89, in half as much time again.
 """
+_READING = 12
+"""More rows of a text than that are the draft's reading."""
+_LESSONS = 8
+"""Steps with guesses of which none is judged."""
 
 
 @dataclass(eq=False)
@@ -42,21 +47,35 @@ class DraftedText:
     ids: list[int]
     session: Session = field(repr=False)
     seat: Seat = field(repr=False)
+    _told: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._told = len(self.ids)
+
+    def tell(self) -> None:
+        """Let those who draft it know what was committed since."""
+        if self._told < len(self.ids):
+            self.session.extend(self.ids[self._told :])
+            self._told = len(self.ids)
 
 
 @dataclass
 class _Step:
     """A step of the engine that writes, from the end of a proposal at `start` on; `seconds`, once something came of it.
 
-    `rows`: how many ids of each text that was guessed for its forward has; nothing else, where it `is_pure`. `told`: the texts
-    whose ids came. `late`: those of them that a step without a guess may have had a part in.
+    `rows`: how many ids of each text that may have been guessed for its forward has; nothing else, where it `is_pure`. `texts`:
+    how many were proposed for. `asked`: whether drafts were, for `drafting` seconds. `told`: how many ids came of each text.
+    `late`: those of them that a step without a guess may have had a part in.
     """
 
     rows: dict[DraftedText, int] = field(default_factory=dict)
+    texts: int = 0
+    asked: bool = False
+    drafting: float = 0.0
     start: float = 0.0
     seconds: float | None = None
     is_pure: bool = True
-    told: dict[DraftedText, None] = field(default_factory=dict)
+    told: dict[DraftedText, int] = field(default_factory=dict)
     late: set[DraftedText] = field(default_factory=set)
 
 
@@ -109,6 +128,8 @@ class DraftEngine:
         self._ledger = Ledger([Account() for _ in given])
         self._caches = Caches(captures=any(takes_graphs(one.model) for one in models.values()))
         self._texts: dict[DraftedText, None] = {}
+        self._lessons = _LESSONS
+        self._crowds = defaultdict[int, Crowd](Crowd)
         self._step = _Step(is_pure=False)
 
     @property
@@ -147,10 +168,10 @@ class DraftEngine:
         if not ids or text in step.told or text not in step.rows:
             step.is_pure = False
             step.late.add(text)
-        step.told[text] = None
+        step.told[text] = len(ids)
         text.ids += ids
-        if ids:
-            text.session.extend(ids)
+        if step.asked:
+            text.tell()
 
     def drop(self, text: DraftedText) -> None:
         """Forget a text, be it done or not. Raises `InvalidInputError` for one that was dropped."""
@@ -174,19 +195,23 @@ class DraftEngine:
         if len(set(texts)) < len(texts):
             raise InvalidInputError("A text is proposed for twice. Name each once.")
         self._learn()
-        limit = replace(self._budget, longest=min(self._budget.longest, longest))
-        company = Company(max(1, len(texts)))
-        with torch.inference_mode(False):  # in which nothing can be captured
-            trees = together([self._guess(text, limit, company) for text in texts])
-        rows = {text: 1 + len(tree) for text, tree in zip(texts, trees, strict=True) if tree is not None}
-        self._step = _Step(rows, perf_counter())
-        return [tree or Tree() for tree in trees]
+        start, limit = perf_counter(), replace(self._budget, longest=min(self._budget.longest, longest))
+        going = [text for text in texts if longest and text.ids[-1] not in self._vocabulary.ends]
+        asked = limit.schedule != "cost" or self._crowd(len(texts)).asks()
+        trees = self._guessed(going, limit, len(texts)) if asked else {}
+        rows = {text: 1 + len(trees.get(text, ())) for text in going}
+        end = perf_counter()
+        self._step = _Step(rows, len(texts), asked, end - start, end)
+        return [trees.get(text, Tree()) for text in texts]
 
-    def _guess(self, text: DraftedText, limit: Budget, company: Company) -> Asking[Tree | None]:
-        """A chain; None where nobody was asked."""
-        if not limit.longest or text.ids[-1] in self._vocabulary.ends:
-            return None
-        return (yield from text.session.propose(limit, company, chained=True))
+    def _guessed(self, texts: Sequence[DraftedText], limit: Budget, size: int) -> dict[DraftedText, Tree]:
+        """What is guessed of texts, in a company of that size."""
+        company = Company(size)
+        for text in texts:
+            text.tell()
+        with torch.inference_mode(False):  # in which nothing can be captured
+            trees = together([text.session.propose(limit, company, chained=True) for text in texts])
+        return dict(zip(texts, trees, strict=True))
 
     def _learn(self) -> None:
         """Let drafts learn from the step that is over. What isn't pure measures no forward, and yet tells what came true."""
@@ -195,9 +220,25 @@ class DraftEngine:
         if step.seconds is None or not (step.is_pure or self._ledger.ready()):
             return
         cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
-        for text in told:  # of those proposed for, they alone were forwarded: others were put off, or had ended
+        if step.is_pure and len(told) == step.texts and not any(_reads(text) for text in told):
+            self._judge(step)
+        if not step.asked:
+            self._ledger.measure(cost)
+            return
+        for text in told:  # they alone were forwarded: others were put off, or had ended
             text.session.observe(cost)
             cost = cost._replace(told=True)
+
+    def _judge(self, step: _Step) -> None:
+        """Whether guessing pays is seen by whole steps, once drafts had a few to find out what they cost and gain."""
+        self._lessons = max(0, self._lessons - step.asked)
+        if not (step.asked and self._lessons):
+            picks, seconds = sum(step.told.values()), step.drafting + (step.seconds or 0.0)
+            self._crowd(step.texts).judge(step.texts, picks, seconds, guessed=step.asked)
+
+    def _crowd(self, texts: int) -> Crowd:
+        """What is known of steps of about so many texts."""
+        return self._crowds[about(texts)]
 
     def _check(self, text: Any) -> None:
         if not (isinstance(text, DraftedText) and text in self._texts):
@@ -213,6 +254,12 @@ class DraftEngine:
         if wrong:
             raise InvalidInputError(f"The ids hold {wrong[0]}, and the target's are 0 to {self._vocabulary.size - 1}.")
         return found
+
+
+def _reads(text: DraftedText) -> bool:
+    """Whether a draft read its prompt for the latest guess, or much of what came since it was asked: no measure of a step."""
+    asked = text.session.proposals
+    return any(one.first or any(cost.rows > _READING * cost.texts for cost in one.drafted) for one in asked)
 
 
 def _vocabulary(tokenizer: Any, size: Any, ends: Collection[int]) -> Vocabulary:

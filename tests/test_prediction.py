@@ -1,0 +1,179 @@
+"""Predictions of what a text will be, some of an instance's drafts, and rounds as they come: no id follows from any."""
+
+import pickle
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+from front_door import TARGET, TOKENS
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_batches import GREEDY, MADE, SAMPLED, TEXTS, TREE, WAYS, ids_of
+from worlds import ARCHITECTURES, FAMILIES, budgets, examples, fitting, make_dear, texts, tokenizer
+
+from xtok import Budget, Engine, Generation, WrittenRound, XTokAssisted, pair
+from xtok.errors import InvalidInputError, UnsupportedArgumentError
+
+LONG = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
+EDITS = ("whole", "from its middle on", "with a word changed", "of another text", "nonsense")
+
+
+def foreseen(truth: str, how: str) -> str:
+    half = len(truth) // 2
+    return {
+        "whole": truth,
+        "from its middle on": truth[half:],
+        "with a word changed": f"{truth[: half - 2]}何か{truth[half + 1 :]}",
+        "of another text": TEXTS[1] * 3,
+        "nonsense": "\x00🍣</s>\n" * 9,
+    }[how]
+
+
+@examples(60)
+@given(
+    architecture=st.sampled_from(sorted(ARCHITECTURES)),
+    family=st.sampled_from(sorted(FAMILIES)),
+    prompt=st.one_of(st.sampled_from(TEXTS), texts()),
+    prediction=st.one_of(st.sampled_from(EDITS), texts()),
+    way=st.sampled_from(sorted(WAYS)),
+    draft=st.sampled_from(sorted(MADE)),
+    budget=budgets(),
+    dear=st.booleans(),
+)
+@example("Llama", "SentencePiece BPE", TEXTS[0], "whole", "greedy", "none", TREE, False)
+@example("Llama", "SentencePiece BPE", TEXTS[0], "with a word changed", "sampled", "several", Budget(), True)
+@example("GPTNeoX", "byte-level BPE", TEXTS[3], "whole", "greedy", "none", TREE, False)
+def test_a_prediction_changes_no_id(
+    architecture: str, family: str, prompt: str, prediction: str, way: str, draft: str, budget: Budget, dear: bool
+) -> None:
+    tokens = tokenizer(family)
+    target = fitting(tokens, architecture, 0), tokens
+    truth = XTokAssisted(target).generate(prompt, **WAYS[way])
+    xt = XTokAssisted(target, MADE[draft](), budget=budget)
+    if dear:
+        make_dear(xt)
+    found = xt.generate(prompt, prediction=foreseen(truth.text, prediction) if prediction in EDITS else prediction, **WAYS[way])
+    assert found.token_ids == truth.token_ids
+    assert found.stats.draft_error is None
+
+
+@cache
+def shipped() -> XTokAssisted:
+    return XTokAssisted(pair.TARGET, budget=Budget(4, schedule="constant"))
+
+
+def made(**more: Any) -> Generation:
+    """Of the target that ships, which writes whole characters."""
+    return shipped().generate(TEXTS[0], **{**LONG, "repetition_penalty": 1.2, **more})
+
+
+@pytest.mark.parametrize(("how", "least"), [("whole", 4.0), ("from its middle on", 1.3), ("with a word changed", 2.0)])
+def test_a_prediction_that_comes_true_saves_forwards_from_the_first_on(how: str, least: float) -> None:
+    truth = made()
+    found = made(prediction=foreseen(truth.text, how))
+    assert found.token_ids == truth.token_ids
+    assert found.stats.tokens_per_forward > least
+    assert found.drafts == ("prediction",)
+    assert found.stats.accepted_by_draft == (found.stats.accepted,)
+    assert {one.draft for one in found.tokens} == {None, "prediction"}
+    if how == "whole":
+        assert found.rounds[1].accepted > 2, "it is guessed from its beginning"
+
+
+def test_what_repeats_in_the_text_is_no_merit_of_a_prediction() -> None:
+    found = made(prediction="🍣", repetition_penalty=1.0)
+    assert max(found.text.count(found.text[i : i + 4]) for i in range(20)) > 2
+    assert found.stats.accepted < 3, "what follows the same end of the prompt"
+
+
+def test_texts_of_a_list_and_of_an_engine_may_be_foreseen() -> None:
+    xt = XTokAssisted((TARGET, TOKENS), MADE["several"](), budget=TREE)
+    truth = XTokAssisted((TARGET, TOKENS)).generate(list(TEXTS), **SAMPLED)
+    found = xt.generate(list(TEXTS), prediction=truth[0].text, **SAMPLED)
+    assert ids_of(found) == ids_of(truth)
+    with Engine(xt) as engine:
+        tickets = [engine.submit(TEXTS[0], prediction=one, **SAMPLED) for one in (truth[0].text, "a", None)]
+        results = [ticket.result() for ticket in tickets]
+    assert ids_of(results) == ids_of([truth[0]] * 3)
+    assert [one.drafts for one in results] == [(*xt.names, "prediction")] * 2 + [xt.names]
+    assert list(xt.stream(TEXTS[0], prediction="a", **SAMPLED)) == list(xt.stream(TEXTS[0], **SAMPLED))
+
+
+def test_predictions_have_an_account_of_their_own() -> None:
+    """What they gain is learnt, for those of other texts, and no draft's doing."""
+    xt = XTokAssisted((TARGET, TOKENS), MADE["lookup"]())
+    truth = xt.generate(TEXTS[0], **LONG).text
+    make_dear(xt)
+    before = xt._ledger.accounts[-1].lately.rounds
+    xt.generate(TEXTS[0], prediction=truth, **LONG)
+    assert len(xt._ledger.accounts) == 2
+    assert xt._ledger.accounts[-1].lately.rounds > before == 0
+
+
+@pytest.mark.parametrize("wrong", [3, b"bytes", ["a"], {"type": "content"}])
+def test_what_is_no_text_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidInputError, match="prediction"):
+        made(prediction=wrong)
+
+
+def test_a_prediction_cannot_be_judged_by_its_distribution() -> None:
+    xt = XTokAssisted((TARGET, TOKENS), MADE["unrelated"](), acceptance="rejection")
+    with pytest.raises(UnsupportedArgumentError, match="prediction"):
+        xt.generate(TEXTS[0], prediction="a", **SAMPLED)
+
+
+# some of the drafts
+
+
+@examples(20)
+@given(kept=st.sets(st.integers(0, 2)), prompt=st.sampled_from(TEXTS), way=st.sampled_from(sorted(WAYS)), budget=budgets())
+def test_some_of_the_drafts_write_the_same(kept: set[int], prompt: str, way: str, budget: Budget) -> None:
+    xt = XTokAssisted((TARGET, TOKENS), MADE["several"](), budget=budget)
+    names = [xt.names[i] for i in kept]
+    part = xt.with_drafts(names)
+    found = part.generate(prompt, **WAYS[way])
+    assert found.token_ids == xt.generate(prompt, **WAYS[way]).token_ids
+    assert set(found.drafts) == set(names) == set(part.names)
+    assert part.model is xt.model
+    assert len(part.models()) == 1 + len(kept & {0, 1})
+    assert part._ledger is not xt._ledger
+    assert pickle.loads(pickle.dumps(part)).names == part.names
+
+
+def test_a_part_without_the_draft_that_learns_has_none_that_does() -> None:
+    xt = XTokAssisted((TARGET, TOKENS), MADE["as it comes"](), adapt=True)
+    model, lookup = xt.names
+    assert xt.with_drafts([model]).adapter is xt.adapter is not None
+    assert xt.with_drafts([lookup]).adapter is None
+    assert xt.with_drafts([lookup]).generate(TEXTS[0], **GREEDY).token_ids == xt.generate(TEXTS[0], **GREEDY).token_ids
+
+
+@pytest.mark.parametrize("wrong", [["nobody"], "prompt lookup"])
+def test_drafts_that_there_are_not_are_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidInputError, match="names"):
+        XTokAssisted((TARGET, TOKENS), MADE["as it comes"]()).with_drafts(wrong)
+
+
+# rounds as they come
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("draft", sorted(MADE))
+def test_rounds_come_as_they_are_told_of_afterwards(draft: str, way: str) -> None:
+    xt = XTokAssisted((TARGET, TOKENS), MADE[draft](), budget=TREE)
+    rounds = xt.stream_rounds(TEXTS[0], prediction=TEXTS[1], **WAYS[way])
+    returned: list[Generation] = []
+
+    def reading() -> Iterator[WrittenRound]:
+        returned.append((yield from rounds))
+
+    seen = list(reading())
+    whole = returned[0]
+    assert seen == list(whole.written)
+    assert [token for one in seen for token in one.tokens] == whole.tokens
+    trace = whole.to_dict()
+    for one, told in zip(seen, trace["rounds"], strict=True):
+        assert one.to_dict()["guessed"] == told["guessed"]
+        assert one.to_dict()["right"] == told["right"]
+        assert len(one.tokens) == told["committed"]
