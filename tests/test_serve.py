@@ -29,9 +29,10 @@ from transformers import LogitsProcessorList
 from typer.testing import CliRunner
 from worlds import deep, examples
 
-from xtok import Engine, XTokAssisted, cli
+from xtok import Engine, WrittenRound, XTokAssisted, cli
 from xtok.models.prompts import prompt_ids
 from xtok.pair import DRAFT, TARGET, prompts
+from xtok.serve import race
 from xtok.serve.app import Service, app_of
 from xtok.serve.command import _bound
 from xtok.serve.doors import LOG
@@ -263,6 +264,28 @@ def test_a_stream_ends_with_figures_and_done(server: Server) -> None:
     assert whole["timings"].keys() == told.keys()
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_prediction_is_guessed_from_and_what_came_of_it_is_told(server: Server, streamed: bool, parts: bool) -> None:
+    chat = [{"role": "user", "content": TEXTS[0]}]
+    asked: dict[str, Any] = {"model": NAME, "messages": chat, "max_tokens": 24, "temperature": 0}
+    usage = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+    with server.client() as client:
+        truth = client.chat.completions.create(**asked)
+        text = truth.choices[0].message.content
+        foreseen = [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}] if parts else text
+        found = client.chat.completions.create(**asked, prediction={"type": "content", "content": foreseen}, **usage)
+        chunks = [*found] if streamed else [found]
+    if streamed:
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == text
+    else:
+        assert found.choices[0].message.content == text
+    assert truth.usage.completion_tokens_details is None
+    told = chunks[-1].usage.completion_tokens_details
+    assert told.accepted_prediction_tokens > 0
+    assert told.rejected_prediction_tokens >= 0
+
+
 def test_a_chats_stream_begins_with_the_role(server: Server) -> None:
     with server.client() as client:
         found = client.chat.completions.create(
@@ -400,7 +423,9 @@ def test_any_json_object_may_be_asked_for(server: Server) -> None:
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "best_of": 2}, "best_of"),
-    ({"prompt": "a", "prediction": {"type": "content", "content": "a"}}, "prediction"),
+    ({"prompt": "a", "prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction"),
+    ({"prompt": "a", "prediction": {"type": "text", "content": "a"}}, "prediction"),
+    ({"prompt": "a", "prediction": "a"}, "prediction"),
     ({"prompt": "a", "temperature": "1"}, "temperature"),
     ({"prompt": "a", "temperature": -1}, "temperature"),
     ({"prompt": "a", "temperature": float("inf")}, "temperature"),
@@ -782,6 +807,115 @@ def test_many_clients_of_whom_a_third_hang_up(count: int) -> None:
     for number, text in found:
         if text is not None:
             assert text == expected(visited(number)["prompt"], visited(number))[0]
+
+
+# races
+
+
+def raced(server: Server, kind: str = "completions", **body: Any) -> list[dict[str, Any]]:
+    answer = server.ask(f"race/{kind}", **{"prompt": TEXTS[0], "max_tokens": 12, **body})
+    assert answer.status_code == 200, answer.text
+    *lines, last = re.findall(r"^data: (.*)\n\n", answer.text, re.MULTILINE)
+    assert last == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def ids_of(events: list[dict[str, Any]], run: str) -> list[int]:
+    return [token["id"] for one in events if one["run"] == run and "round" in one for token in one["round"]["tokens"]]
+
+
+RACES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "seed": 5},
+    {"repetition_penalty": 1.3},
+    {"stop": "の"},
+]
+
+
+@pytest.mark.parametrize("asked", RACES, ids=str)
+def test_a_race_has_the_same_text_by_the_drafts_and_by_the_target_alone(server: Server, asked: dict[str, Any]) -> None:
+    events = raced(server, alone=True, **asked)
+    assert ids_of(events, "drafted") == ids_of(events, "alone") != []
+    ends = {one["run"]: one["end"] for one in events if "end" in one}
+    for run, end in ends.items():
+        assert end["token_ids"] == ids_of(events, run)
+        rounds = [one["round"] for one in events if one["run"] == run and "round" in one]
+        assert [one["guessed"] for one in rounds] == [one["guessed"] for one in end["rounds"]]
+        seconds = [one["seconds"] for one in events if one["run"] == run]
+        assert seconds == sorted(seconds)
+    assert ends["alone"]["drafts"] == []
+    assert ends["drafted"]["drafts"] == list(server.service.xt.names)
+
+
+def test_drafts_of_a_race_are_those_that_are_named(server: Server) -> None:
+    name = server.service.xt.names[1]
+    (end,) = (one["end"] for one in raced(server, drafts=[name]) if "end" in one)
+    assert end["drafts"] == [name]
+    (end,) = (one["end"] for one in raced(server, drafts=[]) if "end" in one)
+    assert end["drafts"] == []
+    told(server.ask("race/completions", prompt="a", drafts=["nobody"]), 400, "drafts")
+
+
+def test_a_race_is_of_one_text_and_chats_have_theirs(server: Server) -> None:
+    told(server.ask("race/completions", prompt="a", n=2), 400, "n")
+    told(server.ask("race/completions", prompt=["a", "b"]), 400, "n")
+    told(server.ask("race/completions", prompt="a", model="another"), 404, "model")
+    chat = [{"role": "user", "content": TEXTS[0]}]
+    events = raced(server, "chat/completions", prompt=None, messages=chat, alone=True)
+    assert (
+        ids_of(events, "alone")
+        == ids_of(events, "drafted")
+        == ALONE.generate(chat, max_new_tokens=12, do_sample=False).token_ids
+    )
+    about = httpx.get(f"{server.url}/v1/race").json()
+    assert about == {"model": NAME, "drafts": list(server.service.xt.names), "tokens": 4096, "chats": True, "prompts": []}
+
+
+def test_races_go_one_by_one_and_few_wait(server: Server) -> None:
+    track = server.service.track
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda _: server.ask("race/completions", prompt=TEXTS[0], drafts=[], max_tokens=99), range(24)))
+    refused = [one for one in answers if one.status_code == 429]
+    assert {one.status_code for one in answers} == {200, 429}
+    assert all(one.headers["retry-after"] for one in refused)
+    wait_for(lambda: track.entered == 0)
+
+
+def test_a_race_whose_reader_goes_away_ends(server: Server) -> None:
+    body = {"prompt": TEXTS[0], "max_tokens": LONG, "alone": True, "temperature": 0}
+    with httpx.stream("POST", f"{server.url}/v1/race/completions", json=body, timeout=PATIENCE) as answer:
+        next(answer.iter_raw())
+    wait_for(lambda: server.service.track.entered == 0)
+    assert raced(server)
+
+
+def test_next_is_the_text_that_took_least_and_seconds_are_each_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(race, "perf_counter", lambda: now[0])
+
+    def rounds(seconds: float, count: int) -> race.Rounds:
+        for _ in range(count):
+            now[0] += seconds
+            yield WrittenRound([], [], ())
+        return ALONE.generate("a", max_new_tokens=1)
+
+    events = [*race.race({"slow": rounds(3.0, 2), "quick": rounds(1.0, 5)})]
+    in_turn = [one["run"] for one in events]
+    assert in_turn == ["slow", *["quick"] * 3, "slow", *["quick"] * 3, "slow"]
+    assert [one["seconds"] for one in events] == [3.0, 1.0, 2.0, 3.0, 6.0, 4.0, 5.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("path", ["", "page/main.js", "page/style.css", "page/tints"])
+def test_the_page_is_there_while_models_are_loaded_and_needs_no_key(path: str) -> None:
+    with Server(Service(NAME), key="secret") as one:
+        answer = httpx.get(f"{one.url}/{path}")
+        assert answer.status_code == 200
+        assert httpx.get(f"{one.url}/page/../app.py").status_code == 404
+        assert httpx.get(f"{one.url}/v1/race").status_code == 401
+    if not path:
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert not re.findall(r"https?://", answer.text)
 
 
 @given(

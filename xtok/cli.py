@@ -53,6 +53,7 @@ GUESS_LENGTH = 5
 MEASURED, MEASURED_TOKENS = 8, 32
 """On how many prompts, and tokens behind each, drafts are measured."""
 
+
 app = typer.Typer(
     help="Any large language model generates with the help of any small one, and gives exactly what it alone would.",
     no_args_is_help=True,
@@ -279,12 +280,14 @@ def serve(
     except ImportError as error:
         raise InvalidInputError("Serving needs further packages. Install them with: pip install 'xtok[serve]'") from error
     from xtok.assisted import XTokAssisted
+    from xtok.demo import SAMPLES
     from xtok.engines.engine import Engine
 
     name = "xtok-pair" if target == OWN_TARGET else Path(target).resolve().name if Path(target).exists() else target
     size = None if memory is None else int(memory * 1024**3)
+    shown = list(SAMPLES)[::-1] if target == OWN_TARGET else []
     run(
-        Service(name, Limits(max_tokens, max_body, max_seconds or None)),
+        Service(name, Limits(max_tokens, max_body, max_seconds or None), prompts=shown),
         lambda: XTokAssisted(target, _draft(target, draft), device=each(device), dtype=each(dtype)),
         lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size),
         host=host,

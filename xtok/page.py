@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import NamedTuple
 
 from xtok.stats import Stats
+from xtok.trace import WrittenRound
 
-_TINTS = ("#9bd0f5", "#f9cf8b", "#a8dfb5", "#e3b7e0", "#f2e57e", "#f4b0a0")
+TINTS = ("#9bd0f5", "#f9cf8b", "#a8dfb5", "#e3b7e0", "#f2e57e", "#f4b0a0")
 """Of drafts, in order: told apart with any kind of colour vision, and dark text is read on all of them."""
 _STYLE = """
 .xtok { font-family: system-ui, sans-serif; line-height: 1.9; max-width: 48rem; color: #1b1b1b; background: #fff;
@@ -33,35 +33,17 @@ _STYLE = """
 
 def tints(drafts: Sequence[str]) -> dict[str, str]:
     """The colour of each draft, as #rrggbb: a background for dark text."""
-    return dict(zip(drafts, _TINTS * len(drafts), strict=False))
+    return dict(zip(drafts, TINTS * len(drafts), strict=False))
 
 
-class Guess(NamedTuple):
-    """A guessed token. `probability`: what the draft gives it, and all before it; None where it gives none."""
-
-    id: int
-    text: str
-    parent: int
-    probability: float | None
-    draft: str
-
-
-class Shown(NamedTuple):
-    """A round: its tokens' texts, each with the draft that guessed it or None, its guesses, and which of those are right."""
-
-    tokens: list[tuple[str, str | None]]
-    guesses: list[Guess]
-    right: set[int]
-
-
-def page(rounds: Iterable[Shown], drafts: Sequence[str], stats: Stats) -> str:
+def page(rounds: Iterable[WrittenRound], drafts: Sequence[str], stats: Stats) -> str:
     """A file for a browser that needs nothing else."""
     head = '<!doctype html><html><head><meta charset="utf-8"><title>xtok: who guessed what</title>'
     view = '<meta name="viewport" content="width=device-width"></head>'
     return f"{head}{view}<body>{section(rounds, drafts, stats)}</body></html>\n"
 
 
-def section(rounds: Iterable[Shown], drafts: Sequence[str], stats: Stats) -> str:
+def section(rounds: Iterable[WrittenRound], drafts: Sequence[str], stats: Stats) -> str:
     """The part of a page that shows a generation."""
     shown, colours = list(rounds), tints(drafts)
     text = "".join(_round(one, colours) for one in shown)
@@ -74,8 +56,8 @@ def section(rounds: Iterable[Shown], drafts: Sequence[str], stats: Stats) -> str
     )
 
 
-def _round(one: Shown, tints: dict[str, str]) -> str:
-    tokens = "".join(_tinted(text, tints.get(draft or "")) for text, draft in one.tokens)
+def _round(one: WrittenRound, tints: dict[str, str]) -> str:
+    tokens = "".join(_tinted(token.text, tints.get(token.draft or "")) for token in one.tokens)
     guessed = f'<span class="guesses">{_branches(one, -1, tints)}</span>' if one.guesses else ""
     return f'<span class="round" tabindex="0">{tokens}{guessed}</span>'
 
@@ -85,13 +67,13 @@ def _tinted(text: str, tint: str | None) -> str:
     return f'<span class="token"{style}>{escape(text)}</span>'
 
 
-def _branches(one: Shown, parent: int, tints: dict[str, str]) -> str:
+def _branches(one: WrittenRound, parent: int, tints: dict[str, str]) -> str:
     """What is guessed behind a guess, as a list; a guess without rivals stands on the line of the one before it."""
     lines = [f"<li>{''.join(_line(one, node, tints))}</li>" for node in _children(one, parent)]
     return f"<ul>{''.join(lines)}</ul>" if lines else ""
 
 
-def _line(one: Shown, node: int, tints: dict[str, str]) -> Iterator[str]:
+def _line(one: WrittenRound, node: int, tints: dict[str, str]) -> Iterator[str]:
     following = [node]
     while len(following) == 1:
         node = following[0]
@@ -104,7 +86,7 @@ def _line(one: Shown, node: int, tints: dict[str, str]) -> Iterator[str]:
     yield _branches(one, node, tints)
 
 
-def _children(one: Shown, parent: int) -> list[int]:
+def _children(one: WrittenRound, parent: int) -> list[int]:
     return [node for node, guess in enumerate(one.guesses) if guess.parent == parent]
 
 
@@ -113,7 +95,7 @@ def _visible(text: str) -> str:
     return text.replace("\n", "↵").replace(" ", "␣") or "∅"
 
 
-def _counts(rounds: Sequence[Shown], drafts: Sequence[str], stats: Stats) -> str:
+def _counts(rounds: Sequence[WrittenRound], drafts: Sequence[str], stats: Stats) -> str:
     guesses = [(guess.draft, node in one.right) for one in rounds for node, guess in enumerate(one.guesses)]
     rows = [(name, sum(by == name for by, _ in guesses), sum(by == name and right for by, right in guesses)) for name in drafts]
     lines = "".join(f"<tr><th>{escape(name)}</th><td>{guessed}</td><td>{right}</td></tr>" for name, guessed, right in rows)

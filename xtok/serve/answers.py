@@ -96,10 +96,24 @@ def speller(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, byte
     return spelled
 
 
-def usage(asked: Sequence[Asked], ended: Sequence[Generation], n: int) -> dict[str, int]:
-    """How many tokens there were. A prompt that has several answers counts once."""
+def usage(asked: Sequence[Asked], ended: Sequence[Generation], n: int) -> dict[str, Any]:
+    """How many tokens there were. A prompt that has several answers counts once. Of those that a request foresaw, how many came
+    true, and how many were guessed and didn't.
+    """
     read, written = sum(len(one.ids) for one in asked[::n]), sum(len(one.token_ids) for one in ended)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    if not asked[0].arguments.get("prediction"):
+        return counts
+    accepted, guessed = (sum(column) for column in zip((0, 0), *map(_foreseen, ended), strict=True))
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": guessed - accepted}
+    return {**counts, "completion_tokens_details": details}
+
+
+def _foreseen(one: Generation) -> tuple[int, int]:
+    """How many ids of a prediction, the last draft of a text, came true, and how many were guessed."""
+    last = len(one.drafts) - 1
+    guessed = sum(each.drafts.count(last) for each in one.rounds)
+    return sum(each.drafts[node] == last for each in one.rounds for node in each.right), guessed
 
 
 def timings(read: int, ended: Sequence[Generation], until_first: float, behind: float) -> dict[str, float]:

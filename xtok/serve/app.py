@@ -1,15 +1,17 @@
 """The server's routes: OpenAI's API over an engine."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
 from json import dumps
+from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
@@ -22,28 +24,42 @@ from xtok.engines.engine import Engine, EngineStats
 from xtok.engines.ticket import Ticket
 from xtok.errors import EngineClosedError, EngineFullError
 from xtok.generation import Generation
+from xtok.page import TINTS
 from xtok.serve.answers import Answer, speller, timings, usage
-from xtok.serve.doors import body_of, guarded, observed, refusal, unless_gone, visit
+from xtok.serve.doors import body_of, failure, guarded, observed, refusal, unless_gone, visit
 from xtok.serve.events import Event, events
 from xtok.serve.metrics import Metrics
 from xtok.serve.processors import Picked
-from xtok.serve.requests import Asked, Chat, Completion, Limits, RequestError, read, texts_of
+from xtok.serve.race import Track, race, runs_of, served, steps
+from xtok.serve.requests import Asked, Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read, texts_of
 
 _LATER = {"Retry-After": "1"}
+_PAGE = Path(__file__).parent / "page"
 _GONE = 499
 """nginx's status for a client that went away, for the log: nobody reads it."""
 
 
 @dataclass
 class Service:
-    """What is served: an engine, under a name, once it is there. `error`: why there will be none."""
+    """What is served: an engine, under a name, once it is there. `error`: why there will be none. `prompts`: what the page
+    offers to begin with. `track`: where races wait for each other.
+    """
 
     name: str
     limits: Limits = field(default_factory=Limits)
     xt: XTokAssisted | None = None
     engine: Engine | None = None
+    prompts: Sequence[str] = ()
     error: BaseException | None = None
+    track: Track = field(default_factory=Track)
     created: int = field(default_factory=lambda: int(time()))
+    _parts: dict[frozenset[str], XTokAssisted] = field(default_factory=dict)
+
+    def part(self, drafts: Collection[str] | None) -> XTokAssisted:
+        """What writes texts with some of the drafts, or all. Raises `InvalidInputError` for one that there isn't."""
+        xt, _ = self.ready()
+        names = frozenset(xt.names if drafts is None else drafts)
+        return self._parts.setdefault(names, xt if names == set(xt.names) else xt.with_drafts(names))
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -78,6 +94,8 @@ def app_of(service: Service, *, key: str | None = None, origins: Sequence[str] =
     _add_operations(app, service)
     _add_models(app, service)
     _add_texts(app, service)
+    _add_races(app, service)
+    _add_page(app)
     if key is not None:
         app.add_middleware(guarded, key=key)
     if origins:
@@ -148,6 +166,61 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         return await _written(service, request, read(Chat, await body_of(request, service.limits.body)))
 
 
+def _add_races(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/race")
+    async def about() -> Response:
+        return JSONResponse(served(service.ready()[0], service.name, service.limits, service.prompts))
+
+    @app.post("/v1/race/completions")
+    async def completions(request: Request) -> Response:
+        service.ready()
+        return await _raced(service, request, read(CompletionRace, await body_of(request, service.limits.body)))
+
+    @app.post("/v1/race/chat/completions")
+    async def chats(request: Request) -> Response:
+        service.ready()
+        return await _raced(service, request, read(ChatRace, await body_of(request, service.limits.body)))
+
+
+async def _raced(service: Service, request: Request, body: CompletionRace | ChatRace) -> Response:
+    """What a race is answered with. Raises `RequestError` before anything is sent."""
+    service.ready()
+    _check_model(service, body.model)
+    try:
+        service.track.enter()
+    except EngineFullError as error:
+        raise _full(error) from error
+    visit(request).leave = service.track.leave
+    runs = await run_in_threadpool(runs_of, body, service.part, service.limits)
+
+    async def streamed() -> AsyncIterator[str]:
+        try:
+            async with service.track.turn, aclosing(steps(race(runs))) as events:
+                async for event in events:
+                    yield _line(event)
+        except Exception as error:
+            yield _line(failure(visit(request), error).told)
+        yield "[DONE]"
+
+    return EventSourceResponse(streamed(), sep="\n")
+
+
+def _full(error: EngineFullError) -> RequestError:
+    return RequestError(str(error), status=429, kind="rate_limit_error", code="rate_limit_exceeded", headers=_LATER)
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.get("/")
+    async def index() -> Response:
+        return FileResponse(_PAGE / "index.html", headers={"Content-Security-Policy": "default-src 'self'; img-src data:"})
+
+    @app.get("/page/tints")
+    async def tints() -> Response:
+        return JSONResponse(TINTS)
+
+    app.mount("/page", StaticFiles(directory=_PAGE))
+
+
 async def _written(service: Service, request: Request, body: Completion | Chat) -> Response:
     """What a request is answered with. Raises `RequestError` before anything is sent."""
     xt, engine = service.ready()
@@ -168,8 +241,7 @@ def _submit(engine: Engine, asked: Sequence[Asked], tickets: list[Ticket]) -> No
         for one in asked:
             tickets.append(engine.submit(one.prompt, **one.arguments))  # noqa: PERF401  (it may stop in between)
     except EngineFullError as error:
-        told = "Too many texts wait already. Try again later."
-        raise RequestError(told, status=429, kind="rate_limit_error", code="rate_limit_exceeded", headers=_LATER) from error
+        raise _full(error) from error
     except EngineClosedError as error:
         raise RequestError("The server is stopping.", status=503, kind="server_error", headers=_LATER) from error
     except ValueError as error:
@@ -205,7 +277,7 @@ class _Writing:
                     texts[event.choice] += event.text
                     picked[event.choice] += event.picked
         except Exception as error:
-            raise self._failed(error) from error
+            raise failure(self._visit, error) from error
         choices = [
             self._answer.choice(index, text, picked[index] if self._records else None, self._ended[index].finish_reason)
             for index, text in enumerate(texts)
@@ -219,7 +291,7 @@ class _Writing:
                 async for chunk in chunks:
                     yield _line(chunk)
         except Exception as error:
-            yield _line(self._failed(error).told)
+            yield _line(failure(self._visit, error).told)
         yield "[DONE]"
 
     def leave(self) -> None:
@@ -236,12 +308,6 @@ class _Writing:
             "draft_n_accepted": sum(one.stats.accepted for one in ended),
             "seconds_to_first": None if self._first is None else round(self._first - self._visit.came, 6),
         }
-
-    def _failed(self, error: Exception) -> RequestError:
-        """What ended a text is told by its kind alone; the log has the rest."""
-        self._visit.told["error"] = f"{type(error).__name__}: {error}"
-        told = f"{type(error).__name__} ended the text. The server's log tells more."
-        return RequestError(told, status=500, kind="server_error")
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """With `usage` where the client asked for it: None until the last."""

@@ -21,8 +21,8 @@ from xtok.engines.ticket import Ticket
 from xtok.serve.requests import RequestError
 
 LOG = logging.getLogger("xtok.serve")
-_QUIET = ("/health", "/metrics")
-"""Asked every few seconds, by machines."""
+_QUIET = ("/health", "/metrics", "/page/")
+"""What machines ask every few seconds, and parts of the page, isn't told of."""
 _NAME = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _READING = 60.0
 """Seconds that a body may take to arrive."""
@@ -47,6 +47,12 @@ def visit(request: Request) -> Visit:
     """That of a request."""
     found: Visit = request.scope["state"]["visit"]
     return found
+
+
+def failure(seen: Visit, error: Exception) -> RequestError:
+    """What ended a text is told by its kind alone; the log has the rest."""
+    seen.told["error"] = f"{type(error).__name__}: {error}"
+    return RequestError(f"{type(error).__name__} ended the text. The server's log tells more.", status=500, kind="server_error")
 
 
 def refusal(refused: RequestError) -> JSONResponse:
@@ -98,7 +104,7 @@ async def _answered(app: ASGIApp, scope: Scope, receive: Receive, send: Send) ->
 
 
 def _log(scope: Scope, seen: Visit) -> None:
-    if scope["path"] not in _QUIET:
+    if not scope["path"].startswith(_QUIET):
         took = round(perf_counter() - seen.came, 6)
         line = {"request": seen.id, "method": scope["method"], "path": scope["path"], **seen.told, "seconds": took}
         LOG.info(json.dumps(line, ensure_ascii=True))

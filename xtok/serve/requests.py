@@ -72,6 +72,13 @@ class Schema(Fields):
     strict: bool | None = None
 
 
+class Prediction(Fields):
+    """What much of the text is foreseen to be."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
 class ResponseFormat(Fields):
     """What the text is to be."""
 
@@ -104,6 +111,7 @@ class Body(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
+    prediction: Prediction | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -133,6 +141,21 @@ class Chat(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Race(Body):
+    """A text round by round: `drafts` that take part, all without it, and whether the target writes it `alone`, too."""
+
+    drafts: list[str] | None = None
+    alone: bool | None = None
+
+
+class CompletionRace(Completion, Race):
+    """`POST /v1/race/completions`."""
+
+
+class ChatRace(Chat, Race):
+    """`POST /v1/race/chat/completions`."""
 
 
 B = TypeVar("B", bound=Body)
@@ -213,7 +236,8 @@ def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[
             ids = prompt_ids(xt.tokenizer, prompt, None, template)
         except InvalidInputError as error:
             raise RequestError(str(error), field) from error
-        shared = {**told, **_sampling(body), **_lengths(body, xt, len(ids), limits), "stop_strings": body.stops or None}
+        lengths = _lengths(body, xt, len(ids), limits)
+        shared = {**told, **_sampling(body), **lengths, **_foreseen(body), "stop_strings": body.stops or None}
         for number in range(body.n or 1):
             record = _record(body)
             own = _processors(body, xt, record, len(ids), grammar)
@@ -229,16 +253,26 @@ def _prompts(body: Completion | Chat) -> list[Prompt]:
     return prompts
 
 
+def _foreseen(body: Body) -> dict[str, Any]:
+    """Raises `RequestError` for what is no text."""
+    return {} if body.prediction is None else {"prediction": _joined(body.prediction.content, "prediction")}
+
+
+def _joined(content: Any, field: str) -> str:
+    """A text, or parts of it in one. Raises `RequestError`."""
+    text = "".join(_part(part, field) for part in content) if isinstance(content, list) else content
+    if not isinstance(text, str):
+        raise RequestError("content is a text, or a list of parts of text.", field)
+    return text
+
+
 def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
     """A message as templates read it: parts of text in one, and the arguments of calls, which come as JSON, as values.
 
     Raises `RequestError`.
     """
     message = {name: value for name, value in given.items() if value is not None}
-    content = message.get("content", "")
-    message["content"] = "".join(_part(part, number) for part in content) if isinstance(content, list) else content
-    if not isinstance(message["content"], str):
-        raise RequestError("content is a text, or a list of parts of text.", f"messages.{number}.content")
+    message["content"] = _joined(message.get("content", ""), f"messages.{number}.content")
     if "tool_calls" in message:
         try:
             message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
@@ -247,10 +281,10 @@ def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
     return message
 
 
-def _part(part: Any, number: int) -> str:
+def _part(part: Any, field: str) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     if not isinstance(text, str):
-        raise RequestError('Only parts of text are supported: {"type": "text", "text": "…"}.', f"messages.{number}.content")
+        raise RequestError('Only parts of text are supported: {"type": "text", "text": "…"}.', field)
     return text
 
 

@@ -1,0 +1,423 @@
+"""The page of `xtok serve`, in a real browser: what is seen, by pointer and keyboard, in light and dark, wide and narrow.
+
+Debian's Chromium, driven by Selenium; `make test-page` installs it. With XTOK_SCREENSHOTS set to a folder, its pictures are
+written there.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+pytest.importorskip("selenium", reason="Selenium isn't installed: pip install selenium")
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service as DriverService
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
+from test_serve import CHAT_TOKENS, Server, command, serving
+from worlds import fitting
+
+from xtok import Generation, XTokAssisted
+from xtok.page import TINTS
+from xtok.pair import DRAFT, TARGET, prompts
+from xtok.serve.app import Service
+
+CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
+if not (CHROMIUM and DRIVER):
+    pytest.skip("Chromium and its driver aren't installed; `make test-page` does that", allow_module_level=True)
+
+T = TypeVar("T")
+PATIENCE = 120
+WIDE, NARROW = 1100, 400
+LENGTH = 48
+SCREENSHOTS = os.environ.get("XTOK_SCREENSHOTS")
+YES = {"en": "identical: yes", "ja": "完全に一致: はい"}
+
+
+class Browser:
+    """A window, and what a test does in it. The language is that of the browser."""
+
+    def __init__(self, language: str = "en") -> None:
+        options = webdriver.ChromeOptions()
+        options.binary_location = CHROMIUM
+        for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", f"lang={language}"):
+            options.add_argument(f"--{argument}")
+        options.add_experimental_option("prefs", {"intl.accept_languages": language})
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=DriverService(DRIVER))
+        self.look()
+
+    def look(self, width: int = WIDE, *, height: int = 900, dark: bool = False) -> None:
+        """How wide the window is, and whether its user prefers dark colours."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+    def open(self, url: str) -> None:
+        """The page, once it knows what is served."""
+        self.driver.get(f"{url}/")
+        self.until(lambda: self.text("#served"))
+
+    def until(self, true: Callable[[], T]) -> T:
+        return WebDriverWait(self.driver, PATIENCE, poll_frequency=0.05).until(lambda _: true())
+
+    def all(self, selector: str) -> list[Any]:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def one(self, selector: str) -> Any:
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        return str(self.one(selector).text)
+
+    def content(self, selector: str) -> str:
+        """The text as it is, spaces and all."""
+        return str(self.one(selector).get_property("textContent"))
+
+    def fill(self, name: str, value: Any) -> None:
+        field = self.one(f"[name={name}]")
+        field.clear()
+        field.send_keys(str(value))
+
+    def point_at(self, element: Any) -> None:
+        ActionChains(self.driver).move_to_element(element).perform()
+
+    def press(self, *keys: str) -> None:
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def focused(self) -> Any:
+        return self.driver.switch_to.active_element
+
+    def write(self, **fields: Any) -> None:
+        """Ask for a text, and wait until it is there."""
+        for name, value in {"tokens": LENGTH, **fields}.items():
+            self.fill(name, value)
+        self.one("#write").click()
+        self.until(lambda: self.text("#verdict") and self.one("#write").is_enabled())
+
+    def errors(self) -> list[str]:
+        """What the console complained of."""
+        return [one["message"] for one in self.driver.get_log("browser") if one["level"] == "SEVERE"]
+
+    def picture(self, name: str) -> None:
+        """A picture of the whole page, where such are wanted."""
+        if SCREENSHOTS:
+            size = self.driver.execute_script("return [innerWidth, document.documentElement.scrollHeight]")
+            dark = self.driver.execute_script("return matchMedia('(prefers-color-scheme: dark)').matches")
+            self.look(size[0], height=size[1], dark=dark)
+            self.driver.save_screenshot(str(Path(SCREENSHOTS) / name))
+
+
+@contextmanager
+def browsing(language: str = "en") -> Iterator[Browser]:
+    browser = Browser(language)
+    try:
+        yield browser
+    finally:
+        browser.driver.quit()
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Iterator[Server]:
+    with serving(XTokAssisted(TARGET, DRAFT), batch_size=2) as server:
+        server.service.prompts = prompts()[:3]
+        yield server
+
+
+@pytest.fixture(scope="module")
+def english() -> Iterator[Browser]:
+    with browsing() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(english: Browser, shipped: Server) -> Iterator[Browser]:
+    english.look()
+    english.errors()
+    english.open(shipped.url)
+    yield english
+    assert english.errors() == []
+
+
+def truth(**more: Any) -> Generation:
+    arguments: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "repetition_penalty": 1.2, **more}
+    return XTokAssisted(TARGET).generate(prompts()[0], **arguments)
+
+
+# what is written
+
+
+def test_the_text_streams_in_beside_the_targets_own_and_the_two_are_said_to_be_identical(page: Browser) -> None:
+    page.write()
+    expected = truth()
+    assert page.content(".run.drafted .text") == page.content(".run.alone .text") == expected.text
+    assert page.text("#verdict") == YES["en"]
+    assert "right" in page.one("#verdict").get_attribute("class")
+    drafted, alone = (len(page.all(f".run.{kind} .one")) for kind in ("drafted", "alone"))
+    assert alone == expected.stats.target_forwards > 1.5 * drafted
+    assert f"{LENGTH} tokens, {drafted} forwards" in page.text(".run.drafted .clock")
+    page.picture("page.png")
+
+
+def test_tokens_have_the_tint_of_who_guessed_them_and_the_legend_says_whose(page: Browser) -> None:
+    page.write()
+    legend = {one.text: one.value_of_css_property("background-color") for one in page.all("#legend .tint")}
+    wanted = ["rgba({}, {}, {}, 1)".format(*bytes.fromhex(tint[1:])) for tint in TINTS]
+    assert list(legend.values()) == wanted[: len(legend)]
+    tinted = page.all(".run.drafted .token.tint")
+    assert {one.get_attribute("data-draft") for one in tinted} <= set(legend)
+    assert tinted and all(
+        one.value_of_css_property("background-color") == legend[one.get_attribute("data-draft")] for one in tinted
+    )
+    assert not page.all(".run.alone .token.tint")
+
+
+def test_sampled_texts_are_identical_too_and_the_seed_decides(page: Browser) -> None:
+    page.one("[value=sampled]").click()
+    page.write(seed=7, temperature=1.0)
+    first = page.content(".run.drafted .text")
+    assert page.text("#verdict") == YES["en"]
+    assert first == truth(do_sample=True, temperature=1.0, seed=7).text
+    page.write(seed=8)
+    assert page.text("#verdict") == YES["en"]
+    assert page.content(".run.drafted .text") != first
+
+
+def test_drafts_take_part_as_they_are_chosen(page: Browser) -> None:
+    boxes = page.all("[name=draft]")
+    assert [box.get_attribute("value") for box in boxes] == ["draft", "prompt lookup"]
+    boxes[0].click()
+    page.write()
+    assert page.text("#verdict") == YES["en"]
+    assert {one.get_attribute("data-draft") for one in page.all(".token.tint")} <= {"prompt lookup"}
+    boxes[1].click()
+    page.one("[name=race]").click()
+    page.fill("tokens", 8)
+    page.one("#write").click()
+    page.until(lambda: page.text("#status") == "Done.")
+    assert len(page.all(".run")) == 1
+    assert len(page.all(".run .one")) == 8
+    assert not page.all(".token.tint")
+
+
+def test_an_example_is_put_where_the_prompt_is(page: Browser) -> None:
+    Select(page.one("#examples")).select_by_index(2)
+    assert page.one("#prompt").get_property("value") == prompts()[2]
+
+
+def test_a_text_is_no_markup(page: Browser) -> None:
+    page.fill("prompt", "<img src=x onerror=alert(1)><b>太字</b>")
+    page.write()
+    assert page.text("#verdict") == YES["en"]
+    assert not page.all(".text img, .text b, #tree img, #tree b")
+
+
+def test_a_stopped_text_stays_as_far_as_it_came(page: Browser, shipped: Server) -> None:
+    page.fill("tokens", 900)
+    page.one("#write").click()
+    page.until(lambda: len(page.all(".run.drafted .one")) > 3)
+    page.one("#stop").click()
+    page.until(lambda: page.text("#status") == "Stopped.")
+    assert page.text("#verdict") == "identical: unknown, for one of them didn't end"
+    page.until(lambda: shipped.service.track.entered == 0)
+    page.write()
+    assert page.text("#verdict") == YES["en"]
+
+
+# what happened in a round
+
+
+def test_pointing_at_a_token_shows_its_round_with_what_was_guessed_and_what_died(page: Browser) -> None:
+    page.write()
+    rounds = page.all(".run.drafted .one")
+    right = next(one for one in rounds[2:] if one.find_elements(By.CSS_SELECTOR, ".tint"))
+    page.point_at(right)
+    assert page.text("#round h2") == f"Round {rounds.index(right) + 1} of {len(rounds)}"
+    tree = page.one("#tree")
+    tinted = "".join(one.text for one in right.find_elements(By.CSS_SELECTOR, ".tint"))
+    shown = "".join(one.text.rstrip("0123456789%") for one in tree.find_elements(By.CSS_SELECTOR, ".guess.tint"))
+    assert shown.replace("␣", " ").replace("↵", "\n").strip() == tinted.strip()
+    counts = [int(word) for word in page.text("#told").replace(",", "").split() if word.isdigit()]
+    assert counts[0] == len(tree.find_elements(By.CSS_SELECTOR, ".guess"))
+    assert counts[1] == len(tree.find_elements(By.CSS_SELECTOR, ".guess.tint"))
+    for one in tree.find_elements(By.CSS_SELECTOR, ".guess.died"):
+        assert "line-through" in one.value_of_css_property("text-decoration")
+    page.picture("page-round.png")
+
+
+def test_all_of_it_works_by_the_keyboard(page: Browser) -> None:
+    page.one("#prompt").click()
+    page.fill("tokens", 24)
+    page.press(Keys.ENTER)  # within a field, that is to write
+    page.until(lambda: page.text("#verdict") == YES["en"])
+    for _ in range(40):
+        if page.focused().get_attribute("class").startswith("one"):
+            break
+        page.press(Keys.TAB)
+    assert page.text("#round h2").startswith("Round 1 of")
+    page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert page.text("#round h2").startswith("Round 3 of")
+    page.press(Keys.ARROW_LEFT)
+    assert page.text("#round h2").startswith("Round 2 of")
+
+
+def test_figures_are_those_of_the_text(page: Browser) -> None:
+    page.write()
+    rows = page.all("#figures figure:first-child tbody tr")
+    drafted, alone = ([cell.text for cell in row.find_elements(By.CSS_SELECTOR, "th, td")] for row in rows)
+    forwards, whole = (len(page.all(f".run.{kind} .one")) for kind in ("drafted", "alone"))
+    assert drafted[:4] == ["with drafts", str(forwards), str(LENGTH - forwards), f"{LENGTH / forwards:.2f}"]
+    assert alone[:4] == ["the target alone", str(whole), "0", "1.00"]
+    assert drafted[5].endswith(" ×")
+    assert len(page.all("#figures svg")) == 2
+    assert len(page.all("#figures figure:nth-child(2) rect")) == forwards
+    guessed = {row.find_element(By.CSS_SELECTOR, "th").text: row for row in page.all("#figures figure:last-child tbody tr")}
+    assert set(guessed) == {"draft", "prompt lookup"}
+
+
+# traces
+
+
+def test_a_saved_trace_is_opened_and_stepped_through(page: Browser, tmp_path: Path) -> None:
+    generation = XTokAssisted(TARGET, DRAFT).generate(prompts()[1], max_new_tokens=32, do_sample=False)
+    generation.save_trace(tmp_path / "some.json")
+    page.one("#file").send_keys(str(tmp_path / "some.json"))
+    page.until(lambda: page.all(".run.trace .one"))
+    assert page.content(".run.trace .text") == generation.text
+    rounds = page.all(".run.trace .one")
+    assert len(rounds) == len(generation.rounds)
+    assert sum("later" in one.get_attribute("class") for one in rounds) == len(rounds) - 1
+    page.one("#next").click()
+    assert page.text("#round h2") == f"Round 2 of {len(rounds)}"
+    assert sum("later" in one.get_attribute("class") for one in rounds) == len(rounds) - 2
+    page.one("#previous").click()
+    page.one("#place").send_keys(Keys.END)
+    assert page.text("#round h2") == f"Round {len(rounds)} of {len(rounds)}"
+    assert page.text("#verdict") == ""
+
+
+@pytest.mark.parametrize("broken", ["{}", "no json", '{"rounds": [], "tokens": []}'])
+def test_what_is_no_trace_is_said_to_be_none(page: Browser, tmp_path: Path, broken: str) -> None:
+    (tmp_path / "broken.json").write_text(broken)
+    page.one("#file").send_keys(str(tmp_path / "broken.json"))
+    page.until(lambda: page.text("#status") == "This is no trace of xtok.")
+
+
+def test_a_trace_is_opened_while_nothing_is_served(english: Browser, tmp_path: Path) -> None:
+    """Nor are models needed for that."""
+    generation = truth()
+    generation.save_trace(tmp_path / "some.json")
+    with Server(Service("none")) as empty:
+        english.driver.get(f"{empty.url}/")
+        english.until(lambda: english.text("#status") == "The models are being loaded.")
+        english.one("#file").send_keys(str(tmp_path / "some.json"))
+        english.until(lambda: english.all(".run.trace .one"))
+        assert english.content(".run.trace .text") == generation.text
+    english.errors()
+
+
+def test_what_was_written_is_saved_as_a_trace(page: Browser, tmp_path: Path) -> None:
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.write()
+    page.one("#save").click()
+    page.until(lambda: list(tmp_path.glob("trace*.json")))
+    page.until(lambda: (tmp_path / "trace.json").exists() and (tmp_path / "trace.json").stat().st_size)
+    saved = json.loads((tmp_path / "trace.json").read_text())
+    assert saved["token_ids"] == truth().token_ids
+    assert saved["drafts"] == ["draft", "prompt lookup"]
+
+
+# how it looks, and what goes wrong
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+def test_nothing_lies_beside_the_page_and_all_is_read(page: Browser, width: int, dark: bool) -> None:
+    page.look(width, dark=dark)
+    page.write()
+    page.point_at(page.all(".run.drafted .one")[4])
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+    for selector in ("body", "#write", "#told", ".guess", ".tint", "#verdict", "#figures th"):
+        assert page.driver.execute_script(CONTRAST, page.one(selector)) >= 4.5, selector
+    page.picture(f"page-{'narrow' if width == NARROW else 'wide'}-{'dark' if dark else 'light'}.png")
+
+
+CONTRAST = """
+const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+const light = (colour) => parts(colour).slice(0, 3)
+  .map((part) => part / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, part, place) => sum + part * [0.2126, 0.7152, 0.0722][place], 0);
+let ground = arguments[0];
+while (ground && parts(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
+const colours = [getComputedStyle(arguments[0]).color, getComputedStyle(ground ?? document.body).backgroundColor];
+const [one, other] = colours.map(light);
+return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+"""
+"""Of a text with what is behind it, as WCAG 2 counts; 4.5 is its level AA."""
+
+
+def test_it_speaks_japanese_to_a_japanese_browser(shipped: Server) -> None:
+    with browsing("ja") as browser:
+        browser.open(shipped.url)
+        assert browser.text("#write") == "生成"
+        browser.write()
+        assert browser.text("#verdict") == YES["ja"]
+        assert browser.one("html").get_attribute("lang") == "ja"
+        browser.point_at(browser.all(".run.drafted .one")[3])
+        assert "ラウンド" in browser.text("#round h2")
+        browser.picture("page-japanese.png")
+        assert browser.errors() == []
+
+
+def test_a_server_that_dies_in_mid_text_leaves_what_had_come(english: Browser) -> None:
+    with command() as (process, url, _):
+        english.look()
+        english.open(url)
+        english.fill("tokens", 900)
+        english.one("#write").click()
+        english.until(lambda: len(english.all(".run.drafted .one")) > 3)
+        process.kill()
+    english.until(lambda: english.text("#status") == "The connection was lost; this is what had come.")
+    assert len(english.content(".run.drafted .text")) > 3
+    assert english.text("#verdict") == "identical: unknown, for one of them didn't end"
+    assert english.one("#write").is_enabled()
+    english.errors()
+
+
+def test_a_server_with_a_key_asks_for_it(english: Browser) -> None:
+    with serving(key="secret") as one:
+        english.driver.get(f"{one.url}/")
+        english.until(lambda: english.text("#status") == "This server wants its API key.")
+        english.fill("key", "secret")
+        english.until(lambda: english.text("#served"))
+        english.fill("prompt", "吾輩は")
+        english.write(tokens=8)
+        assert english.text("#verdict") == YES["en"]
+    english.errors()
+
+
+def test_what_is_refused_is_said(page: Browser) -> None:
+    page.fill("prompt", "吾輩は" * 2000)
+    page.one("#write").click()
+    page.until(lambda: page.text("#status").startswith("It failed: The prompt has"))
+
+
+def test_a_chat_is_written_by_the_models_template(english: Browser) -> None:
+    chat = fitting(CHAT_TOKENS, "Llama", 0), CHAT_TOKENS
+    with serving(XTokAssisted(chat)) as one:
+        english.open(one.url)
+        english.fill("prompt", "吾輩は")
+        english.fill("penalty", 1)
+        english.write(tokens=8)
+        expected = XTokAssisted(chat).generate([{"role": "user", "content": "吾輩は"}], max_new_tokens=8, do_sample=False)
+        assert english.content(".run.drafted .text") == expected.text
+        assert english.text("#verdict") == YES["en"]

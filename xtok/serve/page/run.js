@@ -1,0 +1,85 @@
+// A text as it is written: rounds of tokens, each tinted by the draft that guessed it. Runs know nothing of the server.
+
+import { element } from "./element.js";
+import { words } from "./words.js";
+
+export class Run {
+  // `kind`: "drafted", "alone" or "trace". `onChosen(run, number)`: a round was pointed at.
+  constructor(kind, colours, onChosen) {
+    this.kind = kind;
+    this.colours = colours;
+    this.onChosen = onChosen;
+    this.rounds = [];
+    this.seconds = 0;
+    this.end = null;
+    this.clock = element("p", { class: "clock" });
+    this.text = element("div", { class: "text" });
+    this.box = element("article", { class: `run ${kind}` }, element("h2", {}, words[kind]), this.clock, this.text);
+    this.text.addEventListener("keydown", (event) => this.walk(event));
+    this.tell();
+  }
+
+  get ids() {
+    return this.rounds.flatMap((round) => round.tokens.map((token) => token.id));
+  }
+
+  add(round, seconds) {
+    const number = this.rounds.push(round) - 1;
+    this.seconds = seconds;
+    const shown = element("span", { class: "one", role: "button", tabindex: number ? "-1" : "0" });
+    for (const token of round.tokens) shown.append(this.tinted(token));
+    shown.addEventListener("pointerenter", () => this.onChosen(this, number));
+    shown.addEventListener("focus", () => this.onChosen(this, number));
+    this.text.append(shown);
+    this.tell();
+  }
+
+  tinted(token) {
+    const shown = element("span", { class: "token" }, token.text);
+    const colour = this.colours.get(token.draft);
+    if (colour) {
+      shown.classList.add("tint");
+      shown.style.background = colour;
+      shown.dataset.draft = token.draft;
+    }
+    return shown;
+  }
+
+  ends(end, seconds) {
+    this.end = end;
+    this.seconds = seconds;
+    this.tell();
+  }
+
+  tell() {
+    const tokens = this.rounds.reduce((sum, round) => sum + round.tokens.length, 0);
+    this.clock.textContent = words.clock(tokens, this.end?.stats.target_forwards ?? this.rounds.length, this.seconds);
+  }
+
+  // `until`: rounds behind it are shown as not there yet.
+  choose(number, until) {
+    [...this.text.children].forEach((shown, place) => {
+      shown.classList.toggle("chosen", place === number);
+      shown.classList.toggle("later", until !== null && place > until);
+      shown.tabIndex = place === number ? 0 : -1;
+    });
+  }
+
+  walk(event) {
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    const shown = [...this.text.children];
+    const next = shown[shown.indexOf(document.activeElement) + (step ?? 0)];
+    if (!step || !next) return;
+    event.preventDefault();
+    next.focus();
+  }
+}
+
+// The rounds of a trace, as `Generation.save_trace` writes it.
+export function roundsOf(trace) {
+  let place = 0;
+  return trace.rounds.map((round) => {
+    const tokens = trace.tokens.slice(place, (place += round.committed));
+    return { tokens, guessed: round.guessed, right: round.right };
+  });
+}

@@ -1,0 +1,48 @@
+// The server: what it serves, and a text of it round by round.
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+const permitted = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+async function answered(path, key, more = {}) {
+  const answer = await fetch(path, { ...more, headers: { ...more.headers, ...permitted(key) } });
+  if (answer.ok) return answer;
+  const told = await answer.json().catch(() => null);
+  throw new Refused(answer.status, told?.error?.message ?? `${answer.status}`);
+}
+
+export const tints = async () => (await answered("page/tints")).json();
+
+// What is served. Throws `Refused` while that is loaded, or without the key, and what fetch throws.
+export const about = async (key) => (await answered("v1/race", key)).json();
+
+// The events of a race, as objects. Throws `Refused` where the server does, and what fetch throws where it goes away.
+export async function* race(path, body, key, signal) {
+  const headers = { "Content-Type": "application/json" };
+  const answer = await answered(path, key, { method: "POST", headers, body: JSON.stringify(body), signal });
+  for await (const data of events(answer.body)) {
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new Refused(500, event.error.message);
+    yield event;
+  }
+  throw new TypeError("The stream ended early.");
+}
+
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    held += value;
+    const lines = held.split("\n");
+    held = lines.pop();
+    for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6);
+  }
+}

@@ -1,0 +1,34 @@
+// What was guessed in a round, as a tree: what came true is tinted, what died is struck out.
+
+import { element } from "./element.js";
+
+const visible = (text) => text.replaceAll("\n", "↵").replaceAll(" ", "␣") || "∅";
+
+export function treeOf(round, colours) {
+  const right = new Set(round.right);
+  const children = new Map();
+  round.guessed.forEach((guess, number) => children.set(guess.parent, [...(children.get(guess.parent) ?? []), number]));
+
+  const shown = (number) => {
+    const guess = round.guessed[number];
+    const made = element("span", { class: "guess", title: guess.draft }, visible(guess.text));
+    made.classList.add(right.has(number) ? "tint" : "died");
+    if (right.has(number)) made.style.background = colours.get(guess.draft) ?? "";
+    if (guess.probability !== null) made.append(element("small", {}, `${Math.round(guess.probability * 100)}%`));
+    return made;
+  };
+
+  // a guess without rivals stands on the line of the one before it
+  const line = (number) => {
+    const made = element("li");
+    let behind = [number];
+    while (behind.length === 1) {
+      made.append(shown(behind[0]));
+      behind = children.get(behind[0]) ?? [];
+    }
+    if (behind.length) made.append(element("ul", {}, ...behind.map(line)));
+    return made;
+  };
+
+  return element("ul", {}, ...(children.get(-1) ?? []).map(line));
+}
