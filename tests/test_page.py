@@ -37,7 +37,7 @@ if not (CHROMIUM and DRIVER):
 T = TypeVar("T")
 PATIENCE = 120
 WIDE, NARROW = 1100, 400
-LENGTH = 48
+LENGTH, LONG = 48, 400
 SCREENSHOTS = os.environ.get("XTOK_SCREENSHOTS")
 YES = {"en": "identical: yes", "ja": "完全に一致: はい"}
 
@@ -222,7 +222,7 @@ def test_a_text_is_no_markup(page: Browser) -> None:
 
 
 def test_a_stopped_text_stays_as_far_as_it_came(page: Browser, shipped: Server) -> None:
-    page.fill("tokens", 900)
+    page.fill("tokens", LONG)
     page.one("#write").click()
     page.until(lambda: len(page.all(".run.drafted .one")) > 3)
     page.one("#stop").click()
@@ -382,7 +382,7 @@ def test_a_server_that_dies_in_mid_text_leaves_what_had_come(english: Browser) -
     with command() as (process, url, _):
         english.look()
         english.open(url)
-        english.fill("tokens", 900)
+        english.fill("tokens", LONG)
         english.one("#write").click()
         english.until(lambda: len(english.all(".run.drafted .one")) > 3)
         process.kill()
@@ -406,9 +406,10 @@ def test_a_server_with_a_key_asks_for_it(english: Browser) -> None:
 
 
 def test_what_is_refused_is_said(page: Browser) -> None:
-    page.fill("prompt", "吾輩は" * 2000)
+    page.fill("tokens", 4000)
     page.one("#write").click()
     page.until(lambda: page.text("#status").startswith("It failed: The prompt has"))
+    assert "400 (Bad Request)" in page.errors()[0]
 
 
 def test_a_chat_is_written_by_the_models_template(english: Browser) -> None:
