@@ -1,6 +1,6 @@
 """What xtok makes of vLLM on this machine: tokens per second alone, with vLLM's own ngram lookup, and with xtok, in turns.
 
-`make bench-vllm`. Target: that of the pair that ships, in the shape of one of 217 M parameters, so that a forward of it takes
+`make bench-vllm`. Target: that of the pair that ships, in the shape of one of 420 M parameters, so that a forward of it takes
 about 34 times as long as one of the draft. Requests come as others end, so that as many run all the time; each turn has other
 prompts, the same for all ways. Ids per step, and per step that was guessed for, are by vLLM's own counters.
 """
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 
-from xtok.bench.widen import Shape, shaped
+from xtok.bench.widen import SERVED, shaped
 from xtok.pair import DRAFT, TARGET, prompts
 
-SHAPE = Shape(hidden=1024, heads=16, width=2816, blocks=16, vocabulary=8000)
+SHAPE = SERVED._replace(blocks=32)
 LONGEST, NEW_TOKENS, TURNS = 8, 64, 3
 REQUESTS = {1: 4, 8: 24, 32: 80}
 """How many run at a time, and how many come in all in a turn."""

@@ -26,6 +26,8 @@ from xtok.pair import HEADS, TUNED, prompts, quoting, technical
 from xtok.progress import busy
 
 GUESS_LENGTH = 5
+ADDED = 8
+"""On how many prompts it is measured what a server adds to an engine."""
 LARGE, SMALL = (13e9, 40), (160e6, 12)
 """Parameters and blocks of llm-jp-13B and of open-calm-small."""
 
@@ -287,6 +289,42 @@ def on_a_gpu(
     if save is not None:
         save.write_text(as_json(found), encoding="utf-8")
     report.print_gpu(found, markdown)
+
+
+@app.command("server")
+@on_the_command_line()
+def servers(
+    file: PromptsOption = None,
+    limit: LimitOption = None,
+    max_new_tokens: TokensOption = 64,
+    clients: Annotated[str, typer.Option(help="How many clients at once, with commas.")] = "1,8,32",
+    repeats: Annotated[int, typer.Option(min=1, help="How often all of them ask.")] = 3,
+    json_told: JsonOption = False,
+) -> None:
+    """`xtok serve` beside `transformers serve`, on the shipped pair, its target in the shape of one of 217 M parameters."""
+    from tempfile import TemporaryDirectory
+
+    from xtok.bench import report
+
+    counts, texts = _sizes(clients), _measured(file, limit)
+    with TemporaryDirectory() as folder:
+        found = _served(folder, texts, counts, max_new_tokens=max_new_tokens, repeats=repeats)
+    report.tell(found, report.print_servers, json_told)
+
+
+def _served(folder: str, texts: list[str], clients: list[int], **shape: int) -> Any:
+    """The figures of servers, whose target is written to a folder. Greedy texts have a penalty, so that they don't loop."""
+    from xtok.assisted import XTokAssisted
+    from xtok.bench import server
+    from xtok.bench.widen import SERVED, shaped
+
+    with busy("enlarging the target"):
+        target, tokens = shaped(load_pair(OWN_TARGET, None, None, "bfloat16")[0], SERVED)
+    target.generation_config.do_sample, target.generation_config.repetition_penalty = False, 1.2
+    for part in (target, tokens):
+        part.save_pretrained(folder)
+    added = server.measure_added(XTokAssisted((target, tokens), OWN_DRAFT), texts[:ADDED], **shape)
+    return server.ServerFigures(added, server.compare_servers(folder, OWN_DRAFT, texts, clients, **shape))
 
 
 def _large_on(device: str) -> Any:

@@ -14,6 +14,7 @@ from xtok.bench.context import ContextRow
 from xtok.bench.drafters import DrafterRow
 from xtok.bench.gpu import GpuFigures, LevelRow, ListRow
 from xtok.bench.sampled import SampledRow
+from xtok.bench.server import ServerFigures
 from xtok.bench.vocabulary import VocabularyRow
 from xtok.console import as_json
 
@@ -118,6 +119,17 @@ def print_batches(rows: list[BatchRow]) -> None:
         Console(highlight=False, width=110).print(table)
     typer.echo("speed: how many times as fast as transformers' batches of as many texts. identical: texts with their ids.")
     typer.echo("target, draft, rest: shares of the time: of the target's forwards, of the draft's, and of all else.")
+
+
+def print_servers(found: ServerFigures) -> None:
+    """A table."""
+    table = _table(("clients", "", "requests/s", "speed", "first text", "identical"))
+    for row in found.rows:
+        figures = f"{row.requests_per_second:.2f}", f"{row.speed:.2f}", f"{row.first_text:.2f} s", f"{row.identical:.0%}"
+        table.add_row(str(row.clients), row.system, *figures)
+    Console().print(table)
+    typer.echo("speed: how many times as fast as transformers serve. identical: texts that are those of transformers serve.")
+    typer.echo(f"The server adds {found.added:.1%} to a text of its engine.")
 
 
 def print_bits(rows: list[BitsRow]) -> None:

@@ -46,6 +46,10 @@ class Shape(NamedTuple):
     vocabulary: int
 
 
+SERVED = Shape(hidden=1024, heads=16, width=2816, blocks=16, vocabulary=8000)
+"""That of a target of 217 M parameters, in which servers are measured."""
+
+
 class _Heads(NamedTuple):
     """Heads of `size` columns, in others of `room` columns in which they stand `step` apart."""
 
