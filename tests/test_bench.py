@@ -18,9 +18,11 @@ from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tok
 
 from xtok import Budget, XTokAssisted, pair
 from xtok.align.tokenbytes import token_bytes
+from xtok.bench import server
 from xtok.bench.compare import ALONE, CHAIN, DRAFT, LOOKUP, NONE, SETTINGS, TREE, UAG, XTOK, Timed, compare, speed, tuned
 from xtok.bench.context import compare_contexts
 from xtok.bench.drafters import compare_drafters
+from xtok.bench.report import print_servers
 from xtok.bench.sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
 from xtok.bench.sampled import TREE as TREE_SAMPLED
 from xtok.bench.stretch import blocks_of, shortened, sized, stretch, stretched_to, with_pieces, with_vocabulary
@@ -535,3 +537,32 @@ def test_sizes_of_batches_that_are_none_are_refused(batch: str) -> None:
     result = CliRunner().invoke(app, ["bench", "batches", "--batch", batch])
     assert result.exit_code != 0
     assert "give numbers from 1" in result.output
+
+
+@pytest.mark.deep
+def test_servers_have_a_row_each_and_the_same_greedy_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, tokens = load(str(pair.TARGET), "target")
+    for part in (target, tokens):
+        part.save_pretrained(tmp_path)
+    monkeypatch.setattr(server, "_EACH", 2)
+    asked: dict[str, Any] = {"max_new_tokens": 6, "repeats": 1}
+    rows = server.compare_servers(str(tmp_path), str(pair.DRAFT), pair.prompts()[:2], [1, 2], **asked)
+    names = [server.XTOK, server.NONE, server.TRANSFORMERS]
+    assert [(row.clients, row.system) for row in rows] == [*product([1, 2], names)]
+    assert all(row.identical == 1 and 0 < row.first_text <= 2 / row.requests_per_second for row in rows)
+    assert [row.speed for row in rows if row.system == server.TRANSFORMERS] == [1.0, 1.0]
+
+
+def test_what_a_server_adds_is_measured_beside_its_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = tokenizer("byte-level BPE")
+    added = server.measure_added(XTokAssisted((fitting(tokens, "Llama", 0), tokens)), ["a"], max_new_tokens=2, repeats=1)
+    assert added > -1
+    rows = [server.ServerRow(8, server.XTOK, 2.5, 0.125, 3.0, 0.75)]
+    print_servers(server.ServerFigures(0.021, rows))
+    told = capsys.readouterr().out
+    assert all(figure in told for figure in ("2.50", "3.00", "0.12 s", "75%", "adds 2.1%"))
+
+
+def test_a_server_that_does_not_start_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="xtok serve ended with status 1"):
+        server.compare_servers(str(tmp_path), "none", ["a"], [1], max_new_tokens=1, repeats=1)
