@@ -790,15 +790,17 @@ WILD = Tree(tuple(5 + i % 50 for i in range(900)), (-1,) * 900)
         ([(SIBLING, TOKENS)] * 2, 5),
         pytest.param([(SIBLING, TOKENS)] * 3, 11, marks=pytest.mark.deep),
         ([ScriptedDrafter(lambda context: WILD)], 4),
+        ([], 4),
     ],
-    ids=["one model in two drafts", "one model in three drafts", "guesses beyond the budget"],
+    ids=["one model in two drafts", "one model in three drafts", "guesses beyond the budget", "predictions alone"],
 )
 def test_memory_is_kept_whatever_guesses(drafts: list[Any], batch_size: int) -> None:
     """Found by a hostile trial."""
     memory = 2**22
     with Engine(XTokAssisted((LM, TOKENS), drafts, budget=TREE), batch_size=batch_size, memory=memory) as engine:
         for size in (40, 200, 330, 90):
-            tickets = [engine.submit(long(size), **GREEDY) for _ in range(batch_size)]
+            foreseen = {"prediction": TEXTS[0] * 9}
+            tickets = [engine.submit(long(size), **GREEDY, **({} if drafts else foreseen)) for _ in range(batch_size)]
             assert {tuple(ids(one)) for one in tickets} == {tuple(greedily("Llama", long(size)))}
             assert 0 < cache_bytes(engine) <= memory
 

@@ -25,7 +25,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from test_serve import CHAT_TOKENS, Server, command, serving
 from worlds import fitting
 
-from xtok import Generation, XTokAssisted
+from xtok import Budget, Generation, XTokAssisted
 from xtok.page import TINTS
 from xtok.pair import DRAFT, TARGET, prompts
 from xtok.serve.app import Service
@@ -214,11 +214,25 @@ def test_an_example_is_put_where_the_prompt_is(page: Browser) -> None:
     assert page.one("#prompt").get_property("value") == prompts()[2]
 
 
-def test_a_text_is_no_markup(page: Browser) -> None:
-    page.fill("prompt", "<img src=x onerror=alert(1)><b>太字</b>")
-    page.write()
-    assert page.text("#verdict") == YES["en"]
-    assert not page.all(".text img, .text b, #tree img, #tree b")
+MARKUP = "<img src=x onerror='document.title = 1'><b>太字</b>"
+
+
+def test_a_text_is_no_markup(page: Browser, tmp_path: Path) -> None:
+    """Nor is a guess, or the name of a draft."""
+    generation = XTokAssisted(TARGET, DRAFT, budget=Budget(2, 2, schedule="constant")).generate(prompts()[0], max_new_tokens=8)
+    trace = generation.to_dict()
+    trace["drafts"] = [MARKUP for _ in trace["drafts"]]
+    for one in [*trace["tokens"], *(guess for each in trace["rounds"] for guess in each["guessed"])]:
+        one.update(text=MARKUP, draft=MARKUP)
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    page.one("#file").send_keys(str(tmp_path / "trace.json"))
+    page.until(lambda: page.all("#tree .guess") or page.one("#next").click())
+    assert MARKUP in page.content(".text")
+    assert MARKUP.replace(" ", "␣") in page.content("#tree")
+    assert MARKUP in page.content("#legend")
+    assert MARKUP in page.content("#figures")
+    assert not page.all("main img, main b")
+    assert page.driver.title == "xtok"
 
 
 def test_a_stopped_text_stays_as_far_as_it_came(page: Browser, shipped: Server) -> None:
@@ -268,6 +282,8 @@ def test_all_of_it_works_by_the_keyboard(page: Browser) -> None:
     assert page.text("#round h2").startswith("Round 3 of")
     page.press(Keys.ARROW_LEFT)
     assert page.text("#round h2").startswith("Round 2 of")
+    page.press(Keys.TAB)
+    assert page.focused().find_element(By.XPATH, "./ancestor::article").text.startswith("the target alone")
 
 
 def test_figures_are_those_of_the_text(page: Browser) -> None:
@@ -305,11 +321,15 @@ def test_a_saved_trace_is_opened_and_stepped_through(page: Browser, tmp_path: Pa
     assert page.text("#verdict") == ""
 
 
-@pytest.mark.parametrize("broken", ["{}", "no json", '{"rounds": [], "tokens": []}'])
+HALF = '{"rounds": [{"committed": 1}], "tokens": [], "stats": {}, "drafts": []}'
+
+
+@pytest.mark.parametrize("broken", ["{}", "no json", '{"rounds": [], "tokens": []}', HALF])
 def test_what_is_no_trace_is_said_to_be_none(page: Browser, tmp_path: Path, broken: str) -> None:
     (tmp_path / "broken.json").write_text(broken)
     page.one("#file").send_keys(str(tmp_path / "broken.json"))
     page.until(lambda: page.text("#status") == "This is no trace of xtok.")
+    assert not page.all(".run")
 
 
 def test_a_trace_is_opened_while_nothing_is_served(english: Browser, tmp_path: Path) -> None:
@@ -322,6 +342,28 @@ def test_a_trace_is_opened_while_nothing_is_served(english: Browser, tmp_path: P
         english.one("#file").send_keys(str(tmp_path / "some.json"))
         english.until(lambda: english.all(".run.trace .one"))
         assert english.content(".run.trace .text") == generation.text
+    english.errors()
+
+
+def test_a_trace_that_is_opened_while_a_text_is_written_stays(page: Browser, tmp_path: Path) -> None:
+    generation = truth()
+    generation.save_trace(tmp_path / "some.json")
+    page.fill("tokens", LONG)
+    page.one("#write").click()
+    page.until(lambda: len(page.all(".run.drafted .one")) > 2)
+    for _ in range(2):  # the same one again, too
+        page.one("#file").send_keys(str(tmp_path / "some.json"))
+        page.until(lambda: page.all(".run.trace .one"))
+        page.until(lambda: page.one("#write").is_enabled())
+        assert page.text("#status") == "some.json"
+        assert page.content(".run.trace .text") == generation.text
+
+
+def test_a_server_that_is_broken_or_gone_is_said_to_be(english: Browser) -> None:
+    with Server(Service("none", error=ValueError("no models"))) as one:
+        english.driver.get(f"{one.url}/")
+        english.until(lambda: english.text("#status") == "The engine has ended. Start the server again.")
+    english.until(lambda: english.text("#status") == "The server doesn't answer.")
     english.errors()
 
 
@@ -346,7 +388,7 @@ def test_nothing_lies_beside_the_page_and_all_is_read(page: Browser, width: int,
     page.write()
     page.point_at(page.all(".run.drafted .one")[4])
     assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
-    for selector in ("body", "#write", "#told", ".guess", ".tint", "#verdict", "#figures th"):
+    for selector in ("body", "#write", "#told", ".guess", ".guess small", ".tint", "#verdict", "#figures th"):
         assert page.driver.execute_script(CONTRAST, page.one(selector)) >= 4.5, selector
     page.picture(f"page-{'narrow' if width == NARROW else 'wide'}-{'dark' if dark else 'light'}.png")
 
@@ -360,6 +402,7 @@ let ground = arguments[0];
 while (ground && parts(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
 const colours = [getComputedStyle(arguments[0]).color, getComputedStyle(ground ?? document.body).backgroundColor];
 const [one, other] = colours.map(light);
+for (let shown = arguments[0]; shown; shown = shown.parentElement) if (getComputedStyle(shown).opacity < 1) return 0;
 return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
 """
 """Of a text with what is behind it, as WCAG 2 counts; 4.5 is its level AA."""
@@ -398,6 +441,7 @@ def test_a_server_with_a_key_asks_for_it(english: Browser) -> None:
         english.driver.get(f"{one.url}/")
         english.until(lambda: english.text("#status") == "This server wants its API key.")
         english.fill("key", "secret")
+        english.press(Keys.TAB)
         english.until(lambda: english.text("#served"))
         english.fill("prompt", "吾輩は")
         english.write(tokens=8)

@@ -32,6 +32,7 @@ from worlds import deep, examples
 from xtok import Engine, WrittenRound, XTokAssisted, cli
 from xtok.models.prompts import prompt_ids
 from xtok.pair import DRAFT, TARGET, prompts
+from xtok.serve import app as race_app
 from xtok.serve import race
 from xtok.serve.app import Service, app_of
 from xtok.serve.command import _bound
@@ -283,7 +284,7 @@ def test_a_prediction_is_guessed_from_and_what_came_of_it_is_told(server: Server
     assert truth.usage.completion_tokens_details is None
     told = chunks[-1].usage.completion_tokens_details
     assert told.accepted_prediction_tokens > 0
-    assert told.rejected_prediction_tokens >= 0
+    assert told.accepted_prediction_tokens + told.rejected_prediction_tokens <= chunks[-1].usage.completion_tokens * 32
 
 
 def test_a_chats_stream_begins_with_the_role(server: Server) -> None:
@@ -872,14 +873,56 @@ def test_a_race_is_of_one_text_and_chats_have_theirs(server: Server) -> None:
     assert about == {"model": NAME, "drafts": list(server.service.xt.names), "tokens": 4096, "chats": True, "prompts": []}
 
 
-def test_races_go_one_by_one_and_few_wait(server: Server) -> None:
-    track = server.service.track
-    with ThreadPoolExecutor(24) as pool:
-        answers = list(pool.map(lambda _: server.ask("race/completions", prompt=TEXTS[0], drafts=[], max_tokens=99), range(24)))
-    refused = [one for one in answers if one.status_code == 429]
-    assert {one.status_code for one in answers} == {200, 429}
-    assert all(one.headers["retry-after"] for one in refused)
-    wait_for(lambda: track.entered == 0)
+def test_races_go_one_by_one_and_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None goes on while the first of them stands still; nine are there, and others are refused at once."""
+    still, running, most = threading.Event(), list[int](), [0]
+
+    def slowly(runs: Any, limit: Any = None) -> Any:
+        running.append(1)
+        most[0] = max(most[0], len(running))
+        still.wait(PATIENCE)
+        yield from race.race(runs, limit)
+        running.pop()
+
+    monkeypatch.setattr(race_app, "race", slowly)
+    with serving() as one, ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(one.ask, "race/completions", prompt=TEXTS[0], drafts=[], max_tokens=2) for _ in range(9)]
+        wait_for(lambda: one.service.track.entered == 9 and len(running) == 1)
+        refused = one.ask("race/completions", prompt=TEXTS[0])
+        still.set()
+        assert {answer.result().status_code for answer in asked} == {200}
+        wait_for(lambda: one.service.track.entered == 0)
+    assert (refused.status_code, refused.headers["retry-after"], most) == (429, "1", [1])
+
+
+def test_a_race_ends_a_text_that_takes_too_long_by_its_own_seconds() -> None:
+    with serving(limits=Limits(seconds=1e-9)) as one:
+        events = raced(one, alone=True)
+    assert [event["run"] for event in events] == ["drafted", "alone"]
+    assert not any("end" in event for event in events)
+
+
+@pytest.mark.parametrize("more", [{"stream": True}, {"logprobs": 2}, {"user": "a"}], ids=str)
+def test_what_has_no_place_in_a_race_is_refused(server: Server, more: dict[str, Any]) -> None:
+    told(server.ask("race/completions", prompt="a", **more), 400, next(iter(more)))
+
+
+def test_races_learn_apart_from_the_texts_that_are_served() -> None:
+    with serving() as one:
+        before = deepcopy(one.service.xt._ledger.target)
+        raced(one, alone=True)
+        assert one.service.xt._ledger.target == before
+        for names in ([], *([name] for name in one.service.xt.names), None, [*one.service.xt.names[:2]]):
+            raced(one, drafts=names, max_tokens=2)
+        assert len(one.service.parts._made) == 4
+
+
+def test_the_log_tells_what_came_of_a_race(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, LOG.name):
+        raced(server, alone=True, max_tokens=5)
+        wait_for(lambda: any("/v1/race" in one.message for one in caplog.records))
+    line = json.loads(next(one.message for one in caplog.records if "/v1/race" in one.message))
+    assert (line["completion_tokens"], line["finish_reasons"]) == (10, ["length", "length"])
 
 
 def test_a_race_whose_reader_goes_away_ends(server: Server) -> None:
@@ -911,10 +954,12 @@ def test_the_page_is_there_while_models_are_loaded_and_needs_no_key(path: str) -
     with Server(Service(NAME), key="secret") as one:
         answer = httpx.get(f"{one.url}/{path}")
         assert answer.status_code == 200
-        assert httpx.get(f"{one.url}/page/../app.py").status_code == 404
+        for way_out in ("%2e%2e/app.py", "..%2fapp.py", "%2e%2e%2fapp.py", "//etc/passwd"):
+            assert httpx.get(f"{one.url}/page/{way_out}").status_code == 404
         assert httpx.get(f"{one.url}/v1/race").status_code == 401
     if not path:
         assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
         assert not re.findall(r"https?://", answer.text)
 
 

@@ -313,6 +313,19 @@ def test_a_crowd_guesses_where_that_pays_and_next_to_never_else(texts: int, righ
         assert speed > 0.9 * gain
 
 
+def test_a_hiccup_where_nothing_was_measured_yet_is_soon_forgotten() -> None:
+    """Found by review: a first forward of so many rows that took long kept guesses from being made ever after."""
+    ledger = new_ledger()
+    for rows in (1, 2, 4, 8):
+        for _ in range(50):
+            ledger.target.add(rows, 1.0)
+    ledger.target.add(28, 12.0)
+    assert ledger.target.fit()[1] < 0.05
+    for _ in range(8):
+        ledger.target.add(28, 1.0)
+    assert ledger.target.fit()[1] < 0.02
+
+
 def test_a_first_round_that_took_long_is_soon_forgotten() -> None:
     crowd = Crowd()
     crowd.judge(8, 8, 80.0, guessed=False)

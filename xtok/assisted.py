@@ -9,7 +9,7 @@ from math import ceil
 from numbers import Real
 from pathlib import PurePath
 from threading import local
-from typing import Any, Literal, TypeVar, get_args, overload
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, overload
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.adapt import Adapter
 from xtok.drafts.given import as_draft, as_list, guesses
 from xtok.drafts.heads import HeadsDrafter
-from xtok.drafts.lookup import Prediction, PromptLookup
+from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.reader import DraftModel
 from xtok.drafts.session import Session
@@ -59,6 +59,16 @@ Written = tuple[int, Sequence]
 Accepts = Literal["match", "rejection", "typical"]
 _PREDICTION = "prediction"
 """What guesses from a text that the caller foresees is called by this."""
+
+
+class Begun(NamedTuple):
+    """A text that was asked for. `most`: how many positions it may get, prompt included. `foreseen`: whether it is guessed from
+    a prediction. `begin`: makes it where there is a seat for it.
+    """
+
+    most: float
+    foreseen: bool
+    begin: Callable[[Seat], Sequence]
 
 
 class XTokAssisted:
@@ -163,10 +173,11 @@ class XTokAssisted:
         self.captures = self._can_capture(compile)
         self._pool = Pool(captures=self.captures)
         self._ledger = self._new_ledger()
+        self._whole: XTokAssisted | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, be it by a pickle, is made as this one was: ids and paths are loaded again, and nothing is learnt yet."""
-        return _made_again, (type(self), self._made)
+        return (_made_again, (type(self), self._made)) if self._whole is None else (_part_of, (self._whole, self.names))
 
     def __repr__(self) -> str:
         settings = {
@@ -195,13 +206,12 @@ class XTokAssisted:
         made._given, made._drafts = [self._given[i] for i in kept], [self._drafts[i] for i in kept]
         made.names = tuple(self.names[i] for i in kept)
         made.adapter = self.adapter if any(isinstance(one, ModelDraft) for one in made._drafts) else None
-        made._made = {**self._made, "draft": made._given, "adapt": made.adapter is not None}
         made._pool, made._ledger = Pool(captures=made.captures), made._new_ledger()
+        made._whole = self
         return made
 
     def _new_ledger(self) -> Ledger:
-        """With an account for each draft, and one for predictions."""
-        return Ledger([Account() for _ in range(len(self._drafts) + 1)], self._padded)
+        return Ledger([Account() for _ in self._drafts], self._padded)
 
     def _shapes_of(self, target: PreTrainedModel) -> StableShapes:
         """Those that give the same bits. Raises `UnsupportedModelError` or `UnsupportedArgumentError` where there are none."""
@@ -344,11 +354,11 @@ class XTokAssisted:
         self, prompt: Prompt, arguments: dict[str, Any], show: Callable[[Round, list[Token]], Iterator[T]]
     ) -> Generator[T, None, Generation]:
         """What is to be shown of each round of a text. Checked at once, written as it is asked for."""
-        _, begin = self.asked(prompt, arguments)
+        asked = self.asked(prompt, arguments)
 
         def generator() -> Generator[T, None, Generation]:
             with self._pool.lent(1) as caches:
-                text = begin(Seat(caches))
+                text = asked.begin(Seat(caches))
                 for one, tokens in told(self._committed(text), (*self.names, _PREDICTION)):
                     yield from show(one, tokens)
                 return self._ended(text)
@@ -421,17 +431,20 @@ class XTokAssisted:
         adapted = [] if self.adapter is None else [self.adapter.draft.model]
         return [self.model, *adapted, *(draft.model for draft in self._drafts if isinstance(draft, ModelDraft))]
 
-    def guesses(self, positions: float = 1) -> int:
-        """How many places of a model's cache a text of so many positions may need beside those: for guesses, or for padding."""
+    def guesses(self, positions: float = 1, *, foreseen: bool = False) -> int:
+        """How many places of a model's cache a text of so many positions may need beside those: for guesses, or for padding.
+
+        `foreseen`: whether it is guessed from a prediction.
+        """
         budget = self._budget
-        most = 1 if not self._drafts else max(64, budget.nodes, 4 * budget.depth * budget.width)
+        most = max(64, budget.nodes, 4 * budget.depth * budget.width) if self._drafts or foreseen else 1
         if self._shapes is None and not self.captures:
             return most
         seen = rounded(ceil(positions) + (most if self.captures else 0))  # of stable forwards none looks at more for a guess
         return max(most, 1 + seen - ceil(positions))
 
-    def asked(self, prompt: Prompt, arguments: dict[str, Any]) -> tuple[float, Callable[[Seat], Sequence]]:
-        """One text, checked: how many positions it may get, prompt included, and what begins it where there is a seat for it.
+    def asked(self, prompt: Prompt, arguments: dict[str, Any]) -> Begun:
+        """One text, checked, and what begins it.
 
         Errors are those of `generate`.
         """
@@ -444,7 +457,8 @@ class XTokAssisted:
             raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")
         self._check_text(prepared[0])
         seed, (noise,) = hf.noises(prepared, seed)
-        return prepared[0].config.max_length, lambda seat: self._text(prepared[0], noise, seed, seat)
+        one = prepared[0]
+        return Begun(one.config.max_length, one.prediction is not None, lambda seat: self._text(one, noise, seed, seat))
 
     def _check_text(self, prepared: hf.Prepared) -> None:
         """Raises `UnsupportedArgumentError` for a text whose forwards can't have fixed shapes, where they are to, and for one
@@ -513,13 +527,9 @@ class XTokAssisted:
         """Whether drafts look at the target's hidden states."""
         return any(isinstance(one, HeadsDrafter) for one in self._given)
 
-    def _drafts_of(self, prepared: hf.Prepared, text: Text) -> list[Draft]:
-        """What guesses for a text: of what its caller foresees, too."""
-        return [*self._drafts, *([Prediction(prepared.prediction, text.data)] if prepared.prediction else [])]
-
     def _session(self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
         """The drafting of one text, which shares what all of this instance learn of costs and gains."""
-        if not (drafts := self._drafts_of(prepared, text)):
+        if not (self._drafts or prepared.prediction):
             return None
         request = Request(
             self.target.vocabulary,
@@ -533,7 +543,9 @@ class XTokAssisted:
             model=self.model,
             seat=seat,
         )
-        return Session(drafts, request, self._ledger, text.ids, noise)
+        if prepared.prediction is None:
+            return Session(self._drafts, request, self._ledger, text.ids, noise)
+        return Session([*self._drafts, prepared.prediction], request, self._ledger.with_account(), text.ids, noise)
 
     def _budget_of(self, prepared: hf.Prepared, *, branches: bool) -> Budget:
         """Draws judged by their distribution are chains of one length: what is left out of a guess must not depend on it."""
@@ -582,6 +594,10 @@ def _made_again(kind: type[XTokAssisted], arguments: dict[str, Any]) -> XTokAssi
     return kind(**arguments)
 
 
+def _part_of(whole: XTokAssisted, names: tuple[str, ...]) -> XTokAssisted:
+    return whole.with_drafts(names)
+
+
 class _Last(local):
     """What the last call of each instance gave, in each thread."""
 
@@ -597,7 +613,7 @@ def _names(drafts: list[Any]) -> tuple[str, ...]:
     found: list[str] = []
     for draft in drafts:
         name = _name(draft)
-        found.append(name if name not in found else f"{name} ({len(found) + 1})")
+        found.append(name if name not in (*found, _PREDICTION) else f"{name} ({len(found) + 1})")
     return tuple(found)
 
 

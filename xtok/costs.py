@@ -53,7 +53,7 @@ class ForwardCost:
     def add(self, rows: int, seconds: float) -> None:
         """Take in a measurement; one that is far off is taken for a hiccup of the machine, very far ones in a row are not."""
         cell = about(rows)
-        count, mean_rows, mean = self.cells.get(cell, (0, float(rows), seconds))
+        count, mean_rows, mean = self.cells.get(cell) or (0, float(rows), self.at(rows) or seconds)
         before, self._far_off = self._far_off, seconds > _HANGS * mean
         if before and self._far_off:
             count, mean = 0, seconds

@@ -82,13 +82,8 @@ class Generation:
             },
             "tokens": [one._asdict() for one in self.tokens],
             "rounds": [
-                {
-                    "offset": one.offset,
-                    "committed": one.committed,
-                    "right": list(one.right),
-                    "guessed": [guess._asdict() for guess in written.guesses],
-                }
-                for one, written in zip(self.rounds, self.written, strict=True)
+                {"offset": one.offset, "committed": one.committed, "right": each["right"], "guessed": each["guessed"]}
+                for one, each in zip(self.rounds, map(WrittenRound.to_dict, self.written), strict=True)
             ],
         }
 

@@ -30,6 +30,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.decode import drain
+from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CachedModel, device_of, ids_read
 from xtok.models.probe import check_cache
@@ -65,7 +66,7 @@ class Prepared:
     template: Mapping[str, Any] = field(default_factory=dict)
     keeps_cache: bool = False
     shared: tuple[Any, ...] = ()
-    prediction: str = ""
+    prediction: Prediction | None = None
 
     def with_own_state(self) -> "Prepared":
         """With copies of what other texts were given, too: processors and criteria may keep a state."""
@@ -185,12 +186,12 @@ def rows(
     ]
 
 
-def _taken_prediction(arguments: dict[str, Any]) -> str:
-    """What the caller foresees. Raises `InvalidInputError` for what is no text."""
+def _taken_prediction(arguments: dict[str, Any]) -> Prediction | None:
+    """What the caller foresees: a text, or what was made of one for several. Raises `InvalidInputError` for anything else."""
     given = arguments.pop("prediction", None)
-    if not isinstance(given, str | None):
+    if not isinstance(given, str | Prediction | None):
         raise InvalidInputError(f"prediction is {given!r}; it must be a text: what the answer is likely to be.")
-    return given or ""
+    return Prediction(given) if given and isinstance(given, str) else given or None
 
 
 def _take_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> str | list[str] | None:

@@ -3,7 +3,7 @@
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from math import log2, sqrt
 from statistics import median
@@ -31,6 +31,8 @@ _HICCUP = 4
 """How many times as long as a round without guesses another may count."""
 _PLAIN, _SPACED = 5, 128
 """How many of those are looked at, and after how many others there is one at the latest."""
+_UNMEASURED = 256
+"""Of so many rounds a few are left out, where none of them can be measured."""
 _PATIENCE = 2.0
 """Drafts that don't pay are left out by their own accounts before guessing is given up."""
 _SURE = (0.3, 0.6, 0.85)
@@ -138,16 +140,23 @@ class Crowd:
     backoff: Backoff = field(default_factory=Backoff)
     _plain: deque[float] = field(default_factory=lambda: deque(maxlen=_PLAIN))
     _since: int = 0
+    _tried: int = 0
 
     def asks(self) -> bool:
-        """Whether to guess in this round. The first of all isn't to."""
-        return bool(self._plain) and self._since < self.spacing and self.backoff.asks()
+        """Whether to guess in this round. The first of all isn't to; where none without guesses can be measured, as other work
+        is in all of them, a few are left out now and then.
+        """
+        if self._plain and self._since < self.spacing:
+            return self.backoff.asks()
+        self._tried = (self._tried + 1) % _UNMEASURED
+        return self._tried > _NEAREST and self.backoff.asks()
 
     def judge(self, texts: int, picks: int, seconds: float, *, guessed: bool) -> None:
         """A round of so many texts is over."""
         if not guessed:
             self.spacing, self._since = min(2 * self.spacing, _SPACED) if self._since else self.spacing, 0
             self._plain.append(seconds / texts)
+            self._tried = 0
             return
         self._since += 1
         if plain := median(self._plain or [0.0]):
@@ -226,10 +235,16 @@ class Ledger:
             alone = self.target.share(self.padded(1), self._texts)
             return max(self.lately.rate, 1 / alone if alone else 0.0)
 
-    def cheapest_first(self, drafts: int) -> list[int]:
-        """The first so many drafts by what asking them takes."""
+    def with_account(self) -> "Ledger":
+        """The same with one more account, for what guesses for one text alone."""
+        made = replace(self, accounts=[*self.accounts, Account()])
+        made.lock = self.lock
+        return made
+
+    def cheapest_first(self) -> list[int]:
+        """The drafts by what asking them takes."""
         with self.lock:
-            return sorted(range(drafts), key=lambda draft: self.accounts[draft].lately.cost)
+            return sorted(range(len(self.accounts)), key=lambda draft: self.accounts[draft].lately.cost)
 
     def masses(self, draft: int, tree: Tree) -> list[float]:
         """What is believed of each node of a draft's guess."""
@@ -260,7 +275,7 @@ class Ledger:
     def adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
         """The heuristic schedule, for each draft that guessed: `depth` is what it begins with."""
         with self.lock:
-            for account, one in zip(self.accounts, proposals, strict=False):
+            for account, one in zip(self.accounts, proposals, strict=True):
                 if one.tree:
                     full = len(one.tree.along(block)) == one.tree.depth
                     account.depth = max(1, (account.depth or depth) + (2 if full else -1))
@@ -284,7 +299,7 @@ class Ledger:
         path = tree.along(block)[: len(block) - 1]  # behind the last id committed nothing was picked
         rows = right = 0
         spent = 0.0
-        for draft in self.cheapest_first(len(proposals)):
+        for draft in self.cheapest_first():
             account, one = self.accounts[draft], proposals[draft]
             account.without.add(1 + right, at(unread + rows) + spent)
             if one.tree is None:

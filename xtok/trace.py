@@ -37,7 +37,7 @@ class WrittenRound(NamedTuple):
     right: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """In values that JSON has, under the names of a trace."""
+        """In values that JSON has."""
         return {
             "tokens": [token._asdict() for token in self.tokens],
             "guessed": [guess._asdict() for guess in self.guesses],
@@ -58,8 +58,8 @@ def told(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[R
     """The tokens of each round as soon as it is there. The last of a text has what is left of an unfinished character."""
     decoder = characters()
     for one in rounds:
-        guessed = [drafts[one.round.drafts[node]] for node in one.round.right]
-        sources = guessed + [None] * (len(one.ids) - len(guessed))
+        known = [drafts[one.round.drafts[node]] for node in one.round.right]
+        sources = known + [None] * (len(one.ids) - len(known))
         texts = [decoder.decode(piece) for piece in one.pieces]
         texts[-1] += decoder.decode(b"", final=one.is_last)
         yield one.round, [Token(*each) for each in zip(one.ids, texts, sources, strict=True)]

@@ -1,8 +1,8 @@
 """What xtok makes of vLLM on this machine: tokens per second alone, with vLLM's own ngram lookup, and with xtok, in turns.
 
 `make bench-vllm`. Target: that of the pair that ships, in the shape of one of 420 M parameters, so that a forward of it takes
-about 34 times as long as one of the draft. Requests come as others end, so that as many run all the time; each turn has other
-prompts, the same for all ways. Ids per step, and per step that was guessed for, are by vLLM's own counters.
+about 30 times as long as one of the draft. Requests come as others end, so that as many run all the time; all ways have
+the same prompts. Tokens per step that was guessed for are by vLLM's own counters.
 """
 
 from collections.abc import Iterator, Sequence

@@ -66,22 +66,24 @@ class PromptLookup:
 
 
 class Prediction:
-    """Guesses that a text goes on as its caller foresees, and again wherever the two agree (OpenAI's Predicted Outputs)."""
+    """Guesses that a text goes on as its caller foresees, and again wherever the two agree (OpenAI's Predicted Outputs). One
+    object may serve several texts.
+    """
 
-    def __init__(self, text: str, prompt: bytes) -> None:
-        """`text`: what is foreseen behind the `prompt`, whose bytes are looked up in front of it."""
-        self._corpus = Corpus([prompt.decode(errors="ignore") + text])
+    def __init__(self, text: str) -> None:
+        self._data = text.encode(errors="replace")
+        self._corpus = Corpus([text])
 
-    def start(self, request: Request) -> "Lookup":
-        """A drafter for that text."""
-        return Lookup(self._corpus, request.vocabulary.encoder, repeats=False)
+    def start(self, request: Request) -> "Foreseen":
+        """A drafter for one text."""
+        return Foreseen(self._data, self._corpus, request.vocabulary.encoder)
 
 
 class Lookup:
-    """`PromptLookup` for one generation, whose target has `encoder`; or its look-ups in a corpus alone."""
+    """`PromptLookup` for one generation, whose target has `encoder`."""
 
-    def __init__(self, corpus: Corpus | None, encoder: Encoder, *, repeats: bool = True) -> None:
-        self._corpus, self._repeating = corpus, repeats
+    def __init__(self, corpus: Corpus | None, encoder: Encoder) -> None:
+        self._corpus = corpus
         self._continuation = Continuation(encoder)
         self._view = encoder.view
         self._repeats = Repeats()
@@ -95,8 +97,7 @@ class Lookup:
         for token in new:
             self._repeats.append(token)
         trie = Trie()
-        if self._repeating:
-            self._mix(trie, self._repeated(budget), self._beliefs[0], budget)
+        self._mix(trie, self._repeated(budget), self._beliefs[0], budget)
         if self._corpus is not None:
             self._mix(trie, self._found(self._corpus, context, budget), self._beliefs[1], budget)
         return trie.best(budget.verified)
@@ -135,6 +136,27 @@ class Lookup:
                 break
             count += 1
         return count
+
+
+class Foreseen(Lookup):
+    """`Prediction` for one generation."""
+
+    def __init__(self, data: bytes, corpus: Corpus, encoder: Encoder) -> None:
+        super().__init__(corpus, encoder)
+        self._data = data
+
+    def _repeated(self, budget: Budget) -> list[tuple[list[int], int, float]]:
+        """Nothing: what the text repeats is no merit of what was foreseen."""
+        return []
+
+    def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
+        """As long as the text is the beginning of what was foreseen, what comes next there; else what a corpus has."""
+        new = context.data[context.prompt_size :]
+        if not self._data.startswith(new):
+            return super()._found(corpus, context, budget)
+        behind = self._data[len(new) : len(new) + _BYTES * budget.longest]
+        ids = self._continuation.ids(context.ids, behind)[: budget.longest]
+        return [(ids, _LONGEST, 1.0)] if ids else []
 
 
 class Belief:

@@ -74,7 +74,7 @@ class Session:
             self._text.ids, self._text.data, self._text.prompt_size, self._text.controls, self._noise, self._hidden
         )
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
-        for draft in self._ledger.cheapest_first(len(self._drafters)):
+        for draft in self._ledger.cheapest_first():
             drafter = self._drafters[draft]
             if drafter is not None and (own := self._own(draft, limit, sure, company)) is not None:
                 self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
@@ -173,8 +173,7 @@ class Session:
 
     def _merged(self, limit: Budget) -> Tree:
         """One tree of all guesses. A guess that stands alone stays as it is."""
-        in_turn = self._ledger.cheapest_first(len(self._drafters))
-        guessed = [(draft, one.tree) for draft in in_turn if (one := self.proposals[draft]).tree]
+        guessed = [(draft, one.tree) for draft in self._ledger.cheapest_first() if (one := self.proposals[draft]).tree]
         if len(guessed) < 2:
             for draft, tree in guessed:
                 self.proposals[draft] = replace(self.proposals[draft], own=frozenset(range(len(tree))))

@@ -220,7 +220,7 @@ class DraftEngine:
         if step.seconds is None or not (step.is_pure or self._ledger.ready()):
             return
         cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
-        if step.is_pure and len(told) == step.texts and not any(_reads(text) for text in told):
+        if step.is_pure and len(told) == step.texts and not (step.asked and any(_reads(text) for text in told)):
             self._judge(step)
         if not step.asked:
             self._ledger.measure(cost)

@@ -3,7 +3,6 @@
 import atexit
 from codecs import IncrementalDecoder
 from collections import Counter, deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
@@ -14,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from xtok.align.text import characters
-from xtok.assisted import XTokAssisted, check_batch
+from xtok.assisted import Begun, XTokAssisted, check_batch
 from xtok.decode import step
 from xtok.engines.ticket import Ticket
 from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
@@ -43,14 +42,14 @@ class EngineStats:
 
 @dataclass(eq=False)
 class _Job:
-    """A text that was submitted. `begin` makes it; then there is `text`.
+    """A text that was submitted. `asked` makes it; then there is `text`.
 
     `most`: how many positions it may get, where memory is bounded.
     """
 
     ticket: Ticket
     most: int | None
-    begin: Callable[[Seat], Sequence]
+    asked: Begun
     text: Sequence | None = None
     decoder: IncrementalDecoder = field(default_factory=characters)
 
@@ -106,8 +105,8 @@ class Engine:
         """
         if arguments.get("streamer") is not None:
             raise UnsupportedArgumentError("streamer can't be used here. Iterate over the ticket, for pieces of text.")
-        most, begin = self._xt.asked(prompt, arguments)
-        job = _Job(Ticket(self._wake), self._within_room(most), begin)
+        asked = self._xt.asked(prompt, arguments)
+        job = _Job(Ticket(self._wake), self._within_room(asked), asked)
         with self._changed:
             if self._closing:
                 raise EngineClosedError("The engine is closed. Submit texts before it is, or make another one.")
@@ -203,21 +202,22 @@ class Engine:
             self._begin(job)
         return bool(self._running or self._waiting or not self._closing)
 
-    def _within_room(self, most: float) -> int | None:
-        """How many positions a text has, which may get `most`. Raises `InvalidInputError` where there is never room for it."""
+    def _within_room(self, asked: Begun) -> int | None:
+        """How many positions a text may get. Raises `InvalidInputError` where there is never room for it."""
         if self._room is None:
             return None
-        guesses = self._xt.guesses(min(most, self._room))
-        if most > self._room - guesses:
+        guesses = self._xt.guesses(min(asked.most, self._room), foreseen=asked.foreseen)
+        if asked.most > self._room - guesses:
             raise InvalidInputError(
-                f"The text may get {most} positions, prompt included, and memory has room for {self._room - guesses}, and "
-                f"{guesses} for guesses. Ask for fewer new tokens, or give more memory."
+                f"The text may get {asked.most} positions, prompt included, and memory has room for {self._room - guesses}, "
+                f"and {guesses} for guesses. Ask for fewer new tokens, or give more memory."
             )
-        return ceil(most)
+        return ceil(asked.most)
 
     def _has_room(self, job: _Job) -> bool:
         """Whether it fits beside the texts that run: each has as many positions as the longest may get."""
-        sizes = [one.most + self._xt.guesses(one.most) for one in (*self._running, job) if one.most is not None]
+        jobs = (*self._running, job)
+        sizes = [one.most + self._xt.guesses(one.most, foreseen=one.asked.foreseen) for one in jobs if one.most is not None]
         return self._room is None or len(sizes) * max(sizes) <= self._room
 
     def _drop_cancelled(self) -> None:
@@ -237,7 +237,7 @@ class Engine:
         """Make its text. Returns what that fails with."""
         seat = Seat(self._caches, job.most)
         try:
-            job.text = job.begin(seat)
+            job.text = job.asked.begin(seat)
         except BaseException as error:
             seat.leave()
             return error

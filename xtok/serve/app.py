@@ -1,6 +1,6 @@
 """The server's routes: OpenAI's API over an engine."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,10 +30,12 @@ from xtok.serve.doors import body_of, failure, guarded, observed, refusal, unles
 from xtok.serve.events import Event, events
 from xtok.serve.metrics import Metrics
 from xtok.serve.processors import Picked
-from xtok.serve.race import Track, race, runs_of, served, steps
+from xtok.serve.race import Parts, Track, race, runs_of, served, steps
 from xtok.serve.requests import Asked, Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read, texts_of
 
 _LATER = {"Retry-After": "1"}
+_POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_FRESH = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
 _PAGE = Path(__file__).parent / "page"
 _GONE = 499
 """nginx's status for a client that went away, for the log: nobody reads it."""
@@ -53,13 +55,11 @@ class Service:
     error: BaseException | None = None
     track: Track = field(default_factory=Track)
     created: int = field(default_factory=lambda: int(time()))
-    _parts: dict[frozenset[str], XTokAssisted] = field(default_factory=dict)
 
-    def part(self, drafts: Collection[str] | None) -> XTokAssisted:
-        """What writes texts with some of the drafts, or all. Raises `InvalidInputError` for one that there isn't."""
-        xt, _ = self.ready()
-        names = frozenset(xt.names if drafts is None else drafts)
-        return self._parts.setdefault(names, xt if names == set(xt.names) else xt.with_drafts(names))
+    @cached_property
+    def parts(self) -> Parts:
+        """What races are written by."""
+        return Parts(self.ready()[0])
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -190,16 +190,25 @@ async def _raced(service: Service, request: Request, body: CompletionRace | Chat
         service.track.enter()
     except EngineFullError as error:
         raise _full(error) from error
-    visit(request).leave = service.track.leave
-    runs = await run_in_threadpool(runs_of, body, service.part, service.limits)
+    seen = visit(request)
+    seen.leave = service.track.leave
+    seen.told |= {"completion_tokens": 0, "finish_reasons": []}
+    runs = await run_in_threadpool(runs_of, body, service.parts, service.limits)
+
+    def lines() -> Generator[str, None, None]:
+        for event in race(runs, service.limits.seconds):
+            if "end" in event:
+                seen.told["completion_tokens"] += len(event["end"]["token_ids"])
+                seen.told["finish_reasons"].append(event["end"]["finish_reason"])
+            yield _line(event)
 
     async def streamed() -> AsyncIterator[str]:
         try:
-            async with service.track.turn, aclosing(steps(race(runs))) as events:
-                async for event in events:
-                    yield _line(event)
+            async with service.track.turn, aclosing(steps(lines())) as events:
+                async for line in events:
+                    yield line
         except Exception as error:
-            yield _line(failure(visit(request), error).told)
+            yield _line(failure(seen, error).told)
         yield "[DONE]"
 
     return EventSourceResponse(streamed(), sep="\n")
@@ -212,13 +221,23 @@ def _full(error: EngineFullError) -> RequestError:
 def _add_page(app: FastAPI) -> None:
     @app.get("/")
     async def index() -> Response:
-        return FileResponse(_PAGE / "index.html", headers={"Content-Security-Policy": "default-src 'self'; img-src data:"})
+        return FileResponse(_PAGE / "index.html", headers={"Content-Security-Policy": _POLICY, **_FRESH})
 
     @app.get("/page/tints")
     async def tints() -> Response:
         return JSONResponse(TINTS)
 
-    app.mount("/page", StaticFiles(directory=_PAGE))
+    app.mount("/page", _Parts(directory=_PAGE))
+
+
+class _Parts(StaticFiles):
+    """The page's, each of the same release."""
+
+    def file_response(self, *given: Any, **more: Any) -> Response:
+        """With what `_FRESH` says."""
+        answer = super().file_response(*given, **more)
+        answer.headers.update(_FRESH)
+        return answer
 
 
 async def _written(service: Service, request: Request, body: Completion | Chat) -> Response:

@@ -1,23 +1,24 @@
 """A text round by round, beside the same one by the target alone: what the page shows."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from secrets import randbelow
 from time import perf_counter
-from typing import Any
-
-from starlette.concurrency import run_in_threadpool
+from typing import Any, TypeVar
 
 from xtok.assisted import XTokAssisted
-from xtok.errors import EngineFullError, InvalidInputError
+from xtok.errors import EngineFullError
 from xtok.generation import Generation
 from xtok.serve.requests import ChatRace, CompletionRace, Limits, RequestError, texts_of
 from xtok.trace import WrittenRound
 
 Rounds = Generator[WrittenRound, None, Generation]
+T = TypeVar("T")
 _WAITING = 8
 """How many races may wait."""
+_PARTS = 4
+"""How many mixtures of drafts are kept."""
 
 
 class Track:
@@ -38,9 +39,27 @@ class Track:
         self.entered -= 1
 
 
-def race(runs: Mapping[str, Rounds]) -> Generator[dict[str, Any], None, None]:
+class Parts:
+    """What races are written by: the same models as those of `xt`, with some of its drafts, and what pays learnt apart. The
+    latest few are kept.
+    """
+
+    def __init__(self, xt: XTokAssisted) -> None:
+        self._xt, self.names = xt, xt.names
+        self._made: dict[frozenset[str], XTokAssisted] = {}
+
+    def of(self, names: Collection[str]) -> XTokAssisted:
+        """That of some drafts."""
+        found = self._made.pop(frozenset(names), None) or self._xt.with_drafts(names)
+        self._made[frozenset(names)] = found
+        if len(self._made) > _PARTS:
+            del self._made[next(iter(self._made))]
+        return found
+
+
+def race(runs: Mapping[str, Rounds], most: float | None = None) -> Generator[dict[str, Any], None, None]:
     """The rounds of texts as JSON has them, each with the `run` that it is of and its `seconds` so far; the `end` of each is
-    its trace.
+    its trace. One that takes longer than `most` seconds has none.
 
     They go in turns, none while another does, and next is always the one that took least so far. So the seconds of each are
     those that it would take alone on this machine, and who has less of them is ahead.
@@ -52,25 +71,37 @@ def race(runs: Mapping[str, Rounds]) -> Generator[dict[str, Any], None, None]:
         while seconds:
             name = min(seconds, key=lambda one: seconds[one])
             start = perf_counter()
-            told = _next(runs[name])
-            seconds[name] += perf_counter() - start
-            yield {"run": name, **told, "seconds": seconds[name]}
-            if "end" in told:
+            one = _next(runs[name])
+            took = seconds[name] = seconds[name] + perf_counter() - start
+            yield {"run": name, "end" if isinstance(one, Generation) else "round": one.to_dict(), "seconds": took}
+            if isinstance(one, Generation) or (most is not None and took > most):
                 del seconds[name]
 
 
-def _next(rounds: Rounds) -> dict[str, Any]:
+def _next(rounds: Rounds) -> WrittenRound | Generation:
+    """The next round; behind the last, the whole text."""
     try:
-        return {"round": next(rounds).to_dict()}
+        return next(rounds)
     except StopIteration as end:
-        return {"end": end.value.to_dict()}
+        whole: Generation = end.value
+        return whole
 
 
-async def steps(events: Generator[dict[str, Any], None, None]) -> AsyncGenerator[dict[str, Any], None]:
+async def steps(events: Generator[T, None, None]) -> AsyncGenerator[T, None]:
     """The same from another thread, step by step: nobody is kept waiting by it, and it ends where its reader goes away."""
     with closing(events):
-        while (event := await run_in_threadpool(next, events, None)) is not None:
+        while (event := await _whole(asyncio.to_thread(next, events, None))) is not None:
             yield event
+
+
+async def _whole(work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. Where that is cancelled, it is waited for all the same: a thread can't be stopped."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def served(xt: XTokAssisted, name: str, limits: Limits, prompts: Sequence[str]) -> dict[str, Any]:
@@ -79,22 +110,16 @@ def served(xt: XTokAssisted, name: str, limits: Limits, prompts: Sequence[str]) 
     return {"model": name, "drafts": list(xt.names), "tokens": limits.tokens, "chats": chats, "prompts": list(prompts)}
 
 
-def runs_of(
-    body: CompletionRace | ChatRace, part: Callable[[Collection[str] | None], XTokAssisted], limits: Limits
-) -> dict[str, Rounds]:
-    """What a request asks to see: by its drafts, and by the target alone. `part`: what writes with some of the drafts, or all.
-
-    Raises `RequestError`.
-    """
+def runs_of(body: CompletionRace | ChatRace, parts: Parts, limits: Limits) -> dict[str, Rounds]:
+    """What a request asks to see: by its drafts, and by the target alone. Raises `RequestError`."""
     if body.temperature != 0 and body.seed is None:
         body = body.model_copy(update={"seed": randbelow(2**63)})  # the same for both
-    try:
-        drafted = part(body.drafts)
-    except InvalidInputError as error:
-        raise RequestError(str(error), "drafts") from error
-    found = {"drafted": _rounds(body, drafted, limits)}
+    names = parts.names if body.drafts is None else body.drafts
+    if wrong := [name for name in names if name not in parts.names]:
+        raise RequestError(f"There is no draft {wrong[0]!r}; there are {list(parts.names)}.", "drafts")
+    found = {"drafted": _rounds(body, parts.of(names), limits)}
     if body.alone:
-        found["alone"] = _rounds(body.model_copy(update={"prediction": None}), part(()), limits)
+        found["alone"] = _rounds(body.model_copy(update={"prediction": None}), parts.of(()), limits)
     return found
 
 
@@ -102,7 +127,10 @@ def _rounds(body: CompletionRace | ChatRace, xt: XTokAssisted, limits: Limits) -
     texts = texts_of(body, xt, limits)
     if len(texts) > 1:
         raise RequestError("A race has one text. Give one prompt, and leave n out.", "n")
+    arguments = {
+        name: value for name, value in texts[0].arguments.items() if name != "max_time"
+    }  # which others' turns count in
     try:
-        return xt.stream_rounds(texts[0].prompt, **texts[0].arguments)
+        return xt.stream_rounds(texts[0].prompt, **arguments)
     except ValueError as error:
         raise RequestError(str(error)) from error

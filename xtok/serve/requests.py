@@ -10,6 +10,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from xtok.assisted import XTokAssisted
+from xtok.drafts.lookup import Prediction as Foreseen
 from xtok.errors import InvalidInputError
 from xtok.models.cache import context_window, vocabulary_size
 from xtok.models.prompts import Prompt, is_several, prompt_ids
@@ -172,6 +173,8 @@ def read(kind: type[B], data: bytes) -> B:
         raise RequestError("stream_options is for streams. Leave it out, or set stream to true.", "stream_options")
     if isinstance(body, Chat):
         _check_chat(body)
+    if isinstance(body, Race):
+        _check_race(body)
     return body
 
 
@@ -208,6 +211,13 @@ def _check_chat(body: Chat) -> None:
         raise RequestError("chat_template can't be given by a request: a template is a program.", "chat_template_kwargs")
 
 
+def _check_race(body: Race) -> None:
+    """Raises `RequestError` for what has no place in a stream of rounds."""
+    for name in ("logprobs", "top_logprobs", "stream", "stream_options", "user"):
+        if getattr(body, name, None) is not None:
+            raise RequestError(f"{name} isn't for races. Leave it out.", name, code="unsupported_parameter")
+
+
 @dataclass(frozen=True)
 class Asked:
     """A text that is asked for. `ids`: those of its prompt. `arguments`: those of `Engine.submit`, for this text alone."""
@@ -227,7 +237,7 @@ def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[
     field = "messages" if isinstance(body, Chat) else "prompt"
     template = _template(body)
     told = {"chat_template_kwargs": template} if template else {}
-    grammar = _grammar(body, xt)
+    grammar, foreseen = _grammar(body, xt), _foreseen(body)
     prompts, found = _prompts(body), list[Asked]()
     if len(prompts) * (body.n or 1) > MOST:
         raise RequestError(f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n")
@@ -237,7 +247,7 @@ def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[
         except InvalidInputError as error:
             raise RequestError(str(error), field) from error
         lengths = _lengths(body, xt, len(ids), limits)
-        shared = {**told, **_sampling(body), **lengths, **_foreseen(body), "stop_strings": body.stops or None}
+        shared = {**told, **_sampling(body), **lengths, **foreseen, "stop_strings": body.stops or None}
         for number in range(body.n or 1):
             record = _record(body)
             own = _processors(body, xt, record, len(ids), grammar)
@@ -254,8 +264,9 @@ def _prompts(body: Completion | Chat) -> list[Prompt]:
 
 
 def _foreseen(body: Body) -> dict[str, Any]:
-    """Raises `RequestError` for what is no text."""
-    return {} if body.prediction is None else {"prediction": _joined(body.prediction.content, "prediction")}
+    """The prediction, made ready once for all texts. Raises `RequestError` for what is no text."""
+    text = "" if body.prediction is None else _joined(body.prediction.content, "prediction")
+    return {"prediction": Foreseen(text)} if text else {}
 
 
 def _joined(content: Any, field: str) -> str:

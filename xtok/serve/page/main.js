@@ -18,27 +18,28 @@ let colours = new Map();
 let runs = [];
 let chosen = null;
 let writing = null;
+let again;
 
 // words
 
 document.documentElement.lang = language;
 for (const told of document.querySelectorAll("[data-word]")) told.prepend(words[told.dataset.word]);
-of("place").setAttribute("aria-label", words.round("", "").trim());
+of("place").setAttribute("aria-label", words.place);
 
+// Said once: who hears the page would hear it again and again.
 const say = (told, wrong = false) => {
-  of("status").textContent = told;
+  if (of("status").textContent !== told) of("status").textContent = told;
   of("status").classList.toggle("wrong", wrong);
 };
 
 // what is served
 
 async function begin() {
+  clearTimeout(again);
   try {
     served = await about(field("key").value);
   } catch (error) {
-    of("key").hidden &&= error.status !== 401;
-    say(error.status === 401 ? words.locked : words.loading);
-    setTimeout(begin, RETRY);
+    wait(error);
     return;
   }
   say("");
@@ -54,6 +55,18 @@ async function begin() {
   for (const prompt of served.prompts) of("examples").append(element("option", { value: prompt }, prompt.slice(0, 24)));
   of("examples").parentElement.hidden = !served.prompts.length;
   if (!field("prompt").value) field("prompt").value = served.prompts[0] ?? "";
+}
+
+// Says why nothing is served, and asks again: where that is the key, when it is given.
+function wait(error) {
+  if (error.status === 401) {
+    of("key").hidden = false;
+    say(words.locked);
+    return;
+  }
+  const told = { loading: words.loading, broken: error.message }[error.code] ?? words.gone;
+  say(told, error.code !== "loading");
+  again = setTimeout(begin, RETRY);
 }
 
 // asking
@@ -92,13 +105,14 @@ async function write() {
     }
     say(words.done);
   } catch (error) {
+    if (writing !== mine) return; // something else is shown by now
     if (mine.signal.aborted) say(words.stopped);
     else if (error instanceof Refused) say(words.failed(error.message), true);
     else say(words.lost, true);
   } finally {
     busy(false);
-    conclude();
   }
+  conclude();
 }
 
 function busy(is) {
@@ -109,7 +123,7 @@ function busy(is) {
 // showing
 
 function show(kinds, drafts) {
-  colours = new Map(drafts.map((draft, number) => [draft, palette[number % palette.length]]));
+  colours = paletteOf(drafts);
   runs = kinds.map((kind) => new Run(kind, colours, choose));
   chosen = null;
   of("runs").replaceChildren(...runs.map((run) => run.box));
@@ -119,6 +133,8 @@ function show(kinds, drafts) {
   of("save").disabled = true;
   legend(drafts);
 }
+
+const paletteOf = (drafts) => new Map(drafts.map((draft, number) => [draft, palette[number % palette.length]]));
 
 function legend(drafts) {
   const keys = drafts.map((draft) => {
@@ -147,7 +163,7 @@ function verdict(drafted, alone) {
   const same = differs < 0 && one.length === other.length;
   const known = drafted.end && alone.end;
   of("verdict").className = !known ? "" : same ? "right" : "wrong";
-  of("verdict").textContent = !known ? words.unknown : same ? words.yes : words.no(differs < 0 ? Math.min(one.length, other.length) : differs);
+  of("verdict").textContent = !known ? words.unknown : same ? words.yes : words.no((differs < 0 ? Math.min(one.length, other.length) : differs) + 1);
 }
 
 function choose(run, number, stepping = false) {
@@ -160,6 +176,7 @@ function choose(run, number, stepping = false) {
   of("tree").replaceChildren(round.guessed.length ? treeOf(round, colours) : words.nothing);
   of("place").max = run.rounds.length - 1;
   of("place").value = number;
+  of("place").setAttribute("aria-valuetext", words.round(number + 1, run.rounds.length));
 }
 
 function step(by) {
@@ -171,22 +188,35 @@ function step(by) {
 // traces
 
 async function open(file) {
-  let trace, rounds;
+  let trace, rounds, figures;
   try {
     trace = JSON.parse(await file.text());
     rounds = roundsOf(trace);
-    if (!trace.stats || !Array.isArray(trace.drafts)) throw new TypeError();
+    figures = sketch(trace, rounds);
   } catch {
     say(words.broken, true);
     return;
   }
   writing?.abort();
+  writing = null;
   show(["trace"], trace.drafts);
   for (const round of rounds) runs[0].add(round, trace.stats.seconds);
   runs[0].ends(trace, trace.stats.seconds);
   say(file.name);
-  conclude();
+  of("figures").replaceChildren(...figures);
+  of("figures").hidden = of("save").disabled = false;
   if (rounds.length) choose(runs[0], 0, true);
+}
+
+// All that is drawn of a trace, to see whether it is one before anything is shown. Throws where it is none.
+function sketch(trace, rounds) {
+  const tried = new Run("trace", new Map(), () => {});
+  for (const round of rounds) {
+    tried.add(round, trace.stats.seconds);
+    treeOf(round, new Map());
+  }
+  tried.ends(trace, trace.stats.seconds);
+  return figuresOf([tried], paletteOf(trace.drafts));
 }
 
 function save() {
@@ -208,10 +238,13 @@ form.addEventListener("change", () => {
 });
 of("stop").addEventListener("click", () => writing?.abort());
 of("examples").addEventListener("change", (event) => (field("prompt").value = event.target.value));
-of("file").addEventListener("change", (event) => event.target.files[0] && open(event.target.files[0]));
-of("file").parentElement.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" || event.key === " ") of("file").click();
+of("open").addEventListener("click", () => of("file").click());
+of("file").addEventListener("change", async ({ target }) => {
+  const [file] = target.files;
+  if (file) await open(file);
+  target.value = ""; // the same again is a change, too
 });
+field("key").addEventListener("change", begin);
 of("save").addEventListener("click", save);
 of("previous").addEventListener("click", () => step(-1));
 of("next").addEventListener("click", () => step(1));

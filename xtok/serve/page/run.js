@@ -26,7 +26,7 @@ export class Run {
   add(round, seconds) {
     const number = this.rounds.push(round) - 1;
     this.seconds = seconds;
-    const shown = element("span", { class: "one", role: "button", tabindex: number ? "-1" : "0" });
+    const shown = element("span", { class: "one", tabindex: number ? "-1" : "0" });
     for (const token of round.tokens) shown.append(this.tinted(token));
     shown.addEventListener("pointerenter", () => this.onChosen(this, number));
     shown.addEventListener("focus", () => this.onChosen(this, number));
@@ -61,7 +61,7 @@ export class Run {
     [...this.text.children].forEach((shown, place) => {
       shown.classList.toggle("chosen", place === number);
       shown.classList.toggle("later", until !== null && place > until);
-      shown.tabIndex = place === number ? 0 : -1;
+      shown.tabIndex = place === Math.max(number, 0) ? 0 : -1;
     });
   }
 

@@ -1,9 +1,10 @@
 // The server: what it serves, and a text of it round by round.
 
 export class Refused extends Error {
-  constructor(status, message) {
-    super(message);
+  constructor(status, told) {
+    super(told?.message ?? `${status}`);
     this.status = status;
+    this.code = told?.code;
   }
 }
 
@@ -13,7 +14,7 @@ async function answered(path, key, more = {}) {
   const answer = await fetch(path, { ...more, headers: { ...more.headers, ...permitted(key) } });
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => null);
-  throw new Refused(answer.status, told?.error?.message ?? `${answer.status}`);
+  throw new Refused(answer.status, told?.error);
 }
 
 export const tints = async () => (await answered("page/tints")).json();
@@ -28,7 +29,7 @@ export async function* race(path, body, key, signal) {
   for await (const data of events(answer.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new Refused(500, event.error.message);
+    if (event.error) throw new Refused(500, event.error);
     yield event;
   }
   throw new TypeError("The stream ended early.");
