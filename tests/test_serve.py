@@ -680,6 +680,20 @@ def test_the_log_has_a_line_for_each_request_and_no_texts(server: Server, caplog
     assert TEXTS[0] not in "".join(map(str, (first, second, third)))
 
 
+def test_the_log_has_texts_where_they_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    chat = [{"role": "user", "content": TEXTS[1]}]
+    with serving() as one, caplog.at_level(logging.INFO, logger="xtok.serve"):
+        one.service.logs_texts = True
+        text = one.ask(prompt=TEXTS[0], max_tokens=5, n=2, stream=True)
+        answer = one.ask("chat/completions", messages=chat, max_tokens=5)
+        wait_for(lambda: len(caplog.messages) == 2)
+    first, second = (json.loads(line) for line in caplog.messages)
+    whole = ALONE.generate(TEXTS[0], max_new_tokens=5, do_sample=False).text
+    assert (first["asked"], first["written"]) == (TEXTS[0], [whole, whole])
+    assert (second["asked"], second["written"]) == (chat, [answer.json()["choices"][0]["message"]["content"]])
+    assert text.status_code == 200
+
+
 def wait_for(true: Callable[[], bool]) -> None:
     pause = threading.Event()
     for _ in range(int(PATIENCE * 100)):

@@ -268,6 +268,7 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="How many new tokens a text may have.")] = 4096,
     max_body: Annotated[int, typer.Option(min=1, help="How many bytes a request may have.")] = 4 * 1024**2,
     max_seconds: Annotated[float, typer.Option(min=0, help="How long a text may take, waiting included; 0: any time.")] = 600.0,
+    log_texts: Annotated[bool, typer.Option("--log-texts", help="Write prompts and texts to the log, too.")] = False,
     drain_seconds: Annotated[int, typer.Option(min=0, help="How long what runs may go on after SIGTERM.")] = 30,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -287,7 +288,7 @@ def serve(
     size = None if memory is None else int(memory * 1024**3)
     shown = list(SAMPLES)[::-1] if target == OWN_TARGET else []
     run(
-        Service(name, Limits(max_tokens, max_body, max_seconds or None), prompts=shown),
+        Service(name, Limits(max_tokens, max_body, max_seconds or None), prompts=shown, logs_texts=log_texts),
         lambda: XTokAssisted(target, _draft(target, draft), device=each(device), dtype=each(dtype)),
         lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size),
         host=host,

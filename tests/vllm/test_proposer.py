@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 from vllm.v1.sample import rejection_sampler
 
+from xtok import Budget, DraftedText, DraftEngine, Tree, XTokAssisted
 from xtok.bench.chi_square import chi_square
 from xtok.drafts.session import Session
 from xtok.engines.vllm import XTokProposer
@@ -111,6 +112,33 @@ def without_failures(llm: LLM, *, accepts: bool = True) -> Iterator[None]:
 def test_ragged_requests_are_what_vllm_writes_alone(plain: LLM, drafted: LLM) -> None:
     with without_failures(drafted):
         assert written(drafted, RAGGED) == written(plain, RAGGED)
+
+
+def test_guesses_are_those_of_xtoks_own_loop_in_the_same_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of the draft alone, of which both commit the same."""
+    chains = {"depth": 4, "width": 1, "longest": LONGEST, "schedule": "constant"}
+    llm, guessed = engine(chains), dict[tuple[int, ...], tuple[int, ...]]()
+    propose = DraftEngine.propose
+
+    def recording(own: DraftEngine, texts: Sequence[DraftedText], longest: int) -> list[Tree]:
+        trees = propose(own, texts, longest)
+        guessed.update({tuple(text.ids): tree.tokens for text, tree in zip(texts, trees, strict=True)})
+        return trees
+
+    monkeypatch.setattr(DraftEngine, "propose", recording)
+    requests: Requests = [(behind(i, 12 + 3 * i), 32) for i in range(6)]
+    found, xt = written(llm, requests), XTokAssisted(TARGET, DRAFT, budget=Budget(**chains))
+    compared = 0
+    for (ids, most), new in zip(requests, found, strict=True):
+        expected = xt.generate(list(ids), max_new_tokens=most, do_sample=False, eos_token_id=None)
+        assert expected.token_ids == new
+        place = 0
+        for one in expected.rounds:
+            if place and place + LONGEST < most:  # the first has no guess, and near the end xtok's are cut
+                assert guessed[(*ids, *new[:place])] == one.tree.tokens
+                compared += len(one.tree) > 1
+            place += one.committed
+    assert compared > 20
 
 
 def test_requests_that_begin_as_others_end_are_what_vllm_writes_alone(plain: LLM) -> None:

@@ -44,7 +44,7 @@ _GONE = 499
 @dataclass
 class Service:
     """What is served: an engine, under a name, once it is there. `error`: why there will be none. `prompts`: what the page
-    offers to begin with. `track`: where races wait for each other.
+    offers to begin with. `logs_texts`: whether the log has prompts and texts. `track`: where races wait for each other.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Service:
     xt: XTokAssisted | None = None
     engine: Engine | None = None
     prompts: Sequence[str] = ()
+    logs_texts: bool = False
     error: BaseException | None = None
     track: Track = field(default_factory=Track)
     created: int = field(default_factory=lambda: int(time()))
@@ -286,6 +287,8 @@ class _Writing:
         self._visit.told |= {"texts": len(asked), "stream": bool(body.stream), "prompt_tokens": self.read}
         if body.user is not None:
             self._visit.told["user"] = body.user
+        if service.logs_texts:
+            self._visit.told["asked"] = body.messages if isinstance(body, Chat) else body.prompt
 
     async def whole(self) -> dict[str, Any]:
         """OpenAI's object of all texts. Raises `RequestError` where one of them fails."""
@@ -327,6 +330,8 @@ class _Writing:
             "draft_n_accepted": sum(one.stats.accepted for one in ended),
             "seconds_to_first": None if self._first is None else round(self._first - self._visit.came, 6),
         }
+        if self._service.logs_texts:
+            self._visit.told["written"] = [self._ended[index].text for index in sorted(self._ended)]
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """With `usage` where the client asked for it: None until the last."""
