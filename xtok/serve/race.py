@@ -127,9 +127,8 @@ def _rounds(body: CompletionRace | ChatRace, xt: XTokAssisted, limits: Limits) -
     texts = texts_of(body, xt, limits)
     if len(texts) > 1:
         raise RequestError("A race has one text. Give one prompt, and leave n out.", "n")
-    arguments = {
-        name: value for name, value in texts[0].arguments.items() if name != "max_time"
-    }  # which others' turns count in
+    arguments = dict(texts[0].arguments)
+    arguments.pop("max_time", None)  # the turns of the other would count
     try:
         return xt.stream_rounds(texts[0].prompt, **arguments)
     except ValueError as error:

@@ -36,6 +36,7 @@ const say = (told, wrong = false) => {
 
 async function begin() {
   clearTimeout(again);
+  if (served) return;
   try {
     served = await about(field("key").value);
   } catch (error) {
