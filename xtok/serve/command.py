@@ -67,6 +67,7 @@ def _url(listening: socket.socket) -> str:
 @contextmanager
 def _logging_to_stderr() -> Iterator[None]:
     """Requests as lines of JSON, and nothing else around them."""
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # it complains of what it cut off itself
     handler = logging.StreamHandler(sys.stderr)
     level, LOG.propagate = LOG.level, False
     LOG.addHandler(handler)
@@ -105,4 +106,4 @@ def _begin(
         service.error = error
         server.should_exit = True
     else:
-        print(f"xtok: {service.name} is at {url}/v1", file=sys.stderr, flush=True)
+        print(f"xtok: {service.name} is at {url}/v1\nxtok: its page is at {url}/", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from xtok.assisted import XTokAssisted
 from xtok.errors import EngineFullError
 from xtok.generation import Generation
+from xtok.models.cache import context_window
 from xtok.serve.requests import ChatRace, CompletionRace, Limits, RequestError, texts_of
 from xtok.trace import WrittenRound
 
@@ -106,8 +107,9 @@ async def _whole(work: Coroutine[Any, Any, T]) -> T:
 
 def served(xt: XTokAssisted, name: str, limits: Limits, prompts: Sequence[str]) -> dict[str, Any]:
     """What the page has to know: which model, which drafts, how many new tokens a text may have, and what to begin with."""
-    chats = bool(xt.tokenizer.chat_template)
-    return {"model": name, "drafts": list(xt.names), "tokens": limits.tokens, "chats": chats, "prompts": list(prompts)}
+    window, chats = context_window(xt.model), bool(xt.tokenizer.chat_template)
+    tokens = limits.tokens if window is None else min(limits.tokens, window)
+    return {"model": name, "drafts": list(xt.names), "tokens": tokens, "chats": chats, "prompts": list(prompts)}
 
 
 def runs_of(body: CompletionRace | ChatRace, parts: Parts, limits: Limits) -> dict[str, Rounds]:

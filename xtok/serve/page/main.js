@@ -44,6 +44,7 @@ async function begin() {
     return;
   }
   say("");
+  of("write").disabled = false;
   of("served").textContent = words.served(served.model, served.drafts);
   of("as-chat").hidden = !served.chats;
   field("tokens").max = served.tokens;
@@ -62,7 +63,7 @@ async function begin() {
 function wait(error) {
   if (error.status === 401) {
     of("key").hidden = false;
-    say(words.locked);
+    say(field("key").value ? words.wrongKey : words.locked, true);
     return;
   }
   const told = { loading: words.loading, broken: error.message }[error.code] ?? words.gone;
@@ -93,7 +94,7 @@ function asked() {
 
 async function write() {
   const { path, body } = asked();
-  show(["drafted", ...(body.alone ? ["alone"] : [])], served.drafts);
+  show(["drafted", ...(body.alone ? ["alone"] : [])], body.drafts);
   const byKind = new Map(runs.map((run) => [run.kind, run]));
   const mine = (writing = new AbortController());
   busy(true);
@@ -109,7 +110,7 @@ async function write() {
     if (writing !== mine) return; // something else is shown by now
     if (mine.signal.aborted) say(words.stopped);
     else if (error instanceof Refused) say(words.failed(error.message), true);
-    else say(words.lost, true);
+    else say(runs[0].rounds.length ? words.lost : words.gone, true);
   } finally {
     busy(false);
   }
@@ -117,7 +118,7 @@ async function write() {
 }
 
 function busy(is) {
-  of("write").disabled = is;
+  of("write").disabled = is || !served;
   of("stop").disabled = !is;
 }
 
@@ -155,7 +156,7 @@ function conclude() {
     of("figures").hidden = false;
   }
   of("save").disabled = !runs[0]?.end;
-  if (runs.length === 2) verdict(...runs);
+  if (runs.length === 2 && runs[0].rounds.length) verdict(...runs);
 }
 
 function verdict(drafted, alone) {
@@ -172,12 +173,12 @@ function choose(run, number, stepping = false) {
   chosen = { run, number };
   const round = run.rounds[number];
   of("round").hidden = false;
-  of("round").querySelector("h2").textContent = words.round(number + 1, run.rounds.length);
+  of("round").querySelector("h2").textContent = words.round(number + 1, run.rounds.length, words[run.kind]);
   of("told").textContent = words.told(round.guessed.length, round.right.length, round.tokens.length);
   of("tree").replaceChildren(round.guessed.length ? treeOf(round, colours) : words.nothing);
   of("place").max = run.rounds.length - 1;
   of("place").value = number;
-  of("place").setAttribute("aria-valuetext", words.round(number + 1, run.rounds.length));
+  of("place").setAttribute("aria-valuetext", words.round(number + 1, run.rounds.length, words[run.kind]));
 }
 
 function step(by) {
@@ -206,7 +207,7 @@ async function open(file) {
   say(file.name);
   of("figures").replaceChildren(...figures);
   of("figures").hidden = of("save").disabled = false;
-  if (rounds.length) choose(runs[0], 0, true);
+  if (rounds.length) choose(runs[0], 0);
 }
 
 // All that is drawn of a trace, to see whether it is one before anything is shown. Throws where it is none.
