@@ -255,6 +255,17 @@ def test_a_model_is_stretched_to_the_seconds_asked_for(monkeypatch: pytest.Monke
     assert [len(blocks_of(stretched_to(small, seconds, width=64))) for seconds in (0.001, 0.05, 0.2)] == [2, 5, 20]
 
 
+def test_a_machine_on_which_blocks_seem_to_cost_nothing_makes_no_endless_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found where other work ran: a model took all of the memory."""
+    times = iter([0.05, 0.04, 0.05, 0.05, *[0.02, 0.06]])
+    monkeypatch.setattr("xtok.bench.stretch.forward_seconds", lambda made: next(times))
+    small = model("Llama", 40, 0, torch.float32)
+    assert len(blocks_of(stretched_to(small, 0.1, width=64))) == 2 + 2 + 8
+    monkeypatch.setattr("xtok.bench.stretch.forward_seconds", lambda made: 0.05)
+    with pytest.raises(InvalidInputError, match="busy"):
+        stretched_to(small, 0.1, width=64)
+
+
 @pytest.mark.parametrize("architecture", ["Llama", "GPTNeoX"])
 def test_a_model_is_enlarged_to_a_number_of_parameters(architecture: str) -> None:
     big = sized(model(architecture, 40, 0, torch.float32), 2e6, 5)

@@ -12,7 +12,7 @@ _HANGS = 10
 _ENOUGH = 8
 """From how many measurements on a number of rows counts fully."""
 _ROW = 0.02
-"""What a row more is taken to cost, as a share of a forward, until forwards of other numbers of rows were measured."""
+"""What a row more is taken to cost, as a share of a forward of one, until forwards of other numbers of rows were measured."""
 
 
 class Cost(NamedTuple):
@@ -76,7 +76,7 @@ class ForwardCost:
         rows = sum(weight * row for weight, row, _ in weights) / total
         seconds = sum(weight * second for weight, _, second in weights) / total
         variance = sum(weight * (row - rows) ** 2 for weight, row, _ in weights)
-        slope = _ROW * seconds
+        slope = _ROW * seconds / (1 + _ROW * max(0.0, rows - 1))
         if variance:
             slope = sum(weight * (row - rows) * (second - seconds) for weight, row, second in weights) / variance
         slope = min(max(slope, 0.0), seconds / max(rows, 1.0))

@@ -31,6 +31,8 @@ _HICCUP = 4
 """How many times as long as a round without guesses another may count."""
 _PLAIN, _SPACED = 5, 128
 """How many of those are looked at, and after how many others there is one at the latest."""
+_SELDOM = 64
+"""Guesses that aren't worth their rows are checked as seldom as that."""
 _UNMEASURED = 256
 """Of so many rounds a few are left out, where none of them can be measured."""
 _PATIENCE = 2.0
@@ -113,7 +115,8 @@ class Account:
 
     `forward`: seconds of a forward of it. `lately`: its picks and seconds in the rounds that it was asked in. `without`: picks
     and seconds as they would have been by cheaper drafts alone. `backoffs`: one for each degree of how sure those are.
-    `depth`: that of its next guess, under the heuristic schedule.
+    `depth`: that of its next guess, under the heuristic schedule. `distance`: after how many guesses of which none was worth
+    its row the likeliest is checked all the same, for else it would never be seen that they have become worth it.
     """
 
     forward: ForwardCost = field(default_factory=ForwardCost)
@@ -122,6 +125,24 @@ class Account:
     without: Throughput = field(default_factory=Throughput)
     backoffs: list[Backoff] = field(default_factory=lambda: [Backoff() for _ in range(len(_SURE) + 1)])
     depth: int | None = None
+    distance: int = _SELDOM
+    _left_out: int = 0
+    _explores: bool = False
+
+    def checked(self, worth: int, offered: int, *, tries: bool) -> int:
+        """How many of some offered ids to check, of which so many are worth it. `tries`: one at least, to see whether it is."""
+        if worth or not offered:
+            self._left_out = 0
+            return worth
+        self._left_out += 1
+        self._explores = tries or self._left_out >= self.distance
+        self._left_out = 0 if self._explores else self._left_out
+        return int(self._explores)
+
+    def explored(self, *, right: bool) -> None:
+        """What became of an id that was checked all the same, if one was: the more often they are right, the more are."""
+        if self._explores:
+            self._explores, self.distance = False, max(1, self.distance // 2) if right else min(2 * self.distance, _SELDOM)
 
     def backoff(self, sure: float) -> Backoff:
         """That of rounds in which cheaper drafts give their likeliest guess the probability `sure`."""
@@ -141,15 +162,29 @@ class Crowd:
     _plain: deque[float] = field(default_factory=lambda: deque(maxlen=_PLAIN))
     _since: int = 0
     _tried: int = 0
+    _unjudged: int = 0
 
     def asks(self) -> bool:
         """Whether to guess in this round. The first of all isn't to; where none without guesses can be measured, as other work
         is in all of them, a few are left out now and then.
         """
         if self._plain and self._since < self.spacing:
-            return self.backoff.asks()
+            return self._asks()
         self._tried = (self._tried + 1) % _UNMEASURED
-        return self._tried > _NEAREST and self.backoff.asks()
+        return self._tried > _NEAREST and self._asks()
+
+    @property
+    def tries(self) -> bool:
+        """Whether guessing was given up, and a round with guesses is to show whether it pays by now."""
+        return bool(self.backoff.distance)
+
+    def _asks(self) -> bool:
+        """A trial that nobody judges, since other work is in its rounds, ends after a few."""
+        asks = self.backoff.asks()
+        self._unjudged += asks and self.tries
+        if self._unjudged > _NEAREST:
+            self._unjudged, self.backoff.waiting = 0, self.backoff.distance
+        return asks
 
     def judge(self, texts: int, picks: int, seconds: float, *, guessed: bool) -> None:
         """A round of so many texts is over."""
@@ -158,7 +193,7 @@ class Crowd:
             self._plain.append(seconds / texts)
             self._tried = 0
             return
-        self._since += 1
+        self._since, self._unjudged = self._since + 1, 0
         if plain := median(self._plain or [0.0]):
             alone = min(seconds / plain, _HICCUP * texts)  # as many picks without guesses
             self.backoff.judge((alone - picks) / _PATIENCE, alone / texts - 1, texts)
@@ -167,10 +202,12 @@ class Crowd:
 @dataclass(eq=False)
 class Company:
     """The texts of a round, as many as share its forwards. They ask a draft all together or not at all, as far as cheaper ones
-    are about as sure of their guesses: what one of them asks for alone costs as much as what all ask for.
+    are about as sure of their guesses: what one of them asks for alone costs as much as what all ask for. `tries`: guessing was
+    given up, and this round is to show whether it pays by now.
     """
 
     texts: int = 1
+    tries: bool = False
     _asked: dict[tuple[int, int], bool] = field(default_factory=dict)
 
     def asks(self, draft: int, degree: int, decide: Callable[[], bool]) -> bool:
@@ -336,6 +373,8 @@ class Ledger:
             if cost.rows <= _FEW * cost.texts and not cost.told:
                 account.forward.add(cost.rows, cost.seconds)
         account.calibration.learn(one.tree, one.tree.along(block))
+        if one.tree:
+            account.explored(right=bool(one.tree.along(block)))
         drafted = sum(account.forward.at(min(one.rows, _FEW * one.texts)) / one.texts for one in one.drafted)
         return drafted + (0.0 if one.first else one.rest)
 
@@ -345,12 +384,14 @@ class Pace:
     """What one draft is to guess, by a ledger and its account there.
 
     `texts`: how many share forwards, each as it does. `unread`: how many committed ids the target's forward reads anyway.
+    `tries`: the draft was left alone, and is asked to see whether it pays by now.
     """
 
     ledger: Ledger
     account: Account
     texts: int = 1
     unread: int = 1
+    tries: bool = False
 
     def expanded(self, level: int, masses: Sequence[float]) -> int:
         """How many paths to continue behind `level` forwards of the draft, all in one forward; 0 where that doesn't pay or its
@@ -372,7 +413,8 @@ class Pace:
     def verified(self, masses: Sequence[float]) -> int:
         """How many guessed ids are worth a row of the target's forward."""
         with self.ledger.lock:
-            return self.ledger.verified([self.account.calibration.believed(mass) for mass in masses], self.unread)
+            worth = self.ledger.verified([self.account.calibration.believed(mass) for mass in masses], self.unread)
+            return self.account.checked(worth, len(masses), tries=self.tries)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from xtok.models.load import from_config
 _OUTPUTS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj", "out_proj", "fc2")
 """What attention and MLPs call the projection that they add to the residual stream by."""
 _WIDTH = 16384
+_TRIES, _CLEARLY = 5, 1.1
+"""How often forwards of few and of more blocks are measured, until those of more take so many times as long."""
 _SEED = 0
 _SHARE = 1e-5
 """The probability that ids which are added have together, at most."""
@@ -204,11 +206,18 @@ def sized(model: PreTrainedModel, parameters: float, depth: int) -> PreTrainedMo
 
 
 def stretched_to(model: PreTrainedModel, seconds: float, width: int = _WIDTH) -> PreTrainedModel:
-    """`model` with so many more blocks that its forward of one token takes about `seconds`. Errors are those of `stretch`."""
+    """`model` with so many more blocks that its forward of one token takes about `seconds`. Errors are those of `stretch`, and
+    `InvalidInputError` where the machine is so busy that it can't be seen what a block takes.
+    """
     few, more = 2, 6
-    base = forward_seconds(stretch(model, few, width))
-    slope = (forward_seconds(stretch(model, more, width)) - base) / (more - few)
-    return stretch(model, max(0, few + round((seconds - base) / max(slope, 1e-9))), width)
+    smaller, larger = stretch(model, few, width), stretch(model, more, width)
+    for _ in range(_TRIES):
+        base, top = forward_seconds(smaller), forward_seconds(larger)
+        if top > _CLEARLY * base:
+            return stretch(model, max(0, few + round((seconds - base) * (more - few) / (top - base))), width)
+    raise InvalidInputError(
+        f"{more} blocks more took as long as {few}: other work keeps this machine busy. Try again without it."
+    )
 
 
 def shortened(model: PreTrainedModel, blocks: int) -> PreTrainedModel:

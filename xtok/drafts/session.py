@@ -145,7 +145,8 @@ class Session:
             return limit
         if not self._ledger.asks(draft, sure, company):
             return None
-        return Limit.of(limit, Pace(self._ledger, account, company.texts, self._unread))
+        tries = company.tries or account.backoff(sure).distance > 0
+        return Limit.of(limit, Pace(self._ledger, account, company.texts, self._unread, tries))
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Asking[Proposal]:
         """A guess, as far as it can be verified."""

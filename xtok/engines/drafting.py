@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from operator import index
 from time import perf_counter
 from typing import Any
@@ -33,6 +34,10 @@ CHAINS = Budget(width=2)
 """
 _READING = 12
 """More rows of a text than that are the draft's reading."""
+_USUAL = 0.2
+"""The weight of a step in what drafting usually takes."""
+_MIXED = 16
+"""Of so many steps that have other work in them the shortest is taken for one without, where there is none without."""
 _LESSONS = 8
 """Steps with guesses of which none is judged."""
 
@@ -128,7 +133,8 @@ class DraftEngine:
         self._ledger = Ledger([Account() for _ in given])
         self._caches = Caches(captures=any(takes_graphs(one.model) for one in models.values()))
         self._texts: dict[DraftedText, None] = {}
-        self._lessons = _LESSONS
+        self._lessons, self._drafting = _LESSONS, 0.0
+        self._shortest, self._mixed = inf, 0
         self._crowds = defaultdict[int, Crowd](Crowd)
         self._step = _Step(is_pure=False)
 
@@ -206,7 +212,7 @@ class DraftEngine:
 
     def _guessed(self, texts: Sequence[DraftedText], limit: Budget, size: int) -> dict[DraftedText, Tree]:
         """What is guessed of texts, in a company of that size."""
-        company = Company(size)
+        company = Company(size, tries=self._crowd(size).tries)
         for text in texts:
             text.tell()
         with torch.inference_mode(False):  # in which nothing can be captured
@@ -217,11 +223,13 @@ class DraftEngine:
         """Let drafts learn from the step that is over. What isn't pure measures no forward, and yet tells what came true."""
         step, self._step = self._step, _Step(is_pure=False)
         told = [text for text in step.told if text not in step.late]
+        if step.seconds is not None and not step.is_pure and not self._ledger.ready():
+            self._estimate(len(told), step.seconds)
         if step.seconds is None or not (step.is_pure or self._ledger.ready()):
             return
         cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
-        if step.is_pure and len(told) == step.texts and not (step.asked and any(_reads(text) for text in told)):
-            self._judge(step)
+        if step.is_pure and len(told) == step.texts:
+            self._judge(step, reads=step.asked and any(_reads(text) for text in told))
         if not step.asked:
             self._ledger.measure(cost)
             return
@@ -229,12 +237,23 @@ class DraftEngine:
             text.session.observe(cost)
             cost = cost._replace(told=True)
 
-    def _judge(self, step: _Step) -> None:
-        """Whether guessing pays is seen by whole steps, once drafts had a few to find out what they cost and gain."""
+    def _judge(self, step: _Step, *, reads: bool) -> None:
+        """Whether guessing pays is seen by whole steps, once drafts had a few to find out what they cost and gain. Where a
+        draft `reads` a prompt, it is taken to have drafted as long as usual.
+        """
         self._lessons = max(0, self._lessons - step.asked)
+        if step.asked and not reads:
+            self._drafting += _USUAL * (step.drafting - self._drafting)
         if not (step.asked and self._lessons):
-            picks, seconds = sum(step.told.values()), step.drafting + (step.seconds or 0.0)
+            drafting = min(step.drafting, self._drafting) if reads else step.drafting
+            picks, seconds = sum(step.told.values()), drafting + (step.seconds or 0.0)
             self._crowd(step.texts).judge(step.texts, picks, seconds, guessed=step.asked)
+
+    def _estimate(self, texts: int, seconds: float) -> None:
+        """Where all steps have other work in them, the shortest of a few is taken for one without."""
+        self._shortest, self._mixed = min(self._shortest, seconds / max(1, texts)), self._mixed + 1
+        if self._mixed == _MIXED:
+            self._ledger.measure(Cost(max(1, texts), self._shortest * max(1, texts), max(1, texts)))
 
     def _crowd(self, texts: int) -> Crowd:
         """What is known of steps of about so many texts."""

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from secrets import randbelow
+from threading import Lock
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -48,13 +49,15 @@ class Parts:
     def __init__(self, xt: XTokAssisted) -> None:
         self._xt, self.names = xt, xt.names
         self._made: dict[frozenset[str], XTokAssisted] = {}
+        self._lock = Lock()
 
     def of(self, names: Collection[str]) -> XTokAssisted:
         """That of some drafts."""
-        found = self._made.pop(frozenset(names), None) or self._xt.with_drafts(names)
-        self._made[frozenset(names)] = found
-        if len(self._made) > _PARTS:
-            del self._made[next(iter(self._made))]
+        with self._lock:
+            found = self._made.pop(frozenset(names), None) or self._xt.with_drafts(names)
+            self._made[frozenset(names)] = found
+            if len(self._made) > _PARTS:
+                del self._made[next(iter(self._made))]
         return found
 
 
@@ -101,7 +104,9 @@ async def _whole(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        while not task.done():
+            with suppress(asyncio.CancelledError):  # it may come again and again
+                await asyncio.wait([task])
         raise
 
 

@@ -18,6 +18,8 @@ from xtok.serve.processors import Grammar, Penalties, Record, grammar_of, matche
 
 COMPLETION_TOKENS = 16
 """How many new tokens a completion has where the request doesn't say: OpenAI's. A chat has as many as there is room for."""
+COLDEST = 1e-3
+"""Of temperatures above 0, the lowest."""
 MOST = 128
 """How many texts a request may ask for."""
 
@@ -101,7 +103,7 @@ class Body(Fields):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
@@ -314,10 +316,12 @@ def _template(body: Completion | Chat) -> dict[str, Any]:
 
 def _sampling(body: Body) -> dict[str, Any]:
     """Without a temperature, texts are sampled, as OpenAI has it. Of a greedy text, cuts leave the best id, so they are heeded
-    by doing nothing.
+    by doing nothing. Raises `RequestError` for a temperature by which logits would have no bounds.
     """
     if body.temperature == 0:
         return {"do_sample": False}
+    if body.temperature is not None and body.temperature < COLDEST:
+        raise RequestError(f"temperature is {body.temperature}; give {COLDEST} or more, or 0 for greedy texts.", "temperature")
     given = {"temperature": body.temperature, "top_p": body.top_p, "min_p": body.min_p}
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
