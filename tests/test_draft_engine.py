@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import count
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, TREE, UNRELATED, greedily, target
 from worlds import budgets, examples, make_dear, scaled, tokenizer
 
-from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted
+from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted, stats
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
 from xtok.engines import drafting
@@ -348,6 +349,90 @@ def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> N
             engine.observe(text, picks(text.ids, guess.tokens))
         engine.drop(engine.add(prompt(TEXTS[2])))
     assert asked > 30
+
+
+class Sure:
+    """A draft that says of its four guesses that the next is right in seven of ten cases; the target always writes 7."""
+
+    def __init__(self, clock: Clock, right: Callable[[], float], cost: float) -> None:
+        self.clock, self.right, self.cost, self.random = clock, right, cost, Random(1)
+
+    def start(self, request: Any) -> "Sure":
+        return self
+
+    def propose(self, context: Context, budget: Budget) -> Tree:
+        self.clock.now += self.cost
+        masses = (0.7, 0.49, 0.34, 0.24)
+        count = budget.verified(masses)
+        tokens = tuple(7 if self.random.random() < self.right() else 8 for _ in range(count))
+        return Tree(tokens, tuple(range(-1, count - 1)), masses=masses[:count])
+
+
+def served(
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Callable[[int, int], float],
+    right: Callable[[int], float],
+    *,
+    texts: int,
+    joins: float = 0.0,
+    cost: float = 2e-5,
+    number: int = 1500,
+) -> float:
+    """The seconds of the later half of some steps, as a multiple of what they would take without guesses.
+
+    `seconds`: of a step of so many texts with so many guesses. `right`: how often a guess comes true, by the step. `joins`: how
+    often another text comes in place of the oldest.
+    """
+    monkeypatch.setattr(stats, "perf_counter", lambda: clock.now)
+    step, took, plain, random = [0], 0.0, 0.0, Random(2)
+    engine = DraftEngine(TOKENS, Sure(clock, lambda: right(step[0]), cost), size=SIZE)
+    running = [engine.add([5, 6, 7]) for _ in range(texts)]
+    for step[0] in range(number):
+        if random.random() < joins:
+            engine.drop(running.pop(0))
+            running.append(engine.add([5, 6, 7]))
+        start, guesses = clock.now, engine.propose(running, 8)
+        clock.now += seconds(texts, sum(map(len, guesses)))
+        brought = 0
+        for text, guess in zip(running, guesses, strict=True):
+            hits = next((k for k, token in enumerate(guess.tokens) if token != 7), len(guess))
+            engine.observe(text, [7] * (hits + 1))
+            brought += hits + 1
+        if step[0] >= number // 2:
+            took, plain = took + clock.now - start, plain + brought / texts * seconds(texts, 0)
+    return took / plain
+
+
+def cheap_rows(texts: int, guesses: int) -> float:
+    return 0.01 + 2e-5 * (texts + guesses)
+
+
+def dear_guesses(texts: int, guesses: int) -> float:
+    return 0.03 if guesses else 0.01
+
+
+@pytest.mark.parametrize("texts", [1, 8])
+def test_guesses_that_begin_to_come_true_are_found_out(texts: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile trial: what wasn't worth its row was never checked again, and so nothing was learnt of it."""
+    assert served(clock, monkeypatch, cheap_rows, lambda step: 0.7 * (step >= 300), texts=texts) < 0.8
+
+
+@pytest.mark.parametrize(("texts", "joins"), [(40, 0.0), (16, 1.0), (40, 0.9)])
+def test_guessing_begins_in_a_large_batch_and_where_texts_come_in_each_step(
+    texts: int, joins: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a hostile trial."""
+    assert served(clock, monkeypatch, cheap_rows, lambda step: 0.8, texts=texts, joins=joins, number=600) < 0.7
+
+
+@pytest.mark.parametrize("joins", [0.0, 0.5, 0.8, 0.95])
+def test_guessing_that_does_not_pay_costs_little_however_busy_the_engine_is(
+    joins: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a hostile trial: steps in which a draft read a prompt were no measure, and others there were none."""
+    found = served(clock, monkeypatch, dear_guesses, lambda step: 0.7, texts=8, joins=joins, cost=3e-4, number=3000)
+    assert found < 1.05
 
 
 # what is refused

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -427,6 +427,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction"),
     ({"prompt": "a", "prediction": {"type": "text", "content": "a"}}, "prediction"),
     ({"prompt": "a", "prediction": "a"}, "prediction"),
+    ({"prompt": "a", "temperature": 1e-300}, "temperature"),
+    ({"prompt": "a", "repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"prompt": "a", "temperature": "1"}, "temperature"),
     ({"prompt": "a", "temperature": -1}, "temperature"),
     ({"prompt": "a", "temperature": float("inf")}, "temperature"),
@@ -907,6 +909,28 @@ def test_races_go_one_by_one_and_few_wait(monkeypatch: pytest.MonkeyPatch) -> No
         assert {answer.result().status_code for answer in asked} == {200}
         wait_for(lambda: one.service.track.entered == 0)
     assert (refused.status_code, refused.headers["retry-after"], most) == (429, "1", [1])
+
+
+def test_a_race_that_is_given_up_ends_before_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile trial: who is cancelled is so again and again, and a step went on while others ran."""
+    running, most, real = [0], [0], race._next
+
+    def slowly(rounds: race.Rounds) -> Any:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        threading.Event().wait(0.2)
+        running[0] -= 1
+        return real(rounds)
+
+    monkeypatch.setattr(race, "_next", slowly)
+    with serving() as one:
+        for _ in range(6):
+            with closing(socket.create_connection(one.address)) as client:
+                client.sendall(posted({"prompt": TEXTS[0], "max_tokens": 9}).replace(b"/v1/", b"/v1/race/"))
+                client.recv(50)
+                threading.Event().wait(0.03)
+        wait_for(lambda: one.service.track.entered == 0)
+    assert most[0] == 1
 
 
 def test_a_race_ends_a_text_that_takes_too_long_by_its_own_seconds() -> None:
