@@ -81,7 +81,8 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
         for node in ast.walk(tree):
             imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not modules.intersection(module.split(".")[0] for module in imported), name
+            found = modules.intersection(module.split(".")[0] for module in imported)
+            assert not found or (name, found) == ("server.py", {"subprocess"}), name  # which starts servers, to measure them
 
 
 # models

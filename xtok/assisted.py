@@ -170,6 +170,7 @@ class XTokAssisted:
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
         self.names = _names([models[i].model if i in models else one for i, one in enumerate(given)])
+        self._shows_hidden = _any_heads(given)
         self.captures = self._can_capture(compile)
         self._pool = Pool(captures=self.captures)
         self._ledger = self._new_ledger()
@@ -204,7 +205,7 @@ class XTokAssisted:
         made = object.__new__(type(self))
         vars(made).update(vars(self))
         made._given, made._drafts = [self._given[i] for i in kept], [self._drafts[i] for i in kept]
-        made.names = tuple(self.names[i] for i in kept)
+        made.names, made._shows_hidden = tuple(self.names[i] for i in kept), _any_heads(made._given)
         made.adapter = self.adapter if any(isinstance(one, ModelDraft) for one in made._drafts) else None
         made._pool, made._ledger = Pool(captures=made.captures), made._new_ledger()
         made._whole = self
@@ -519,13 +520,9 @@ class XTokAssisted:
     def _slot(self, prepared: hf.Prepared, seat: Seat) -> Slot:
         """One whose forwards are shared; with a cache of its own for what can't be held so, and where that is the caller's."""
         if prepared.is_plain and not prepared.keeps_cache and takes_slots(self.model):
-            return seat.slot(self.model, shows_hidden=self._shows_hidden(), shapes=self._shapes)
+            return seat.slot(self.model, shows_hidden=self._shows_hidden, shapes=self._shapes)
         prompt = prepared.ids, prepared.config
-        return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden(), prompt=prompt)
-
-    def _shows_hidden(self) -> bool:
-        """Whether drafts look at the target's hidden states."""
-        return any(isinstance(one, HeadsDrafter) for one in self._given)
+        return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden, prompt=prompt)
 
     def _session(self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
         """The drafting of one text, which shares what all of this instance learn of costs and gains."""
@@ -592,6 +589,11 @@ class XTokAssisted:
 
 def _made_again(kind: type[XTokAssisted], arguments: dict[str, Any]) -> XTokAssisted:
     return kind(**arguments)
+
+
+def _any_heads(drafts: list[Any]) -> bool:
+    """Whether some look at the target's hidden states."""
+    return any(isinstance(one, HeadsDrafter) for one in drafts)
 
 
 def _part_of(whole: XTokAssisted, names: tuple[str, ...]) -> XTokAssisted:
