@@ -130,7 +130,9 @@ class Account:
     _explores: bool = False
 
     def checked(self, worth: int, offered: int, *, tries: bool) -> int:
-        """How many of some offered ids to check, of which so many are worth it. `tries`: one at least, to see whether it is."""
+        """How many of some offered ids to check, of which so many are worth it: now and then one, or where a draft `tries`, to
+        see whether it is.
+        """
         if worth or not offered:
             self._left_out = 0
             return worth
@@ -202,11 +204,13 @@ class Crowd:
 @dataclass(eq=False)
 class Company:
     """The texts of a round, as many as share its forwards. They ask a draft all together or not at all, as far as cheaper ones
-    are about as sure of their guesses: what one of them asks for alone costs as much as what all ask for. `tries`: guessing was
-    given up, and this round is to show whether it pays by now.
+    are about as sure of their guesses: what one of them asks for alone costs as much as what all ask for. `explores`: ids that
+    aren't worth their rows are checked now and then, where each costs its own row alone; `tries`: guessing was given up, and
+    this round is to show whether it pays by now.
     """
 
     texts: int = 1
+    explores: bool = False
     tries: bool = False
     _asked: dict[tuple[int, int], bool] = field(default_factory=dict)
 
@@ -384,13 +388,15 @@ class Pace:
     """What one draft is to guess, by a ledger and its account there.
 
     `texts`: how many share forwards, each as it does. `unread`: how many committed ids the target's forward reads anyway.
-    `tries`: the draft was left alone, and is asked to see whether it pays by now.
+    `explores`: what isn't worth its row is checked now and then. `tries`: the draft was left alone, and is asked to see whether
+    it pays by now.
     """
 
     ledger: Ledger
     account: Account
     texts: int = 1
     unread: int = 1
+    explores: bool = False
     tries: bool = False
 
     def expanded(self, level: int, masses: Sequence[float]) -> int:
@@ -414,7 +420,7 @@ class Pace:
         """How many guessed ids are worth a row of the target's forward."""
         with self.ledger.lock:
             worth = self.ledger.verified([self.account.calibration.believed(mass) for mass in masses], self.unread)
-            return self.account.checked(worth, len(masses), tries=self.tries)
+            return self.account.checked(worth, len(masses), tries=self.tries) if self.explores else worth
 
 
 @dataclass(frozen=True)

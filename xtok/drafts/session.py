@@ -146,7 +146,7 @@ class Session:
         if not self._ledger.asks(draft, sure, company):
             return None
         tries = company.tries or account.backoff(sure).distance > 0
-        return Limit.of(limit, Pace(self._ledger, account, company.texts, self._unread, tries))
+        return Limit.of(limit, Pace(self._ledger, account, company.texts, self._unread, company.explores, tries))
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Asking[Proposal]:
         """A guess, as far as it can be verified."""

@@ -212,7 +212,7 @@ class DraftEngine:
 
     def _guessed(self, texts: Sequence[DraftedText], limit: Budget, size: int) -> dict[DraftedText, Tree]:
         """What is guessed of texts, in a company of that size."""
-        company = Company(size, tries=self._crowd(size).tries)
+        company = Company(size, explores=True, tries=self._crowd(size).tries)
         for text in texts:
             text.tell()
         with torch.inference_mode(False):  # in which nothing can be captured
