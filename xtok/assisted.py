@@ -49,7 +49,7 @@ from xtok.processors import warpers
 from xtok.progress import bar
 from xtok.sequence import Sequence
 from xtok.stats import Meter, Round
-from xtok.trace import Committed, Token, WrittenRound, guessed, told
+from xtok.trace import Committed, Token, WrittenRound, told, written
 
 T = TypeVar("T")
 BATCH = 8
@@ -346,10 +346,10 @@ class XTokAssisted:
         """Yield each round as it is committed, with all that was guessed: `generate(...).written`, returned likewise."""
         view, names = self.target.vocabulary.view, (*self.names, _PREDICTION)
 
-        def written(one: Round, tokens: list[Token]) -> Iterator[WrittenRound]:
-            yield WrittenRound(tokens, guessed(one, names, lambda token: view[token] or b""), one.right)
+        def rounds(one: Round, tokens: list[Token]) -> Iterator[WrittenRound]:
+            yield written(one, tokens, names, lambda token: view[token] or b"")
 
-        return self._streamed(prompt, arguments, written)
+        return self._streamed(prompt, arguments, rounds)
 
     def _streamed(
         self, prompt: Prompt, arguments: dict[str, Any], show: Callable[[Round, list[Token]], Iterator[T]]
@@ -360,7 +360,7 @@ class XTokAssisted:
         def generator() -> Generator[T, None, Generation]:
             with self._pool.lent(1) as caches:
                 text = asked.begin(Seat(caches))
-                for one, tokens in told(self._committed(text), (*self.names, _PREDICTION)):
+                for one, tokens in told(self._committed(text), text.drafts):
                     yield from show(one, tokens)
                 return self._ended(text)
 

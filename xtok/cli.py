@@ -53,7 +53,6 @@ GUESS_LENGTH = 5
 MEASURED, MEASURED_TOKENS = 8, 32
 """On how many prompts, and tokens behind each, drafts are measured."""
 
-
 app = typer.Typer(
     help="Any large language model generates with the help of any small one, and gives exactly what it alone would.",
     no_args_is_help=True,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xtok.page import page, section
 from xtok.stats import Round, Stats
-from xtok.trace import Committed, Token, WrittenRound, guessed, told
+from xtok.trace import Committed, Token, WrittenRound, told, written
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +54,7 @@ class Generation:
     def written(self) -> Iterator[WrittenRound]:
         """The rounds, with the tokens that came of each."""
         for one, tokens in told(self._committed(), self.drafts):
-            yield WrittenRound(tokens, guessed(one, self.drafts, lambda token: self.spelled.get(token, b"")), one.right)
+            yield written(one, tokens, self.drafts, lambda token: self.spelled.get(token, b""))
 
     def _committed(self) -> Iterator["Committed"]:
         end = 0

@@ -65,7 +65,12 @@ def told(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[R
         yield one.round, [Token(*each) for each in zip(one.ids, texts, sources, strict=True)]
 
 
-def guessed(one: Round, drafts: Sequence[str], spelled: Callable[[int], bytes]) -> list[Guess]:
+def written(one: Round, tokens: list[Token], drafts: Sequence[str], spelled: Callable[[int], bytes]) -> WrittenRound:
+    """A round with the tokens that came of it."""
+    return WrittenRound(tokens, _guessed(one, drafts, spelled), one.right)
+
+
+def _guessed(one: Round, drafts: Sequence[str], spelled: Callable[[int], bytes]) -> list[Guess]:
     r"""What was guessed in a round. Bytes that are no whole characters are written as `\xe3`."""
     masses = one.tree.masses or [None] * len(one.tree)
     return [

@@ -1,6 +1,6 @@
 """The server's routes: OpenAI's API over an engine."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +31,7 @@ from xtok.serve.events import Event, events
 from xtok.serve.metrics import Metrics
 from xtok.serve.processors import Picked
 from xtok.serve.race import Parts, Track, race, runs_of, served, steps
-from xtok.serve.requests import Asked, Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read, texts_of
+from xtok.serve.requests import Asked, B, Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read, texts_of
 
 _LATER = {"Retry-After": "1"}
 _POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -156,15 +156,8 @@ def _check_model(service: Service, name: str | None) -> None:
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        service.ready()
-        return await _written(service, request, read(Completion, await body_of(request, service.limits.body)))
-
-    @app.post("/v1/chat/completions")
-    async def chats(request: Request) -> Response:
-        service.ready()
-        return await _written(service, request, read(Chat, await body_of(request, service.limits.body)))
+    _add(app, service, "/v1/completions", Completion, _written)
+    _add(app, service, "/v1/chat/completions", Chat, _written)
 
 
 def _add_races(app: FastAPI, service: Service) -> None:
@@ -172,21 +165,23 @@ def _add_races(app: FastAPI, service: Service) -> None:
     async def about() -> Response:
         return JSONResponse(served(service.ready()[0], service.name, service.limits, service.prompts))
 
-    @app.post("/v1/race/completions")
-    async def completions(request: Request) -> Response:
-        service.ready()
-        return await _raced(service, request, read(CompletionRace, await body_of(request, service.limits.body)))
+    _add(app, service, "/v1/race/completions", CompletionRace, _raced)
+    _add(app, service, "/v1/race/chat/completions", ChatRace, _raced)
 
-    @app.post("/v1/race/chat/completions")
-    async def chats(request: Request) -> Response:
+
+def _add(app: FastAPI, service: Service, path: str, kind: type[B], answer: Callable[..., Awaitable[Response]]) -> None:
+    """A route for bodies of a kind, which are checked before `answer` has them."""
+
+    @app.post(path)
+    async def asked(request: Request) -> Response:
         service.ready()
-        return await _raced(service, request, read(ChatRace, await body_of(request, service.limits.body)))
+        body = read(kind, await body_of(request, service.limits.body))
+        _check_model(service, body.model)
+        return await answer(service, request, body)
 
 
 async def _raced(service: Service, request: Request, body: CompletionRace | ChatRace) -> Response:
     """What a race is answered with. Raises `RequestError` before anything is sent."""
-    service.ready()
-    _check_model(service, body.model)
     try:
         service.track.enter()
     except EngineFullError as error:
@@ -244,7 +239,6 @@ class _Parts(StaticFiles):
 async def _written(service: Service, request: Request, body: Completion | Chat) -> Response:
     """What a request is answered with. Raises `RequestError` before anything is sent."""
     xt, engine = service.ready()
-    _check_model(service, body.model)
     asked = await run_in_threadpool(texts_of, body, xt, service.limits)
     writing = _Writing(service, request, body, asked, xt)
     await run_in_threadpool(_submit, engine, asked, visit(request).tickets)
