@@ -86,18 +86,16 @@ class Lookup:
         self._corpus = corpus
         self._continuation = Continuation(encoder)
         self._view = encoder.view
-        self._repeats = Repeats()
+        self._repeats, self._read = Repeats(), 0
         self._beliefs = Belief(), Belief()
 
     def propose(self, context: Context, budget: Budget) -> Tree:
         """What followed, the longest match first, as branches."""
-        new = context.ids[len(self._repeats.ids) :]
+        new, self._read = context.ids[self._read :], len(context.ids)
         for belief in self._beliefs:
             belief.learn(new)
-        for token in new:
-            self._repeats.append(token)
         trie = Trie()
-        self._mix(trie, self._repeated(budget), self._beliefs[0], budget)
+        self._mix(trie, self._repeated(new, budget), self._beliefs[0], budget)
         if self._corpus is not None:
             self._mix(trie, self._found(self._corpus, context, budget), self._beliefs[1], budget)
         return trie.best(budget.verified)
@@ -114,9 +112,11 @@ class Lookup:
             if not i:
                 belief.given = ids, agreeing
 
-    def _repeated(self, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """From prompt and output."""
+    def _repeated(self, new: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
+        """From prompt and output, which has `new` ids."""
         repeats = self._repeats
+        for token in new:
+            repeats.append(token)
         found = repeats.followers(budget.width)
         return [(repeats.continuation(place, budget.longest), agreeing, 1.0) for place, agreeing in found if budget.longest]
 
@@ -145,7 +145,7 @@ class Foreseen(Lookup):
         super().__init__(corpus, encoder)
         self._data = data
 
-    def _repeated(self, budget: Budget) -> list[tuple[list[int], int, float]]:
+    def _repeated(self, new: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
         """Nothing: what the text repeats is no merit of what was foreseen."""
         return []
 

@@ -224,7 +224,7 @@ class DraftEngine:
         step, self._step = self._step, _Step(is_pure=False)
         told = [text for text in step.told if text not in step.late]
         if step.seconds is not None and not step.is_pure and not self._ledger.ready():
-            self._estimate(len(told), step.seconds)
+            self._estimate(max(1, len(told)), step.seconds)
         if step.seconds is None or not (step.is_pure or self._ledger.ready()):
             return
         cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
@@ -251,9 +251,9 @@ class DraftEngine:
 
     def _estimate(self, texts: int, seconds: float) -> None:
         """Where all steps have other work in them, the shortest of a few is taken for one without."""
-        self._shortest, self._mixed = min(self._shortest, seconds / max(1, texts)), self._mixed + 1
+        self._shortest, self._mixed = min(self._shortest, seconds / texts), self._mixed + 1
         if self._mixed == _MIXED:
-            self._ledger.measure(Cost(max(1, texts), self._shortest * max(1, texts), max(1, texts)))
+            self._ledger.measure(Cost(texts, self._shortest * texts, texts))
 
     def _crowd(self, texts: int) -> Crowd:
         """What is known of steps of about so many texts."""
