@@ -81,7 +81,7 @@ def compare_servers(
             asks = {
                 name: partial(_asked, port, _model(name, target), texts, count, max_new_tokens) for name, port in ports.items()
             }
-            runs = in_turns({name: lambda _, ask=ask: ask() for name, ask in asks.items()}, repeats)  # type: ignore[misc]
+            runs = in_turns(asks, repeats)
             rows += [_row(count, name, runs) for name in runs]
     return rows
 
@@ -122,8 +122,8 @@ def _row(clients: int, name: str, runs: dict[str, list[Load]]) -> ServerRow:
     )
 
 
-def _asked(port: int, model: str, texts: Sequence[str], clients: int, max_new_tokens: int) -> Load:
-    """All texts, by so many clients at once."""
+def _asked(port: int, model: str, texts: Sequence[str], clients: int, max_new_tokens: int, _run: int = 0) -> Load:
+    """All texts, by so many clients at once, whatever the number of the run."""
     asked = {"model": model, "max_tokens": max_new_tokens, "temperature": 0, "stream": True}
     start = perf_counter()
     with ThreadPoolExecutor(clients) as pool:
@@ -176,21 +176,8 @@ def _serving(name: str, target: str, draft: str) -> Iterator[int]:
 def _command(name: str, target: str, draft: str, port: int) -> list[str]:
     if name == TRANSFORMERS:
         return [sys.executable, "-c", _TRANSFORMERS, "serve", target, "--port", str(port)]
-    guesses = draft if name == XTOK else "none"
-    return [
-        sys.executable,
-        "-m",
-        "xtok",
-        "serve",
-        "--target",
-        target,
-        "--draft",
-        guesses,
-        "--port",
-        str(port),
-        "--batch-size",
-        "32",
-    ]
+    models = ["--target", target, "--draft", draft if name == XTOK else "none"]
+    return [sys.executable, "-m", "xtok", "serve", *models, "--port", str(port), "--batch-size", "32"]
 
 
 def _wait(started: "subprocess.Popen[bytes]", name: str, port: int) -> None:

@@ -223,11 +223,11 @@ def _add_page(app: FastAPI) -> None:
     async def tints() -> Response:
         return JSONResponse(TINTS)
 
-    app.mount("/page", _Parts(directory=_PAGE))
+    app.mount("/page", _PageFiles(directory=_PAGE))
 
 
-class _Parts(StaticFiles):
-    """The page's, each of the same release."""
+class _PageFiles(StaticFiles):
+    """Those of the page, all of the same release."""
 
     def file_response(self, *given: Any, **more: Any) -> Response:
         """With what `_FRESH` says."""
