@@ -13,10 +13,11 @@ from transformers.generation.logits_process import (
 )
 from worlds import examples
 
+import xtok.largest
+from xtok.draws import draw, draws, race
 from xtok.errors import InvalidInputError
-from xtok.largest import best, largest
-from xtok.noise import gumbel, noise
-from xtok.pick import draw, race
+from xtok.largest import best, largest, listed
+from xtok.noise import gumbel, noise, states_of
 from xtok.processors import known_cuts, stretch
 
 SIZES = st.sampled_from([1, 2, 7, 4096, 4097, 5000, 8192, 20011, 48586])
@@ -55,19 +56,44 @@ def test_the_best_is_that_of_argmax_and_the_first_of_equal_ones(
     assert torch.equal(gaps.nan_to_num(-1), (values[:, 0] - values[:, -1]).nan_to_num(-1))
 
 
+def test_numbers_are_listed_as_they_are_wherever_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = torch.arange(6).view(2, 3), torch.tensor([0.1, -torch.inf]), torch.empty(0, 3), torch.tensor([[2**52 + 1]])
+    expected = [part.tolist() for part in parts]
+    assert listed(*parts) == expected
+    monkeypatch.setattr(xtok.largest, "on_host", lambda device: False)
+    assert listed(*parts) == expected
+
+
 @examples(60)
-@given(st.integers(0, 99), SIZES, st.sampled_from([0.1, 1.0, 3.0, 8.0]), st.sampled_from([1, 2, 4, 64]), st.booleans())
+@given(
+    st.integers(0, 99),
+    st.integers(1, 3),
+    SIZES,
+    st.sampled_from([0.1, 1.0, 3.0, 8.0]),
+    st.sampled_from([1, 2, 8, 64]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_a_race_ends_as_a_sort_of_all_scores_with_their_noise(
-    seed: int, size: int, spread: float, count: int, banned: bool
+    seed: int, rows: int, size: int, spread: float, count: int, banned: bool, whole: bool
 ) -> None:
-    scores, keys = scores_of(seed, 1, size, spread)[0], keys_of(seed, size)
+    scores, keys = scores_of(seed, rows, size, spread), keys_of(seed, size)
     if banned:
-        scores[: size - size // 3] = -torch.inf
-    state = noise(seed, 0, b"").at(3, 0)
-    sums = scores.double() + gumbel(keys, state)
-    values, places = race(scores, keys, state, count)
-    assert torch.equal(values, sums.topk(min(count, size)).values)
-    assert torch.equal(sums[places], values)
+        scores[:, : size - size // 3] = -torch.inf
+    states = states_of([noise(seed, 0, b"").at(3 + row, 0) for row in range(rows)], keys.device)
+    sums = scores.double() + gumbel(keys, states)
+    values, places, sure = race(scores, keys, states, count, whole=whole)
+    expected = sums.topk(min(count, size)).values
+    assert torch.equal(values[sure], expected[sure])
+    assert torch.equal(sums.gather(1, places), values)
+    assert sure.all() or not whole
+
+
+def test_a_race_is_nearly_always_sure_of_the_best() -> None:
+    for spread in (0.3, 1.0, 3.0, 8.0):
+        scores, keys = scores_of(0, 100, 48586, spread), keys_of(0, 48586)
+        _, _, sure = race(scores, keys, states_of(range(100), keys.device), 2)
+        assert sure.all(dim=1).float().mean() > 0.95
 
 
 CUTS = st.tuples(
@@ -94,10 +120,30 @@ def test_what_cuts_a_distribution_may_be_asked_of_the_draw_alone(
     assert found is None or found.token == expected.token
 
 
+@examples(100)
+@given(st.integers(0, 999), st.integers(1, 5), SIZES, st.sampled_from([0.0, 0.5, 2.0, 6.0]), CUTS, st.booleans())
+def test_draws_of_several_rows_are_those_of_each(
+    seed: int, rows: int, size: int, spread: float, cuts: list[LogitsProcessor], tied: bool
+) -> None:
+    """With margins and all; and a row that is no distribution is left alone."""
+    scores, keys = scores_of(seed, rows, size, spread), keys_of(seed, size)
+    scores = (scores * 2).round() / 2 if tied else scores
+    scores[0] = (torch.nan, torch.inf, -torch.inf)[seed % 3]
+    states = [noise(seed, 0, b"").at(row, 0) for row in range(rows)]
+    tokens, margins = draws(scores, keys, states_of(states, keys.device), cuts)
+    assert int(tokens[0]) == -1
+    for row in range(1, rows):
+        alone = draw(scores[row], keys, states[row], cuts)
+        if tokens[row] >= 0:
+            assert alone == (int(tokens[row]), float(margins[row]))
+
+
 def test_a_draw_is_seldom_left_to_transformers_cut() -> None:
     scores, keys = scores_of(0, 1, 48586)[0], keys_of(0, 48586)
     for cuts in ([TopPLogitsWarper(0.9)], [TopKLogitsWarper(50), TopPLogitsWarper(0.9)], [MinPLogitsWarper(0.05)]):
         assert sum(draw(scores, keys, seed, cuts) is None for seed in range(100)) < 5
+        tokens, _ = draws(scores.expand(100, -1), keys, states_of(range(100), keys.device), cuts)
+        assert int((tokens < 0).sum()) < 5
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])

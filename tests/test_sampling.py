@@ -14,9 +14,9 @@ from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, 
 
 from xtok import Budget, Context, XTokAssisted, pair
 from xtok.drafts.scripted import ScriptedDrafter
+from xtok.draws import typical
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids
-from xtok.pick import typical
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)

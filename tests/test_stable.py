@@ -22,6 +22,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 from worlds import budgets, deep, examples
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted, decode
+from xtok.draws import draw, sure_draw
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.hf import Prepared
 from xtok.models.forwards import Answer, Ask
@@ -29,7 +30,6 @@ from xtok.models.probe import takes_slots
 from xtok.models.prompts import prompt_ids
 from xtok.models.slots import FixedRow, Slots
 from xtok.models.stable import StableShapes
-from xtok.pick import draw, sure_draw
 
 LENGTH = 24
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0, "eos_token_id": None}

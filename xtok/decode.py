@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,19 @@ from xtok.budget import Budget
 from xtok.ledger import Company
 from xtok.models.forwards import Answer, Asking, together
 from xtok.models.target import Target
-from xtok.pick import greedily
+from xtok.pick import Ahead, picks
 from xtok.sequence import Sequence
-from xtok.stats import Round
+from xtok.stats import Round, timed
 from xtok.tree import Tree
 
-Picks = list[tuple[int, float]]
-"""For each row of logits the id that is picked, and by how much it beats the second."""
+
+class Known(NamedTuple):
+    """What is known of the first rows of a forward before anything is committed: their `scores`, (rows, vocabulary), and the id
+    that each picks, with what it beats the second by; -1 where the scores are to be asked again.
+    """
+
+    scores: Tensor
+    picks: list[tuple[int, float]]
 
 
 def drain(
@@ -57,8 +63,8 @@ def _verified(target: Target, texts: list[Sequence], trees: list[Tree]) -> list[
     unread = [text.unread() for text in texts]
     checked = target.verify([(text.slot, *one) for text, one in zip(texts, zip(unread, trees, strict=True), strict=True)])
     read = [len(ids) for ids in unread]
-    picks = _greedy_picks(texts, read, checked)
-    return [_checked(target, *one) for one in zip(texts, read, trees, checked, picks, strict=True)]
+    known = _picked_ahead(texts, read, trees, checked)
+    return [_checked(target, *one) for one in zip(texts, read, trees, checked, known, strict=True)]
 
 
 def _plan(text: Sequence, company: Company) -> Asking[Tree]:
@@ -103,28 +109,32 @@ def _limit(text: Sequence) -> Budget:
 
 
 @torch.no_grad()
-def _greedy_picks(texts: list[Sequence], read: list[int], checked: list[Answer | Exception]) -> list[Picks]:
-    """What greedy texts pick behind their rows, behind the first where processors are to see the ids before; of others nothing.
+def _picked_ahead(texts: list[Sequence], read: list[int], trees: list[Tree], checked: list[Answer | Exception]) -> list[Known]:
+    """What texts pick behind as many of their rows as can be picked from before anything is committed, all in one transfer.
 
-    All in one transfer. Where a processor raises, its error takes the place of what was `checked`.
+    Where a processor raises, its error takes the place of what was `checked`.
     """
-    rows: dict[int, Tensor] = {}
-    for i, (text, answer) in enumerate(zip(texts, checked, strict=True)):
-        if isinstance(answer, Answer) and text.picker.noise is None and text.read + read[i] == len(text.text.ids):
+    asked: dict[int, Ahead] = {}
+    for i, (text, tree, answer) in enumerate(zip(texts, trees, checked, strict=True)):
+        if isinstance(answer, Answer) and text.read + read[i] == len(text.text.ids) and text.picker.looks_ahead:
             try:
-                rows[i] = answer.logits if text.picker.is_plain else _first_scores(text, answer)
+                asked[i] = _ahead(text, tree, answer)
             except Exception as error:
                 checked[i] = error
-    found = dict(zip(rows, greedily(list(rows.values())) if rows else [], strict=True))
-    return [found.get(i, []) for i in range(len(texts))]
+    with timed() as span:
+        found = dict(zip(asked, picks(list(asked.values())), strict=True))
+    for i in asked:
+        texts[i].meter.add(span.seconds / len(asked), "all", *(["noise"] if texts[i].picker.noise else []))
+    return [Known(asked[i].scores, found[i]) if i in asked else Known(torch.empty(0), []) for i in range(len(texts))]
 
 
-def _first_scores(text: Sequence, answer: Answer) -> Tensor:
+def _ahead(text: Sequence, tree: Tree, answer: Answer) -> Ahead:
     with text.meter.timing("all"):
-        return text.picker.scored(text.ids, answer.logits[:1])
+        scores = text.picker.ahead(text.ids, answer.logits)
+        return Ahead(text.picker, scores, text.text.places(tree, len(scores)) if text.picker.noise is not None else [])
 
 
-def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Answer | Exception, picks: Picks) -> list[int]:
+def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Answer | Exception, known: Known) -> list[int]:
     """Commit what was checked, if all of the text was read. Returns the ids."""
     try:
         if isinstance(checked, Exception):
@@ -133,15 +143,15 @@ def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Ans
         text.meter.target_replays += checked.cost.replayed
         text.read += read
         with text.meter.timing("all"):
-            return _commit(target, text, tree, checked, picks) if text.read == len(text.text.ids) else []
+            return _commit(target, text, tree, checked, known) if text.read == len(text.text.ids) else []
     except Exception as error:
         text.fail(error)
         return []
 
 
-def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> list[int]:
+def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, known: Known) -> list[int]:
     """Commit what the target picks along a guess, and let the drafts learn from it. Returns the ids."""
-    block, path = _walk(text, tree, checked, picks)
+    block, path = _walk(text, tree, checked, known)
     kept = [node for node in path[1:] if node < _in_place(text, tree)]
     target.keep(text.slot, kept)
     text.read += len(kept)
@@ -154,8 +164,8 @@ def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, picks: 
 
 
 @torch.no_grad()
-def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[list[int], list[int]]:
-    """Walk the picks along the guesses, until those or the text ends. `picks`: those of the first rows that are known already.
+def _walk(text: Sequence, tree: Tree, checked: Answer, known: Known) -> tuple[list[int], list[int]]:
+    """Walk the picks along the guesses, until those or the text ends. `known`: the first picks.
 
     Returns the ids picked, and the nodes behind which they were picked: -1, for the context, and its descendants.
     """
@@ -164,7 +174,7 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[li
     block, path = list[int](), list[int]()
     node: int | None = -1
     while node is not None and text.finish_reason is None:
-        token = _pick(text, tree, node, checked, picks)
+        token = _pick(text, tree, node, checked, known)
         if token is None:
             break
         path.append(node)
@@ -178,19 +188,18 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, picks: Picks) -> tuple[li
     return block, path
 
 
-def _pick(text: Sequence, tree: Tree, node: int, checked: Answer, picks: Picks) -> int | None:
+def _pick(text: Sequence, tree: Tree, node: int, checked: Answer, known: Known) -> int | None:
     """What is picked behind a node. None where that may depend on where the node stands: then it is left to the next round."""
     spread = None if node < _in_place(text, tree) else text.slot.spread
-    if node + 1 < len(picks):
-        token, margin = picks[node + 1]
-        if spread is not None and not margin > spread:
-            return None
-        text.picker.note(margin)
-        return token
-    row = checked.logits[node + 1 : node + 2]
+    picker, row = text.picker, slice(node + 1, node + 2)
+    for token, margin in known.picks[row]:
+        if spread is None:
+            return picker.note(token, margin) if token >= 0 else picker.picked(text.ids, known.scores[row], text.text.place)
+        if token >= 0 and picker.stretch is not None:
+            return picker.note(token, margin) if margin > spread * picker.stretch else None
     if spread is not None:
-        return text.picker.sure(text.ids, row, text.text.place, spread)
-    return text.picker.pick(text.ids, row, text.text.place, tree, node)
+        return picker.sure(text.ids, checked.logits[row], text.text.place, spread)
+    return picker.pick(text.ids, checked.logits[row], text.text.place, tree, node)
 
 
 def _in_place(text: Sequence, tree: Tree) -> int:

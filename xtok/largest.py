@@ -48,15 +48,23 @@ def best(rows: Tensor) -> tuple[Tensor, Tensor]:
     first = maxima.argmax(dim=-1, keepdim=True)
     second = maxima.scatter(1, first, -torch.inf).argmax(dim=-1, keepdim=True)
     steps = torch.arange(_WIDE, device=rows.device)
-    places = _with_rest(rows, torch.cat([first * _WIDE + steps, second * _WIDE + steps], dim=1), _WIDE * blocks)
+    places = with_rest(rows, torch.cat([first * _WIDE + steps, second * _WIDE + steps], dim=1), _WIDE * blocks)
     among = rows.gather(1, places)
     return places.gather(1, among.argmax(dim=-1, keepdim=True))[:, 0], _gaps(among)
 
 
-def listed(places: Tensor, values: Tensor) -> tuple[list[Any], list[Any]]:
-    """Places, int64, below 2**53, and values, both of one shape, as lists: by one transfer from the device."""
-    both = torch.stack([places.double(), values.double()]).cpu()
-    return both[0].long().tolist(), both[1].tolist()
+def on_host(device: torch.device) -> bool:
+    """Whether numbers there can be looked at without waiting for a device."""
+    return device.type == "cpu"
+
+
+def listed(*parts: Tensor) -> list[list[Any]]:
+    """Some numbers, of any shapes, as lists: by one transfer from their device. int64 is to be below 2**53."""
+    if on_host(parts[0].device):
+        return [part.tolist() for part in parts]
+    flat = torch.cat([part.double().flatten() for part in parts]).cpu()
+    pieces = torch.split(flat, [part.numel() for part in parts])
+    return [piece.view(part.shape).to(part.dtype).tolist() for part, piece in zip(parts, pieces, strict=True)]
 
 
 def _gaps(rows: Tensor) -> Tensor:
@@ -66,12 +74,12 @@ def _gaps(rows: Tensor) -> Tensor:
 
 def _among(rows: Tensor, places: Tensor, covered: int, count: int) -> tuple[Tensor, Tensor]:
     """As `largest`, among some places, (rows, some), and those behind all blocks."""
-    places = _with_rest(rows, places, covered)
+    places = with_rest(rows, places, covered)
     found = rows.gather(1, places).topk(count)
     return found.values, places.gather(1, found.indices)
 
 
-def _with_rest(rows: Tensor, places: Tensor, covered: int) -> Tensor:
+def with_rest(rows: Tensor, places: Tensor, covered: int) -> Tensor:
     """Some places, (rows, some), and those behind all blocks, which the first `covered` values of a row are in."""
     rest = torch.arange(covered, rows.shape[-1], device=rows.device)
     return torch.cat([places, rest.expand(len(rows), -1)], dim=1)

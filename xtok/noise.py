@@ -46,8 +46,8 @@ def noise(seed: int, sample: int, prompt: bytes) -> Noise:
     return Noise(_chain(seed, sample, digest(prompt, b"prompt")))
 
 
-def gumbel(keys: Tensor, state: int) -> Tensor:
-    """Standard Gumbel noise, float64, one per key, in the shape of `keys`, int64: -log of exponential noise."""
+def gumbel(keys: Tensor, state: int | Tensor) -> Tensor:
+    """Standard Gumbel noise, float64: -log of exponential noise. Arguments and shape are those of `mixed`."""
     return gumbel_of(mixed(keys, state))
 
 

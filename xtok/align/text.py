@@ -4,6 +4,7 @@ import codecs
 from collections.abc import Sequence
 
 from xtok.align.tokenbytes import TokenBytes
+from xtok.tree import Tree
 
 
 class Text:
@@ -36,6 +37,16 @@ class Text:
     def place(self) -> tuple[int, int]:
         """Where the next id stands, for noise: how many bytes, and how many ids that spell nothing, the new text has so far."""
         return len(self.data) - self.prompt_size, self.controls
+
+    def places(self, tree: Tree, count: int) -> list[tuple[int, int]]:
+        """Where the ids behind the text and behind the nodes of a tree stand, as `place` says it: the first `count` of them."""
+        found, written = [self.place], [b""]
+        for token, parent in zip(tree.tokens[: count - 1], tree.parents, strict=False):
+            before, (offset, controls) = written[parent + 1], found[parent + 1]
+            piece = self._view.to_bytes([token], before=before or self.data)
+            found.append((offset + len(piece), controls + (not piece)))
+            written.append(before + piece)
+        return found
 
     def append(self, token: int) -> None:
         """Commit an id."""

@@ -26,11 +26,12 @@ from xtok.bench.stretch import with_pieces
 from xtok.budget import Budget
 from xtok.drafts import Context, Request
 from xtok.drafts.model import ModelDraft
+from xtok.draws import draw
 from xtok.largest import best
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
 from xtok.noise import noise
-from xtok.pick import draw, process
+from xtok.pick import process
 from xtok.processors import known_cuts
 from xtok.progress import bar
 from xtok.stats import Meter

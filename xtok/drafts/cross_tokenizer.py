@@ -84,23 +84,23 @@ class CrossTokenizerDrafter(Asker):
         """The beginnings of guesses: behind the last token, and in place of it. A chain begins with the likeliest."""
         logits = yield from self._reader.logits(rows=min(2, self._reader.size))
         rows = logits.float() * SHARPNESS
-        token = self._reader.last
+        token, count = self._reader.last, 1 if chained else CHILDREN
         last = self._view[token] or b""
         behind = _Text(1.0, -1, b"", given=pending)
-        if len(rows) < 2 or not last:
-            return self._children(rows[-1:], [behind], 1 if chained else CHILDREN)[0]
         longer = _Text(0.0, -2, b"", given=last + pending)
-        again = self._only(rows[0], [token, *self._view.ids_starting_with(longer.given)]).softmax(dim=-1)
-        behind.mass, again[token] = float(again[token]), 0.0
-        longer.mass = 1 - behind.mass
+        others = [other for other in self._view.ids_starting_with(longer.given) if other != token] if last else []
+        if len(rows) < 2 or not others:
+            return self._children(rows[-1:], [behind], count)[0]
+        again = self._only(rows[0], [token, *others]).softmax(dim=-1)
+        stays, again[token] = again[token].clone(), 0.0
+        masses = torch.stack([stays, 1 - stays])
+        next_ones, longer_ones = self._children(torch.stack([rows[1], again.log()]), [behind, longer], count, masses)
         if not chained:
-            found = self._children(torch.stack([rows[1], again.log()]), [behind, longer], CHILDREN)
-            return [*found[0], *found[1]]
-        if behind.mass >= float(again.max()):
-            return self._children(rows[1:], [behind], 1)[0]
+            return [*next_ones, *longer_ones]
+        if not longer_ones or behind.mass >= longer_ones[0].mass:
+            return next_ones
         self._reader.take_back()
-        longer.parent = -1
-        return self._children(again.log()[None], [longer], 1)[0]
+        return [replace(one, parent=-1) for one in longer_ones]
 
     def _expanded(self, front: list[_Text], count: int = CHILDREN) -> Asking[list[list[_Text]]]:
         """The continuations of some texts, all by one forward."""
@@ -111,18 +111,21 @@ class CrossTokenizerDrafter(Asker):
                 text.parent = node
             return self._children(logits.float() * SHARPNESS, front, count)
 
-    def _children(self, logits: Tensor, texts: list[_Text], count: int) -> list[list[_Text]]:
+    def _children(self, logits: Tensor, texts: list[_Text], count: int, masses: Tensor | None = None) -> list[list[_Text]]:
         """The `count` likeliest continuations of each text by its row of `logits`. Where a text ends, it has none.
 
-        `logits`: (texts, vocabulary), float32.
+        `logits`: (texts, vocabulary), float32. `masses`: those of the texts, (texts,), where only the device knows them yet.
         """
         missing = [text.given[len(text.written) :] for text in texts]
         allowed = [
             self._only(row, self._view.compatible(rest)) if rest else row for row, rest in zip(logits, missing, strict=True)
         ]
         likely, ids = largest(torch.stack(allowed) if any(missing) else logits, _SEEN)
-        tokens, probabilities = listed(ids[:, :count], likely.softmax(dim=-1)[:, :count])
+        masses = likely[:0, 0] if masses is None else masses
+        tokens, probabilities, found = listed(ids[:, :count], likely.softmax(dim=-1)[:, :count], masses)
         check_numbers(logits, probabilities)
+        for text, mass in zip(texts, found, strict=False):
+            text.mass = mass
         return [
             [child for token, p in zip(own, ps, strict=True) if (child := self._child(text, p, token))]
             for text, own, ps in zip(texts, tokens, probabilities, strict=True)

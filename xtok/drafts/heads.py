@@ -20,6 +20,7 @@ from xtok.budget import Budget
 from xtok.drafts import Asker, Context, Request
 from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, tree_of
 from xtok.errors import InvalidInputError, reason
+from xtok.largest import listed
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
 from xtok.stats import Meter
@@ -176,7 +177,6 @@ class HeadsGuesser(Asker):
         """What each head says: ids, int64, and their probabilities, float32, (heads, ids) twice. `hidden`: (hidden size,)."""
         logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
         ids, probabilities = likeliest(logits.to(self._keys.device), self._warpers)
-        check_numbers(logits, probabilities[:, :1].tolist())
         if ids is None:
             ids = torch.arange(probabilities.shape[1], device=probabilities.device).expand(len(probabilities), -1)
         return ids, probabilities
@@ -199,10 +199,11 @@ class HeadsGuesser(Asker):
             own = own / noise_behind(context, front, self._keys[ids])
             own /= own.sum(dim=-1, keepdim=True)
         top = own.topk(min(CHILDREN, own.shape[-1]))
-        values = zip(front, top.values.tolist(), ids.gather(1, top.indices).tolist(), strict=True)
+        masses, tokens = listed(top.values, ids.gather(1, top.indices))
+        check_numbers(own, masses)
         return [
-            [self._child(context, guess, *pair) for pair in zip(ps, tokens, strict=True) if pair[0] > 0]
-            for guess, ps, tokens in values
+            [self._child(context, guess, *pair) for pair in zip(*pairs, strict=True) if pair[0] > 0]
+            for guess, *pairs in zip(front, masses, tokens, strict=True)
         ]
 
     def _child(self, context: Context, guess: _Ids, probability: float, token: int) -> _Ids:

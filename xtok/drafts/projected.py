@@ -14,9 +14,9 @@ from xtok.drafts import Asker, Context
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, noise_states, tree_of
 from xtok.drafts.reader import DraftModel, Reader
+from xtok.draws import race
 from xtok.models.forwards import Asking
-from xtok.noise import GUESS
-from xtok.pick import race
+from xtok.noise import GUESS, states_of
 from xtok.stats import Meter
 from xtok.tree import Distribution, Tree, chain
 
@@ -157,10 +157,11 @@ class ProjectedDrafter(Asker):
         """The guess that is drawn from a distribution; none from one of nothing."""
         if not len(distribution.ids):
             return []
-        (state,) = noise_states(context, [draw], GUESS)
+        keys = self._candidates.keys[distribution.ids]
         with self._meter.timing("noise"):
-            _, places = race(distribution.probabilities.log(), self._candidates.keys[distribution.ids], state, 1)
-        child = self._child(context, draw, int(distribution.ids[places[0]]), float(distribution.probabilities[places[0]]))
+            states = states_of(noise_states(context, [draw], GUESS), keys.device)
+            place = int(race(distribution.probabilities.log()[None], keys, states, 1, whole=True)[1])
+        child = self._child(context, draw, int(distribution.ids[place]), float(distribution.probabilities[place]))
         return [replace(child, distributions=(*draw.distributions, distribution))]
 
     def _child(self, context: Context, draw: _Draw, token: int, mass: float) -> _Draw:

@@ -1,0 +1,95 @@
+"""What waits for the device: one transfer per round of the target, and one per level of a draft."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from front_door import BYTES, GREEDY, OTHER, PROMPTS, TARGET, TOKENS
+from torch.overrides import TorchFunctionMode
+from worlds import make_dear
+
+import xtok.draws
+import xtok.largest
+import xtok.pick
+from xtok import Budget, XTokAssisted
+from xtok.drafts import candidates, cross_tokenizer, heads
+
+WAITING = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "masked_select"}
+TREE = Budget(4, width=4, nodes=12, schedule="constant")
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sampled": {**GREEDY, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 7},
+    "cut": {**GREEDY, "do_sample": True, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 7},
+}
+
+
+class Waits(TorchFunctionMode):
+    """Counts what would wait for an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.known = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        masks = name == "__getitem__" and any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in args[1:])
+        self.count += not self.known and (name in WAITING or masks)
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def counted_once(self) -> Iterator[None]:
+        """Count all in the block as one."""
+        self.count, self.known = self.count + 1, True
+        yield
+        self.known = False
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    """As on an accelerator: draws behind all nodes at once, and lists by one transfer."""
+    found = Waits()
+
+    def listed(*parts: torch.Tensor) -> Any:
+        with found.counted_once():
+            return xtok.largest.listed(*parts)
+
+    for module in (xtok.draws, xtok.pick, candidates, cross_tokenizer, heads):
+        monkeypatch.setattr(module, "listed", listed)
+    for module in (xtok.draws, xtok.pick):
+        monkeypatch.setattr(module, "on_host", lambda device: False)
+    with found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("way", "stable"), [("greedy", False), ("greedy", True), ("sampled", False), ("sampled", True), ("cut", False)]
+)
+def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(waits: Waits, way: str, stable: bool) -> None:
+    """What a text takes at its beginning isn't counted. A draw that is too near to a cut takes more; that is seldom."""
+    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE, stable=stable)
+    make_dear(xt)
+    totals, forwards = list[int](), list[int]()
+    for count in (40, 8, 40):  # the first makes tables
+        before = waits.count
+        stats = xt.generate(PROMPTS[0], **{**WAYS[way], "max_new_tokens": count}).stats
+        totals.append(waits.count - before)
+        forwards.append(stats.target_forwards + stats.draft_forwards)
+    more = 2 if way == "cut" else 0
+    assert 0 < totals[2] - totals[1] <= forwards[2] - forwards[1] + more
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_drawn_behind_all_nodes_at_once_is_what_is_drawn_one_id_after_another(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE)
+    make_dear(xt)
+    one_by_one = [xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS]
+    for module in (xtok.draws, xtok.pick):
+        monkeypatch.setattr(module, "on_host", lambda device: False)
+    for together in ([xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS], xt.generate(PROMPTS, batch_size=3, **WAYS[way])):
+        assert [one.token_ids for one in together] == [one.token_ids for one in one_by_one]
+        assert [one.stats.min_margin for one in together] == pytest.approx([one.stats.min_margin for one in one_by_one])
