@@ -1,16 +1,17 @@
 """How what the draft's ids stand for in the target's vocabulary races under noise."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from xtok.align.projection import Projection
-from xtok.drafts.growth import CHILDREN, SHARPNESS
+from xtok.drafts.growth import SHARPNESS
 from xtok.largest import largest, listed
 from xtok.tree import Distribution
 
-_RACING, _CONTINUED = 32, 64
+_RACING, _CONTINUED = 40, 64
 """Among how many of the draft's ids the best are looked for, and behind how many of them longer ones."""
 _IDS = 8
 """How many ids of the target are looked at for one of the draft's: the weightiest, and of equal ones the first."""
@@ -60,19 +61,17 @@ class Candidates:
         None. `noise` gives ids exponential noise, (rows, ids), by their keys, (ids,) or (rows, ids); without it the likeliest
         ids count, as a greedy target picks them.
         """
-        weights, keys = (part if ids is None else part[ids] for part in (self._first_weights, self._first_keys))
-        first = _wins(probabilities * weights, keys, noise)
-        best, places = largest(first, _RACING)
-        likely, own = largest(probabilities, _CONTINUED)
-        if ids is not None:
-            places, own = ids.gather(1, places), ids.gather(1, own)
-        longer = self._longer[own].flatten(1)
-        more = _wins((likely[..., None] * self._longer_weights[own]).flatten(1), self.keys[longer], noise)
-        next_best = more.topk(min(CHILDREN, more.shape[1]))
-        tokens = torch.cat([self._first[places], longer.gather(1, next_best.indices)], dim=1)
-        whole = first.sum(dim=-1, keepdim=True) + more.sum(dim=-1, keepdim=True)
-        masses = torch.cat([best, next_best.values], dim=1) / whole
-        return [_summed(*row) for row in zip(*listed(tokens, masses), strict=True)]
+        seen: Any = slice(None) if ids is None else ids
+        own = largest(probabilities, _CONTINUED)[1] if ids is None else ids[:, :_CONTINUED]
+        likely = probabilities.gather(1, own) if ids is None else probabilities[:, :_CONTINUED]
+        first, longer = self._first[seen].expand(len(own), -1), self._longer[own].flatten(1)
+        more = (likely[..., None] * self._longer_weights[own]).flatten(1)
+        masses = torch.cat([probabilities * self._first_weights[seen], more], dim=1)
+        keys = torch.cat([self._first_keys[seen].expand_as(first), self.keys[longer]], dim=1)
+        wins = masses**SHARPNESS if noise is None else masses / noise(keys)
+        best, places = largest(wins, _RACING)
+        tokens = torch.cat([first, longer], dim=1).gather(1, places)
+        return [_summed(*row) for row in zip(*listed(tokens, best / wins.sum(dim=-1, keepdim=True)), strict=True)]
 
     def distribution(self, ids: Tensor | None, probabilities: Tensor) -> Distribution:
         """The distribution over the target's ids that one over the draft's stands for.
@@ -87,11 +86,6 @@ class Candidates:
         masses.index_add_(0, longer.flatten(), (probabilities[:, None] * more).flatten().double())
         theirs = (masses[:-1] > 0).nonzero()[:, 0]
         return Distribution(theirs, masses[theirs] / masses[theirs].sum())
-
-
-def _wins(masses: Tensor, keys: Tensor, noise: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """What ids race by, (rows, ids): their masses, (rows, ids), over the noise of their keys, (ids,) or (rows, ids)."""
-    return masses**SHARPNESS if noise is None else masses / noise(keys)
 
 
 def _summed(tokens: Sequence[int], masses: Sequence[float]) -> list[tuple[int, float]]:

@@ -19,6 +19,9 @@ from xtok.tree import Tree, Trie
 _SEEN = 64
 """Of how many ids the probabilities are told: the others have next to none, once they are sharpened."""
 
+_TIED = 1e-6
+"""A chain goes on behind its last token unless a longer one is likelier by more than rounding."""
+
 
 @dataclass
 class _Text(Path):
@@ -97,7 +100,7 @@ class CrossTokenizerDrafter(Asker):
         next_ones, longer_ones = self._children(torch.stack([rows[1], again.log()]), [behind, longer], count, masses)
         if not chained:
             return [*next_ones, *longer_ones]
-        if not longer_ones or behind.mass >= longer_ones[0].mass:
+        if not longer_ones or behind.mass >= longer_ones[0].mass * (1 - _TIED):
             return next_ones
         self._reader.take_back()
         return [replace(one, parent=-1) for one in longer_ones]
