@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import MambaConfig
 from typer.testing import CliRunner
 from worlds import CORPUS, FAMILIES, deep, tokenizer
@@ -127,6 +128,29 @@ def test_generate_asks_in_the_targets_chat_template(tmp_path: Path) -> None:
         "短く",
     )
     assert run(*asked)[0] == expected + "\n"
+
+
+def test_generate_writes_the_same_text_in_half_precision_with_any_draft_where_it_is_to_be_stable() -> None:
+    asked = [
+        "generate",
+        prompts()[2],
+        "--max-new-tokens",
+        "40",
+        "--temperature",
+        "0.8",
+        "--seed",
+        "3",
+        "--dtype",
+        "bfloat16",
+        "--stable",
+    ]
+    assert run(*asked)[0] == run(*asked, "--draft", "none")[0] == run(*asked, "--draft", "lookup")[0]
+
+
+@pytest.mark.parametrize("command", [["generate", "吾輩は"], ["serve", "--port", "0"]])
+def test_what_can_not_be_stable_is_refused(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert "set_num_threads" in run(*command, "--stable", code=1)[1]
 
 
 def test_generate_stops_behind_a_text_and_guesses_by_a_budget() -> None:

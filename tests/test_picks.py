@@ -138,6 +138,14 @@ def test_draws_of_several_rows_are_those_of_each(
             assert alone == (int(tokens[row]), float(margins[row]))
 
 
+@pytest.mark.parametrize("cut", [TopKLogitsWarper(5), TopPLogitsWarper(0.9), MinPLogitsWarper(0.1)])
+def test_scores_of_half_precision_are_left_to_transformers_cut(cut: LogitsProcessor) -> None:
+    """Which cuts by sums of their precision."""
+    scores, keys = scores_of(0, 1, 5000)[0].bfloat16(), keys_of(0, 5000)
+    assert draw(scores, keys, 1, [cut]) is None
+    assert draw(scores, keys, 1) == draw(scores.float(), keys, 1)
+
+
 def test_a_draw_is_seldom_left_to_transformers_cut() -> None:
     scores, keys = scores_of(0, 1, 48586)[0], keys_of(0, 48586)
     for cuts in ([TopPLogitsWarper(0.9)], [TopKLogitsWarper(50), TopPLogitsWarper(0.9)], [MinPLogitsWarper(0.05)]):

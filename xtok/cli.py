@@ -21,6 +21,7 @@ from xtok.console import (
     DraftOption,
     DtypeOption,
     GuessOption,
+    StableOption,
     TargetOption,
     as_json,
     each,
@@ -119,6 +120,7 @@ def generate(
     ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    stable: StableOption = False,
     show: Annotated[
         bool, typer.Option("--show", help="On a terminal: tint the text by who guessed it. Tells how much is from whom.")
     ] = False,
@@ -140,7 +142,7 @@ def generate(
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **({"stop_strings": stop} if stop else {})}
     from xtok.assisted import XTokAssisted
 
-    xt = XTokAssisted(target, _draft(target, draft), budget=guessing, device=each(device), dtype=each(dtype))
+    xt = XTokAssisted(target, _draft(target, draft), budget=guessing, device=each(device), dtype=each(dtype), stable=stable)
     if draft is None and target != OWN_TARGET:
         told = "xtok: no --draft was given, so only what the text repeats is guessed (prompt lookup). Name any small model."
         typer.echo(told, err=True)
@@ -271,6 +273,7 @@ def serve(
     drain_seconds: Annotated[int, typer.Option(min=0, help="How long what runs may go on after SIGTERM.")] = 30,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    stable: StableOption = False,
 ) -> None:
     """Serve texts over HTTP, by OpenAI's API. Ends by SIGTERM or Ctrl-C."""
     try:
@@ -288,7 +291,7 @@ def serve(
     shown = list(SAMPLES)[::-1] if target == OWN_TARGET else []
     run(
         Service(name, Limits(max_tokens, max_body, max_seconds or None), prompts=shown, logs_texts=log_texts),
-        lambda: XTokAssisted(target, _draft(target, draft), device=each(device), dtype=each(dtype)),
+        lambda: XTokAssisted(target, _draft(target, draft), device=each(device), dtype=each(dtype), stable=stable),
         lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size),
         host=host,
         port=port,

@@ -39,6 +39,12 @@ DtypeOption = Annotated[
         show_default="what their configurations say",
     ),
 ]
+StableOption = Annotated[
+    bool,
+    typer.Option(
+        "--stable", help="The same text whatever the draft and whatever else is written meanwhile, in half precision, too."
+    ),
+]
 EVERY = 6
 """Of the shipped prompts, every sixth is for measuring; the others are to tune on."""
 STDIN = Path("-")

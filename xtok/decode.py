@@ -116,7 +116,7 @@ def _picked_ahead(texts: list[Sequence], read: list[int], trees: list[Tree], che
     """
     asked: dict[int, Ahead] = {}
     for i, (text, tree, answer) in enumerate(zip(texts, trees, checked, strict=True)):
-        if isinstance(answer, Answer) and text.read + read[i] == len(text.text.ids) and text.picker.looks_ahead:
+        if isinstance(answer, Answer) and text.read + read[i] == len(text.text.ids) and not text.picker.judges:
             try:
                 asked[i] = _ahead(text, tree, answer)
             except Exception as error:

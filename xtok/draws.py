@@ -64,6 +64,7 @@ def draws(
     `scores`: (rows, vocabulary). `states`: (rows, 1), int64. An id is -1 where `draw` raises or may give None, and, unless
     `whole` rows are looked at, now and then where it gives one.
     """
+    precise = not cuts or scores.dtype.itemsize >= 4  # transformers cuts in the scores' own precision
     top_k, top_p, min_p = (next((cut for cut in cuts if type(cut) is kind), None) for kind in CUTS)
     least = log(min_p.min_p) if min_p is not None and min_p.min_p else -torch.inf
     best = scores.amax(dim=1, keepdim=True)
@@ -73,7 +74,7 @@ def draws(
         racing, keys if places is None else keys[places], states, 2 if top_p is None else _AHEAD, whole=whole
     )
     chosen, clear = (order[:, :1], told) if top_p is None else _first_within(left, order, sure, top_p.top_p)
-    known = best.isfinite() & sure[:, :2].all(dim=1, keepdim=True) & told & clear
+    known = best.isfinite() & sure[:, :2].all(dim=1, keepdim=True) & told & clear & precise
     if not isinf(least):
         known &= left.gather(1, chosen) - best >= least + _NEAR
     tokens = chosen if places is None else places.gather(1, chosen)

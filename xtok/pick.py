@@ -56,19 +56,14 @@ class Picker:
     stretch: float | None = field(init=False)
 
     def __post_init__(self) -> None:
-        late = self.noise is not None and not self._judges and not self._records
+        late = self.noise is not None and not self.judges and not self._records
         self.cuts = self.processors[len(self.processors) - known_cuts(self.processors) :] if late else []
-        self.stretch = None if self._judges else stretch(self.processors)
+        self.stretch = None if self.judges else stretch(self.processors)
 
     @property
-    def _judges(self) -> bool:
-        """Whether guesses are accepted by distributions."""
+    def judges(self) -> bool:
+        """Whether guesses are accepted by distributions, so that a pick depends on what was guessed."""
         return self.noise is not None and self.acceptance != Acceptance()
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether picks depend on no guess, so that the first can be made with those of other texts."""
-        return not self._judges
 
     @property
     def _records(self) -> bool:
@@ -110,7 +105,7 @@ class Picker:
         `node` in `tree`. Raises `InvalidInputError` where `draw` does.
         """
         scores = self.scored(ids, logits)
-        return self._judged(scores[0], place, tree, node) if self._judges else self.picked(ids, scores, place)
+        return self._judged(scores[0], place, tree, node) if self.judges else self.picked(ids, scores, place)
 
     def picked(self, ids: Tensor, scores: Tensor, place: tuple[int, int]) -> int:
         """The best of what `scored` gives, or the draw that this place's noise decides. Arguments are those of `pick`."""
@@ -187,7 +182,7 @@ class Ahead(NamedTuple):
     @property
     def kind(self) -> tuple[object, ...]:
         """What those share that are picked at once."""
-        return self.picker.noise is None, *((type(cut), *vars(cut).values()) for cut in self.picker.cuts)
+        return self.picker.noise is None, self.scores.dtype, *((type(cut), *vars(cut).values()) for cut in self.picker.cuts)
 
 
 def picks(asked: Sequence[Ahead]) -> list[list[tuple[int, float]]]:
@@ -216,10 +211,9 @@ def _grouped(kinds: Sequence[Hashable]) -> list[list[int]]:
 def _at_once(asked: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
     """The ids, int64, and margins, float64, of texts of one kind: (picks,) twice."""
     picker = asked[0].picker
-    rows = [single(one.scores) for one in asked]
-    scores = rows[0] if len(rows) == 1 else torch.cat(rows)
+    scores = asked[0].scores if len(asked) == 1 else torch.cat([one.scores for one in asked])
     if picker.noise is None or picker.keys is None:
-        tokens, gaps = best(scores)
+        tokens, gaps = best(single(scores))
         return tokens, gaps.double()
     places = [(one.picker.noise, place) for one in asked for place in one.places]
     states = states_of([noise.at(*place) for noise, place in places if noise is not None], scores.device)
