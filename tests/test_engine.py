@@ -265,6 +265,23 @@ def read(ticket: Ticket) -> tuple[str, BaseException | None]:
     return "".join(pieces), None
 
 
+class Shortens:
+    """A processor that leaves out the last ids."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores[:, :-3]
+
+
+def test_a_text_whose_scores_have_another_size_ends_alone() -> None:
+    sampled = {**GREEDY, "do_sample": True, "top_k": 0, "seed": 3}
+    with Engine(PLAIN, batch_size=4) as engine:
+        with held(engine):
+            tickets = [engine.submit(TEXTS[1], **sampled, **more) for more in ({}, by(Shortens()), {})]
+        with pytest.raises(RuntimeError, match="size"):
+            tickets[1].result(PATIENCE)
+    assert ids(tickets[0]) == ids(tickets[2]) == PLAIN.generate(TEXTS[1], **sampled).token_ids
+
+
 @pytest.mark.parametrize("behind", [0, 1, 6])
 @pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
 def test_a_text_whose_processor_raises_ends_alone(xt: XTokAssisted, behind: int) -> None:

@@ -112,7 +112,7 @@ def _limit(text: Sequence) -> Budget:
 def _picked_ahead(texts: list[Sequence], read: list[int], trees: list[Tree], checked: list[Answer | Exception]) -> list[Known]:
     """What texts pick behind as many of their rows as can be picked from before anything is committed, all in one transfer.
 
-    Where a processor raises, its error takes the place of what was `checked`.
+    Where that fails, its error takes the place of what was `checked`.
     """
     asked: dict[int, Ahead] = {}
     for i, (text, tree, answer) in enumerate(zip(texts, trees, checked, strict=True)):
@@ -122,10 +122,21 @@ def _picked_ahead(texts: list[Sequence], read: list[int], trees: list[Tree], che
             except Exception as error:
                 checked[i] = error
     with timed() as span:
-        found = dict(zip(asked, picks(list(asked.values())), strict=True))
+        found = dict(zip(asked, _picked(list(asked.values())), strict=True))
+    for i, failed in found.items():
+        checked[i] = failed if isinstance(failed, Exception) else checked[i]
     for i in asked:
         texts[i].meter.add(span.seconds / len(asked), "all", *(["noise"] if texts[i].picker.noise else []))
-    return [Known(asked[i].scores, found[i]) if i in asked else Known(torch.empty(0), []) for i in range(len(texts))]
+    known = {i: Known(asked[i].scores, some) for i, some in found.items() if not isinstance(some, Exception)}
+    return [known.get(i, Known(torch.empty(0), [])) for i in range(len(texts))]
+
+
+def _picked(asked: list[Ahead]) -> list[list[tuple[int, float]] | Exception]:
+    """As `picks`; where one of them makes that fail, such as scores of another size, an error is its alone."""
+    try:
+        return [*picks(asked)]
+    except Exception as error:
+        return [error] if len(asked) == 1 else [some for one in asked for some in _picked([one])]
 
 
 def _ahead(text: Sequence, tree: Tree, answer: Answer) -> Ahead:
