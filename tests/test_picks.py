@@ -138,6 +138,15 @@ def test_draws_of_several_rows_are_those_of_each(
             assert alone == (int(tokens[row]), float(margins[row]))
 
 
+def test_where_a_grammar_leaves_fewer_ids_than_top_k_draws_are_known_at_once() -> None:
+    scores, keys = torch.full((20, 50000), -torch.inf), keys_of(0, 50000)
+    scores[:, 7000:7005] = scores_of(0, 20, 5)
+    for cuts in ([TopKLogitsWarper(50)], [TopKLogitsWarper(50), TopPLogitsWarper(0.95)], [MinPLogitsWarper(1e-6)]):
+        tokens, _ = draws(scores, keys, states_of(range(20), keys.device), cuts)
+        assert int((tokens < 0).sum()) < 3
+        assert all(7000 <= token < 7005 for token in tokens.tolist() if token >= 0)
+
+
 @pytest.mark.parametrize("cut", [TopKLogitsWarper(5), TopPLogitsWarper(0.9), MinPLogitsWarper(0.1)])
 def test_scores_of_half_precision_are_left_to_transformers_cut(cut: LogitsProcessor) -> None:
     """Which cuts by sums of their precision."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from front_door import BYTES, GREEDY, OTHER, PROMPTS, TARGET, TOKENS
 from torch.overrides import TorchFunctionMode
+from transformers import LogitsProcessorList
 from worlds import make_dear
 
 import xtok.draws
@@ -15,6 +16,7 @@ import xtok.largest
 import xtok.pick
 from xtok import Budget, XTokAssisted
 from xtok.drafts import candidates, cross_tokenizer, heads
+from xtok.drafts.scripted import ScriptedDrafter
 
 WAITING = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "masked_select"}
 TREE = Budget(4, width=4, nodes=12, schedule="constant")
@@ -93,3 +95,13 @@ def test_what_is_drawn_behind_all_nodes_at_once_is_what_is_drawn_one_id_after_an
     for together in ([xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS], xt.generate(PROMPTS, batch_size=3, **WAYS[way])):
         assert [one.token_ids for one in together] == [one.token_ids for one in one_by_one]
         assert [one.stats.min_margin for one in together] == pytest.approx([one.stats.min_margin for one in one_by_one])
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_a_processor_that_gives_more_rows_than_it_got_is_asked_behind_each_id(way: str) -> None:
+    arguments = {**WAYS[way], "logits_processor": LogitsProcessorList([lambda ids, scores: torch.cat([scores, scores])])}
+    truth = XTokAssisted((TARGET, TOKENS)).generate(PROMPTS[0], **arguments).token_ids
+    length = len(TOKENS(PROMPTS[0]).input_ids)
+    guesses = ScriptedDrafter(lambda context: (truth + [3] * 4)[len(context.ids) - length :][:3])
+    drafted = XTokAssisted((TARGET, TOKENS), guesses, budget=Budget(3, width=1, schedule="constant"))
+    assert drafted.generate(PROMPTS[0], **arguments).token_ids == truth

@@ -93,7 +93,8 @@ def _likely(scores: Tensor, best: Tensor, top_k: Any, least: float) -> tuple[Ten
         less = values - best < least - _NEAR  # a difference, for float32 is too coarse for a score with that margin
     else:
         return None, scores, True
-    return places, values.masked_fill(less, -torch.inf), less[:, -1:] if values.shape != scores.shape else True
+    told = less[:, -1:] | values[:, -1:].isinf() if values.shape != scores.shape else True
+    return places, values.masked_fill(less, -torch.inf), told
 
 
 def _first_within(scores: Tensor, order: Tensor, sure: Tensor, mass: float) -> tuple[Tensor, Tensor]:

@@ -81,5 +81,7 @@ def _among(rows: Tensor, places: Tensor, covered: int, count: int) -> tuple[Tens
 
 def with_rest(rows: Tensor, places: Tensor, covered: int) -> Tensor:
     """Some places, (rows, some), and those behind all blocks, which the first `covered` values of a row are in."""
+    if covered == rows.shape[-1]:
+        return places
     rest = torch.arange(covered, rows.shape[-1], device=rows.device)
     return torch.cat([places, rest.expand(len(rows), -1)], dim=1)

@@ -96,7 +96,8 @@ class Picker:
         if not self.processors and self.noise is None and not self._records:
             return logits
         alone = not self._records and all(type(one) is TemperatureLogitsWarper for one in self._first)
-        return self.scored(ids, logits if alone and not on_host(logits.device) else logits[:1])
+        rows = logits if alone and not on_host(logits.device) else logits[:1]
+        return self.scored(ids, rows)[: len(rows)]  # a processor may give more
 
     def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
         """One pick from what `scored` gives.
