@@ -80,7 +80,7 @@ class Picker:
         `ids`: the committed prefix, (1, length), int64. `logits`: of the position behind it, (1, vocabulary).
         """
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
-        scores = process(ids, logits, self._first)
+        scores = process(ids, logits, self._first)[: len(logits)]  # a processor may give more rows
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
@@ -96,8 +96,7 @@ class Picker:
         if not self.processors and self.noise is None and not self._records:
             return logits
         alone = not self._records and all(type(one) is TemperatureLogitsWarper for one in self._first)
-        rows = logits if alone and not on_host(logits.device) else logits[:1]
-        return self.scored(ids, rows)[: len(rows)]  # a processor may give more
+        return self.scored(ids, logits if alone and not on_host(logits.device) else logits[:1])
 
     def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
         """One pick from what `scored` gives.
