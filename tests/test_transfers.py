@@ -49,6 +49,11 @@ class Waits(TorchFunctionMode):
         self.known = False
 
 
+def taken_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (xtok.draws, xtok.pick):
+        monkeypatch.setattr(module, "on_host", lambda device: False)
+
+
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     """As on an accelerator: draws behind all nodes at once, and lists by one transfer."""
@@ -60,8 +65,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
 
     for module in (xtok.draws, xtok.pick, candidates, cross_tokenizer, heads):
         monkeypatch.setattr(module, "listed", listed)
-    for module in (xtok.draws, xtok.pick):
-        monkeypatch.setattr(module, "on_host", lambda device: False)
+    taken_for_an_accelerator(monkeypatch)
     with found:
         yield found
 
@@ -90,8 +94,7 @@ def test_what_is_drawn_behind_all_nodes_at_once_is_what_is_drawn_one_id_after_an
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE)
     make_dear(xt)
     one_by_one = [xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS]
-    for module in (xtok.draws, xtok.pick):
-        monkeypatch.setattr(module, "on_host", lambda device: False)
+    taken_for_an_accelerator(monkeypatch)
     for together in ([xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS], xt.generate(PROMPTS, batch_size=3, **WAYS[way])):
         assert [one.token_ids for one in together] == [one.token_ids for one in one_by_one]
         assert [one.stats.min_margin for one in together] == pytest.approx([one.stats.min_margin for one in one_by_one])

@@ -4,7 +4,7 @@ At a real vocabulary, noise for all ids and a sort of all scores would cost more
 from the front: noise that can't win isn't computed, and what cuts a distribution is asked of the draws alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import exp, isinf, log
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ def draws(
     `whole` rows are looked at, now and then where it gives one.
     """
     precise = not cuts or scores.dtype.itemsize >= 4  # transformers cuts in the scores' own precision
-    top_k, top_p, min_p = (next((cut for cut in cuts if type(cut) is kind), None) for kind in CUTS)
+    top_k, top_p, min_p = _by_kind(cuts)
     least = log(min_p.min_p) if min_p is not None and min_p.min_p else -torch.inf
     best = scores.amax(dim=1, keepdim=True)
     places, left, told = _likely(scores, best, top_k, -torch.inf if whole or top_p is not None else least)
@@ -79,6 +79,11 @@ def draws(
         known &= left.gather(1, chosen) - best >= least + _NEAR
     tokens = chosen if places is None else places.gather(1, chosen)
     return tokens.where(known, -1)[:, 0], values[:, 0] - values[:, :2][:, -1]
+
+
+def _by_kind(cuts: Sequence[Any]) -> Iterator[Any]:
+    """Top-k, top-p and min-p among cuts; None for each that isn't there."""
+    return (next((cut for cut in cuts if type(cut) is kind), None) for kind in CUTS)
 
 
 def _likely(scores: Tensor, best: Tensor, top_k: Any, least: float) -> tuple[Tensor | None, Tensor, Tensor | bool]:
@@ -138,7 +143,7 @@ def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], spr
 
 def _surely_left(scores: Tensor, token: int, cuts: Sequence[Any], spread: float) -> bool:
     """Whether cuts leave an id of all scores that differ from these by up to half of `spread`."""
-    top_k, top_p, min_p = (next((cut for cut in cuts if type(cut) is kind), None) for kind in CUTS)
+    top_k, top_p, min_p = _by_kind(cuts)
     score, best = float(scores[token]), float(scores.max())
     before = scores > score - spread  # those that may come before it, and itself
     if top_k is not None and int(before.sum()) > top_k.top_k:

@@ -53,11 +53,13 @@ class Picker:
     logits: tuple[Tensor, ...] | None = None
     margin: float | None = None
     cuts: list[Any] = field(init=False)
+    _first: LogitsProcessorList = field(init=False)
     stretch: float | None = field(init=False)
 
     def __post_init__(self) -> None:
         late = self.noise is not None and not self.judges and not self._records
-        self.cuts = self.processors[len(self.processors) - known_cuts(self.processors) :] if late else []
+        whole = len(self.processors) - (known_cuts(self.processors) if late else 0)
+        self._first, self.cuts = LogitsProcessorList(self.processors[:whole]), self.processors[whole:]
         self.stretch = None if self.judges else stretch(self.processors)
 
     @property
@@ -68,11 +70,6 @@ class Picker:
     @property
     def _records(self) -> bool:
         return self.scores is not None or self.logits is not None
-
-    @property
-    def _first(self) -> LogitsProcessorList:
-        """The processors before those that are asked of draws alone."""
-        return LogitsProcessorList(self.processors[: len(self.processors) - len(self.cuts)])
 
     def scored(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The scores of one pick, (1, vocabulary), in the order and with the tensors of transformers' own loop, before `cuts`.
@@ -121,9 +118,9 @@ class Picker:
         or something is recorded, None. Arguments are those of `pick`.
         """
         factor = stretch(self._first)
-        if factor is None or self.acceptance != Acceptance() or self._records:
+        if factor is None or self.judges or self._records:
             return None
-        scores = process(ids, logits.to(copy=True, dtype=torch.float32, device=ids.device), self._first)
+        scores = self.scored(ids, logits)
         if self.noise is None:
             (((token, margin),),) = picks([Ahead(self, scores, ())])
         else:

@@ -26,15 +26,14 @@ from xtok.bench.stretch import with_pieces
 from xtok.budget import Budget
 from xtok.drafts import Context, Request
 from xtok.drafts.model import ModelDraft
-from xtok.draws import draw
 from xtok.largest import best
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
 from xtok.noise import noise
-from xtok.pick import process
-from xtok.processors import known_cuts
+from xtok.pick import Picker
 from xtok.progress import bar
 from xtok.stats import Meter
+from xtok.tree import Tree
 
 SIZES = ((8_000, 4_096), (48_586, 16_000), (256_000, 151_000))
 _TEMPERATURE = 0.8
@@ -128,15 +127,9 @@ def _level(draft: ModelDraft, target: Vocabulary, context: Context, rows: int, *
 def _pick(target: Vocabulary, cuts: list[Any]) -> float:
     """Seconds of a pick, as the decoding loop makes it."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(_TEMPERATURE), *cuts])
-    whole, root, ids = len(processors) - known_cuts(processors), noise(0, 0, b""), torch.zeros((1, 1), dtype=torch.int64)
-
-    def pick(place: int) -> None:
-        scores, state = process(ids, several[place], processors[:whole]), root.at(place, 0)
-        if draw(scores[0], target.keys, state, processors[whole:]) is None:
-            draw(process(ids, scores, processors[whole:])[0], target.keys, state)
-
+    picker, ids = Picker(processors, Meter(), noise(0, 0, b""), target.keys), torch.zeros((1, 1), dtype=torch.int64)
     several = [_SPREAD * torch.randn(1, target.size) for _ in range(_REPEATS)]
-    return _median(pick)
+    return _median(lambda place: picker.pick(ids, several[place], (place, 0), Tree(), -1))
 
 
 def _median(run: Callable[[int], Any]) -> float:

@@ -57,13 +57,13 @@ class Candidates:
     ) -> list[list[tuple[int, float]]]:
         """The target's ids that are likeliest to be drawn, and how likely, row by row, falling.
 
-        `probabilities`: those of the draft's `ids`, int64, (rows, ids) both; of all, (rows, draft's vocabulary), where `ids` is
-        None. `noise` gives ids exponential noise, (rows, ids), by their keys, (ids,) or (rows, ids); without it the likeliest
-        ids count, as a greedy target picks them.
+        `probabilities`: those of the draft's `ids`, int64, (rows, ids) both, falling; of all, (rows, draft's vocabulary), where
+        `ids` is None. `noise` gives ids exponential noise, (rows, ids), by their keys, (ids,) or (rows, ids); without it the
+        likeliest ids count, as a greedy target picks them.
         """
         seen: Any = slice(None) if ids is None else ids
-        own = largest(probabilities, _CONTINUED)[1] if ids is None else ids[:, :_CONTINUED]
-        likely = probabilities.gather(1, own) if ids is None else probabilities[:, :_CONTINUED]
+        likely, own = (probabilities, ids) if ids is not None else largest(probabilities, _CONTINUED)
+        likely, own = likely[:, :_CONTINUED], own[:, :_CONTINUED]
         first, longer = self._first[seen].expand(len(own), -1), self._longer[own].flatten(1)
         more = (likely[..., None] * self._longer_weights[own]).flatten(1)
         masses = torch.cat([probabilities * self._first_weights[seen], more], dim=1)
