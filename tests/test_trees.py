@@ -202,7 +202,7 @@ def simulated(
         while len(path) <= len(tree) and random.random() < right:
             path.append(len(path) - 1)
         block = [*path[1:], -1]
-        rows = ledger.padded(1 + len(tree))
+        rows = ledger.padded(1, 1 + len(tree))
         took = target * (1 + row * (rows - 1))
         nodes = frozenset(range(len(tree)))
         own = Proposal(tree, 0.0, [Cost(1, draft)] * calls, own=frozenset() if others else nodes) if asked else Proposal()
@@ -270,19 +270,19 @@ def test_forwards_are_as_wide_as_gains_most_beyond_their_rows(
     offers: list[tuple[int, list[float]]], row: float, step: int
 ) -> None:
     """What stands in place of padding is free."""
-    ledger = Ledger([Account()], padded=lambda rows: step * ceil(rows / step))
+    ledger = Ledger([Account()], padded=lambda texts, rows: step * ceil(rows / step))
     for rows in (1, 33):
         ledger.target.add(rows, 1 + row * rows)
     price = len(offers) * ledger.rate * ledger.target.fit()[1]
 
     def gain(width: int) -> float:
-        return sum(sum(masses[: width - unread]) for unread, masses in offers) - price * ledger.padded(width)
+        return sum(sum(masses[: width - unread]) for unread, masses in offers) - price * ledger.padded(len(offers), width)
 
     least = max(unread for unread, _ in offers)
     found = ledger.width(offers)
     assert found >= least
     assert gain(found) == pytest.approx(max(map(gain, range(least, 20))))
-    assert all(gain(width) < gain(found) + 1e-9 for width in range(found, ledger.padded(found) + 1))
+    assert all(gain(width) < gain(found) + 1e-9 for width in range(found, ledger.padded(len(offers), found) + 1))
     for unread, masses in offers:
         assert ledger.verified(masses, unread) == ledger.width([(unread, masses)]) - unread
 
@@ -338,7 +338,7 @@ def test_a_first_round_that_took_long_is_soon_forgotten() -> None:
 def test_a_draft_whose_guesses_cost_no_row_is_used_where_they_would_not_pay() -> None:
     settings: Any = {"target": 1.0, "draft": 0.1, "right": 0.6, "rounds": 600, "row": 0.5}
     assert simulated(new_ledger(), **settings)[0] > 0.96
-    padded = Ledger([Account()], padded=lambda rows: 4 * ceil(rows / 4))
+    padded = Ledger([Account()], padded=lambda texts, rows: 4 * ceil(rows / 4))
     assert simulated(padded, **settings)[0] > 1.6 / 2.5  # of which 1 / 2.5 is what the target alone has
 
 

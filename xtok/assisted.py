@@ -229,11 +229,11 @@ class XTokAssisted:
         return StableShapes(target)
 
     @property
-    def _padded(self) -> Callable[[int], int]:
-        """How many rows of the target's forward a text has that needs so many."""
+    def _padded(self) -> Callable[[int, int], int]:
+        """By how many texts share a forward of the target and how many rows of it each needs, how many each has."""
         if self._shapes is not None:
             return self._shapes.padded
-        return doubled if self.captures else int
+        return lambda texts, rows: doubled(rows) if self.captures else rows
 
     def _can_capture(self, wanted: bool | None) -> bool:
         """Whether there are forwards to capture. Raises `UnsupportedModelError` where they are wanted and can't be."""

@@ -246,7 +246,8 @@ class Ledger:
     Law: it decides how much is guessed, and so how fast a text comes, never what it says. One serves all texts of an instance,
     those of several threads, too: no round of any of them is lost.
 
-    `padded`: how many rows of the target's forward a text has that needs so many. What stands in place of padding is free.
+    `padded`: by how many texts share a forward of the target and how many rows of it each needs, how many each has. What
+    stands in place of padding is free.
 
     A round is worth what it adds to the picks per second: more is guessed as long as the picks expected from it, per second of
     what it costs, are more than the run has on the whole. A draft that doesn't pay, beside those that are cheaper, is left
@@ -254,7 +255,7 @@ class Ledger:
     """
 
     accounts: list[Account]
-    padded: Callable[[int], int] = int
+    padded: Callable[[int, int], int] = lambda texts, rows: rows
     target: ForwardCost = field(default_factory=ForwardCost)
     lately: Throughput = field(default_factory=Throughput)
     _texts: int = 1
@@ -273,7 +274,7 @@ class Ledger:
     def rate(self) -> float:
         """Picks per second: what the run has lately, and at least what the target alone has."""
         with self.lock:
-            alone = self.target.share(self.padded(1), self._texts)
+            alone = self.target.share(self.padded(self._texts, 1), self._texts)
             return max(self.lately.rate, 1 / alone if alone else 0.0)
 
     def with_account(self) -> "Ledger":
@@ -308,7 +309,9 @@ class Ledger:
         gains = [(unread, list(accumulate(masses, initial=0.0))) for unread, masses in offers]
 
         def worth(width: int) -> float:
-            return sum(some[min(width - unread, len(some) - 1)] for unread, some in gains) - price * self.padded(width)
+            return sum(some[min(width - unread, len(some) - 1)] for unread, some in gains) - price * self.padded(
+                len(offers), width
+            )
 
         least, most = max(unread for unread, _ in gains), max(unread + len(some) for unread, some in gains)
         return max(range(least, most), key=worth)
@@ -335,7 +338,7 @@ class Ledger:
         self._texts = forward.texts
 
         def at(rows: int) -> float:
-            return self.target.share(self.padded(rows), forward.texts)
+            return self.target.share(self.padded(forward.texts, rows), forward.texts)
 
         path = tree.along(block)[: len(block) - 1]  # behind the last id committed nothing was picked
         rows = right = 0
@@ -411,7 +414,7 @@ class Pace:
             start, slope = self.account.forward.fit()
             rate, calibration = self.ledger.rate, self.account.calibration
             row, taken = rate * self.ledger.target.fit()[1], self.unread + level
-            rows = (row * (taken + path >= self.ledger.padded(taken)) for path in range(len(masses)))
+            rows = (row * (taken + path >= self.ledger.padded(self.texts, taken)) for path in range(len(masses)))
             worth = [calibration.believed(mass) * calibration.onward - one for mass, one in zip(masses, rows, strict=True)]
         count = sum(gain > rate * slope for gain in worth)
         return count if sum(worth[:count]) > rate * start / self.texts + rate * slope * count else 0

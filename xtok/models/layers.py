@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import CacheLayerMixin
 
+QUERIES = 4
+"""Attention to fewer queries has other kernels nearly everywhere."""
 _STEP = 64
 """The cache grows by multiples of so many positions, and by half of what it has."""
 
@@ -21,11 +24,12 @@ class View:
     """What a forward looks at: from row `first` on, `places` of the new ids, (rows, new), and `seen` places of each row.
 
     `start`: the first place, where one row is looked at and all of it is new. `rows`: how many there are to be at least.
-    `room`: how many places all of them may have; None for as many as are needed.
+    `room`: how many places all of them may have; None for as many as are needed. `evenly`: whether attention has a multiple of
+    `QUERIES` queries for each row.
     """
 
-    def __init__(self, rows: int, room: int | None) -> None:
-        self.rows, self.room = rows, room
+    def __init__(self, rows: int, room: int | None, *, evenly: bool = False) -> None:
+        self.rows, self.room, self.evenly = rows, room, evenly
 
     def look(self, first: int, places: Tensor, seen: int, start: int | None) -> None:
         """Set it for the next forward."""
@@ -60,6 +64,40 @@ class View:
         return rows, max(least_positions, min(positions, self.room // rows))
 
 
+class EvenKeys(Tensor):
+    """Keys, (rows, heads, seen, size), that `scaled_dot_product_attention` compares with a multiple of `QUERIES` queries.
+
+    Law: it returns what it returns of other keys, within rounding. What is made of such keys and has their last two dimensions,
+    such as keys repeated for more heads, is of this kind, too; all else is a tensor.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch calls in place of a function that is given such keys."""
+        if func is scaled_dot_product_attention:
+            return _evenly_attended(*args, **(kwargs or {}))
+        made = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
+        if not isinstance(made, cls) or (args and isinstance(args[0], cls) and made.shape[-2:] == args[0].shape[-2:]):
+            return made
+        return made.as_subclass(Tensor)
+
+
+def _evenly_attended(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Attention with the first query repeated in front of it; results of the repeated ones are dropped."""
+    key, short = key.as_subclass(Tensor), -query.shape[-2] % QUERIES
+    if attn_mask is None:  # what is seen follows from the places of queries
+        return scaled_dot_product_attention(query, key, value, None, *args, **kwargs)
+    mask = _preceded(attn_mask, short) if attn_mask.shape[-2] > 1 else attn_mask  # one for all queries
+    return scaled_dot_product_attention(_preceded(query, short), key, value, mask, *args, **kwargs)[..., short:, :]
+
+
+def _preceded(rows: Tensor, count: int) -> Tensor:
+    """`rows`, (..., rows, size), with the first of them `count` times more."""
+    return torch.cat([rows[..., :1, :].expand(*rows.shape[:-2], count, -1), rows], dim=-2)
+
+
 class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
     """Keys and values of a layer, (rows, heads, positions, size) both."""
 
@@ -82,7 +120,8 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
             self.lazy_initialization(key_states, value_states)
             self.grow()
         assert self.keys is not None and self.values is not None
-        return self._written(self.keys, key_states), self._written(self.values, value_states)
+        keys, values = self._written(self.keys, key_states), self._written(self.values, value_states)
+        return keys.as_subclass(EvenKeys) if self._view.evenly and key_states.shape[2] % QUERIES else keys, values
 
     @property
     def is_short(self) -> bool:

@@ -159,7 +159,7 @@ class Slots:
         self.device, self.vocabulary = device_of(model), vocabulary_size(model)
         self._model, self._shapes, self._graphs = model, shapes, graphs
         windows_of = dict(zip(kinds, windows(own), strict=False))
-        self._view = View(rows, room)
+        self._view = View(rows, room, evenly=shapes is not None)
         self._layers = [Layer(self._view) for _ in own.layers]
         self._cache = Cache(layers=list(self._layers))
         self._trees = Trees(windows_of, model.dtype, self.device)

@@ -7,6 +7,7 @@ places of the cache are looked at for a position, whatever else is forwarded.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from math import ceil
 
@@ -19,8 +20,8 @@ from xtok.models.cache import context_window, device_of, ids_read
 from xtok.models.forwards import Ask
 from xtok.models.slots import USUAL, Slots, rounded
 
-_STEP, _WIDEST = 4, 64
-"""Forwards have multiples of 4 new ids of a text: matrices of fewer rows are multiplied by other kernels nearly everywhere."""
+_NARROWEST, _STEP, _WIDEST = (1, 2), 4, 64
+"""Forwards have 1, 2 or a multiple of 4 new ids of a text."""
 _TRIED = 512
 """How many places are looked at where it is tried what rows change."""
 _MARGIN = 8
@@ -29,6 +30,8 @@ _PIECES = (1, 2, 5, 1, 7)
 """The parts in which ids are forwarded that are to have the bits that they have at once."""
 _NODES, _OTHERS, _CONTEXTS = 8, (1, 3, 7), (2, 40, 200, 448)
 """A branch of so many nodes is tried behind so many nodes of another, and behind so many ids."""
+_TIMES = 8
+"""In how many forwards a shape is tried at most."""
 _READ = 256
 """How many ids a cache is filled with for trying."""
 _UNEQUAL = (
@@ -55,7 +58,7 @@ class StableShapes:
     """The shapes that a model's forwards are to have. They depend on the model, its device and the number of threads alone.
 
     Forwards of 16 ids of one text have the usual bits. Other shapes are used where they were seen to give the same, each tried
-    when it is first wanted. Several rows are tried where 512 places are looked at, and one row where others are.
+    when it is first wanted: where 512 places are looked at, and where others are with as many rows as have 4 ids together.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -78,17 +81,15 @@ class StableShapes:
         """How many places are looked at where a text has so many."""
         return rounded(positions)
 
-    @staticmethod
-    def padded(new: int) -> int:
-        """How many ids of a text are forwarded at least where there are so many."""
-        return _STEP * ceil(new / _STEP)
+    def padded(self, rows: int, new: int) -> int:
+        """How many ids of each of some rows are forwarded where there are `new`, as far as it was tried."""
+        return next((width for width in _widths(new) if self._latest.agreed.get((rows, width, _TRIED), True)), new)
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
-        """How many ids of each of some rows are forwarded where there are `new`: the least that give the usual bits among a
-        multiple of 4, 16, 32 and 64; None for none.
+        """How many ids of each of some rows are forwarded where there are `new`: the least that give the usual bits among 1, 2,
+        a multiple of 4, 16, 32 and 64; None for none.
         """
-        widths = sorted({self.padded(new), *(width for width in (USUAL, 2 * USUAL, _WIDEST) if width >= new)})
-        return next((width for width in widths if self._agrees(rows, width, seen)), None)
+        return next((width for width in _widths(new) if self._agrees(rows, width, seen)), None)
 
     def widest(self, seen: int) -> int:
         """The most ids of one text that are forwarded."""
@@ -98,8 +99,9 @@ class StableShapes:
         """Whether forwards of such a shape give the usual bits."""
         if (rows, width) == (1, USUAL):
             return True
-        if rows > 1 and seen != _TRIED:
-            return self._agrees(rows, width, _TRIED) and self._agrees(1, width, seen)
+        if seen != _TRIED and not self._agrees(rows, width, _TRIED):
+            return False
+        rows = rows if seen == _TRIED else min(rows, ceil(_STEP / width))  # places change attention, which is of each row
         known, shape = self._known(), (rows, width, seen)
         if shape not in known.agreed:
             try:
@@ -118,7 +120,8 @@ class StableShapes:
         if state not in self._found:
             _check_threads(device)
             self._found[state] = self._find()
-        return self._found[state]
+        self._latest = self._found[state]
+        return self._latest
 
     def _find(self) -> _Known:
         """Try whether ids have the bits at once that they have in parts or before a branch, and what places change."""
@@ -146,8 +149,8 @@ class StableShapes:
         return found
 
     def _found_to_agree(self, filled: Slots, rows: int, width: int, seen: int) -> bool:
-        """All ids of a forward are compared, as many as there are in it at least 16, with those of usual forwards."""
-        base, new = self._base(seen), max(width, USUAL)
+        """All ids of a forward, and of some more where there are fewer than 16, are compared with those of usual ones."""
+        base, new = self._base(seen), max(width, min(USUAL, _TIMES * width))
         usual = self._forwarded(filled, 1, base, _OneShape(USUAL, seen), _parts(new, USUAL))
         return _same(usual, self._forwarded(filled, rows, base, _OneShape(width, seen), _parts(new, width)))
 
@@ -206,6 +209,13 @@ class _OneShape:
     def widest(self, seen: int) -> int:
         """As many."""
         return self.ids
+
+
+@cache
+def _widths(new: int) -> list[int]:
+    """How many ids of a text forwards may have where there are `new`, the least first."""
+    widths = {*_NARROWEST, _STEP * ceil(new / _STEP), USUAL, 2 * USUAL, _WIDEST}
+    return sorted(width for width in widths if width >= new)
 
 
 def _parts(ids: int, most: int) -> list[int]:
