@@ -24,7 +24,7 @@ from transformers.integrations import sdpa_attention
 from worlds import budgets, deep, examples
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted, decode
-from xtok.draws import draw, sure_draw
+from xtok.draws import draw, sure_draw, sure_draws
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.hf import Prepared
 from xtok.models.forwards import Answer, Ask
@@ -33,6 +33,7 @@ from xtok.models.probe import takes_slots
 from xtok.models.prompts import prompt_ids
 from xtok.models.slots import FixedRow, Slots
 from xtok.models.stable import StableShapes
+from xtok.noise import states_of
 
 LENGTH = 24
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0, "eos_token_id": None}
@@ -312,6 +313,9 @@ def test_a_draw_that_is_sure_stays_the_same_however_scores_change(
     scores = torch.randn(size, generator=generator) * sharpness
     keys = torch.randint(-(2**62), 2**62, (size,), generator=generator)
     token, margin = sure_draw(scores, keys, seed, cutters, spread)
+    rows, spreads = scores.expand(2, -1), torch.full((2, 1), spread, dtype=torch.float64)
+    for found, lead in zip(*sure_draws(rows, keys, states_of([seed] * 2, keys.device), cutters, spreads), strict=True):
+        assert found in (token, -1) and (found < 0 or bool(lead > spread) == (margin > spread))
     if not margin > spread:
         return
     against = torch.full((size,), spread / 2)

@@ -15,8 +15,10 @@ import xtok.draws
 import xtok.largest
 import xtok.pick
 from xtok import Budget, XTokAssisted
-from xtok.drafts import candidates, cross_tokenizer, heads
 from xtok.drafts.scripted import ScriptedDrafter
+from xtok.models import forwards
+from xtok.models.forwards import Answer, Ask
+from xtok.models.slots import Slots
 
 WAITING = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "masked_select"}
 TREE = Budget(4, width=4, nodes=12, schedule="constant")
@@ -63,16 +65,14 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
         with found.counted_once():
             return xtok.largest.listed(*parts)
 
-    for module in (xtok.draws, xtok.pick, candidates, cross_tokenizer, heads):
+    for module in (xtok.draws, xtok.pick, forwards):
         monkeypatch.setattr(module, "listed", listed)
     taken_for_an_accelerator(monkeypatch)
     with found:
         yield found
 
 
-@pytest.mark.parametrize(
-    ("way", "stable"), [("greedy", False), ("greedy", True), ("sampled", False), ("sampled", True), ("cut", False)]
-)
+@pytest.mark.parametrize(("way", "stable"), [(way, stable) for way in WAYS for stable in (False, True)])
 def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(waits: Waits, way: str, stable: bool) -> None:
     """What a text takes at its beginning isn't counted. A draw that is too near to a cut takes more; that is seldom."""
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE, stable=stable)
@@ -88,10 +88,33 @@ def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(waits: Wait
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_drawn_behind_all_nodes_at_once_is_what_is_drawn_one_id_after_another(
-    monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_texts_share_transfers_as_they_share_forwards(waits: Waits, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """One for each forward of both models, of which each serves all texts; those that end early take a few more."""
+    served, serve = list[int](), Slots.serve
+
+    def spy(slots: Slots, asks: list[Ask]) -> list[Answer]:
+        served.append(len(asks))
+        return serve(slots, asks)
+
+    monkeypatch.setattr(Slots, "serve", spy)
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE)
+    make_dear(xt)
+    totals, forwarded = list[int](), list[int]()
+    for count in (40, 8, 40):
+        before = waits.count
+        served.clear()
+        xt.generate([PROMPTS[0]] * 4, batch_size=4, **{**WAYS[way], "max_new_tokens": count})
+        totals.append(waits.count - before)
+        forwarded.append(len(served))
+    assert 0 < totals[2] - totals[1] <= forwarded[2] - forwarded[1] + 4
+
+
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_drawn_behind_all_nodes_at_once_is_what_is_drawn_one_id_after_another(
+    monkeypatch: pytest.MonkeyPatch, way: str, stable: bool
+) -> None:
+    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE, stable=stable)
     make_dear(xt)
     one_by_one = [xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS]
     taken_for_an_accelerator(monkeypatch)

@@ -142,7 +142,8 @@ def _picked(asked: list[Ahead]) -> list[list[tuple[int, float]] | Exception]:
 def _ahead(text: Sequence, tree: Tree, answer: Answer) -> Ahead:
     with text.meter.timing("all"):
         scores = text.picker.ahead(text.ids, answer.logits)
-        return Ahead(text.picker, scores, text.text.places(tree, len(scores)) if text.picker.noise is not None else [])
+        places = text.text.places(tree, len(scores)) if text.picker.noise is not None else []
+        return Ahead(text.picker, scores, places, 1 + _in_place(text, tree), text.slot.spread or 0.0)
 
 
 def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Answer | Exception, known: Known) -> list[int]:
@@ -206,8 +207,8 @@ def _pick(text: Sequence, tree: Tree, node: int, checked: Answer, known: Known) 
     for token, margin in known.picks[row]:
         if spread is None:
             return picker.note(token, margin) if token >= 0 else picker.picked(text.ids, known.scores[row], text.text.place)
-        if token >= 0 and picker.stretch is not None:
-            return picker.note(token, margin) if margin > spread * picker.stretch else None
+        if token >= 0:
+            return picker.surely(token, margin, spread)
     if spread is not None:
         return picker.sure(text.ids, checked.logits[row], text.text.place, spread)
     return picker.pick(text.ids, checked.logits[row], text.text.place, tree, node)

@@ -138,25 +138,43 @@ def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], spr
     drawn = draw(scores, keys, state)
     assert drawn is not None
     token, margin = drawn
-    return Draw(token, margin if margin > spread and _surely_left(scores, token, cuts, spread) else 0.0)
+    if not margin > spread:
+        return Draw(token, 0.0)
+    tokens, spreads = scores.new_tensor([[token]], dtype=torch.int64), scores.new_tensor([[spread]], dtype=torch.float64)
+    return Draw(token, margin if bool(_surely_left(scores[None], tokens, cuts, spreads)) else 0.0)
 
 
-def _surely_left(scores: Tensor, token: int, cuts: Sequence[Any], spread: float) -> bool:
-    """Whether cuts leave an id of all scores that differ from these by up to half of `spread`."""
+def sure_draws(scores: Tensor, keys: Tensor, states: Tensor, cuts: Sequence[Any], spreads: Tensor) -> tuple[Tensor, Tensor]:
+    """What `sure_draw` gives of each row, without a transfer: ids, int64, and margins, float64, (rows,) twice.
+
+    An id is -1 where `draws` gives that. `spreads`: (rows, 1), float64. The other arguments are those of `draws`.
+    """
+    tokens, margins = draws(scores, keys, states)
+    left = _surely_left(scores, tokens.clamp(min=0)[:, None], cuts, spreads)
+    return tokens, margins.where(left[:, 0], 0.0)
+
+
+def _surely_left(scores: Tensor, tokens: Tensor, cuts: Sequence[Any], spreads: Tensor) -> Tensor:
+    """Whether cuts leave an id of all scores that differ from these by up to half of a spread, (rows, 1), bool.
+
+    `scores`: (rows, vocabulary). `tokens`, int64, and `spreads`, float64: (rows, 1).
+    """
     top_k, top_p, min_p = _by_kind(cuts)
-    score, best = float(scores[token]), float(scores.max())
-    before = scores > score - spread  # those that may come before it, and itself
-    if top_k is not None and int(before.sum()) > top_k.top_k:
-        return False
-    if min_p is not None and min_p.min_p and score - spread < best + log(min_p.min_p) + _NEAR:
-        return False
+    score, best = scores.gather(1, tokens), scores.amax(dim=1, keepdim=True)
+    before = scores > score - spreads  # those that may come before it, and itself
+    clear = torch.ones_like(tokens, dtype=torch.bool)
+    if top_k is not None:
+        clear &= before.sum(dim=1, keepdim=True) <= top_k.top_k
+    if min_p is not None and min_p.min_p:
+        clear &= score - spreads >= best + (log(min_p.min_p) + _NEAR)
     if top_p is None:
-        return True
+        return clear
     masses = (scores - best).double().exp()
-    left = float(masses.sum() if top_k is None else largest(scores[None], top_k.top_k)[0].sub(best).double().exp().sum())
-    first = float(masses[before].sum()) - exp(score - best)
-    rest = max(0.0, left - first) * exp(-spread)  # as little beside them as it may be
-    return first <= 0.0 or first / (first + rest) < top_p.top_p - _NEAR
+    kept = masses if top_k is None else largest(scores, top_k.top_k)[0].sub(best).double().exp()
+    first = (masses * before).sum(dim=1, keepdim=True) - (score - best).double().exp()
+    rest = (kept.sum(dim=1, keepdim=True) - first).clamp(min=0) * (-spreads).exp()  # as little beside them as it may be
+    within: Tensor = first / (first + rest) < top_p.top_p - _NEAR
+    return clear & (within | (first <= 0))
 
 
 def _check(best: float) -> None:

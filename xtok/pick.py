@@ -1,5 +1,6 @@
 """The target's pick: its own next token from its own logits on the committed prefix."""
 
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from xtok.draws import accepts, draw, draws, residual, sure_draw, typical
+from xtok.draws import accepts, draw, draws, residual, sure_draw, sure_draws, typical
 from xtok.largest import best, listed, on_host
 from xtok.noise import ACCEPT, Noise, states_of
 from xtok.processors import known_cuts, stretch
@@ -41,7 +42,8 @@ class Picker:
     `noise` of a sampled text comes with the `keys` of the target's ids, (vocabulary,), int64; a greedy one has neither.
     `scores` and `logits` keep those of all picks where they begin as (): (1, vocabulary), float32 each. `margin`: that of the
     closest pick so far, in logits; None where nothing says so. `cuts`: processors at the end that are asked of draws alone.
-    `stretch`: how many times as large a difference of scores may be as one of logits; None where it may be anything.
+    `stretch`: how many times as large a difference of scores may be as one of logits; None where it may be anything. `swing`:
+    the same before `cuts`, and None where nothing but the cache's own logits will do.
     """
 
     processors: LogitsProcessorList
@@ -55,12 +57,14 @@ class Picker:
     cuts: list[Any] = field(init=False)
     _first: LogitsProcessorList = field(init=False)
     stretch: float | None = field(init=False)
+    swing: float | None = field(init=False)
 
     def __post_init__(self) -> None:
         late = self.noise is not None and not self.judges and not self._records
         whole = len(self.processors) - (known_cuts(self.processors) if late else 0)
         self._first, self.cuts = LogitsProcessorList(self.processors[:whole]), self.processors[whole:]
         self.stretch = None if self.judges else stretch(self.processors)
+        self.swing = None if self.judges or self._records else stretch(self._first)
 
     @property
     def judges(self) -> bool:
@@ -117,16 +121,18 @@ class Picker:
         """The pick, where it is the same however each logit changes by up to half of `spread`; else, and where nothing says so
         or something is recorded, None. Arguments are those of `pick`.
         """
-        factor = stretch(self._first)
-        if factor is None or self.judges or self._records:
+        if self.swing is None:
             return None
         scores = self.scored(ids, logits)
         if self.noise is None:
-            (((token, margin),),) = picks([Ahead(self, scores, ())])
-        else:
-            assert self.keys is not None
-            token, margin = sure_draw(scores[0], self.keys, self.noise.at(*place), self.cuts, spread * factor)
-        return self.note(token, margin) if margin > spread * factor else None
+            ((found,),) = picks([Ahead(self, scores, ())])
+            return self.surely(*found, spread)
+        assert self.keys is not None
+        return self.surely(*sure_draw(scores[0], self.keys, self.noise.at(*place), self.cuts, spread * self.swing), spread)
+
+    def surely(self, token: int, margin: float, spread: float) -> int | None:
+        """A pick whose margin is more than logits that change by up to half of `spread` may change; of others None."""
+        return self.note(token, margin) if self.swing is not None and margin > spread * self.swing else None
 
     def _judged(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
         """A guess that is typical, or was drawn from a known distribution and is accepted; else the draw of what that leaves.
@@ -170,11 +176,22 @@ class Picker:
 
 
 class Ahead(NamedTuple):
-    """What a text is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` gives them, and the places, for noise."""
+    """What a text is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` gives them, and the places, for noise.
+
+    `spread`: that of `Picker.sure`, which the scores behind the first `final` ones are to be asked by.
+    """
 
     picker: Picker
     scores: Tensor
     places: Sequence[tuple[int, int]]
+    final: int = sys.maxsize
+    spread: float = 0.0
+
+    @property
+    def spreads(self) -> list[float]:
+        """By how much, in scores, a draw is to be sure at each place."""
+        spread = self.spread * (self.picker.swing or 0.0)
+        return [0.0 if row < self.final else spread for row in range(len(self.scores))]
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -183,8 +200,8 @@ class Ahead(NamedTuple):
 
 
 def picks(asked: Sequence[Ahead]) -> list[list[tuple[int, float]]]:
-    """What some texts of one target pick: for each of their scores the id, and by how much it beats the second, before top-p.
-    All in one transfer from each device.
+    """What some texts of one target pick: for each of their scores the id, and by how much it beats the second, before top-p;
+    where it is to be sure, by 0 where a cut might not leave it. All in one transfer from each device.
 
     An id is -1 where that can't be told so, and where nothing can be drawn: `Picker.picked` tells or raises.
     """
@@ -217,7 +234,13 @@ def _at_once(asked: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
     size = max(1, (_FEW if on_host(scores.device) else _MANY) // scores.shape[1])
     spans = [slice(start, start + size) for start in range(0, len(scores), size)]
     parts = [draws(scores[span], picker.keys, states[span], picker.cuts) for span in spans]
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([margins for _, margins in parts])
+    tokens, margins = torch.cat([tokens for tokens, _ in parts]), torch.cat([margins for _, margins in parts])
+    spreads = [spread for one in asked for spread in one.spreads] if picker.cuts else []
+    if far := [row for row, spread in enumerate(spreads) if spread]:
+        rows = torch.tensor(far, device=scores.device)
+        least = torch.tensor([[spreads[row]] for row in far], dtype=torch.float64, device=scores.device)
+        tokens[rows], margins[rows] = sure_draws(scores[rows], picker.keys, states[rows], picker.cuts, least)
+    return tokens, margins
 
 
 def single(logits: Tensor) -> Tensor:

@@ -134,9 +134,13 @@ class Meter:
         finally:
             self._away += perf_counter() - left
 
+    def spend(self, seconds: float) -> None:
+        """Let the text's clock go on by its share of what texts had done together."""
+        self._away -= seconds
+
     def drafts(self, cost: Cost) -> None:
-        """Count a forward of a draft. The text's clock goes on by its share of what the forward took."""
-        self._away -= cost.share
+        """Count a forward of a draft."""
+        self.spend(cost.share)
         self.seconds["reading"] += cost.share
         self.draft_forwards += 1
         self._shared = cost._replace(rows=self._shared.rows + cost.rows)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xtok.align.projection import Projection
 from xtok.drafts.growth import SHARPNESS
-from xtok.largest import largest, listed
+from xtok.largest import largest
 from xtok.tree import Distribution
 
 _RACING, _CONTINUED = 40, 64
@@ -54,8 +54,9 @@ class Candidates:
 
     def raced(
         self, ids: Tensor | None, probabilities: Tensor, noise: Callable[[Tensor], Tensor] | None
-    ) -> list[list[tuple[int, float]]]:
-        """The target's ids that are likeliest to be drawn, and how likely, row by row, falling.
+    ) -> tuple[Tensor, Tensor]:
+        """The target's ids that are likeliest to be drawn, int64, and how likely, falling: (rows, few) twice. An id that comes
+        several times is as likely as all of them together.
 
         `probabilities`: those of the draft's `ids`, int64, (rows, ids) both, falling; of all, (rows, draft's vocabulary), where
         `ids` is None. `noise` gives ids exponential noise, (rows, ids), by their keys, (ids,) or (rows, ids); without it the
@@ -71,7 +72,7 @@ class Candidates:
         wins = masses**SHARPNESS if noise is None else masses / noise(keys)
         best, places = largest(wins, _RACING)
         tokens = torch.cat([first, longer], dim=1).gather(1, places)
-        return [_summed(*row) for row in zip(*listed(tokens, best / wins.sum(dim=-1, keepdim=True)), strict=True)]
+        return tokens, best / wins.sum(dim=-1, keepdim=True)
 
     def distribution(self, ids: Tensor | None, probabilities: Tensor) -> Distribution:
         """The distribution over the target's ids that one over the draft's stands for.
@@ -88,7 +89,7 @@ class Candidates:
         return Distribution(theirs, masses[theirs] / masses[theirs].sum())
 
 
-def _summed(tokens: Sequence[int], masses: Sequence[float]) -> list[tuple[int, float]]:
+def summed(tokens: Sequence[int], masses: Sequence[float]) -> list[tuple[int, float]]:
     """Each id once, with the sum of its masses, falling."""
     sums: dict[int, float] = {}
     for token, mass in zip(tokens, masses, strict=True):

@@ -9,9 +9,9 @@ from torch import Tensor
 from xtok.align.continuation import Continuation
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context
-from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, check_numbers, grown
+from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, check_numbers, grown, looked_at
 from xtok.drafts.reader import DraftModel, Reader
-from xtok.largest import largest, listed
+from xtok.largest import largest
 from xtok.models.forwards import Asking
 from xtok.stats import Meter
 from xtok.tree import Tree, Trie
@@ -93,11 +93,12 @@ class CrossTokenizerDrafter(Asker):
         longer = _Text(0.0, -2, b"", given=last + pending)
         others = [other for other in self._view.ids_starting_with(longer.given) if other != token] if last else []
         if len(rows) < 2 or not others:
-            return self._children(rows[-1:], [behind], count)[0]
+            return (yield from self._children(rows[-1:], [behind], count))[0]
         again = self._only(rows[0], [token, *others]).softmax(dim=-1)
         stays, again[token] = again[token].clone(), 0.0
         masses = torch.stack([stays, 1 - stays])
-        next_ones, longer_ones = self._children(torch.stack([rows[1], again.log()]), [behind, longer], count, masses)
+        starts = torch.stack([rows[1], again.log()])
+        next_ones, longer_ones = yield from self._children(starts, [behind, longer], count, masses)
         if not chained:
             return [*next_ones, *longer_ones]
         if not longer_ones or behind.mass >= longer_ones[0].mass * (1 - _TIED):
@@ -112,9 +113,11 @@ class CrossTokenizerDrafter(Asker):
             logits = yield from self._reader.branch([text.token for text in front], [text.parent for text in front])
             for node, text in enumerate(front, start=first):
                 text.parent = node
-            return self._children(logits.float() * SHARPNESS, front, count)
+            return (yield from self._children(logits.float() * SHARPNESS, front, count))
 
-    def _children(self, logits: Tensor, texts: list[_Text], count: int, masses: Tensor | None = None) -> list[list[_Text]]:
+    def _children(
+        self, logits: Tensor, texts: list[_Text], count: int, masses: Tensor | None = None
+    ) -> Asking[list[list[_Text]]]:
         """The `count` likeliest continuations of each text by its row of `logits`. Where a text ends, it has none.
 
         `logits`: (texts, vocabulary), float32. `masses`: those of the texts, (texts,), where only the device knows them yet.
@@ -125,7 +128,8 @@ class CrossTokenizerDrafter(Asker):
         ]
         likely, ids = largest(torch.stack(allowed) if any(missing) else logits, _SEEN)
         masses = likely[:0, 0] if masses is None else masses
-        tokens, probabilities, found = listed(ids[:, :count], likely.softmax(dim=-1)[:, :count], masses)
+        numbers = ids[:, :count], likely.softmax(dim=-1)[:, :count], masses
+        tokens, probabilities, found = yield from looked_at(self._meter, *numbers)
         check_numbers(logits, probabilities)
         for text, mass in zip(texts, found, strict=False):
             text.mass = mass

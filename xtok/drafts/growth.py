@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 from xtok.budget import Budget
 from xtok.drafts import Context
 from xtok.largest import largest
-from xtok.models.forwards import Asking
+from xtok.models.forwards import Asking, Look, Looked
 from xtok.noise import PICK, near_exponential, states_of
+from xtok.stats import Meter
 from xtok.tree import Tree, Trie
 
 CHILDREN = 8
@@ -86,6 +87,14 @@ def noise_behind(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> T
     A mass over it is exp(log(mass) + Gumbel noise), so the greatest is the draw where the masses are the target's distribution.
     """
     return near_exponential(keys, states_of(noise_states(context, guesses), keys.device))
+
+
+def looked_at(meter: Meter, *parts: Tensor) -> Asking[list[list[Any]]]:
+    """Some numbers as lists. Texts that are at the same level of their guesses have theirs by one transfer."""
+    with meter.away():
+        looked: Looked = yield Look(parts)
+    meter.spend(looked.seconds)
+    return looked.lists
 
 
 def check_numbers(logits: Tensor, probabilities: Sequence[Sequence[float]]) -> None:

@@ -18,9 +18,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context, Request
-from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, tree_of
+from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, looked_at, noise_behind, tree_of
 from xtok.errors import InvalidInputError, reason
-from xtok.largest import listed
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
 from xtok.stats import Meter
@@ -169,7 +168,7 @@ class HeadsGuesser(Asker):
             return Tree()
         with self._meter.drafting():
             distributions = self._distributions(context.hidden)
-            first = self._children(context, distributions, [_Ids(1.0, -1, b"", deepest=len(distributions[0]))])[0]
+            first = (yield from self._children(context, distributions, [_Ids(1.0, -1, b"", deepest=len(distributions[0]))]))[0]
         found = yield from grown(first, budget, lambda front: self._expanded(context, distributions, front))
         return tree_of(found, budget)
 
@@ -184,11 +183,12 @@ class HeadsGuesser(Asker):
     def _expanded(
         self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[_Ids]
     ) -> Asking[list[list[_Ids]]]:
-        yield from ()  # heads take no forward
         with self._meter.drafting():
-            return self._children(context, distributions, front)
+            return (yield from self._children(context, distributions, front))
 
-    def _children(self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[_Ids]) -> list[list[_Ids]]:
+    def _children(
+        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[_Ids]
+    ) -> Asking[list[list[_Ids]]]:
         """The likeliest ids behind each guess, by the distribution of the next head and the noise there.
 
         `distributions`: what `_distributions` gives.
@@ -199,7 +199,7 @@ class HeadsGuesser(Asker):
             own = own / noise_behind(context, front, self._keys[ids])
             own /= own.sum(dim=-1, keepdim=True)
         top = own.topk(min(CHILDREN, own.shape[-1]))
-        masses, tokens = listed(top.values, ids.gather(1, top.indices))
+        masses, tokens = yield from looked_at(self._meter, top.values, ids.gather(1, top.indices))
         check_numbers(own, masses)
         return [
             [self._child(context, guess, *pair) for pair in zip(*pairs, strict=True) if pair[0] > 0]

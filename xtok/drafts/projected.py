@@ -11,8 +11,18 @@ from transformers import LogitsProcessorList
 from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context
-from xtok.drafts.candidates import Candidates
-from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, noise_behind, noise_states, tree_of
+from xtok.drafts.candidates import Candidates, summed
+from xtok.drafts.growth import (
+    CHILDREN,
+    IdPath,
+    check_numbers,
+    grown,
+    likeliest,
+    looked_at,
+    noise_behind,
+    noise_states,
+    tree_of,
+)
 from xtok.drafts.reader import DraftModel, Reader
 from xtok.draws import race
 from xtok.models.forwards import Asking
@@ -94,7 +104,7 @@ class ProjectedDrafter(Asker):
         chained = budget.width == 1 or self._independent or not self._draft.branches
         with self._meter.drafting():
             logits = yield from self._reader.logits(rows=1, rest=rest)
-            first = self._children(context, logits, [_Draw(1.0, -1, b"", size=size)], chained)[0]
+            first = (yield from self._children(context, logits, [_Draw(1.0, -1, b"", size=size)], chained))[0]
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         draws = yield from grown(first, budget, lambda front: self._expanded(context, front, chained))
         return self._chain(draws) if self._independent else tree_of(draws, budget)
@@ -112,7 +122,7 @@ class ProjectedDrafter(Asker):
         try:
             with self._meter.drafting():
                 logits = yield from self._read(front)
-                return self._children(context, logits, front, chained)
+                return (yield from self._children(context, logits, front, chained))
         except Exception as error:
             self._failure = error.with_traceback(None)  # which would hold on to all that the forward held
             return [[] for _ in front]
@@ -130,7 +140,7 @@ class ProjectedDrafter(Asker):
         logits = yield from self._reader.branch(tokens, parents)
         return logits[last]
 
-    def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> list[list[_Draw]]:
+    def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> Asking[list[list[_Draw]]]:
         """The likeliest ids behind each guess, by the distribution and the noise there. Nothing behind those of nothing.
 
         `logits`: the draft's, (draws, vocabulary).
@@ -141,11 +151,12 @@ class ProjectedDrafter(Asker):
             distribution = self._candidates.distribution(None if ids is None else ids[0], probabilities[0])
             return [self._drawn(context, draws[0], distribution)]
         noise = partial(self._noise, context, draws) if context.noise is not None and self._shares else None
-        found = self._candidates.raced(ids, probabilities, noise)
-        check_numbers(logits, [[mass for _, mass in row] for row in found])
+        tokens, masses = yield from looked_at(self._meter, *self._candidates.raced(ids, probabilities, noise))
+        check_numbers(logits, masses)
+        count = 1 if chained else CHILDREN
         return [
-            [self._child(context, draw, *one) for one in row[: 1 if chained else CHILDREN] if one[1] > 0]
-            for draw, row in zip(draws, found, strict=True)
+            [self._child(context, draw, *one) for one in summed(*row)[:count] if one[1] > 0]
+            for draw, *row in zip(draws, tokens, masses, strict=True)
         ]
 
     def _noise(self, context: Context, draws: list[_Draw], keys: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from xtok.align.reencode import Reencoder
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts import Context
 from xtok.models.cache import positions
-from xtok.models.forwards import Ask, Asking, Slot
+from xtok.models.forwards import Answer, Ask, Asking, Slot
 from xtok.models.probe import takes_trees
 from xtok.models.seats import Seat
 from xtok.stats import Meter
@@ -160,7 +160,7 @@ class Reader:
 
     def _forward(self, ask: Ask) -> Asking[Tensor]:
         with self._meter.away():
-            answer = yield ask
+            answer: Answer = yield ask
         self._meter.drafts(answer.cost)
         return answer.logits
 

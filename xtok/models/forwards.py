@@ -1,16 +1,20 @@
 """Texts ask for forwards, and models answer: one forward for all that wait for the same model.
 
-Whatever guesses or checks is written for one text, as a generator that yields what it wants forwarded and is sent the logits.
+Whatever guesses or checks is written for one text, as a generator that yields what it wants forwarded and is sent the logits,
+or yields numbers that it wants to look at and is sent those as lists: one transfer for all that wait for the same device.
 """
 
 from collections.abc import Generator, Sequence
 from itertools import chain as joined
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from xtok.costs import Cost
+from xtok.largest import listed
+from xtok.stats import timed
 
 Result = TypeVar("Result")
 
@@ -89,29 +93,46 @@ class Ask(NamedTuple):
     parents: Sequence[int] = ()
 
 
-Asking = Generator[Ask, Answer, Result]
-"""What is written for one text: it yields what it wants forwarded, and is sent the answers."""
+class Look(NamedTuple):
+    """What a text wants to look at: numbers of any shapes, on one device."""
+
+    parts: Sequence[Tensor]
+
+
+class Looked(NamedTuple):
+    """Those numbers, as lists, and the text's share of the seconds that it took."""
+
+    lists: list[list[Any]]
+    seconds: float
+
+
+Asking = Generator[Ask | Look, Any, Result]
+"""What is written for one text: it yields what it wants forwarded, an `Ask`, and is sent an `Answer`, or what it wants to look
+at, and is sent what it `Looked` at.
+"""
 
 
 def together(runs: Sequence[Asking[Result]]) -> list[Result]:
-    """Run some texts side by side to their ends, and give what each returns. Those that wait for one model share its forward.
+    """Run some texts side by side to their ends, and give what each returns. Those that wait for one model share its forward,
+    and those that want to look at numbers a transfer.
 
     A forward that fails is raised where it was asked for.
     """
     results: dict[int, Result] = {}
-    answers: dict[int, Answer | Exception | None] = dict.fromkeys(range(len(runs)))
+    wanted: dict[int, Ask | Look] = {}
+    answers: dict[int, Answer | Exception | Looked | None] = dict.fromkeys(range(len(runs)))
     while answers:
-        asks: dict[int, Ask] = {}
         for number in list(answers):
-            asked, result = _go_on(runs[number], answers.pop(number))
-            asks |= {number: asked} if asked else {}
-            results |= {number: result} if not asked else {}
-        answers = dict(zip(asks, answered(list(asks.values())), strict=True))
+            want, result = _go_on(runs[number], answers.pop(number))
+            wanted |= {number: want} if want else {}
+            results |= {number: result} if not want else {}
+        answers = _answers(wanted)
+        wanted = {number: want for number, want in wanted.items() if number not in answers}
     return [results[number] for number in range(len(runs))]
 
 
-def _go_on(run: Asking[Any], answer: Answer | Exception | None) -> tuple[Ask | None, Any]:
-    """What it asks for next, or None and what it returns."""
+def _go_on(run: Asking[Any], answer: Answer | Exception | Looked | None) -> tuple[Ask | Look | None, Any]:
+    """What it wants next, or None and what it returns."""
     try:
         if isinstance(answer, Exception):
             return run.throw(answer.with_traceback(None)), None
@@ -120,6 +141,21 @@ def _go_on(run: Asking[Any], answer: Answer | Exception | None) -> tuple[Ask | N
         return None, end.value
     finally:
         del answer  # an error and the frames that it came through would hold each other, and caches with them
+
+
+def _answers(wanted: dict[int, Ask | Look]) -> dict[int, Answer | Exception | Looked | None]:
+    """Of those that want to look at numbers; where there are none, of all that ask for a forward."""
+    looks = {number: want.parts for number, want in wanted.items() if isinstance(want, Look)}
+    if not looks:
+        return dict(zip(wanted, answered([want for want in wanted.values() if isinstance(want, Ask)]), strict=True))
+    found = dict[int, Answer | Exception | Looked | None]()
+    for device in {parts[0].device for parts in looks.values()}:
+        there = {number: parts for number, parts in looks.items() if parts[0].device == device}
+        with timed() as took:
+            lists = iter(listed(*joined.from_iterable(there.values())))
+        share = took.seconds / len(there)
+        found |= {number: Looked(list(islice(lists, len(parts))), share) for number, parts in there.items()}
+    return found
 
 
 def answered(asks: Sequence[Ask]) -> list[Answer | Exception]:
