@@ -405,6 +405,18 @@ def test_texts_share_forwards_of_as_few_rows_as_give_the_usual_bits(monkeypatch:
     assert mode(rows) == 4 * (xt._shapes.width(4, 1, 512) or 0)
 
 
+@pytest.mark.parametrize("stable", [False, True])
+def test_how_often_picks_behind_branches_are_sure_is_learnt_where_they_may_not_be(stable: bool) -> None:
+    prompt = TEXTS[0]
+    xt = XTokAssisted((target("Llama", HALF), TOKENS), (UNRELATED, BYTES), budget=TREES, stable=stable)
+    wanted = xt.generate(prompt, **WAYS["sampled"])
+    texts = {tuple(prompt_ids(TOKENS, prompt)): wanted.token_ids}
+    xt = XTokAssisted((xt.model, TOKENS), [Misleading(texts, 1), Misleading(texts, 2)], budget=TREES, stable=stable)
+    for _ in range(4):
+        assert xt.generate(prompt, **WAYS["sampled"]).token_ids == wanted.token_ids
+    assert (xt._ledger.surety.share < 1) == stable
+
+
 def test_what_was_tried_counts_for_the_model_as_it_was() -> None:
     lm = target("Llama", "float32")
     tried = StableShapes(deepcopy(lm))

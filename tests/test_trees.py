@@ -18,7 +18,7 @@ from xtok.costs import Cost, ForwardCost
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, InvalidInputError
-from xtok.ledger import Account, Crowd, Ledger, Limit, Pace, Proposal
+from xtok.ledger import Account, Calibration, Crowd, Ledger, Limit, Pace, Proposal
 from xtok.models.forwards import Asking, together
 from xtok.models.probe import takes_trees
 from xtok.tree import Trie, chain
@@ -258,6 +258,32 @@ def test_what_a_drafter_says_is_corrected_by_what_comes_of_it() -> None:
     ledger = new_ledger()
     simulated(ledger, target=1.0, draft=0.001, right=0.9, rounds=400)
     assert ledger.accounts[0].calibration.believed(0.6) > 0.8
+
+
+@given(
+    parents=st.integers(1, 12).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))),
+    data=st.data(),
+    share=st.floats(0, 1),
+)
+def test_what_was_left_to_the_next_round_says_nothing_of_the_guesses_behind_it(
+    parents: tuple[int, ...], data: st.DataObject, share: float
+) -> None:
+    tree = Tree(tuple(range(len(parents))), parents, masses=tuple(data.draw(st.floats(0, 1)) for _ in parents))
+    right = [data.draw(st.integers(0, len(tree) - 1))]
+    while parents[right[0]] >= 0:
+        right.insert(0, parents[right[0]])
+    known = [node for node in range(len(tree)) if node not in tree.behind(right[-1])]
+    found, wanted = Calibration(), Calibration()
+    found.learn(tree, right, left=True)
+    wanted.learn(tree.of(known), [known.index(node) for node in right])
+    assert found == wanted
+    ledger = new_ledger()
+    ledger.surety.share = share
+    for node, committed in enumerate(ledger.committed(tree, [0.5] * len(tree))):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        assert committed == pytest.approx(0.5 * share ** sum(one >= tree.lead for one in path), abs=1e-9)
 
 
 OFFERS = st.tuples(st.integers(1, 5), st.lists(st.floats(0, 1), max_size=12).map(lambda masses: sorted(masses, reverse=True)))

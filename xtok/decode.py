@@ -169,7 +169,8 @@ def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, known: 
     text.read += len(kept)
     if text.session is not None:
         text.session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1])
-        text.session.observe(checked.cost)
+        left = text.finish_reason is None and tree.child(path[-1], block[-1]) is not None
+        text.session.observe(checked.cost, left=left)
     if text.finish_reason is not None:
         text.end()
     return block

@@ -58,6 +58,13 @@ class Tree:
             path.append(node)
         return path
 
+    def behind(self, node: int) -> set[int]:
+        """All nodes that come behind a node."""
+        found = {node}
+        for child, parent in enumerate(self.parents):
+            found |= {child} if parent in found else set()
+        return found - {node}
+
     def first_path(self, longest: int) -> "Tree":
         """The chain from the context through each node's likeliest child, at most `longest` long."""
         return self.of(self.likeliest_path(longest))

@@ -11,6 +11,8 @@ from xtok.bench.compare import Setting, check_prompts
 from xtok.generation import Generation
 from xtok.progress import bar
 
+_WARM = 8
+"""How many texts are written before any are measured."""
 Run = tuple[list[Generation], float]
 """The texts, and the seconds that writing them took."""
 
@@ -61,7 +63,7 @@ def compare_bits(
     runs: dict[tuple[int, str, bool], list[Run]] = {(size, *system): [] for size in sizes for system in systems}
     expected = list[list[list[int]]]()
     for size, name, stable in runs:
-        _written(systems[name, stable], prompts[:size], size, 0, arguments)  # shapes are tried there
+        _written(systems[name, stable], prompts[: max(_WARM, size)], size, 0, arguments)  # shapes are tried there
     for repeat in bar(range(repeats), f"bits, {setting.title}"):
         expected.append(_ids(_written(alone, prompts, 1, repeat, arguments)[0]))
         for size, name, stable in runs:

@@ -82,8 +82,19 @@ class Session:
         tree = self._merged(limit)
         path = tree.likeliest_path(limit.longest)
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
-        self._guessed = limit, self._of(tree, [*path, *sorted(rest)])  # so what comes true most often stands where it stays
-        return self._guessed[1]
+        tree = self._of(tree, [*path, *sorted(rest)])  # so what comes true most often stands where it stays
+        self._guessed = limit, tree
+        leaves = limit.schedule == "cost" and self._ledger.surety.share < 1
+        return self._without_dear_branches(tree, len(path)) if leaves else tree
+
+    def _without_dear_branches(self, tree: Tree, lead: int) -> Tree:
+        """The guess less those nodes of branches that aren't worth their rows, since picks behind them may be left to the next
+        round.
+        """
+        masses = self._believed(tree)
+        ranked = sorted(range(len(tree)), key=lambda node: -masses[node])
+        worth = self._ledger.verified([masses[node] for node in ranked], self._unread)
+        return self._keep(sorted({*range(lead), *ranked[:worth]}))
 
     def sources(self, tree: Tree) -> tuple[int, ...]:
         """Of each node of the round's guess, which draft guessed it, the cheapest of several."""
@@ -103,9 +114,14 @@ class Session:
     def cut(self, nodes: int) -> Tree:
         """The likeliest nodes of the latest guess, so many at most; the guess from now on."""
         assert self._guessed is not None
+        masses = self._believed(self._guessed[1])
+        return self._keep(sorted(sorted(range(len(masses)), key=lambda node: -masses[node])[:nodes]))
+
+    def _keep(self, nodes: list[int]) -> Tree:
+        """Some nodes of the latest guess; the guess from now on."""
+        assert self._guessed is not None
         limit, tree = self._guessed
-        masses = self._believed(tree)
-        self._guessed = limit, self._of(tree, sorted(sorted(range(len(tree)), key=lambda node: -masses[node])[:nodes]))
+        self._guessed = limit, self._of(tree, nodes)
         return self._guessed[1]
 
     def _of(self, tree: Tree, nodes: list[int]) -> Tree:
@@ -116,12 +132,15 @@ class Session:
         return tree.of(nodes)
 
     def _believed(self, tree: Tree) -> list[float]:
-        """What is believed of each node: of a guess that stands alone, what its draft's account says."""
+        """How probable a pick behind each node is believed to be: of a guess that stands alone, by its draft's account."""
         alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
-        return self._ledger.masses(alone[0], tree) if len(alone) == 1 else list(tree.masses)
+        masses = self._ledger.masses(alone[0], tree) if len(alone) == 1 else list(tree.masses)
+        return self._ledger.committed(tree, masses)
 
-    def observe(self, cost: Cost) -> None:
-        """Learn from a round whose ids came by `extend`, by what the target's forward took."""
+    def observe(self, cost: Cost, *, left: bool = False) -> None:
+        """Learn from a round whose ids came by `extend`, by what the target's forward took. `left`: the pick behind the last of
+        them, which was guessed, is left to the next round.
+        """
         if self._guessed is None:
             return
         (limit, tree), self._guessed = self._guessed, None
@@ -130,7 +149,7 @@ class Session:
         if limit.schedule == "heuristic":
             self._ledger.adjust(limit.depth, self._committed, self.proposals)
         if limit.schedule == "cost" or len(self._drafters) > 1:
-            self._ledger.observe(tree, self._committed, cost, self.proposals, self._unread)
+            self._ledger.observe(tree, self._committed, cost, self.proposals, self._unread, left=left)
 
     def close(self) -> None:
         """Let go of the drafters, and of what they hold."""

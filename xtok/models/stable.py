@@ -30,7 +30,7 @@ _PIECES = (1, 2, 5, 1, 7)
 """The parts in which ids are forwarded that are to have the bits that they have at once."""
 _NODES, _OTHERS, _CONTEXTS = 8, (1, 3, 7), (2, 40, 200, 448)
 """A branch of so many nodes is tried behind so many nodes of another, and behind so many ids."""
-_TIMES = 8
+_TIMES = 4
 """In how many forwards a shape is tried at most."""
 _READ = 256
 """How many ids a cache is filled with for trying."""
