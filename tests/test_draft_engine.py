@@ -130,7 +130,12 @@ def test_guesses_are_the_likeliest_paths_of_what_xtoks_own_loop_guesses(
 def test_what_is_learnt_from_is_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Tree]()
     observe = Ledger.observe
-    monkeypatch.setattr(Ledger, "observe", lambda self, tree, *rest: (seen.append(tree), observe(self, tree, *rest))[1])
+
+    def spy(self: Ledger, tree: Tree, *rest: Any, **named: Any) -> None:
+        seen.append(tree)
+        observe(self, tree, *rest, **named)
+
+    monkeypatch.setattr(Ledger, "observe", spy)
     engine = made("several", budget=CONSTANT)
     text = engine.add(prompt(TEXTS[0]))
     guesses = list[Tree]()

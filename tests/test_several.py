@@ -671,9 +671,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Cost]:
     """What each round tells ledgers of its forward; those that share one tell of the same."""
     costs, right = list[Cost](), Ledger.observe
 
-    def observe(self: Ledger, tree: Tree, block: Sequence[int], forward: Cost, *more: Any) -> None:
+    def observe(self: Ledger, tree: Tree, block: Sequence[int], forward: Cost, *more: Any, **named: Any) -> None:
         costs.append(forward)
-        right(self, tree, block, forward, *more)
+        right(self, tree, block, forward, *more, **named)
 
     monkeypatch.setattr(Ledger, "observe", observe)
     return costs
