@@ -335,9 +335,8 @@ class Ledger:
         gains = [(unread, list(accumulate(masses, initial=0.0))) for unread, masses in offers]
 
         def worth(width: int) -> float:
-            return sum(some[min(width - unread, len(some) - 1)] for unread, some in gains) - price * self.padded(
-                len(offers), width
-            )
+            picks = sum(some[min(width - unread, len(some) - 1)] for unread, some in gains)
+            return picks - price * self.padded(len(offers), width)
 
         least, most = max(unread for unread, _ in gains), max(unread + len(some) for unread, some in gains)
         return max(range(least, most), key=worth)
