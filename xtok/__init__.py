@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from xtok.drafts import Context, Draft, Drafter, Request
     from xtok.drafts.heads import HeadsDrafter
     from xtok.drafts.lookup import PromptLookup
+    from xtok.drafts.recycling import TokenRecycling
     from xtok.engines.drafting import DraftedText, DraftEngine
     from xtok.engines.engine import Engine, EngineStats
     from xtok.engines.ticket import Ticket
@@ -38,6 +39,7 @@ __all__ = [
     "Stats",
     "Ticket",
     "Token",
+    "TokenRecycling",
     "TrainedHeads",
     "Tree",
     "Tuned",
@@ -57,6 +59,7 @@ _HOMES = {
     "xtok.drafts": ("Context", "Draft", "Drafter", "Request"),
     "xtok.drafts.heads": ("HeadsDrafter",),
     "xtok.drafts.lookup": ("PromptLookup",),
+    "xtok.drafts.recycling": ("TokenRecycling",),
     "xtok.engines.drafting": ("DraftEngine", "DraftedText"),
     "xtok.engines.engine": ("Engine", "EngineStats"),
     "xtok.engines.ticket": ("Ticket",),

@@ -27,6 +27,7 @@ from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.reader import DraftModel
+from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError
 from xtok.generation import Generation
@@ -622,7 +623,8 @@ def _names(drafts: list[Any]) -> tuple[str, ...]:
 def _name(draft: Any) -> str:
     if isinstance(draft, PreTrainedModel):
         return PurePath(draft.config._name_or_path or "").name or type(draft).__name__
-    return {PromptLookup: "prompt lookup", HeadsDrafter: "heads"}.get(type(draft), type(draft).__name__)
+    known = {PromptLookup: "prompt lookup", TokenRecycling: "token recycling", HeadsDrafter: "heads"}
+    return known.get(type(draft), type(draft).__name__)
 
 
 def check_batch(batch_size: Any, progress: Any) -> None:

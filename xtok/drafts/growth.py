@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
+from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Context
 from xtok.largest import largest
@@ -105,6 +106,32 @@ def check_numbers(logits: Tensor, probabilities: Sequence[Sequence[float]]) -> N
     """
     if any(isnan(one) for row in probabilities for one in row[:1]) and not bool(logits.max() < torch.inf):
         raise ArithmeticError("its logits hold NaN or infinity; load it in another precision, or use another one")
+
+
+def next_ids(
+    meter: Meter, context: Context, front: Sequence[IdPath], ids: Tensor, own: Tensor, keys: Tensor, view: TokenBytes
+) -> Asking[list[list[IdPath]]]:
+    """The likeliest ids behind each guess, by how probable they are and the noise there.
+
+    `ids`: some of the target's, int64, and `own`: how probable they are, float32, (guesses, ids) twice. `keys`: those of the
+    target's ids for noise, (vocabulary,), int64.
+    """
+    if context.noise is not None:
+        own = own / noise_behind(context, front, keys[ids])
+        own /= own.sum(dim=-1, keepdim=True)
+    top = own.topk(min(CHILDREN, own.shape[-1]))
+    masses, tokens = yield from looked_at(meter, top.values, ids.gather(1, top.indices))
+    check_numbers(own, masses)
+    return [
+        [_child(context, view, guess, mass, token) for mass, token in zip(*pairs, strict=True) if mass > 0]
+        for guess, *pairs in zip(front, masses, tokens, strict=True)
+    ]
+
+
+def _child(context: Context, view: TokenBytes, guess: IdPath, probability: float, token: int) -> IdPath:
+    piece = view.to_bytes([token], before=guess.written or context.data)
+    ids, controls = (*guess.ids, token), guess.controls + (not piece)
+    return IdPath(guess.mass * probability, -1, guess.written + piece, probability, ids=ids, controls=controls)
 
 
 def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:

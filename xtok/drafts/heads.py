@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context, Request
-from xtok.drafts.growth import CHILDREN, IdPath, check_numbers, grown, likeliest, looked_at, noise_behind, tree_of
+from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, tree_of
 from xtok.errors import InvalidInputError, reason
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
@@ -135,18 +135,6 @@ def save_heads(heads: Heads, trained: Trained, file: Path) -> None:
     save_file(tensors, file, metadata={"xtok": json.dumps({**known, "accuracy": trained.accuracy})})
 
 
-@dataclass
-class _Ids(IdPath):
-    """A guess of at most `deepest` ids, one per head."""
-
-    deepest: int = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a head for the id behind it."""
-        return len(self.ids) < self.deepest
-
-
 class HeadsGuesser(Asker):
     """`HeadsDrafter` for one generation."""
 
@@ -168,7 +156,8 @@ class HeadsGuesser(Asker):
             return Tree()
         with self._meter.drafting():
             distributions = self._distributions(context.hidden)
-            first = (yield from self._children(context, distributions, [_Ids(1.0, -1, b"", deepest=len(distributions[0]))]))[0]
+            first = (yield from self._children(context, distributions, [IdPath(1.0, -1, b"")]))[0]
+        budget = replace(budget, depth=min(budget.depth, len(distributions[0])))  # a head for each id
         found = yield from grown(first, budget, lambda front: self._expanded(context, distributions, front))
         return tree_of(found, budget)
 
@@ -181,39 +170,18 @@ class HeadsGuesser(Asker):
         return ids, probabilities
 
     def _expanded(
-        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[_Ids]
-    ) -> Asking[list[list[_Ids]]]:
+        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
+    ) -> Asking[list[list[IdPath]]]:
         with self._meter.drafting():
             return (yield from self._children(context, distributions, front))
 
     def _children(
-        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[_Ids]
-    ) -> Asking[list[list[_Ids]]]:
+        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
+    ) -> Asking[list[list[IdPath]]]:
         """The likeliest ids behind each guess, by the distribution of the next head and the noise there.
 
         `distributions`: what `_distributions` gives.
         """
         heads = [len(guess.ids) for guess in front]
         ids, own = (part[heads] for part in distributions)
-        if context.noise is not None:
-            own = own / noise_behind(context, front, self._keys[ids])
-            own /= own.sum(dim=-1, keepdim=True)
-        top = own.topk(min(CHILDREN, own.shape[-1]))
-        masses, tokens = yield from looked_at(self._meter, top.values, ids.gather(1, top.indices))
-        check_numbers(own, masses)
-        return [
-            [self._child(context, guess, *pair) for pair in zip(*pairs, strict=True) if pair[0] > 0]
-            for guess, *pairs in zip(front, masses, tokens, strict=True)
-        ]
-
-    def _child(self, context: Context, guess: _Ids, probability: float, token: int) -> _Ids:
-        piece = self._view.to_bytes([token], before=guess.written or context.data)
-        return _Ids(
-            guess.mass * probability,
-            -1,
-            guess.written + piece,
-            probability,
-            ids=(*guess.ids, token),
-            controls=guess.controls + (not piece),
-            deepest=guess.deepest,
-        )
+        return (yield from next_ids(self._meter, context, front, ids, own, self._keys, self._view))

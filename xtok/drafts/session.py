@@ -63,6 +63,18 @@ class Session:
         self._hidden = hidden
         self._committed = list(ids)
 
+    def learn(self, ids: Sequence[int], logits: Tensor) -> None:
+        """Show drafters that have `learn` what the target's forward gave behind the last committed id and each guessed one.
+
+        `ids`: those. `logits`: (ids, vocabulary).
+        """
+        for draft, drafter in enumerate(self._drafters):
+            if callable(learns := getattr(drafter, "learn", None)):
+                try:
+                    learns(ids, logits)
+                except Exception as error:
+                    self._fails(draft, error)
+
     def propose(self, limit: Budget, company: Company | None = None, unread: int = 1, *, chained: bool = False) -> Asking[Tree]:
         """A tree of all that those guess which are worth asking; a chain where the limit's width is 1.
 

@@ -1,0 +1,152 @@
+"""Token recycling: what the target held for likely behind the same id before, against a plain dictionary."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from front_door import BYTES, GREEDY, OTHER, PROMPTS, TARGET, TOKENS
+from hypothesis import example, given
+from hypothesis import strategies as st
+from worlds import budgets, examples, make_dear
+
+from xtok import Budget, Context, DraftEngine, Drafter, PromptLookup, Request, TokenRecycling, Tree, XTokAssisted, chain, pair
+from xtok.align.tokenbytes import token_bytes
+from xtok.align.vocabulary import Vocabulary
+from xtok.drafts.recycling import _Table
+from xtok.errors import DraftFailedWarning, InvalidInputError
+
+SAMPLED: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "penalty": {**GREEDY, "repetition_penalty": 1.2},
+    "sampled": SAMPLED,
+    "cut": {**SAMPLED, "top_k": 20, "top_p": 0.9},
+}
+TREE = Budget(4, width=4, nodes=16, schedule="constant")
+SIZE = 40
+rows = st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=12)
+
+
+@examples(100)
+@given(forwards=st.lists(rows, max_size=12), asked=rows, seed=st.integers(0, 99))
+@example(forwards=[[3, 3, 5]], asked=[3, 4, 5], seed=0)
+def test_a_table_holds_what_was_likeliest_behind_each_id_the_last_time(
+    forwards: list[list[int]], asked: list[int], seed: int
+) -> None:
+    table = _Table(Vocabulary(TOKENS, token_bytes(TOKENS), SIZE, frozenset()), torch.device("cpu"))
+    generator, wanted = torch.Generator().manual_seed(seed), dict[int, list[torch.Tensor]]()
+    for ids in forwards:
+        logits = torch.randn(len(ids), SIZE + 8, generator=generator)  # there may be more logits than ids
+        table.learn(ids, logits)
+        wanted |= {token: [] for token in ids}
+        for token, row in zip(ids, logits, strict=True):
+            wanted[token].append(row[:SIZE])
+    known, ids_behind, logits_behind = table.behind(asked)
+    assert known == [token in wanted for token in asked]
+    for token, found, values in zip([token for token in asked if token in wanted], ids_behind, logits_behind, strict=True):
+        tops = [row.topk(16) for row in wanted[token]]  # of an id that comes twice in a forward, either
+        assert any(torch.equal(found, top.indices) and torch.equal(values, top.values) for top in tops)
+
+
+@examples(8)
+@given(budget=budgets(), way=st.sampled_from(sorted(WAYS)), prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=3))
+def test_ids_are_those_of_the_target_alone(budget: Budget, way: str, prompts: list[str]) -> None:
+    recycling = TokenRecycling()
+    alone = XTokAssisted((TARGET, TOKENS))
+    for drafts in ([recycling], [(OTHER, BYTES), PromptLookup(), recycling]):
+        xt = XTokAssisted((TARGET, TOKENS), drafts, budget=budget)
+        for _ in range(2):  # the second time it knows what is likely
+            found = [one.token_ids for one in xt.generate(prompts, batch_size=2, **WAYS[way])]
+            assert found == [one.token_ids for one in alone.generate(prompts, batch_size=2, **WAYS[way])]
+
+
+@pytest.mark.parametrize(("way", "least"), [("greedy", 1.7), ("penalty", 1.4), ("sampled", 1.15)])
+def test_real_text_takes_fewer_forwards(way: str, least: float) -> None:
+    """What is drawn is foreseen, too: under the noise of its place."""
+    xt = XTokAssisted(pair.TARGET, TokenRecycling(), budget=TREE)
+    made = xt.generate(pair.prompts()[:3], **{**WAYS[way], "max_new_tokens": 40, "eos_token_id": None})
+    assert sum(one.stats.new_tokens for one in made) > least * sum(one.stats.target_forwards for one in made)
+
+
+def test_it_is_used_where_it_pays() -> None:
+    xt = XTokAssisted(pair.TARGET, TokenRecycling())
+    make_dear(xt)
+    arguments = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
+    made = [xt.generate(prompt, **arguments).stats for prompt in pair.prompts()[:3]]
+    assert sum(one.new_tokens for one in made) > 1.15 * sum(one.target_forwards for one in made)
+    assert xt.names == ("token recycling",)
+
+
+def test_targets_with_other_ids_share_an_object_and_nothing_in_it() -> None:
+    recycling = TokenRecycling()
+    for model, tokens in ((TARGET, TOKENS), (OTHER, BYTES), (TARGET, TOKENS)):
+        expected = XTokAssisted((model, tokens)).generate(PROMPTS[0], **GREEDY).token_ids
+        xt = XTokAssisted((model, tokens), recycling, budget=TREE)
+        assert xt.generate(PROMPTS[0], **GREEDY).token_ids == expected
+    assert len(recycling._tables) == 3
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_has_learnt_nothing(copied: Any) -> None:
+    recycling = TokenRecycling()
+    XTokAssisted((TARGET, TOKENS), recycling, budget=TREE).generate(PROMPTS[0], **GREEDY)
+    assert recycling._tables and not copied(recycling)._tables
+
+
+def test_threads_may_share_it() -> None:
+    expected = [XTokAssisted((TARGET, TOKENS)).generate(prompt, **GREEDY).token_ids for prompt in PROMPTS]
+    xt = XTokAssisted((TARGET, TOKENS), TokenRecycling(), budget=TREE)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda prompt: xt.generate(prompt, **GREEDY).token_ids, PROMPTS)) == expected
+
+
+def test_an_engine_that_shows_no_logits_refuses_it() -> None:
+    with pytest.raises(InvalidInputError, match="guesses from ids alone"):
+        DraftEngine(TOKENS, [PromptLookup(), TokenRecycling()])
+
+
+class Seen:
+    """Keeps what the target's forwards are said to have given, and guesses what comes next."""
+
+    def __init__(self, coming: list[int], *, fails: bool) -> None:
+        self._coming, self._fails, self.seen = coming, fails, list[tuple[list[int], torch.Tensor]]()
+
+    def start(self, request: Request) -> Drafter:
+        return self
+
+    def propose(self, context: Context, budget: Budget) -> Tree:
+        written = len(context.ids) - len(TOKENS(PROMPTS[0]).input_ids)
+        return chain([*self._coming[written : written + 2], 7])
+
+    def learn(self, ids: list[int], logits: torch.Tensor) -> None:
+        self.seen.append((list(ids), logits))
+        if self._fails:
+            raise RuntimeError("simulated")
+
+
+def test_a_drafter_is_shown_the_targets_logits_behind_each_id_that_it_checked() -> None:
+    alone = XTokAssisted((TARGET, TOKENS)).generate(PROMPTS[0], **GREEDY, output_logits=True, return_dict_in_generate=True)
+    ids = alone.token_ids
+    draft = Seen(ids, fails=False)
+    xt = XTokAssisted((TARGET, TOKENS), draft, budget=Budget(4, width=1, schedule="constant"))
+    assert xt.generate(PROMPTS[0], **GREEDY).token_ids == ids
+    text = [TOKENS(PROMPTS[0]).input_ids[-1], *ids]
+    place = 0
+    for read, logits in draft.seen:
+        right = next(i for i, pair in enumerate(zip([*read, -1], text[place:], strict=False)) if pair[0] != pair[1])
+        assert len(read) == len(logits) and right >= 1
+        for step in range(min(right, len(ids) - place)):
+            assert torch.allclose(logits[step].float(), alone.logits[place + step][0], atol=1e-4)
+        place += right
+    assert place >= len(ids) - 1
+
+
+def test_what_fails_to_learn_costs_speed_only() -> None:
+    expected = XTokAssisted((TARGET, TOKENS)).generate(PROMPTS[0], **GREEDY).token_ids
+    xt = XTokAssisted((TARGET, TOKENS), Seen(expected, fails=True), budget=TREE)
+    with pytest.warns(DraftFailedWarning, match="simulated"):
+        assert xt.generate(PROMPTS[0], **GREEDY).token_ids == expected
