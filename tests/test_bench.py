@@ -19,7 +19,23 @@ from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tok
 from xtok import Budget, XTokAssisted, pair
 from xtok.align.tokenbytes import token_bytes
 from xtok.bench import server
-from xtok.bench.compare import ALONE, CHAIN, DRAFT, LOOKUP, NONE, SETTINGS, TREE, UAG, XTOK, Timed, compare, speed, tuned
+from xtok.bench.compare import (
+    ALONE,
+    CHAIN,
+    DRAFT,
+    LOOKUP,
+    NO_MODEL,
+    NONE,
+    RECYCLED,
+    SETTINGS,
+    TREE,
+    UAG,
+    XTOK,
+    Timed,
+    compare,
+    speed,
+    tuned,
+)
 from xtok.bench.context import compare_contexts
 from xtok.bench.drafters import compare_drafters
 from xtok.bench.report import print_servers
@@ -33,7 +49,7 @@ from xtok.models.cache import ids_read, vocabulary_size
 from xtok.models.load import load
 
 SEED: dict[bool, dict[str, Any]] = {True: {"seed": 0}, False: {}}
-OWN = [ALONE, NONE, LOOKUP, XTOK, DRAFT, CHAIN.format(5), TREE.format(5)]
+OWN = [ALONE, NONE, LOOKUP, NO_MODEL, XTOK, RECYCLED, DRAFT, CHAIN.format(5), TREE.format(5)]
 
 
 def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
@@ -44,11 +60,11 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["settings"]["greedy"]["as it is"]
     systems = [row["system"] for row in rows]
-    assert systems[:8] == [*OWN, UAG]
-    assert "UAG, length 5" in systems[8:]
-    assert len(systems) <= 10
-    assert all(sum(row["split"].values()) == pytest.approx(1) for row in rows[1:7])
-    alone, none, mine = rows[0], rows[1], rows[5]
+    assert systems[: len(OWN) + 1] == [*OWN, UAG]
+    assert "UAG, length 5" in systems[len(OWN) + 1 :]
+    assert len(systems) <= len(OWN) + 3
+    assert all(sum(row["split"].values()) == pytest.approx(1) for row in rows[1 : len(OWN)])
+    alone, none, mine = (rows[systems.index(name)] for name in (ALONE, NONE, CHAIN.format(5)))
     assert (alone["target_forwards"], alone["tokens_per_forward"], alone["speed"]) == (12, 1.0, 1.0)
     assert (none["target_forwards"], none["draft_forwards"]) == (12, 0)
     assert all(row["identical"] == row["prompts"] == 2 and row["new_tokens"] == 12 for row in rows)
@@ -68,7 +84,7 @@ def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
 def test_text_that_does_not_loop_is_that_of_the_target_whatever_guesses(setting: str) -> None:
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
     rows = compare(target, draft, pair.prompts()[:2], SETTINGS[setting], max_new_tokens=12, guess_length=5, repeats=2)
-    assert [row.system for row in rows[:7]] == OWN
+    assert [row.system for row in rows[: len(OWN)]] == OWN
     others = [row for row in rows if row.system == ALONE or row.system.startswith("UAG")]
     assert len(others) >= 2
     assert all(row.identical == 4 == row.prompts for row in rows if row not in others)
@@ -334,7 +350,8 @@ def test_all_ways_to_guess_are_compared_and_an_answer_that_is_given_is_written()
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
     kinds = {"prose": pair.prompts()[:1], "quoting": pair.quoting(pair.prompts()[:3])}
     rows = compare_drafters(target, {"draft": draft, "itself": (deepcopy(target[0]), target[1])}, kinds, max_new_tokens=12)
-    systems = [ALONE, "prompt lookup", "draft", "itself", "draft + prompt lookup", "itself + prompt lookup", "all together"]
+    drafts = ["draft", "itself", "token recycling"]
+    systems = [ALONE, "prompt lookup", *drafts, *(f"{name} + prompt lookup" for name in drafts), "all together"]
     assert [(row.kind, row.system) for row in rows] == [(kind, system) for kind in kinds for system in systems]
     assert all(row.identical == (1 if row.kind == "prose" else None) for row in rows)
     quoted = {row.system: row.tokens_per_forward for row in rows if row.kind == "quoting"}

@@ -18,6 +18,7 @@ from xtok.assisted import XTokAssisted
 from xtok.bench.stretch import forward_seconds, stretch, stretched_to
 from xtok.budget import Budget
 from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError
 from xtok.generation import Generation
 from xtok.models.load import from_config, load
@@ -31,6 +32,7 @@ K = TypeVar("K")
 R = TypeVar("R")
 ALONE = "target alone"
 NONE, LOOKUP, XTOK, DRAFT = "xtok, no draft", "xtok, lookup alone", "xtok", "xtok, draft alone"
+NO_MODEL, RECYCLED = "xtok, lookup and recycling", "xtok with recycling"
 CHAIN, TREE = "xtok, chain of {}", "xtok, tree of depth {}"
 UAG = "UAG, its defaults"
 LENGTHS = (1, 2, 3, 8, 20)
@@ -193,7 +195,9 @@ def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, An
         ALONE: transformers(),
         NONE: xtok(None),
         LOOKUP: xtok(PromptLookup()),
+        NO_MODEL: xtok([PromptLookup(), TokenRecycling()]),
         XTOK: xtok(draft),
+        RECYCLED: xtok([draft, PromptLookup(), TokenRecycling()]),
         DRAFT: xtok([draft]),
         CHAIN.format(guess_length): xtok([draft], Budget(guess_length, width=1, schedule="constant")),
         TREE.format(guess_length): xtok([draft], Budget(guess_length, width=4, nodes=32, schedule="constant")),

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from xtok.assisted import XTokAssisted
 from xtok.bench.compare import ALONE, Timed, by_transformers, by_xtok
 from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import prompt_ids
 from xtok.progress import bar
@@ -47,6 +48,7 @@ def compare_drafters(
     max_new_tokens: int,
 ) -> list[DrafterRow]:
     """Generate all prompts by the target alone, by each draft and by each with prompt lookup, and by all together, greedily.
+    Token recycling is one of the drafts.
 
     xtok guesses as much as pays. The systems take turns on each prompt. Where an answer comes with a prompt, the target is made
     to write that, by a logits processor: small targets can't follow a prompt, and what a system costs depends on what is
@@ -54,11 +56,10 @@ def compare_drafters(
     """
     if not all(kinds.values()):
         raise InvalidInputError("A kind of prompts has none. Give 6 prompts or more.")
-    lookup = PromptLookup()
+    lookup, drafts = PromptLookup(), {**drafts, "token recycling": TokenRecycling()}
     lists = {"prompt lookup": [lookup]} | {name: [draft] for name, draft in drafts.items()}
     lists |= {f"{name} + prompt lookup": [draft, lookup] for name, draft in drafts.items()}
-    if len(drafts) > 1:
-        lists["all together"] = [*drafts.values(), lookup]
+    lists["all together"] = [*drafts.values(), lookup]
     systems: dict[str, Way] = {ALONE: partial(by_transformers, target)}
     systems |= {name: partial(by_xtok, XTokAssisted(target, some)) for name, some in lists.items()}
 
