@@ -1,5 +1,6 @@
 """What waits for the device: one transfer per round of the target, and one per level of a draft."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ import xtok.largest
 import xtok.pick
 from xtok import Budget, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
+from xtok.errors import DraftFailedWarning
 from xtok.models import forwards
 from xtok.models.forwards import Answer, Ask
 from xtok.models.slots import Slots
@@ -121,6 +123,28 @@ def test_what_is_drawn_behind_all_nodes_at_once_is_what_is_drawn_one_id_after_an
     for together in ([xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS], xt.generate(PROMPTS, batch_size=3, **WAYS[way])):
         assert [one.token_ids for one in together] == [one.token_ids for one in one_by_one]
         assert [one.stats.min_margin for one in together] == pytest.approx([one.stats.min_margin for one in one_by_one])
+
+
+@pytest.mark.parametrize("fails", [[2], [2, 3, 5], list(range(2, 99))])
+def test_a_transfer_that_fails_costs_drafts_only(monkeypatch: pytest.MonkeyPatch, fails: list[int]) -> None:
+    """Found by a hostile trial: it ended all texts. One that fails for several texts is tried for each alone."""
+    expected = [one.token_ids for one in XTokAssisted((TARGET, TOKENS)).generate(PROMPTS, **GREEDY)]
+    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE)
+    count = 0
+
+    def listed(*parts: torch.Tensor) -> Any:
+        nonlocal count
+        count += 1
+        if count in fails:
+            raise torch.OutOfMemoryError("simulated")
+        return xtok.largest.listed(*parts)
+
+    monkeypatch.setattr(forwards, "listed", listed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DraftFailedWarning)
+        found = xt.generate(PROMPTS, batch_size=3, **GREEDY)
+    assert [one.token_ids for one in found] == expected
+    assert (found[0].stats.draft_error is None) == (fails == [2])
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampled"])

@@ -148,14 +148,22 @@ def _answers(wanted: dict[int, Ask | Look]) -> dict[int, Answer | Exception | Lo
     looks = {number: want.parts for number, want in wanted.items() if isinstance(want, Look)}
     if not looks:
         return dict(zip(wanted, answered([want for want in wanted.values() if isinstance(want, Ask)]), strict=True))
-    found = dict[int, Answer | Exception | Looked | None]()
-    for device in {parts[0].device for parts in looks.values()}:
-        there = {number: parts for number, parts in looks.items() if parts[0].device == device}
+    devices = {parts[0].device for parts in looks.values()}
+    kinds = ({number: parts for number, parts in looks.items() if parts[0].device == device} for device in devices)
+    return dict(joined.from_iterable(_looked(kind).items() for kind in kinds))
+
+
+def _looked(looks: dict[int, Sequence[Tensor]]) -> dict[int, Answer | Exception | Looked | None]:
+    """What some texts look at on one device, or the error that it ended in, if it fails alone, too."""
+    try:
         with timed() as took:
-            lists = iter(listed(*joined.from_iterable(there.values())))
-        share = took.seconds / len(there)
-        found |= {number: Looked(list(islice(lists, len(parts))), share) for number, parts in there.items()}
-    return found
+            lists = iter(listed(*joined.from_iterable(looks.values())))
+    except Exception as error:
+        if len(looks) == 1:
+            return dict.fromkeys(looks, error)
+        return dict(joined.from_iterable(_looked({number: parts}).items() for number, parts in looks.items()))
+    share = took.seconds / len(looks)
+    return {number: Looked(list(islice(lists, len(parts))), share) for number, parts in looks.items()}
 
 
 def answered(asks: Sequence[Ask]) -> list[Answer | Exception]:

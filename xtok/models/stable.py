@@ -7,7 +7,6 @@ places of the cache are looked at for a position, whatever else is forwarded.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
 from math import ceil
 
@@ -20,8 +19,10 @@ from xtok.models.cache import context_window, device_of, ids_read
 from xtok.models.forwards import Ask
 from xtok.models.slots import USUAL, Slots, rounded
 
-_NARROWEST, _STEP, _WIDEST = (1, 2), 4, 64
-"""Forwards have 1, 2 or a multiple of 4 new ids of a text."""
+_STEP, _WIDEST = 4, 64
+"""Forwards have multiples of 4 new ids, of one text or of several that have 1 or 2 each: matrices of fewer rows are multiplied
+by other kernels nearly everywhere.
+"""
 _TRIED = 512
 """How many places are looked at where it is tried what rows change."""
 _MARGIN = 8
@@ -30,8 +31,10 @@ _PIECES = (1, 2, 5, 1, 7)
 """The parts in which ids are forwarded that are to have the bits that they have at once."""
 _NODES, _OTHERS, _CONTEXTS = 8, (1, 3, 7), (2, 40, 200, 448)
 """A branch of so many nodes is tried behind so many nodes of another, and behind so many ids."""
-_TIMES = 4
-"""In how many forwards a shape is tried at most."""
+_TIMES, _OUTPUTS = 4, 200_000
+"""In how many forwards a shape is tried, or, where that computes fewer values, until so many outputs of matrices were compared:
+of a small model few bits differ, if any.
+"""
 _READ = 256
 """How many ids a cache is filled with for trying."""
 _UNEQUAL = (
@@ -64,7 +67,7 @@ class StableShapes:
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `UnsupportedModelError` where not even forwards of one shape have the same bits."""
         self._model = model
-        self._ids = [7919 * (place + 1) % ids_read(model) for place in range(_READ + _WIDEST)]
+        self._size = ids_read(model)
         self._found = dict[tuple[object, ...], _Known]()
         _check_kind(model)
         self._known()
@@ -83,13 +86,20 @@ class StableShapes:
 
     def padded(self, rows: int, new: int) -> int:
         """How many ids of each of some rows are forwarded where there are `new`, as far as it was tried."""
-        return next((width for width in _widths(new) if self._latest.agreed.get((rows, width, _TRIED), True)), new)
+        agreed = self._latest.agreed
+        return next((width for width in self._widths(rows, new) if agreed.get((rows, width, _TRIED), True)), new)
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
-        """How many ids of each of some rows are forwarded where there are `new`: the least that give the usual bits among 1, 2,
-        a multiple of 4, 16, 32 and 64; None for none.
+        """How many ids of each of some rows are forwarded where there are `new`: the least that give the usual bits among 1 and
+        2, if they are 4 at least together, a multiple of 4, 16, 32 and 64; None for none.
         """
-        return next((width for width in _widths(new) if self._agrees(rows, width, seen)), None)
+        return next((width for width in self._widths(rows, new) if self._agrees(rows, width, seen)), None)
+
+    def _widths(self, rows: int, new: int) -> list[int]:
+        """How many ids of a text forwards may have where there are `new`, the least first."""
+        narrow = [width for width in (1, 2) if self._even and rows * width >= _STEP]
+        widths = {*narrow, _STEP * ceil(new / _STEP), USUAL, 2 * USUAL, _WIDEST}
+        return sorted(width for width in widths if width >= new)
 
     def widest(self, seen: int) -> int:
         """The most ids of one text that are forwarded."""
@@ -114,19 +124,19 @@ class StableShapes:
 
     def _known(self) -> _Known:
         """What was found out of the model as it is now."""
-        attention = str(self._model.config.get_text_config(decoder=True)._attn_implementation)
         device = device_of(self._model)
+        attention = str(self._model.config.get_text_config(decoder=True)._attn_implementation)
         state = device, self._model.dtype, attention, torch.get_num_threads(), torch.is_autocast_enabled(device.type)
         if state not in self._found:
             _check_threads(device)
             self._found[state] = self._find()
-        self._latest = self._found[state]
+        self._latest, self._even = self._found[state], attention == "sdpa"  # others are given as few queries as there are
         return self._latest
 
     def _find(self) -> _Known:
         """Try whether ids have the bits at once that they have in parts or before a branch, and what places change."""
         filled = Slots(self._model)
-        filled.serve([Ask(filled.join(), self._ids[: min(_READ, self._base(_TRIED))], 1)])
+        filled.serve([Ask(filled.join(), self._ids(0, min(_READ, self._base(_TRIED))), 1)])
         usual, base = _OneShape(USUAL, _TRIED), self._base(_TRIED)
         at_once, in_parts = (self._forwarded(filled, 1, base, usual, pieces) for pieces in ([USUAL], _PIECES))
         logits = at_once[0][0, :_NODES]
@@ -151,14 +161,27 @@ class StableShapes:
     def _found_to_agree(self, filled: Slots, rows: int, width: int, seen: int) -> bool:
         """All ids of a forward, and of some more where there are fewer than 16, are compared with those of usual ones."""
         base, new = self._base(seen), max(width, min(USUAL, _TIMES * width))
-        usual = self._forwarded(filled, 1, base, _OneShape(USUAL, seen), _parts(new, USUAL))
-        return _same(usual, self._forwarded(filled, rows, base, _OneShape(width, seen), _parts(new, width)))
+        outputs = sum(weight.shape[0] for weight in self._model.parameters() if weight.dim() > 1)
+        turns = ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))
+        return all(self._same(filled, rows, base, _OneShape(width, seen), new, turn) for turn in range(turns))
+
+    def _same(self, filled: Slots, rows: int, base: int, shape: "_OneShape", new: int, turn: int) -> bool:
+        """Whether some ids, other ones in each turn, have the bits that they have in usual forwards."""
+        first = _READ + turn * _WIDEST
+        usual = self._forwarded(filled, 1, base, _OneShape(USUAL, shape.places), _parts(new, USUAL), first)
+        return _same(usual, self._forwarded(filled, rows, base, shape, _parts(new, shape.ids), first))
 
     def _base(self, seen: int) -> int:
         """Behind how many ids it is tried: there is room for the most that are forwarded."""
         return min(seen, context_window(self._model) or seen) - _WIDEST
 
-    def _forwarded(self, filled: Slots, rows: int, base: int, shape: "_OneShape", pieces: Sequence[int]) -> list[Tensor]:
+    def _ids(self, first: int, count: int) -> list[int]:
+        """Some ids, as good as any."""
+        return [7919 * (place + 1) % self._size for place in range(first, first + count)]
+
+    def _forwarded(
+        self, filled: Slots, rows: int, base: int, shape: "_OneShape", pieces: Sequence[int], first: int = _READ
+    ) -> list[Tensor]:
         """Forward ids in parts behind `base` others. Returns their logits, (tried rows, ids, vocabulary), and the keys and
         values of each layer, (tried rows, heads, ids, size).
 
@@ -171,8 +194,7 @@ class StableShapes:
             asks = []
             for row, text in enumerate(texts):
                 text.length = base + end - size
-                first = _READ + end - size if row in tried else end - size
-                asks.append(Ask(text, self._ids[first : first + size], size))
+                asks.append(Ask(text, self._ids(end - size + (first if row in tried else 0), size), size))
             answers = slots.serve(asks)
             logits.append(torch.stack([answers[row].logits for row in tried]))
         return [torch.cat(logits, dim=1), *(part[tried] for part in slots.held(base, base + sum(pieces)))]
@@ -183,7 +205,7 @@ class StableShapes:
         text = filled.tiled(1, base, shape.places + 1, shape).join()
         text.length = base
         ids, parents = list[int](), list[int]()
-        for chain in (self._ids[:before], self._ids[_READ : _READ + _NODES], self._ids[:behind]):
+        for chain in (self._ids(0, before), self._ids(_READ, _NODES), self._ids(0, behind)):
             parents += [-1, *range(len(ids), len(ids) + len(chain) - 1)][: len(chain)]
             ids += chain
         (answer,) = text.server.serve([Ask(text, ids, len(ids), parents)])
@@ -209,13 +231,6 @@ class _OneShape:
     def widest(self, seen: int) -> int:
         """As many."""
         return self.ids
-
-
-@cache
-def _widths(new: int) -> list[int]:
-    """How many ids of a text forwards may have where there are `new`, the least first."""
-    widths = {*_NARROWEST, _STEP * ceil(new / _STEP), USUAL, 2 * USUAL, _WIDEST}
-    return sorted(width for width in widths if width >= new)
 
 
 def _parts(ids: int, most: int) -> list[int]:
