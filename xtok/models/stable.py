@@ -35,6 +35,8 @@ _TIMES, _OUTPUTS = 4, 200_000
 """In how many forwards a shape is tried, or, where that computes fewer values, until so many outputs of matrices were compared:
 of a small model few bits differ, if any.
 """
+_SMALL = 4096
+"""Products of fewer multiplications have other kernels in half precision, which only a few bits betray."""
 _READ = 256
 """How many ids a cache is filled with for trying."""
 _UNEQUAL = (
@@ -68,6 +70,7 @@ class StableShapes:
         """Raises `UnsupportedModelError` where not even forwards of one shape have the same bits."""
         self._model = model
         self._size = ids_read(model)
+        self._least = min((weight.numel() for weight in model.parameters() if weight.dim() > 1), default=0)
         self._found = dict[tuple[object, ...], _Known]()
         _check_kind(model)
         self._known()
@@ -109,6 +112,8 @@ class StableShapes:
         """Whether forwards of such a shape give the usual bits."""
         if (rows, width) == (1, USUAL):
             return True
+        if rows * width * self._least < _SMALL:
+            return False
         if seen != _TRIED and not self._agrees(rows, width, _TRIED):
             return False
         rows = rows if seen == _TRIED else min(rows, ceil(_STEP / width))  # places change attention, which is of each row
