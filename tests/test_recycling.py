@@ -145,6 +145,16 @@ def test_a_drafter_is_shown_the_targets_logits_behind_each_id_that_it_checked() 
     assert place >= len(ids) - 1
 
 
+def test_a_text_that_begins_with_nothing_is_guessed_from_its_second_id_on() -> None:
+    """All of its prompt is padding."""
+    inputs = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.zeros(1, 3, dtype=torch.int64)}
+    expected = TARGET.generate(**inputs, **GREEDY)
+    for draft in (None, TokenRecycling(), Seen([], fails=False)):
+        xt = XTokAssisted((TARGET, TOKENS), draft, budget=TREE)
+        assert torch.equal(TARGET.generate(**inputs, **GREEDY, custom_generate=xt), expected)
+        assert xt.generate("吾輩は", **GREEDY).stats.draft_error is None
+
+
 def test_what_fails_to_learn_costs_speed_only() -> None:
     expected = XTokAssisted((TARGET, TOKENS)).generate(PROMPTS[0], **GREEDY).token_ids
     xt = XTokAssisted((TARGET, TOKENS), Seen(expected, fails=True), budget=TREE)

@@ -163,14 +163,14 @@ def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Ans
 
 def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, known: Known) -> list[int]:
     """Commit what the target picks along a guess, and let the drafts learn from it. Returns the ids."""
-    read = text.text.ids[-1], *tree.tokens
+    read = [*text.text.ids[-1:], *tree.tokens]
     block, path = _walk(text, tree, checked, known)
     kept = [node for node in path[1:] if node < _in_place(text, tree)]
     target.keep(text.slot, kept)
     text.read += len(kept)
     if text.session is not None:
         text.session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1])
-        text.session.learn(read, checked.logits)
+        text.session.learn(read, checked.logits[len(checked.logits) - len(read) :])
         left = text.finish_reason is None and tree.child(path[-1], block[-1]) is not None
         text.session.observe(checked.cost, left=left)
     if text.finish_reason is not None:

@@ -108,7 +108,7 @@ class Recycler(Asker):
             (ids, logits), self._checked = self._checked, None
             self._table = self._recycling.table(self._vocabulary, logits.device)
             self._table.learn(ids, logits)
-        if (table := self._table) is None:
+        if (table := self._table) is None or not context.ids:
             return Tree()
         first = (yield from self._expanded(context, table, [IdPath(1.0, -1, b"")]))[0]
         found = yield from grown(first, budget, lambda front: self._expanded(context, table, front))
