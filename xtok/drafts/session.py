@@ -96,7 +96,7 @@ class Session:
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
         tree = self._of(tree, [*path, *sorted(rest)])  # so what comes true most often stands where it stays
         self._guessed = limit, tree
-        leaves = limit.schedule == "cost" and self._ledger.surety.share < 1
+        leaves = limit.schedule == "cost" and self._ledger.surety.share < 1 and len(path) < len(tree)
         return self._without_dear_branches(tree, len(path)) if leaves else tree
 
     def _without_dear_branches(self, tree: Tree, lead: int) -> Tree:
@@ -104,9 +104,8 @@ class Session:
         round.
         """
         masses = self._believed(tree)
-        ranked = sorted(range(len(tree)), key=lambda node: -masses[node])
-        worth = self._ledger.verified([masses[node] for node in ranked], self._unread)
-        return self._keep(sorted({*range(lead), *ranked[:worth]}))
+        worth = self._ledger.verified(sorted(masses, reverse=True), self._unread)
+        return self._keep(sorted({*range(lead), *_likeliest(masses, worth)}))
 
     def sources(self, tree: Tree) -> tuple[int, ...]:
         """Of each node of the round's guess, which draft guessed it, the cheapest of several."""
@@ -127,7 +126,7 @@ class Session:
         """The likeliest nodes of the latest guess, so many at most; the guess from now on."""
         assert self._guessed is not None
         masses = self._believed(self._guessed[1])
-        return self._keep(sorted(sorted(range(len(masses)), key=lambda node: -masses[node])[:nodes]))
+        return self._keep(sorted(_likeliest(masses, nodes)))
 
     def _keep(self, nodes: list[int]) -> Tree:
         """Some nodes of the latest guess; the guess from now on."""
@@ -224,6 +223,11 @@ class Session:
             self.proposals[draft] = replace(self.proposals[draft], own=own)
         in_order = (one.tree.guess for one in self.proposals if one.tree)
         return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
+
+
+def _likeliest(masses: Sequence[float], count: int) -> list[int]:
+    """The places of the largest masses, falling, the first of equal ones first."""
+    return sorted(range(len(masses)), key=lambda node: -masses[node])[:count]
 
 
 def _sound(tree: Tree) -> Tree:
