@@ -314,9 +314,10 @@ class Ledger:
     def committed(self, tree: Tree, masses: Sequence[float]) -> list[float]:
         """How probable it is of each node that a pick behind it is committed in this round. `masses`: how probable they are."""
         found: list[float] = []
+        lead, share = tree.lead, self.surety.share
         for node, (mass, parent) in enumerate(zip(masses, tree.parents, strict=True)):
             before = found[parent] / masses[parent] if parent >= 0 and masses[parent] else 1.0
-            found.append(mass * before * (1.0 if node < tree.lead else self.surety.share))
+            found.append(mass * before * (1.0 if node < lead else share))
         return found
 
     def verified(self, masses: Sequence[float], unread: int = 1) -> int:
