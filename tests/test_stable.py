@@ -1,6 +1,6 @@
 """Law 9: fixed shapes fix the bits. What is picked with `stable=True`, beside what a text has without a draft and alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -24,10 +24,11 @@ from transformers.integrations import sdpa_attention
 from worlds import budgets, deep, examples
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted, decode
-from xtok.draws import draw, sure_draw, sure_draws
+from xtok.drafts.session import Session
+from xtok.draws import draw, draws, sure_draw, sure_margins
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.hf import Prepared
-from xtok.models.forwards import Answer, Ask
+from xtok.models.forwards import Answer, Ask, Asking
 from xtok.models.layers import EvenKeys
 from xtok.models.probe import takes_slots
 from xtok.models.prompts import prompt_ids
@@ -314,8 +315,10 @@ def test_a_draw_that_is_sure_stays_the_same_however_scores_change(
     keys = torch.randint(-(2**62), 2**62, (size,), generator=generator)
     token, margin = sure_draw(scores, keys, seed, cutters, spread)
     rows, spreads = scores.expand(2, -1), torch.full((2, 1), spread, dtype=torch.float64)
-    for found, lead in zip(*sure_draws(rows, keys, states_of([seed] * 2, keys.device), cutters, spreads), strict=True):
-        assert found in (token, -1) and (found < 0 or bool(lead > spread) == (margin > spread))
+    states = states_of([seed] * 2, keys.device)
+    told = draws(rows, keys, states)[0] >= 0
+    for known, lead in zip(told, sure_margins(rows, keys, states, cutters, spreads), strict=True):
+        assert bool(lead > spread) == (known and margin > spread)
     if not margin > spread:
         return
     against = torch.full((size,), spread / 2)
@@ -405,16 +408,37 @@ def test_texts_share_forwards_of_as_few_rows_as_give_the_usual_bits(monkeypatch:
     assert mode(rows) == 4 * (xt._shapes.width(4, 1, 512) or 0)
 
 
+@pytest.mark.parametrize("way", ["penalty", "sampled", "cut"])
 @pytest.mark.parametrize("stable", [False, True])
-def test_how_often_picks_behind_branches_are_sure_is_learnt_where_they_may_not_be(stable: bool) -> None:
+def test_a_pick_that_is_left_to_the_next_round_is_guessed_there(
+    stable: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hints, verified = list[tuple[int, int]](), list[tuple[Tree, int | None]]()
+    extend, propose = Session.extend, Session.propose
+
+    def extended(self: Session, ids: Sequence[int], hidden: Any = None, hint: int | None = None) -> None:
+        hints.extend((self._hint, ids[0]) for _ in ids[:1] if self._hint is not None)
+        extend(self, ids, hidden, hint)
+
+    def proposed(self: Session, *given: Any, **named: Any) -> Asking[Tree]:
+        tree = yield from propose(self, *given, **named)
+        verified.append((tree, self._hint))
+        return tree
+
     prompt = TEXTS[0]
-    xt = XTokAssisted((target("Llama", HALF), TOKENS), (UNRELATED, BYTES), budget=TREES, stable=stable)
-    wanted = xt.generate(prompt, **WAYS["sampled"])
+    xt = XTokAssisted((target("Llama", HALF), TOKENS), budget=TREES, stable=stable)
+    wanted = xt.generate(prompt, **WAYS[way])
     texts = {tuple(prompt_ids(TOKENS, prompt)): wanted.token_ids}
-    xt = XTokAssisted((xt.model, TOKENS), [Misleading(texts, 1), Misleading(texts, 2)], budget=TREES, stable=stable)
-    for _ in range(4):
-        assert xt.generate(prompt, **WAYS["sampled"]).token_ids == wanted.token_ids
-    assert (xt._ledger.surety.share < 1) == stable
+    monkeypatch.setattr(Session, "extend", extended)
+    monkeypatch.setattr(Session, "propose", proposed)
+    for seed in range(4):
+        drafts = [(UNRELATED, BYTES), Misleading(texts, seed), PromptLookup()]
+        xt = XTokAssisted((xt.model, TOKENS), drafts, budget=TREES, stable=stable)
+        assert xt.generate(prompt, **WAYS[way]).token_ids == wanted.token_ids
+    assert bool(hints) == stable
+    assert sum(hint == token for hint, token in hints) >= 0.9 * len(hints)
+    for tree, hint in verified:
+        assert hint is None or not tree or tree.tokens[0] == hint, "it stands in place"
 
 
 def test_what_was_tried_counts_for_the_model_as_it_was() -> None:

@@ -21,7 +21,7 @@ from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.ledger import Account, Calibration, Crowd, Ledger, Limit, Pace, Proposal
 from xtok.models.forwards import Asking, together
 from xtok.models.probe import takes_trees
-from xtok.tree import Trie, chain
+from xtok.tree import HINTED, Trie, chain
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
 guesses = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.floats(0.01, 0.2)), min_size=1, max_size=5)
@@ -263,10 +263,9 @@ def test_what_a_drafter_says_is_corrected_by_what_comes_of_it() -> None:
 @given(
     parents=st.integers(1, 12).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))),
     data=st.data(),
-    share=st.floats(0, 1),
 )
-def test_what_was_left_to_the_next_round_says_nothing_of_the_guesses_behind_it(
-    parents: tuple[int, ...], data: st.DataObject, share: float
+def test_where_nothing_was_picked_behind_a_guess_it_says_nothing_of_those_behind_it(
+    parents: tuple[int, ...], data: st.DataObject
 ) -> None:
     tree = Tree(tuple(range(len(parents))), parents, masses=tuple(data.draw(st.floats(0, 1)) for _ in parents))
     right = [data.draw(st.integers(0, len(tree) - 1))]
@@ -274,16 +273,40 @@ def test_what_was_left_to_the_next_round_says_nothing_of_the_guesses_behind_it(
         right.insert(0, parents[right[0]])
     known = [node for node in range(len(tree)) if node not in tree.behind(right[-1])]
     found, wanted = Calibration(), Calibration()
-    found.learn(tree, right, left=True)
+    found.learn(tree, right, ended=True)
     wanted.learn(tree.of(known), [known.index(node) for node in right])
     assert found == wanted
-    ledger = new_ledger()
-    ledger.surety.share = share
-    for node, committed in enumerate(ledger.committed(tree, [0.5] * len(tree))):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        assert committed == pytest.approx(0.5 * share ** sum(one >= tree.lead for one in path), abs=1e-9)
+
+
+@given(
+    parents=st.integers(0, 12).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))),
+    data=st.data(),
+    hint=st.integers(0, 4),
+)
+def test_a_hint_is_the_likeliest_first_guess_and_what_comes_behind_it_is_as_probable_as_it_then_is(
+    parents: tuple[int, ...], data: st.DataObject, hint: int
+) -> None:
+    trie = Trie()
+    trie.mix(
+        Tree(tuple(data.draw(st.integers(0, 4)) for _ in parents), parents), [data.draw(st.floats(0.01, 1)) for _ in parents]
+    )
+    tree = trie.best(len)
+    hinted = tree.hinted(hint)
+    node = hinted.child(-1, hint)
+    assert node is not None and hinted.masses[node] == pytest.approx(HINTED) and hinted.likeliest_path(1) == [node]
+    assert hinted.tokens[: len(tree)] == tree.tokens and hinted.parents[: len(tree)] == tree.parents
+    assert len(hinted) - len(tree) == (tree.child(-1, hint) is None)
+    for one, parent in enumerate(tree.parents):
+        assert hinted.masses[one] <= (hinted.masses[parent] if parent >= 0 else 1.0) + 1e-9
+        if one in hinted.behind(node):
+            assert hinted.masses[one] / HINTED == pytest.approx(tree.masses[one] / tree.masses[node])
+
+
+def test_a_hint_changes_nothing_where_there_is_none_and_where_a_tree_says_no_masses() -> None:
+    tree = chain([1, 2], masses=(0.5, 0.4))
+    assert tree.hinted(None) is tree
+    assert chain([1, 2]).hinted(3) == chain([1, 2])
+    assert Tree().hinted(3) == chain([3], masses=(HINTED,))
 
 
 OFFERS = st.tuples(st.integers(1, 5), st.lists(st.floats(0, 1), max_size=12).map(lambda masses: sorted(masses, reverse=True)))

@@ -164,33 +164,34 @@ def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Ans
 def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, known: Known) -> list[int]:
     """Commit what the target picks along a guess, and let the drafts learn from it. Returns the ids."""
     read = [*text.text.ids[-1:], *tree.tokens]
-    block, path = _walk(text, tree, checked, known)
+    block, path, hint = _walk(text, tree, checked, known)
     kept = [node for node in path[1:] if node < _in_place(text, tree)]
     target.keep(text.slot, kept)
     text.read += len(kept)
     if text.session is not None:
-        text.session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1])
+        text.session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1], hint)
         text.session.learn(read, checked.logits[len(checked.logits) - len(read) :])
-        left = text.finish_reason is None and tree.child(path[-1], block[-1]) is not None
-        text.session.observe(checked.cost, left=left)
+        text.session.observe(checked.cost)
     if text.finish_reason is not None:
         text.end()
     return block
 
 
 @torch.no_grad()
-def _walk(text: Sequence, tree: Tree, checked: Answer, known: Known) -> tuple[list[int], list[int]]:
+def _walk(text: Sequence, tree: Tree, checked: Answer, known: Known) -> tuple[list[int], list[int], int | None]:
     """Walk the picks along the guesses, until those or the text ends. `known`: the first picks.
 
-    Returns the ids picked, and the nodes behind which they were picked: -1, for the context, and its descendants.
+    Returns the ids picked, the nodes behind which they were picked: -1, for the context, and its descendants; and the likely
+    next pick, where it is left to the next round.
     """
     offset, _ = text.text.place
     drafts = () if text.session is None else text.session.sources(tree)
-    block, path = list[int](), list[int]()
+    block, path, hint = list[int](), list[int](), None
     node: int | None = -1
     while node is not None and text.finish_reason is None:
-        token = _pick(text, tree, node, checked, known)
-        if token is None:
+        token, sure = _pick(text, tree, node, checked, known)
+        if token is None or not sure:
+            hint = token
             break
         path.append(node)
         block.append(token)
@@ -200,21 +201,24 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, known: Known) -> tuple[li
     right = (*path[1:], *([] if node is None else [node]))
     guess = replace(tree, distributions=()) if tree.distributions else tree
     text.meter.rounds.append(Round(offset, guess, drafts, right, len(block)))
-    return block, path
+    return block, path, hint
 
 
-def _pick(text: Sequence, tree: Tree, node: int, checked: Answer, known: Known) -> int | None:
-    """What is picked behind a node. None where that may depend on where the node stands: then it is left to the next round."""
+def _pick(text: Sequence, tree: Tree, node: int, checked: Answer, known: Known) -> tuple[int | None, bool]:
+    """What is picked behind a node, and whether that is sure. Where it may depend on where the node stands, it is left to the
+    next round.
+    """
     spread = None if node < _in_place(text, tree) else text.slot.spread
     picker, row = text.picker, slice(node + 1, node + 2)
     for token, margin in known.picks[row]:
         if spread is None:
-            return picker.note(token, margin) if token >= 0 else picker.picked(text.ids, known.scores[row], text.text.place)
+            is_told = token >= 0
+            return picker.note(token, margin) if is_told else picker.picked(text.ids, known.scores[row], text.text.place), True
         if token >= 0:
             return picker.surely(token, margin, spread)
     if spread is not None:
         return picker.sure(text.ids, checked.logits[row], text.text.place, spread)
-    return picker.pick(text.ids, checked.logits[row], text.text.place, tree, node)
+    return picker.pick(text.ids, checked.logits[row], text.text.place, tree, node), True
 
 
 def _in_place(text: Sequence, tree: Tree) -> int:

@@ -130,28 +130,29 @@ def _mass(probabilities: Tensor, compare: Callable[..., Tensor], scores: Tensor,
 
 
 def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], spread: float) -> Draw:
-    """The best of all scores + noise, and by how much it beats the second; by nothing, where a cut might not leave it.
+    """The draw of what cuts leave, and by how much it beats the second of all scores + noise; by nothing, where a cut might not
+    leave it.
 
-    Law: where its margin is above `spread`, it is the draw of all scores that differ from these by up to half of that.
-    Arguments are those of `draw`.
+    Law: where its margin is above `spread`, it is the draw of all scores that differ from these by up to half of that. Where
+    that isn't known, and it is too near to a cut to tell, it may not be the draw either. Arguments are those of `draw`.
     """
     drawn = draw(scores, keys, state)
     assert drawn is not None
     token, margin = drawn
-    if not margin > spread:
-        return Draw(token, 0.0)
-    tokens, spreads = scores.new_tensor([[token]], dtype=torch.int64), scores.new_tensor([[spread]], dtype=torch.float64)
-    return Draw(token, margin if bool(_surely_left(scores[None], tokens, cuts, spreads)) else 0.0)
+    if margin > spread:
+        tokens, spreads = scores.new_tensor([[token]], dtype=torch.int64), scores.new_tensor([[spread]], dtype=torch.float64)
+        if bool(_surely_left(scores[None], tokens, cuts, spreads)):
+            return drawn
+    return Draw((draw(scores, keys, state, cuts) or drawn).token, 0.0)
 
 
-def sure_draws(scores: Tensor, keys: Tensor, states: Tensor, cuts: Sequence[Any], spreads: Tensor) -> tuple[Tensor, Tensor]:
-    """What `sure_draw` gives of each row, without a transfer: ids, int64, and margins, float64, (rows,) twice.
-
-    An id is -1 where `draws` gives that. `spreads`: (rows, 1), float64. The other arguments are those of `draws`.
+def sure_margins(scores: Tensor, keys: Tensor, states: Tensor, cuts: Sequence[Any], spreads: Tensor) -> Tensor:
+    """The margin that `sure_draw` gives of each row, or one that isn't above its spread either, without a transfer: (rows,),
+    float64. `spreads`: (rows, 1), float64. The other arguments are those of `draws`.
     """
     tokens, margins = draws(scores, keys, states)
-    left = _surely_left(scores, tokens.clamp(min=0)[:, None], cuts, spreads)
-    return tokens, margins.where(left[:, 0], 0.0)
+    left = _surely_left(scores, tokens.clamp(min=0)[:, None], cuts, spreads)[:, 0]
+    return margins.where(left & (tokens >= 0), 0.0)
 
 
 def _surely_left(scores: Tensor, tokens: Tensor, cuts: Sequence[Any], spreads: Tensor) -> Tensor:

@@ -64,11 +64,11 @@ class Calibration:
             found.append(min(before, self.believed(tree.masses[node])) if tree.masses else before * self.onward)
         return found
 
-    def learn(self, tree: Tree, right: Sequence[int], *, left: bool = False) -> None:
-        """Take in which nodes the picks ran through, in order. `left`: nothing was picked behind the last of them, so that what
-        becomes of the guesses there isn't known.
+    def learn(self, tree: Tree, right: Sequence[int], *, ended: bool = False) -> None:
+        """Take in which nodes the picks ran through, in order. `ended`: nothing was picked behind the last of them, so that
+        what becomes of the guesses there isn't known.
         """
-        unknown = tree.behind(right[-1]) if left else set[int]()
+        unknown = tree.behind(right[-1]) if ended else set[int]()
         for node, mass in enumerate(tree.masses):
             if node in unknown:
                 continue
@@ -78,21 +78,10 @@ class Calibration:
             if self.expected[index] > _FORGETS:
                 self.expected[index] /= 2
                 self.hits[index] /= 2
-        forks = {-1, *(right[:-1] if left else right)}.intersection(tree.parents)
+        forks = {-1, *(right[:-1] if ended else right)}.intersection(tree.parents)
         for fork in forks:
             goes_on = any(tree.parents[node] == fork for node in right)
             self.onward += _SHARE * (goes_on - self.onward) / 2
-
-
-@dataclass
-class Surety:
-    """How often what was asked was sure, lately: at first always."""
-
-    share: float = 1.0
-
-    def learn(self, *, sure: bool) -> None:
-        """Take in one answer."""
-        self.share += _SHARE / 2 * (sure - self.share)
 
 
 @dataclass
@@ -262,7 +251,6 @@ class Ledger:
     Law: it decides how much is guessed, and so how fast a text comes, never what it says. One serves all texts of an instance,
     those of several threads, too: no round of any of them is lost.
 
-    `surety`: how often the target's pick behind a node of a branch was committed, and not left to the next round.
     `padded`: by how many texts share a forward of the target and how many rows of it each needs, how many each has. What
     stands in place of padding is free.
 
@@ -274,7 +262,6 @@ class Ledger:
     accounts: list[Account]
     padded: Callable[[int, int], int] = lambda texts, rows: rows
     target: ForwardCost = field(default_factory=ForwardCost)
-    surety: Surety = field(default_factory=Surety)
     lately: Throughput = field(default_factory=Throughput)
     _texts: int = 1
     lock: Any = field(default_factory=RLock, init=False, repr=False, compare=False)
@@ -310,15 +297,6 @@ class Ledger:
         """What is believed of each node of a draft's guess."""
         with self.lock:
             return self.accounts[draft].calibration.masses(tree)
-
-    def committed(self, tree: Tree, masses: Sequence[float]) -> list[float]:
-        """How probable it is of each node that a pick behind it is committed in this round. `masses`: how probable they are."""
-        found: list[float] = []
-        lead, share = tree.lead, self.surety.share
-        for node, (mass, parent) in enumerate(zip(masses, tree.parents, strict=True)):
-            before = found[parent] / masses[parent] if parent >= 0 and masses[parent] else 1.0
-            found.append(mass * before * (1.0 if node < lead else share))
-        return found
 
     def verified(self, masses: Sequence[float], unread: int = 1) -> int:
         """How many guessed ids, whose probabilities fall, are worth their rows of the target's forward, which reads `unread`
@@ -357,20 +335,15 @@ class Ledger:
         forward: Cost,
         proposals: Sequence[Proposal],
         unread: int = 1,
-        *,
-        left: bool = False,
     ) -> None:
         """A round is over: `block` was committed where `tree` was guessed, and forwarded behind `unread` committed ids.
 
-        `forward`: the target's, which other texts may have shared. `left`: the pick behind the last id, which was guessed, is
-        left to the next round.
+        `forward`: the target's, which other texts may have shared.
         """
         with self.lock:
-            self._observe(tree, block, forward, proposals, unread, left)
+            self._observe(tree, block, forward, proposals, unread)
 
-    def _observe(
-        self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal], unread: int, left: bool
-    ) -> None:
+    def _observe(self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal], unread: int) -> None:
         if not forward.told:
             self.target.add(forward.rows, forward.seconds)
         self._texts = forward.texts
@@ -379,8 +352,6 @@ class Ledger:
             return self.target.share(self.padded(forward.texts, rows), forward.texts)
 
         path = tree.along(block)[: len(block) - 1]  # behind the last id committed nothing was picked
-        for sure in [*(True for node in path if node >= tree.lead), *([False] if left else [])]:
-            self.surety.learn(sure=sure)
         rows = right = 0
         spent = 0.0
         for draft in self.cheapest_first():
@@ -388,7 +359,7 @@ class Ledger:
             account.without.add(1 + right, at(unread + rows) + spent)
             if one.tree is None:
                 continue
-            took = self._learn(account, one, block, left)
+            took = self._learn(account, one, block)
             gained = len(one.own.intersection(path))
             extra = at(unread + rows + len(one.own)) - at(unread + rows) + took
             if not one.first:
@@ -413,14 +384,14 @@ class Ledger:
                 self.lately.add(1, forward.share)
 
     @staticmethod
-    def _learn(account: Account, one: Proposal, block: Sequence[int], left: bool) -> float:
+    def _learn(account: Account, one: Proposal, block: Sequence[int]) -> float:
         """Take in what a draft did. Returns the seconds that it took, as those of a forward are known."""
         assert one.tree is not None
         for cost in one.drafted or ([] if one.first else [Cost(1, one.rest)]):
             if cost.rows <= _FEW * cost.texts and not cost.told:
                 account.forward.add(cost.rows, cost.seconds)
         right = one.tree.along(block)
-        account.calibration.learn(one.tree, right, left=left and len(right) == len(block))
+        account.calibration.learn(one.tree, right, ended=len(right) == len(block))
         if one.tree:
             account.explored(right=bool(one.tree.along(block)))
         drafted = sum(account.forward.at(min(one.rows, _FEW * one.texts)) / one.texts for one in one.drafted)

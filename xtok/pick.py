@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from xtok.draws import accepts, draw, draws, residual, sure_draw, sure_draws, typical
+from xtok.draws import accepts, draw, draws, residual, sure_draw, sure_margins, typical
 from xtok.largest import best, listed, on_host
 from xtok.noise import ACCEPT, Noise, states_of
 from xtok.processors import known_cuts, stretch
@@ -117,12 +117,12 @@ class Picker:
             return token
         return self._surely_drawn(process(ids, scores, self.cuts)[0], place)
 
-    def sure(self, ids: Tensor, logits: Tensor, place: tuple[int, int], spread: float) -> int | None:
-        """The pick, where it is the same however each logit changes by up to half of `spread`; else, and where nothing says so
-        or something is recorded, None. Arguments are those of `pick`.
+    def sure(self, ids: Tensor, logits: Tensor, place: tuple[int, int], spread: float) -> tuple[int | None, bool]:
+        """The likely pick, and whether it is the same however each logit changes by up to half of `spread`. None where nothing
+        says so, or something is recorded. Arguments are those of `pick`.
         """
         if self.swing is None:
-            return None
+            return None, False
         scores = self.scored(ids, logits)
         if self.noise is None:
             ((found,),) = picks([Ahead(self, scores, ())])
@@ -130,9 +130,10 @@ class Picker:
         assert self.keys is not None
         return self.surely(*sure_draw(scores[0], self.keys, self.noise.at(*place), self.cuts, spread * self.swing), spread)
 
-    def surely(self, token: int, margin: float, spread: float) -> int | None:
-        """A pick whose margin is more than logits that change by up to half of `spread` may change; of others None."""
-        return self.note(token, margin) if self.swing is not None and margin > spread * self.swing else None
+    def surely(self, token: int, margin: float, spread: float) -> tuple[int, bool]:
+        """A pick, and whether its margin is more than logits that change by up to half of `spread` may change."""
+        sure = self.swing is not None and margin > spread * self.swing
+        return self.note(token, margin) if sure else token, sure
 
     def _judged(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
         """A guess that is typical, or was drawn from a known distribution and is accepted; else the draw of what that leaves.
@@ -239,7 +240,7 @@ def _at_once(asked: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
     if far := [row for row, spread in enumerate(spreads) if spread]:
         rows = torch.tensor(far, device=scores.device)
         least = torch.tensor([[spreads[row]] for row in far], dtype=torch.float64, device=scores.device)
-        tokens[rows], margins[rows] = sure_draws(scores[rows], picker.keys, states[rows], picker.cuts, least)
+        margins[rows] = sure_margins(scores[rows], picker.keys, states[rows], picker.cuts, least)
     return tokens, margins
 
 

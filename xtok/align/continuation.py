@@ -41,6 +41,10 @@ class Continuation:
             guess = self._less(guess, token)
         return [*found, *canonical]
 
+    def spelled(self, token: int | None, before: bytes) -> bytes:
+        """The bytes of an id behind others; none of None."""
+        return b"" if token is None else self._view.to_bytes([token], before=before)
+
     def _less(self, guess: bytes, token: int) -> bytes:
         """The guess behind `token`; nothing where the tokenizer rewrote the text, for then its ids are taken as they are."""
         piece = self._view[token] or b""

@@ -25,7 +25,8 @@ class Context:
 
     `noise` is that under which the target picks, None where it picks greedily. `controls` counts the new ids that spell
     nothing. `hidden`: the target's last hidden state at the position behind which it picked the last id, (hidden size,); None
-    where it isn't known or nobody asks for it.
+    where it isn't known or nobody asks for it. `hint`: what the target very likely picks next, where its latest forward told so
+    all but surely.
     """
 
     ids: Sequence[int]
@@ -34,6 +35,7 @@ class Context:
     controls: int = 0
     noise: Noise | None = None
     hidden: Tensor | None = None
+    hint: int | None = None
 
 
 @runtime_checkable

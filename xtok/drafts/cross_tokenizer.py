@@ -77,21 +77,25 @@ class CrossTokenizerDrafter(Asker):
         if not self._reader.size or not depth:
             return Tree()
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
+        hint = self._continuation.spelled(context.hint, context.data)
         with self._meter.drafting():
-            first = yield from self._first(pending, chained)
+            first = yield from self._first(pending, hint, chained)
         texts = yield from grown(first, budget, self._expanded if not chained else lambda front: self._expanded(front, 1))
         with self._meter.timing("align"):
-            return self._mapped(context, texts[-1:] if chained else texts, budget)
+            return self._mapped(context, hint, texts[-1:] if chained else texts, budget)
 
-    def _first(self, pending: bytes, chained: bool) -> Asking[list[_Text]]:
-        """The beginnings of guesses: behind the last token, and in place of it. A chain begins with the likeliest."""
+    def _first(self, pending: bytes, hint: bytes, chained: bool) -> Asking[list[_Text]]:
+        """The beginnings of guesses: behind the last token, and in place of it. A chain begins with the likeliest.
+
+        Behind the bytes of a character left unfinished, all begin with those of a hint.
+        """
         logits = yield from self._reader.logits(rows=min(2, self._reader.size))
         rows = logits.float() * SHARPNESS
         token, count = self._reader.last, 1 if chained else CHILDREN
         last = self._view[token] or b""
-        behind = _Text(1.0, -1, b"", given=pending)
-        longer = _Text(0.0, -2, b"", given=last + pending)
-        others = [other for other in self._view.ids_starting_with(longer.given) if other != token] if last else []
+        behind = _Text(1.0, -1, b"", given=pending + hint)
+        longer = _Text(0.0, -2, b"", given=last + pending + hint)
+        others = [other for other in self._longer(last + pending, hint) if other != token] if last else []
         if len(rows) < 2 or not others:
             return (yield from self._children(rows[-1:], [behind], count))[0]
         again = self._only(rows[0], [token, *others]).softmax(dim=-1)
@@ -105,6 +109,11 @@ class CrossTokenizerDrafter(Asker):
             return next_ones
         self._reader.take_back()
         return [replace(one, parent=-1) for one in longer_ones]
+
+    def _longer(self, start: bytes, hint: bytes) -> list[int]:
+        """The ids whose bytes begin with some, and can begin a text that begins with those and a hint."""
+        compatible = self._view.compatible(start + hint)
+        return [token for token in compatible if (self._view[token] or b"").startswith(start)]
 
     def _expanded(self, front: list[_Text], count: int = CHILDREN) -> Asking[list[list[_Text]]]:
         """The continuations of some texts, all by one forward."""
@@ -153,8 +162,9 @@ class CrossTokenizerDrafter(Asker):
         only[ids] = logits[ids]
         return only
 
-    def _mapped(self, context: Context, texts: list[_Text], budget: Budget) -> Tree:
-        """The likeliest of the target's ids for what the texts add."""
+    def _mapped(self, context: Context, hint: bytes, texts: list[_Text], budget: Budget) -> Tree:
+        """The likeliest of the target's ids for what the texts add, behind the hint."""
+        known = [context.hint] if hint and context.hint is not None else []
         masses: dict[tuple[bytes, bool], float] = {}
         for text in texts:
             if len(text.written) >= len(text.given):
@@ -162,8 +172,8 @@ class CrossTokenizerDrafter(Asker):
         likeliest = sorted(masses.items(), key=lambda item: -item[1])
         trie = Trie()
         for (added, ended), mass in likeliest[: budget.verified([mass for _, mass in likeliest])]:
-            ids = self._continuation.ids(context.ids, added) if added else []
+            ids = [*known, *(self._continuation.ids([*context.ids, *known], added) if added else [])]
             if ended and self._target_end is not None:
                 ids.append(self._target_end)
             trie.add(ids[: budget.longest], mass)
-        return trie.best(budget.verified, guess=likeliest[0][0][0] if likeliest else b"")
+        return trie.best(budget.verified, guess=hint + likeliest[0][0][0] if likeliest else b"")

@@ -1,7 +1,7 @@
 """Guesses that grow level by level: one forward of the draft continues the likeliest ones, whatever branch they are on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any, TypeVar
 
@@ -59,6 +59,10 @@ class IdPath(Path):
 
     ids: tuple[int, ...] = ()
     controls: int = 0
+
+
+Some = TypeVar("Some", bound=Path)
+SomeIds = TypeVar("SomeIds", bound=IdPath)
 
 
 def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | None, Tensor]:
@@ -123,15 +127,21 @@ def next_ids(
     masses, tokens = yield from looked_at(meter, top.values, ids.gather(1, top.indices))
     check_numbers(own, masses)
     return [
-        [_child(context, view, guess, mass, token) for mass, token in zip(*pairs, strict=True) if mass > 0]
+        [child(context, view, guess, mass, token) for mass, token in zip(*pairs, strict=True) if mass > 0]
         for guess, *pairs in zip(front, masses, tokens, strict=True)
     ]
 
 
-def _child(context: Context, view: TokenBytes, guess: IdPath, probability: float, token: int) -> IdPath:
+def child(context: Context, view: TokenBytes, guess: IdPath, probability: float, token: int) -> IdPath:
+    """A guess and a further id, so probable."""
     piece = view.to_bytes([token], before=guess.written or context.data)
     ids, controls = (*guess.ids, token), guess.controls + (not piece)
     return IdPath(guess.mass * probability, -1, guess.written + piece, probability, ids=ids, controls=controls)
+
+
+def hinted(first: Sequence[SomeIds], hint: SomeIds) -> list[SomeIds]:
+    """First guesses where one of them is very likely right: the others are as improbable as they are then."""
+    return [hint, *(replace(one, mass=one.mass * (1 - hint.mass)) for one in first if one.ids != hint.ids)]
 
 
 def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
@@ -140,9 +150,6 @@ def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
     for guess in guesses:
         trie.add(guess.ids[: budget.longest], guess.kept)
     return trie.best(budget.verified, max(guesses, key=lambda guess: guess.mass).written if guesses else b"")
-
-
-Some = TypeVar("Some", bound=Path)
 
 
 def grown(

@@ -18,12 +18,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context, Request
-from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, tree_of
+from xtok.drafts.growth import IdPath, child, grown, hinted, likeliest, next_ids, tree_of
 from xtok.errors import InvalidInputError, reason
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
 from xtok.stats import Meter
-from xtok.tree import Tree
+from xtok.tree import HINTED, Tree
 
 
 class Heads(nn.Module):
@@ -156,7 +156,10 @@ class HeadsGuesser(Asker):
             return Tree()
         with self._meter.drafting():
             distributions = self._distributions(context.hidden)
-            first = (yield from self._children(context, distributions, [IdPath(1.0, -1, b"")]))[0]
+            root = IdPath(1.0, -1, b"")
+            first = (yield from self._children(context, distributions, [root]))[0]
+        if context.hint is not None:
+            first = hinted(first, child(context, self._view, root, HINTED, context.hint))
         budget = replace(budget, depth=min(budget.depth, len(distributions[0])))  # a head for each id
         found = yield from grown(first, budget, lambda front: self._expanded(context, distributions, front))
         return tree_of(found, budget)

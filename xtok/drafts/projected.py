@@ -17,6 +17,7 @@ from xtok.drafts.growth import (
     IdPath,
     check_numbers,
     grown,
+    hinted,
     likeliest,
     looked_at,
     noise_behind,
@@ -28,7 +29,7 @@ from xtok.draws import race
 from xtok.models.forwards import Asking
 from xtok.noise import GUESS, states_of
 from xtok.stats import Meter
-from xtok.tree import Distribution, Tree, chain
+from xtok.tree import HINTED, Distribution, Tree, chain
 
 _PENDING = 3
 """The bytes of an unfinished character, at most."""
@@ -104,7 +105,10 @@ class ProjectedDrafter(Asker):
         chained = budget.width == 1 or self._independent or not self._draft.branches
         with self._meter.drafting():
             logits = yield from self._reader.logits(rows=1, rest=rest)
-            first = (yield from self._children(context, logits, [_Draw(1.0, -1, b"", size=size)], chained))[0]
+            root = _Draw(1.0, -1, b"", size=size)
+            first = (yield from self._children(context, logits, [root], chained))[0]
+        if context.hint is not None and not self._independent:
+            first = hinted(first, self._child(context, root, context.hint, HINTED))
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         draws = yield from grown(first, budget, lambda front: self._expanded(context, front, chained))
         return self._chain(draws) if self._independent else tree_of(draws, budget)

@@ -11,11 +11,11 @@ from transformers import LogitsProcessorList
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context, Request
-from xtok.drafts.growth import SHARPNESS, IdPath, grown, next_ids, tree_of
+from xtok.drafts.growth import SHARPNESS, IdPath, child, grown, hinted, next_ids, tree_of
 from xtok.largest import largest
 from xtok.models.forwards import Asking
 from xtok.stats import Meter
-from xtok.tree import Tree
+from xtok.tree import HINTED, Tree
 
 _KEPT = 16
 """How many ids are remembered behind each."""
@@ -110,7 +110,10 @@ class Recycler(Asker):
             self._table.learn(ids, logits)
         if (table := self._table) is None or not context.ids:
             return Tree()
-        first = (yield from self._expanded(context, table, [IdPath(1.0, -1, b"")]))[0]
+        root = IdPath(1.0, -1, b"")
+        first = (yield from self._expanded(context, table, [root]))[0]
+        if context.hint is not None:
+            first = hinted(first, child(context, self._vocabulary.view, root, HINTED, context.hint))
         found = yield from grown(first, budget, lambda front: self._expanded(context, table, front))
         return tree_of(found, budget)
 

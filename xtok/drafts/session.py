@@ -37,6 +37,7 @@ class Session:
         self._noise = noise
         self._text = Text(request.vocabulary.view, prompt)
         self._hidden: Tensor | None = None
+        self._hint: int | None = None
         self._begun = set[int]()
         self._guessed: tuple[Budget, Tree] | None = None
         self._unread = 1
@@ -56,11 +57,13 @@ class Session:
         except Exception as error:
             self._fails(len(self._drafters) - 1, error)
 
-    def extend(self, ids: Sequence[int], hidden: Tensor | None = None) -> None:
-        """Take in what was committed since. `hidden`: the target's, (hidden size,), by which it picked the last of `ids`."""
+    def extend(self, ids: Sequence[int], hidden: Tensor | None = None, hint: int | None = None) -> None:
+        """Take in what was committed since. `hidden`: the target's, (hidden size,), by which it picked the last of `ids`.
+        `hint`: what it very likely picks next.
+        """
         for token in ids:
             self._text.append(token)
-        self._hidden = hidden
+        self._hidden, self._hint = hidden, hint
         self._committed = list(ids)
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
@@ -83,7 +86,13 @@ class Session:
         """
         company, self._unread = company or Company(), unread
         context = Context(
-            self._text.ids, self._text.data, self._text.prompt_size, self._text.controls, self._noise, self._hidden
+            self._text.ids,
+            self._text.data,
+            self._text.prompt_size,
+            self._text.controls,
+            self._noise,
+            self._hidden,
+            self._hint,
         )
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
         for draft in self._ledger.cheapest_first():
@@ -96,16 +105,7 @@ class Session:
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
         tree = self._of(tree, [*path, *sorted(rest)])  # so what comes true most often stands where it stays
         self._guessed = limit, tree
-        leaves = limit.schedule == "cost" and self._ledger.surety.share < 1 and len(path) < len(tree)
-        return self._without_dear_branches(tree, len(path)) if leaves else tree
-
-    def _without_dear_branches(self, tree: Tree, lead: int) -> Tree:
-        """The guess less those nodes of branches that aren't worth their rows, since picks behind them may be left to the next
-        round.
-        """
-        masses = self._believed(tree)
-        worth = self._ledger.verified(sorted(masses, reverse=True), self._unread)
-        return self._keep(sorted({*range(lead), *_likeliest(masses, worth)}))
+        return tree
 
     def sources(self, tree: Tree) -> tuple[int, ...]:
         """Of each node of the round's guess, which draft guessed it, the cheapest of several."""
@@ -125,14 +125,10 @@ class Session:
     def cut(self, nodes: int) -> Tree:
         """The likeliest nodes of the latest guess, so many at most; the guess from now on."""
         assert self._guessed is not None
-        masses = self._believed(self._guessed[1])
-        return self._keep(sorted(_likeliest(masses, nodes)))
-
-    def _keep(self, nodes: list[int]) -> Tree:
-        """Some nodes of the latest guess; the guess from now on."""
-        assert self._guessed is not None
         limit, tree = self._guessed
-        self._guessed = limit, self._of(tree, nodes)
+        masses = self._believed(tree)
+        ranked = sorted(range(len(tree)), key=lambda node: -masses[node])
+        self._guessed = limit, self._of(tree, sorted(ranked[:nodes]))
         return self._guessed[1]
 
     def _of(self, tree: Tree, nodes: list[int]) -> Tree:
@@ -145,13 +141,10 @@ class Session:
     def _believed(self, tree: Tree) -> list[float]:
         """How probable a pick behind each node is believed to be: of a guess that stands alone, by its draft's account."""
         alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
-        masses = self._ledger.masses(alone[0], tree) if len(alone) == 1 else list(tree.masses)
-        return self._ledger.committed(tree, masses)
+        return self._ledger.masses(alone[0], tree) if len(alone) == 1 else list(tree.masses)
 
-    def observe(self, cost: Cost, *, left: bool = False) -> None:
-        """Learn from a round whose ids came by `extend`, by what the target's forward took. `left`: the pick behind the last of
-        them, which was guessed, is left to the next round.
-        """
+    def observe(self, cost: Cost) -> None:
+        """Learn from a round whose ids came by `extend`, by what the target's forward took."""
         if self._guessed is None:
             return
         (limit, tree), self._guessed = self._guessed, None
@@ -160,7 +153,7 @@ class Session:
         if limit.schedule == "heuristic":
             self._ledger.adjust(limit.depth, self._committed, self.proposals)
         if limit.schedule == "cost" or len(self._drafters) > 1:
-            self._ledger.observe(tree, self._committed, cost, self.proposals, self._unread, left=left)
+            self._ledger.observe(tree, self._committed, cost, self.proposals, self._unread)
 
     def close(self) -> None:
         """Let go of the drafters, and of what they hold."""
@@ -188,7 +181,7 @@ class Session:
                     guess = yield from drafter.guess(context, limit)
                 else:
                     guess = drafter.propose(context, limit)
-                tree = _sound(guess).within(limit.longest).likeliest(limit.nodes)
+                tree = _sound(guess).hinted(context.hint).within(limit.longest).likeliest(limit.nodes)
         except Exception as error:
             return self._fails(draft, error)
         if not all(0 <= token < self._size for token in tree.tokens):
@@ -223,11 +216,6 @@ class Session:
             self.proposals[draft] = replace(self.proposals[draft], own=own)
         in_order = (one.tree.guess for one in self.proposals if one.tree)
         return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
-
-
-def _likeliest(masses: Sequence[float], count: int) -> list[int]:
-    """The places of the largest masses, falling, the first of equal ones first."""
-    return sorted(range(len(masses)), key=lambda node: -masses[node])[:count]
 
 
 def _sound(tree: Tree) -> Tree:
