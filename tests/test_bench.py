@@ -26,7 +26,6 @@ from xtok.bench.compare import (
     LOOKUP,
     NO_MODEL,
     NONE,
-    RECYCLED,
     SETTINGS,
     TREE,
     UAG,
@@ -49,7 +48,7 @@ from xtok.models.cache import ids_read, vocabulary_size
 from xtok.models.load import load
 
 SEED: dict[bool, dict[str, Any]] = {True: {"seed": 0}, False: {}}
-OWN = [ALONE, NONE, LOOKUP, NO_MODEL, XTOK, RECYCLED, DRAFT, CHAIN.format(5), TREE.format(5)]
+OWN = [ALONE, NONE, LOOKUP, NO_MODEL, XTOK, DRAFT, CHAIN.format(5), TREE.format(5)]
 
 
 def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_another_target_without_a_draft_is_told_what_guesses(tmp_path: Path) -> 
     few = ("--max-new-tokens", "4")
     text, told = run("generate", "吾輩は", "--target", str(tmp_path), *few)
     assert text == run("generate", "吾輩は", *few)[0]
-    assert told.startswith("xtok: no --draft was given, so only what the text repeats is guessed")
+    assert told.startswith("xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do)")
     assert "no --draft was given, so the small Japanese model" in run("inspect", "--target", str(tmp_path))[1]
     assert "no --draft" not in run("inspect", "--target", str(tmp_path), "--draft", str(DRAFT))[1]
 
@@ -411,7 +411,7 @@ def test_generate_shows_who_guessed_what(monkeypatch: pytest.MonkeyPatch) -> Non
     plain, _ = run(*asked)
     text, told = run(*asked, "--show")
     assert text == plain
-    assert re.match(r" draft \d+    prompt lookup \d+    the target \d+ \n24 tokens", told)
+    assert re.match(r" draft \d+    prompt lookup \d+    token recycling \d+    the target \d+ \n24 tokens", told)
     monkeypatch.setenv("FORCE_COLOR", "1")
     tinted, _ = run(*asked, "--show")
     assert tinted != plain

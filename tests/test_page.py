@@ -197,12 +197,13 @@ def test_sampled_texts_are_identical_too_and_the_seed_decides(page: Browser) -> 
 
 def test_drafts_take_part_as_they_are_chosen(page: Browser) -> None:
     boxes = page.all("[name=draft]")
-    assert [box.get_attribute("value") for box in boxes] == ["draft", "prompt lookup"]
+    assert [box.get_attribute("value") for box in boxes] == ["draft", "prompt lookup", "token recycling"]
     boxes[0].click()
     page.write()
     assert page.text("#verdict") == YES["en"]
-    assert {one.get_attribute("data-draft") for one in page.all(".token.tint")} <= {"prompt lookup"}
+    assert {one.get_attribute("data-draft") for one in page.all(".token.tint")} <= {"prompt lookup", "token recycling"}
     boxes[1].click()
+    boxes[2].click()
     page.one("[name=race]").click()
     page.fill("tokens", 8)
     page.one("#write").click()
@@ -299,7 +300,7 @@ def test_figures_are_those_of_the_text(page: Browser) -> None:
     assert len(page.all("#figures svg")) == 2
     assert len(page.all("#figures figure:nth-child(2) rect")) == forwards
     guessed = {row.find_element(By.CSS_SELECTOR, "th").text: row for row in page.all("#figures figure:last-child tbody tr")}
-    assert set(guessed) == {"draft", "prompt lookup"}
+    assert set(guessed) == {"draft", "prompt lookup", "token recycling"}
 
 
 # traces
@@ -377,7 +378,7 @@ def test_what_was_written_is_saved_as_a_trace(page: Browser, tmp_path: Path) -> 
     page.until(lambda: (tmp_path / "trace.json").exists() and (tmp_path / "trace.json").stat().st_size)
     saved = json.loads((tmp_path / "trace.json").read_text())
     assert saved["token_ids"] == truth().token_ids
-    assert saved["drafts"] == ["draft", "prompt lookup"]
+    assert saved["drafts"] == ["draft", "prompt lookup", "token recycling"]
 
 
 # how it looks, and what goes wrong

@@ -384,7 +384,7 @@ def test_the_projection_of_the_same_ids_is_each_to_itself() -> None:
 
 def test_a_model_guesses_together_with_what_the_text_repeats_and_a_list_is_taken_as_it_is() -> None:
     target = (TARGET, TOKENS)
-    assert len(XTokAssisted(target, OTHER)._drafts) == 2
+    assert len(XTokAssisted(target, OTHER)._drafts) == 3
     assert len(XTokAssisted(target, [OTHER])._drafts) == 1
     assert len(XTokAssisted(target, OTHER, budget=Budget(5, width=1, schedule="constant"))._drafts) == 1
     assert len(XTokAssisted(target, PromptLookup())._drafts) == 1

@@ -98,7 +98,7 @@ class XTokAssisted:
         dtype: OneOrEach[Dtype] = None,
         device_map: OneOrEach[DeviceMap] = None,
     ) -> None:
-        """`draft`: a model, which guesses together with what the text repeats; `PromptLookup(...)`; anything with
+        """`draft`: a model, which guesses together with `PromptLookup()` and `TokenRecycling()`; one of those; anything with
         `propose(context, budget)`; or a list of such, whose guesses are merged. A list is taken as it is. Drafts with the
         target's own token ids skip the text.
 
@@ -159,7 +159,8 @@ class XTokAssisted:
         self._acceptance = Acceptance(acceptance == "rejection", typical)
         self._budget = budget or Budget()
         self._judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
-        given = self._given = as_list(draft, alone=self._acceptance.rejects or self._budget.width == 1)
+        alone = self._acceptance.rejects or self._budget.width == 1
+        given = self._given = as_list(draft, beside=[] if alone else [PromptLookup(), TokenRecycling()])
         places = placements(device, dtype, device_map)
         self._check_places(target, given, places)
         self.target = target_model(target, places[0])

@@ -144,7 +144,7 @@ def generate(
 
     xt = XTokAssisted(target, _draft(target, draft), budget=guessing, device=each(device), dtype=each(dtype), stable=stable)
     if draft is None and target != OWN_TARGET:
-        told = "xtok: no --draft was given, so only what the text repeats is guessed (prompt lookup). Name any small model."
+        told = "xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do). Name any small one."
         typer.echo(told, err=True)
     if json_lines:
         for text, answer in zip(texts, xt.generate(asked, **arguments), strict=True):
@@ -197,15 +197,18 @@ def _budget(given: str | None, draft: str | None) -> "Budget | None":
 
 
 def _draft(target: str, given: str | None) -> Any:
-    """What guesses. A draft that isn't named is the target's own where that ships, and else what the text repeats."""
+    """What guesses. A draft that isn't named is the target's own where that ships, and else what does without a model."""
     from xtok.drafts.heads import HeadsDrafter
     from xtok.drafts.lookup import PromptLookup
+    from xtok.drafts.recycling import TokenRecycling
 
     if given == "none":
         return None
     if given is None and target == OWN_TARGET:
         return OWN_DRAFT
-    if given is None or given == "lookup":
+    if given is None:
+        return [PromptLookup(), TokenRecycling()]
+    if given == "lookup":
         return PromptLookup()
     return HeadsDrafter(given) if holds_heads(given) else given
 

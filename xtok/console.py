@@ -25,7 +25,7 @@ GuessOption = Annotated[
     str | None,
     typer.Option(
         help='Hub id or path of the model that guesses, a file of heads, "lookup" for what the text repeats, or "none".',
-        show_default="the small one that ships; for other targets, lookup",
+        show_default="the small one that ships; for other targets, none but lookup and token recycling",
     ),
 ]
 DeviceOption = Annotated[

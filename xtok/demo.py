@@ -45,7 +45,8 @@ SMALL, LARGE = "as it ships", "enlarged"
 INTRODUCTION = (
     "What you will see\n\n"
     "A target model writes Japanese: on its own, and by xtok. There, a small model, which has another tokenizer and was "
-    "trained apart from it, guesses what comes next (the draft), and what the text repeats is guessed, too (prompt lookup). "
+    "trained apart from it, guesses what comes next (the draft). So does what the text repeats (prompt lookup), and what the "
+    "target held for likely before (token recycling). "
     "One forward of the target checks all guesses of a round. The target picks every token itself, so both texts must be the "
     "same, token by token: a right guess saves a forward, a wrong one changes nothing.\n"
 )
@@ -183,7 +184,7 @@ def _concluded(console: Console, runs: dict[System, list[Run]], truth: list[list
     same = {name: all(run.gives(ids) for run, ids in zip(some, truth, strict=True)) for name, some in runs.items()}
     speeds = {name: _seconds(runs[name[0], ALONE]) / _seconds(some) for name, some in runs.items()}
     table = Table(title=f"The same {len(truth)} texts, measured just now")
-    for title in ("target", "by", "tokens per forward", "by draft", "by lookup", "speed", "identical"):
+    for title in ("target", "by", "tokens per forward", "by draft", "by others", "speed", "identical"):
         named = title in ("target", "by")
         table.add_column(title, justify="left" if named else "right", no_wrap=named)
     for (target, by), some in runs.items():
@@ -196,10 +197,10 @@ def _concluded(console: Console, runs: dict[System, list[Run]], truth: list[list
 
 
 def _credited(runs: list[Run]) -> list[str]:
-    """Tokens per forward, and what share of them was guessed by a draft and by prompt lookup."""
+    """Tokens per forward, and what share of them was guessed by a draft, and by prompt lookup and token recycling."""
     sources = Counter(token.draft for run in runs for token in run.tokens)
-    tokens, looked = sources.total(), sources["prompt lookup"]
-    shares = (tokens - looked - sources[None], looked)
+    tokens, others = sources.total(), sources["prompt lookup"] + sources["token recycling"]
+    shares = (tokens - others - sources[None], others)
     return [f"{tokens / sum(run.forwards for run in runs):.2f}", *(f"{share / tokens:.0%}" for share in shares)]
 
 

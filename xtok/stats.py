@@ -44,9 +44,10 @@ class Stats:
     `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it. `seconds_noise`, of sampling: drawing
     under the noise, of which the draft's part lies within `seconds_draft`. `chains_only`: whether the target can verify no
     tree, so that all guesses were chains. `accepted_by_draft`: for each draft, in order, the accepted ids that no cheaper one
-    guessed; a model given by itself is followed by prompt lookup. `exact`: whether the text is the target's own. False only for
-    sampled ones under `acceptance="typical"`. `shared_forwards`: whether the target's forwards can be shared with other texts;
-    the seconds of those that are count for each text by its share. `target_replays`: how many of all were replayed CUDA graphs.
+    guessed; a model given by itself is followed by prompt lookup and token recycling. `exact`: whether the text is the
+    target's own. False only for sampled ones under `acceptance="typical"`. `shared_forwards`: whether the target's forwards can
+    be shared with other texts; the seconds of those that are count for each text by its share. `target_replays`: how many of
+    all were replayed CUDA graphs.
 
     `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
     penalty stretches is taken back. Where it is above twice what forwards of several rows and of one differ in, the ids are

@@ -32,7 +32,7 @@ K = TypeVar("K")
 R = TypeVar("R")
 ALONE = "target alone"
 NONE, LOOKUP, XTOK, DRAFT = "xtok, no draft", "xtok, lookup alone", "xtok", "xtok, draft alone"
-NO_MODEL, RECYCLED = "xtok, lookup and recycling", "xtok with recycling"
+NO_MODEL = "xtok, lookup and recycling"
 CHAIN, TREE = "xtok, chain of {}", "xtok, tree of depth {}"
 UAG = "UAG, its defaults"
 LENGTHS = (1, 2, 3, 8, 20)
@@ -125,10 +125,10 @@ def compare(
 ) -> list[Row]:
     """Generate every prompt by every system in turn, as `setting` has it, and give a row per system.
 
-    xtok runs without a draft, by prompt lookup alone, as it comes, by the draft alone, and by that in chains and trees of
-    `guess_length` draft tokens. transformers' universal assisted generation runs with its defaults, with constant guesses of
-    that length, and with those of the length that is fastest on three of the prompts. It changes its draft, so it gets a copy
-    of it; where it refuses the pair (vocabularies of one size), it has no row. A prompt's number is its seed.
+    xtok runs without a draft, by prompt lookup alone, by that and token recycling, as it comes, by the draft alone, and by that
+    in chains and trees of `guess_length` draft tokens. transformers' universal assisted generation runs with its defaults, with
+    constant guesses of that length, and with those of the length that is fastest on three of the prompts. It changes its draft,
+    so it gets a copy of it; where it refuses the pair (vocabularies of one size), it has no row. A prompt's number is its seed.
 
     Raises `InvalidInputError` without prompts.
     """
@@ -197,7 +197,6 @@ def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, An
         LOOKUP: xtok(PromptLookup()),
         NO_MODEL: xtok([PromptLookup(), TokenRecycling()]),
         XTOK: xtok(draft),
-        RECYCLED: xtok([draft, PromptLookup(), TokenRecycling()]),
         DRAFT: xtok([draft]),
         CHAIN.format(guess_length): xtok([draft], Budget(guess_length, width=1, schedule="constant")),
         TREE.format(guess_length): xtok([draft], Budget(guess_length, width=4, nodes=32, schedule="constant")),

@@ -1,9 +1,9 @@
 """What a caller gives as drafts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from xtok.drafts import Draft, Drafter, Request
-from xtok.drafts.lookup import PromptLookup
 
 
 class _Shared:
@@ -27,10 +27,10 @@ def guesses(given: Any) -> bool:
     return not isinstance(given, type) and any(callable(getattr(given, name, None)) for name in ("propose", "start"))
 
 
-def as_list(draft: Any, *, alone: bool) -> list[Any]:
-    """A model guesses together with what the text repeats, unless `alone`. Anything else is taken as it is."""
+def as_list(draft: Any, beside: Sequence[Draft]) -> list[Any]:
+    """A model guesses together with what stands `beside` it. Anything else is taken as it is."""
     if draft is None:
         return []
     if isinstance(draft, list):
         return list(draft)
-    return [draft] if alone or guesses(draft) else [draft, PromptLookup()]
+    return [draft] if guesses(draft) else [draft, *beside]

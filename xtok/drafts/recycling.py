@@ -11,10 +11,10 @@ from transformers import LogitsProcessorList
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context, Request
-from xtok.drafts.growth import SHARPNESS, IdPath, child, grown, hinted, next_ids, tree_of
+from xtok.drafts.growth import SHARPNESS, IdPath, child, grown, hinted, looked_at, next_ids, tree_of
 from xtok.largest import largest
 from xtok.models.forwards import Asking
-from xtok.stats import Meter
+from xtok.stats import Meter, timed
 from xtok.tree import HINTED, Tree
 
 _KEPT = 16
@@ -31,7 +31,7 @@ class TokenRecycling:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[int, torch.device], _Table] = {}
+        self._tables: dict[int, _Table] = {}
         self._lock = Lock()
 
     def __repr__(self) -> str:
@@ -46,37 +46,33 @@ class TokenRecycling:
 
     def start(self, request: Request) -> "Recycler":
         """A drafter for one text."""
-        return Recycler(self, request.vocabulary, request.meter, request.shapes)
-
-    def table(self, vocabulary: Vocabulary, device: torch.device) -> "_Table":
-        """What is remembered of a target's ids, on a device."""
         with self._lock:
-            return self._tables.setdefault((id(vocabulary), device), _Table(vocabulary, device))
+            table = self._tables.setdefault(id(request.vocabulary), _Table(request.vocabulary))
+        return Recycler(table, request.vocabulary, request.meter, request.shapes)
 
 
 class _Table:
-    """The likeliest ids behind each of some ids, int64, and their logits, float32: (places, few) twice."""
+    """The likeliest ids behind each of some ids, int64, and their logits, float32: (places, few) twice. It is on the CPU, for
+    levels of so few numbers take less there than what they would wait for on another device.
+    """
 
-    def __init__(self, vocabulary: Vocabulary, device: torch.device) -> None:
-        self.keys = vocabulary.keys.to(device)
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary  # so that its place in memory is no other's
-        self._few = min(_KEPT, vocabulary.size)
+        few = min(_KEPT, vocabulary.size)
         self._places: dict[int, int] = {}
-        self._ids = torch.zeros(0, self._few, dtype=torch.int64, device=device)
-        self._logits = torch.zeros(0, self._few, device=device)
+        self._ids, self._logits = torch.zeros(0, few, dtype=torch.int64), torch.zeros(0, few)
         self._lock = Lock()
 
-    def learn(self, ids: Sequence[int], logits: Tensor) -> None:
-        """Remember what is likely behind each of `ids` by its row of `logits`, (ids, vocabulary)."""
-        values, found = largest(logits[:, : self._vocabulary.size].float(), self._few)
+    def learn(self, ids: Sequence[int], found: Tensor, logits: Tensor) -> None:
+        """Remember what was `found` likely behind each of `ids`, and its logits: (ids, few) twice."""
         with self._lock:
             places = [self._places.setdefault(token, len(self._places)) for token in ids]
             missing = len(self._places) - len(self._ids)
             if missing > 0:
                 more = len(self._ids) + missing  # twice as many
-                self._ids = torch.cat([self._ids, found.new_zeros(more, self._few)])
-                self._logits = torch.cat([self._logits, values.new_zeros(more, self._few)])
-            self._ids[places], self._logits[places] = found, values
+                self._ids = torch.cat([self._ids, found.new_zeros(more, found.shape[1])])
+                self._logits = torch.cat([self._logits, logits.new_zeros(more, found.shape[1])])
+            self._ids[places], self._logits[places] = found, logits
 
     def behind(self, ids: Sequence[int]) -> tuple[list[bool], Tensor, Tensor]:
         """Which of `ids` something is remembered behind, and what it is, (known ids, few) twice."""
@@ -89,42 +85,51 @@ class _Table:
 class Recycler(Asker):
     """`TokenRecycling` for one generation."""
 
-    def __init__(self, recycling: TokenRecycling, vocabulary: Vocabulary, meter: Meter, warpers: LogitsProcessorList) -> None:
-        self._recycling = recycling
+    def __init__(self, table: _Table, vocabulary: Vocabulary, meter: Meter, warpers: LogitsProcessorList) -> None:
+        self._table = table
         self._vocabulary = vocabulary
         self._meter = meter
         self._warpers = warpers
-        self._table: _Table | None = None
-        self._checked: tuple[Sequence[int], Tensor] | None = None
+        self._seen: tuple[Sequence[int], tuple[Tensor, Tensor], float] | None = None
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
-        """Take in what the target's latest forward gave behind some ids: (ids, vocabulary)."""
-        self._checked = ids, logits  # looked at with the next guess, as the time that it takes is that guess's
+        """Look for what the target's latest forward held for likely behind some ids: (ids, vocabulary)."""
+        if not ids:
+            return
+        with self._meter.away(), timed() as span:  # the time that it takes is the next guess's
+            found = largest(logits[:, : self._vocabulary.size], min(_KEPT, self._vocabulary.size))
+        self._seen = ids, found, span.seconds
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Asking[Tree]:
         """The likeliest products of what is remembered behind each id; nothing where nothing is."""
-        if self._checked is not None:
-            (ids, logits), self._checked = self._checked, None
-            self._table = self._recycling.table(self._vocabulary, logits.device)
-            self._table.learn(ids, logits)
-        if (table := self._table) is None or not context.ids:
+        yield from self._remember()
+        if not context.ids:
             return Tree()
         root = IdPath(1.0, -1, b"")
-        first = (yield from self._expanded(context, table, [root]))[0]
+        first = (yield from self._expanded(context, [root]))[0]
         if context.hint is not None:
             first = hinted(first, child(context, self._vocabulary.view, root, HINTED, context.hint))
-        found = yield from grown(first, budget, lambda front: self._expanded(context, table, front))
+        found = yield from grown(first, budget, lambda front: self._expanded(context, front))
         return tree_of(found, budget)
 
-    def _expanded(self, context: Context, table: _Table, front: Sequence[IdPath]) -> Asking[list[list[IdPath]]]:
+    def _remember(self) -> Asking[None]:
+        """Remember what was looked for behind the latest forward."""
+        if self._seen is None:
+            return
+        (ids, (values, found), seconds), self._seen = self._seen, None
+        self._meter.spend(seconds)
+        parts = yield from looked_at(self._meter, found, values.float())
+        self._table.learn(ids, *map(torch.tensor, parts))
+
+    def _expanded(self, context: Context, front: Sequence[IdPath]) -> Asking[list[list[IdPath]]]:
         """The likeliest ids behind each guess, by what is remembered behind its last and the noise there."""
         with self._meter.drafting():
-            known, ids, logits = table.behind([guess.ids[-1] if guess.ids else context.ids[-1] for guess in front])
+            known, ids, logits = self._table.behind([guess.ids[-1] if guess.ids else context.ids[-1] for guess in front])
             if not any(known):
                 return [[] for _ in front]
             scores = logits * SHARPNESS if context.noise is None else self._warpers(ids, logits)  # type: ignore[arg-type, unused-ignore]
             guesses = [guess for guess, one in zip(front, known, strict=True) if one]
-            view = self._vocabulary.view
-            found = iter((yield from next_ids(self._meter, context, guesses, ids, scores.softmax(dim=-1), table.keys, view)))
+            view, keys = self._vocabulary.view, self._vocabulary.keys
+            found = iter((yield from next_ids(self._meter, context, guesses, ids, scores.softmax(dim=-1), keys, view)))
             return [next(found) if one else [] for one in known]

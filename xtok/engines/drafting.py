@@ -17,6 +17,7 @@ from xtok.costs import Cost, about
 from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.given import as_draft, as_list, guesses
 from xtok.drafts.heads import HeadsDrafter
+from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
@@ -124,7 +125,7 @@ class DraftEngine:
         self._vocabulary = _vocabulary(tokenizer, size, ends)
         own = tokenizer.eos_token_id
         self._end = next(iter(ends), None) if own is None or (ends and own not in ends) else own
-        given = as_list(draft, alone=self._budget.width == 1)
+        given = as_list(draft, beside=[PromptLookup()] if self._budget.width > 1 else [])
         if not given or any(isinstance(one, HeadsDrafter | TokenRecycling) for one in given):
             raise InvalidInputError(f"draft is {draft!r}; give what guesses from ids alone: a model, or PromptLookup(), say.")
         models = {i: draft_model(one) for i, one in enumerate(given) if not guesses(one)}
