@@ -55,6 +55,7 @@ def test_generate_gives_what_the_target_alone_gives_and_says_so(xt: XTokAssisted
 
 
 def test_generate_answers_a_list_with_a_list_each_as_if_asked_alone(xt: XTokAssisted) -> None:
+    xt = xt.with_drafts([name for name in xt.names if name != "token recycling"])  # it learns from one text for others
     together = xt.generate(PROMPTS, **GREEDY)
     assert isinstance(together, list)
     singly = [xt.generate(prompt, **GREEDY) for prompt in PROMPTS]

@@ -59,7 +59,8 @@ def in_eight_threads(ask: Callable[[int], Any]) -> list[Any]:
 
 def test_one_instance_serves_eight_threads() -> None:
     tokens, draft_tokens = with_template(TOKENS, TEMPLATE), with_template(BYTES, OTHER_TEMPLATE)
-    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
+    drafts = [(OTHER, draft_tokens), PromptLookup()]  # what they guess depends on no other text
+    xt = XTokAssisted((TARGET, tokens), drafts, budget=Budget(4, width=4, schedule="constant"))
     asked: list[tuple[Any, dict[str, Any]]] = [
         *((prompt, {}) for prompt in PROMPTS),
         (CHAT, {}),

@@ -15,7 +15,8 @@ from worlds import make_dear
 import xtok.draws
 import xtok.largest
 import xtok.pick
-from xtok import Budget, XTokAssisted
+from xtok import Budget, TokenRecycling, XTokAssisted
+from xtok.drafts import recycling
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning
 from xtok.models import forwards
@@ -77,7 +78,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
 @pytest.mark.parametrize(("way", "stable"), [(way, stable) for way in WAYS for stable in (False, True)])
 def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(waits: Waits, way: str, stable: bool) -> None:
     """What a text takes at its beginning isn't counted. A draw that is too near to a cut takes more; that is seldom."""
-    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE, stable=stable)
+    xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES)], budget=TREE, stable=stable)
     make_dear(xt)
     totals, forwards = list[int](), list[int]()
     for count in (40, 8, 40):  # the first makes tables
@@ -99,7 +100,7 @@ def test_texts_share_transfers_as_they_share_forwards(waits: Waits, monkeypatch:
         return serve(slots, asks)
 
     monkeypatch.setattr(Slots, "serve", spy)
-    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE)
+    xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES)], budget=TREE)
     make_dear(xt)
     totals, forwarded = list[int](), list[int]()
     for count in (40, 8, 40):
@@ -109,6 +110,25 @@ def test_texts_share_transfers_as_they_share_forwards(waits: Waits, monkeypatch:
         totals.append(waits.count - before)
         forwarded.append(len(served))
     assert 0 < totals[2] - totals[1] <= forwarded[2] - forwarded[1] + 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_token_recycling_takes_one_for_each_guess(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Its table is on the CPU, so its levels take none."""
+    looks, looked_at = list[int](), recycling.looked_at
+
+    def spy(*given: Any) -> Any:
+        looks.append(1)
+        return looked_at(*given)
+
+    draft = TokenRecycling()
+    xt = XTokAssisted((TARGET, TOKENS), draft, budget=TREE)
+    xt.generate(PROMPTS[0], **WAYS[way])
+    monkeypatch.setattr(recycling, "looked_at", spy)
+    stats = xt.generate(PROMPTS[0], **WAYS[way]).stats  # of which it knows all
+    assert stats.proposed > len(looks) > 0 and len(looks) <= stats.target_forwards
+    (table,) = draft._tables.values()
+    assert table._ids.device.type == table._logits.device.type == "cpu"
 
 
 @pytest.mark.parametrize("stable", [False, True])
