@@ -393,7 +393,7 @@ class Ledger:
         right = one.tree.along(block)
         account.calibration.learn(one.tree, right, ended=len(right) == len(block))
         if one.tree:
-            account.explored(right=bool(one.tree.along(block)))
+            account.explored(right=bool(right))
         drafted = sum(account.forward.at(min(one.rows, _FEW * one.texts)) / one.texts for one in one.drafted)
         return drafted + (0.0 if one.first else one.rest)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from xtok.errors import InvalidInputError
 
 HINTED = 0.98
-"""How probable a hint is: of those that were looked at, hundreds, all were right."""
+"""How probable a hint is: all of 155 that were looked at were right."""
 
 
 class Distribution(NamedTuple):
