@@ -339,7 +339,7 @@ def test_guessing_goes_on_where_the_company_changes_right_behind_a_first_guess(c
     engine.observe(first, picks(first.ids))
     second = engine.add(prompt(TEXTS[1]))
     steps(engine, [first, second], clock, lambda rows: 9 + 0.001 * rows, 6)
-    assert engine._step.asked or engine._crowds[2]._plain
+    assert engine._step.company.guesses or engine._ledger.crowds[2]._plain
 
 
 def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> None:
@@ -350,7 +350,7 @@ def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> N
     second, asked = engine.add(prompt(TEXTS[1])), 0
     for _ in range(40):
         guesses = engine.propose([first, second], 8)
-        asked += engine._step.asked
+        asked += engine._step.company.guesses
         clock.now += 9.0
         for text, guess in zip([first, second], guesses, strict=True):
             engine.observe(text, picks(text.ids, guess.tokens))

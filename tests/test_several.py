@@ -32,7 +32,7 @@ from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
-from xtok.ledger import Account, Company, Ledger, Pace, Proposal
+from xtok.ledger import Account, Company, Crowd, Ledger, Pace, Proposal
 from xtok.models.forwards import Asking, together
 from xtok.models.prompts import prompt_ids
 from xtok.stats import Meter
@@ -703,6 +703,36 @@ def test_all_rounds_of_all_texts_are_in_the_ledger(way: str, schedule: Any, told
     assert rounds_in(xt._ledger) == len(told)
     assert forwards_in(xt._ledger) == sum(not cost.told for cost in told), "each forward counts once, whoever shares it"
     assert (forwards_in(xt._ledger) < len(told)) == (way in ("list", "samples", "batch"))
+
+
+@pytest.mark.parametrize("texts", [1, 2, 4])
+@pytest.mark.parametrize("guesses", [[True], [False], [True, False, False]])
+def test_drafts_guess_for_texts_that_share_forwards_where_whole_rounds_paid(
+    texts: int, guesses: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided, guessed, judged = list[bool](), list[bool](), list[tuple[int, int, bool]]()
+
+    def decides(_: Crowd) -> bool:
+        decided.append(guesses[len(decided) % len(guesses)])
+        return decided[-1]
+
+    def guess(_: Context) -> list[int]:
+        guessed.append(not decided or decided[-1])
+        return [5]
+
+    def judges(_: Crowd, texts: int, picks: int, seconds: float, *, guessed: bool) -> None:
+        assert seconds > 0
+        judged.append((texts, picks, guessed))
+
+    wanted = XTokAssisted((TARGET, TOKENS)).generate(PROMPTS[:texts], **GREEDY)
+    monkeypatch.setattr(Crowd, "asks", decides)
+    monkeypatch.setattr(Crowd, "judge", judges)
+    made = XTokAssisted((TARGET, TOKENS), ScriptedDrafter(guess)).generate(PROMPTS[:texts], **GREEDY)
+    assert [one.token_ids for one in made] == [one.token_ids for one in wanted]
+    assert all(guessed) and bool(guessed) == (True in guesses or texts == 1)
+    assert bool(decided) == bool(judged) == (texts > 1)
+    assert all(size == texts <= picks for size, picks, _ in judged[:4])
+    assert {asked for *_, asked in judged} <= set(guesses)
 
 
 def ended(pieces: Any, generations: list[Generation]) -> Iterator[str]:

@@ -384,6 +384,16 @@ def test_a_first_round_that_took_long_is_soon_forgotten() -> None:
     assert crowded(crowd, texts=8, right=0.1, guessing=1.5, rounds=600) > 0.93
 
 
+def test_a_crowd_begins_with_what_is_known_of_one_of_about_its_size() -> None:
+    ledger, asked = new_ledger(), dict[int, int]()
+    for texts in (8, 7, 5):
+        for _ in range(100):
+            company = ledger.company(texts)
+            asked[texts] = asked.get(texts, 0) + company.guesses
+            ledger.judge(company, texts, texts * (2.0 if company.guesses else 1.0))
+    assert 4 < asked[8] < 40 and asked[7] < 6 and asked[5] < 6
+
+
 def test_a_draft_whose_guesses_cost_no_row_is_used_where_they_would_not_pay() -> None:
     settings: Any = {"target": 1.0, "draft": 0.1, "right": 0.6, "rounds": 600, "row": 0.5}
     assert simulated(new_ledger(), **settings)[0] > 0.96

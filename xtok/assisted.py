@@ -22,7 +22,7 @@ from xtok.budget import Budget, check_budget
 from xtok.decode import step
 from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.adapt import Adapter
-from xtok.drafts.given import as_draft, as_list, guesses
+from xtok.drafts.given import as_draft, as_list, guesses, without_a_model
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
@@ -160,7 +160,7 @@ class XTokAssisted:
         self._budget = budget or Budget()
         self._judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
         alone = self._acceptance.rejects or self._budget.width == 1
-        given = self._given = as_list(draft, beside=[] if alone else [PromptLookup(), TokenRecycling()])
+        given = self._given = as_list(draft, beside=[] if alone else without_a_model())
         places = placements(device, dtype, device_map)
         self._check_places(target, given, places)
         self.target = target_model(target, places[0])

@@ -198,16 +198,16 @@ def _budget(given: str | None, draft: str | None) -> "Budget | None":
 
 def _draft(target: str, given: str | None) -> Any:
     """What guesses. A draft that isn't named is the target's own where that ships, and else what does without a model."""
+    from xtok.drafts.given import without_a_model
     from xtok.drafts.heads import HeadsDrafter
     from xtok.drafts.lookup import PromptLookup
-    from xtok.drafts.recycling import TokenRecycling
 
     if given == "none":
         return None
     if given is None and target == OWN_TARGET:
         return OWN_DRAFT
     if given is None:
-        return [PromptLookup(), TokenRecycling()]
+        return without_a_model()
     if given == "lookup":
         return PromptLookup()
     return HeadsDrafter(given) if holds_heads(given) else given

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from xtok.budget import Budget
-from xtok.ledger import Company
+from xtok.ledger import Company, Ledger
 from xtok.models.forwards import Answer, Asking, together
 from xtok.models.target import Target
 from xtok.pick import Ahead, picks
@@ -51,11 +51,27 @@ def step(target: Target, texts: list[Sequence]) -> list[list[int]]:
 
     A text that has not begun has some of its prompt read. What fails in a text ends that text alone.
     """
-    company = Company(max(1, sum(text.slot.shares for text in texts)))
+    ledger, is_reading = _shared_ledger(texts), not all(text.begun for text in texts)
+    company = Company(max(1, sum(text.slot.shares for text in texts))) if ledger is None else ledger.company(len(texts))
+    before = _spent(texts)
     plans = dict(zip(texts, together([_plan(text, company) for text in texts]), strict=True))
     going = {text: tree for text, tree in plans.items() if text.finish_reason is None}
     blocks = dict(zip(going, _verified(target, list(going), _evened(list(going), list(going.values()))), strict=True))
+    if ledger is not None and not is_reading and not any(text.session and text.session.reads for text in texts):
+        ledger.judge(company, sum(map(len, blocks.values())), _spent(texts) - before)
     return [blocks.get(text, []) for text in texts]
+
+
+def _spent(texts: list[Sequence]) -> float:
+    """The seconds of their rounds."""
+    return sum(text.meter.seconds["all"] for text in texts)
+
+
+def _shared_ledger(texts: list[Sequence]) -> Ledger | None:
+    """What knows whether guessing pays for several texts that share forwards; None where it isn't one for all of them."""
+    ledgers = [text.session.ledger for text in texts if text.session and text.slot.shares and text.budget.schedule == "cost"]
+    is_one = len(ledgers) == len(texts) > 1 and all(one.crowds is ledgers[0].crowds for one in ledgers)
+    return ledgers[0] if is_one else None
 
 
 def _verified(target: Target, texts: list[Sequence], trees: list[Tree]) -> list[list[int]]:

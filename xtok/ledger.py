@@ -11,7 +11,7 @@ from threading import RLock
 from typing import Any
 
 from xtok.budget import Budget
-from xtok.costs import Cost, ForwardCost, Throughput
+from xtok.costs import Cost, ForwardCost, Throughput, about
 from xtok.tree import Tree
 
 _SHARE = 0.1
@@ -37,6 +37,8 @@ _UNMEASURED = 256
 """Of so many rounds a few are left out, where none of them can be measured."""
 _PATIENCE = 2.0
 """Drafts that don't pay are left out by their own accounts before guessing is given up."""
+_LESSONS = 8
+"""Rounds with guesses of which none is judged as a whole: drafts find out what they cost and gain."""
 _SURE = (0.3, 0.6, 0.85)
 """A draft is judged apart where cheaper ones are sure of a guess, and where they have none."""
 _PROBES = 0.01
@@ -160,8 +162,9 @@ class Account:
 class Crowd:
     """Whether guessing pays at all where about so many texts share a forward, by what whole rounds of them take.
 
-    Accounts know forwards by their rows. But an engine may take longer for any guess at all, and guessing takes more than its
-    forwards. `spacing`: after how many rounds with guesses one without is measured.
+    Accounts know forwards by their rows. But an engine may take longer for any guess at all, guessing takes more than its
+    forwards, and of texts that share a forward each pays for what is guessed in others. `spacing`: after how many rounds with
+    guesses one without is measured.
     """
 
     spacing: int = _NEAREST
@@ -209,12 +212,13 @@ class Crowd:
 @dataclass(eq=False)
 class Company:
     """The texts of a round, as many as share its forwards. They ask a draft all together or not at all, as far as cheaper ones
-    are about as sure of their guesses: what one of them asks for alone costs as much as what all ask for. `explores`: ids that
-    aren't worth their rows are checked now and then, where each costs its own row alone; `tries`: guessing was given up, and
-    this round is to show whether it pays by now.
+    are about as sure of their guesses: what one of them asks for alone costs as much as what all ask for. `guesses`: whether
+    any is to be asked. `explores`: ids that aren't worth their rows are checked now and then, where each costs its own row
+    alone; `tries`: guessing was given up, and this round is to show whether it pays by now.
     """
 
     texts: int = 1
+    guesses: bool = True
     explores: bool = False
     tries: bool = False
     _asked: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -222,7 +226,7 @@ class Company:
     def asks(self, draft: int, degree: int, decide: Callable[[], bool]) -> bool:
         """Whether to ask a draft, decided once."""
         if (draft, degree) not in self._asked:
-            self._asked[draft, degree] = decide()
+            self._asked[draft, degree] = decide() and self.guesses  # one that is left alone is so for a round less
         return self._asked[draft, degree]
 
 
@@ -252,7 +256,7 @@ class Ledger:
     those of several threads, too: no round of any of them is lost.
 
     `padded`: by how many texts share a forward of the target and how many rows of it each needs, how many each has. What
-    stands in place of padding is free.
+    stands in place of padding is free. `crowds`: by about how many texts share a forward, whether any guess pays there.
 
     A round is worth what it adds to the picks per second: more is guessed as long as the picks expected from it, per second of
     what it costs, are more than the run has on the whole. A draft that doesn't pay, beside those that are cheaper, is left
@@ -263,12 +267,35 @@ class Ledger:
     padded: Callable[[int, int], int] = lambda texts, rows: rows
     target: ForwardCost = field(default_factory=ForwardCost)
     lately: Throughput = field(default_factory=Throughput)
+    crowds: dict[int, Crowd] = field(default_factory=dict)
+    _lessons: int = _LESSONS
     _texts: int = 1
     lock: Any = field(default_factory=RLock, init=False, repr=False, compare=False)
 
     def ready(self) -> bool:
         """Whether to guess at all. The target's forward of one row is measured before the first guess."""
         return bool(self.target.cells)
+
+    def company(self, texts: int, *, explores: bool = False) -> Company:
+        """That of a round of so many texts. It guesses as far as whole rounds that did paid."""
+        with self.lock:
+            crowd = self._crowd(texts)
+            return Company(texts, crowd.asks(), explores, crowd.tries)
+
+    def judge(self, company: Company, picks: int, seconds: float) -> None:
+        """A whole round of that company is over, in which nothing else was done."""
+        with self.lock:
+            self._lessons = max(0, self._lessons - company.guesses)
+            if not (company.guesses and self._lessons):
+                self._crowd(company.texts).judge(company.texts, picks, seconds, guessed=company.guesses)
+
+    def _crowd(self, texts: int) -> Crowd:
+        """That of about so many texts; a new one begins with what is known of the nearest number."""
+        size = about(texts)
+        if size not in self.crowds:
+            nearest = min(self.crowds, key=lambda other: abs(other - size), default=None)
+            self.crowds[size] = Crowd() if nearest is None else Crowd(backoff=replace(self.crowds[nearest].backoff))
+        return self.crowds[size]
 
     def asks(self, draft: int, sure: float, company: Company) -> bool:
         """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""

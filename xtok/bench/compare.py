@@ -17,8 +17,8 @@ from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
 from xtok.bench.stretch import forward_seconds, stretch, stretched_to
 from xtok.budget import Budget
+from xtok.drafts.given import without_a_model
 from xtok.drafts.lookup import PromptLookup
-from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError
 from xtok.generation import Generation
 from xtok.models.load import from_config, load
@@ -195,7 +195,7 @@ def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, An
         ALONE: transformers(),
         NONE: xtok(None),
         LOOKUP: xtok(PromptLookup()),
-        NO_MODEL: xtok([PromptLookup(), TokenRecycling()]),
+        NO_MODEL: xtok(without_a_model()),
         XTOK: xtok(draft),
         DRAFT: xtok([draft]),
         CHAIN.format(guess_length): xtok([draft], Budget(guess_length, width=1, schedule="constant")),

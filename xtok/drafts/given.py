@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from xtok.drafts import Draft, Drafter, Request
+from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.recycling import TokenRecycling
 
 
 class _Shared:
@@ -25,6 +27,11 @@ def as_draft(given: Draft | Drafter) -> Draft:
 def guesses(given: Any) -> bool:
     """Whether it is a draft or a drafter, and no model. Where it has `propose`, it is a drafter, whatever else it has."""
     return not isinstance(given, type) and any(callable(getattr(given, name, None)) for name in ("propose", "start"))
+
+
+def without_a_model() -> list[Draft]:
+    """What guesses beside a model, or where there is none, by the text and by what the target held for likely before."""
+    return [PromptLookup(), TokenRecycling()]
 
 
 def as_list(draft: Any, beside: Sequence[Draft]) -> list[Any]:

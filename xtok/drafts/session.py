@@ -18,6 +18,9 @@ from xtok.models.forwards import Asking
 from xtok.noise import Noise
 from xtok.tree import Distribution, Tree, Trie
 
+_READING = 12
+"""More rows of a text than that are a draft's reading."""
+
 
 class Session:
     """The drafters of one text, one of each draft. No target is known here, and no clock is read but for their own forwards.
@@ -33,7 +36,7 @@ class Session:
         """`prompt`: the target's ids, without padding. `noise`: that under which the target picks; None where it is greedy."""
         self._meter = request.meter
         self._size = request.vocabulary.size
-        self._ledger = ledger
+        self.ledger = ledger
         self._noise = noise
         self._text = Text(request.vocabulary.view, prompt)
         self._hidden: Tensor | None = None
@@ -95,11 +98,11 @@ class Session:
             self._hint,
         )
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
-        for draft in self._ledger.cheapest_first():
+        for draft in self.ledger.cheapest_first():
             drafter = self._drafters[draft]
             if drafter is not None and (own := self._own(draft, limit, sure, company)) is not None:
                 self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
-                sure = max([sure, *self._ledger.masses(draft, self.proposals[draft].tree or Tree())])
+                sure = max([sure, *self.ledger.masses(draft, self.proposals[draft].tree or Tree())])
         tree = self._merged(limit)
         path = tree.likeliest_path(limit.longest)
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
@@ -114,7 +117,7 @@ class Session:
 
     def width(self, offers: Sequence[tuple[int, Sequence[float]]]) -> int:
         """How many rows each of some texts is best given in a forward that they share, by what each reads and may guess."""
-        return self._ledger.width(offers)
+        return self.ledger.width(offers)
 
     def offer(self) -> list[float] | None:
         """How probable the nodes of the latest guess are believed to be, falling; None where the budget doesn't go by costs."""
@@ -141,7 +144,7 @@ class Session:
     def _believed(self, tree: Tree) -> list[float]:
         """How probable a pick behind each node is believed to be: of a guess that stands alone, by its draft's account."""
         alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
-        return self._ledger.masses(alone[0], tree) if len(alone) == 1 else list(tree.masses)
+        return self.ledger.masses(alone[0], tree) if len(alone) == 1 else list(tree.masses)
 
     def observe(self, cost: Cost) -> None:
         """Learn from a round whose ids came by `extend`, by what the target's forward took."""
@@ -151,9 +154,14 @@ class Session:
         right = tree.along(self._committed)
         self._meter.accepts([len(one.own.intersection(right)) for one in self.proposals])
         if limit.schedule == "heuristic":
-            self._ledger.adjust(limit.depth, self._committed, self.proposals)
+            self.ledger.adjust(limit.depth, self._committed, self.proposals)
         if limit.schedule == "cost" or len(self._drafters) > 1:
-            self._ledger.observe(tree, self._committed, cost, self.proposals, self._unread)
+            self.ledger.observe(tree, self._committed, cost, self.proposals, self._unread)
+
+    @property
+    def reads(self) -> bool:
+        """Whether a draft read the prompt for the latest guess, or much of what came since: no measure of a round."""
+        return any(one.first or any(cost.rows > _READING * cost.texts for cost in one.drafted) for one in self.proposals)
 
     def close(self) -> None:
         """Let go of the drafters, and of what they hold."""
@@ -161,15 +169,15 @@ class Session:
 
     def _own(self, draft: int, limit: Budget, sure: float, company: Company) -> Budget | None:
         """The limit of one draft; None where it isn't to be asked."""
-        account = self._ledger.accounts[draft]
+        account = self.ledger.accounts[draft]
         if limit.schedule == "heuristic":
             return replace(limit, depth=account.depth or limit.depth)
         if limit.schedule == "constant":
             return limit
-        if not self._ledger.asks(draft, sure, company):
+        if not self.ledger.asks(draft, sure, company):
             return None
         tries = company.tries or account.backoff(sure).distance > 0
-        return Limit.of(limit, Pace(self._ledger, account, company.texts, self._unread, company.explores, tries))
+        return Limit.of(limit, Pace(self.ledger, account, company.texts, self._unread, company.explores, tries))
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Asking[Proposal]:
         """A guess, as far as it can be verified."""
@@ -197,18 +205,18 @@ class Session:
 
     def _merged(self, limit: Budget) -> Tree:
         """One tree of all guesses. A guess that stands alone stays as it is."""
-        guessed = [(draft, one.tree) for draft in self._ledger.cheapest_first() if (one := self.proposals[draft]).tree]
+        guessed = [(draft, one.tree) for draft in self.ledger.cheapest_first() if (one := self.proposals[draft]).tree]
         if len(guessed) < 2:
             for draft, tree in guessed:
                 self.proposals[draft] = replace(self.proposals[draft], own=frozenset(range(len(tree))))
             return guessed[0][1] if guessed else Tree()
         trie = Trie()
         for draft, tree in guessed:
-            trie.mix(tree, self._ledger.masses(draft, tree), owner=draft)
+            trie.mix(tree, self.ledger.masses(draft, tree), owner=draft)
 
         def worth(masses: Sequence[float]) -> int:
             most = masses[: limit.nodes]
-            return self._ledger.verified(most, self._unread) if limit.schedule == "cost" else len(most)
+            return self.ledger.verified(most, self._unread) if limit.schedule == "cost" else len(most)
 
         nodes = trie.likeliest(worth)
         for draft, _ in guessed:

@@ -1,6 +1,5 @@
 """Drafting for texts that another engine writes: that one schedules, checks and commits, and here is only what guesses."""
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -13,7 +12,7 @@ import torch
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget, check_budget
-from xtok.costs import Cost, about
+from xtok.costs import Cost
 from xtok.drafts import Draft, Drafter, Request
 from xtok.drafts.given import as_draft, as_list, guesses
 from xtok.drafts.heads import HeadsDrafter
@@ -22,7 +21,7 @@ from xtok.drafts.model import ModelDraft
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError
-from xtok.ledger import Account, Company, Crowd, Ledger
+from xtok.ledger import Account, Company, Ledger
 from xtok.models.forwards import together
 from xtok.models.graphs import takes_graphs
 from xtok.models.load import Source, draft_model
@@ -34,14 +33,10 @@ CHAINS = Budget(width=2)
 """How much is guessed at most. A second path lets the likeliest one be found; of the pair that ships chains by two paths have
 1.90 ids per step, by one 1.78, and by eight 1.89, in half as much time again.
 """
-_READING = 12
-"""More rows of a text than that are the draft's reading."""
 _USUAL = 0.2
 """The weight of a step in what drafting usually takes."""
 _MIXED = 16
 """Of so many steps that have other work in them the shortest is taken for one without, where there is none without."""
-_LESSONS = 8
-"""Steps with guesses of which none is judged."""
 
 
 @dataclass(eq=False)
@@ -70,14 +65,13 @@ class DraftedText:
 class _Step:
     """A step of the engine that writes, from the end of a proposal at `start` on; `seconds`, once something came of it.
 
-    `rows`: how many ids of each text that may have been guessed for its forward has; nothing else, where it `is_pure`. `texts`:
-    how many were proposed for. `asked`: whether drafts were, for `drafting` seconds. `told`: how many ids came of each text.
-    `late`: those of them that a step without a guess may have had a part in.
+    `rows`: how many ids of each text that may have been guessed for its forward has; nothing else, where it `is_pure`.
+    `company`: all that were proposed for; where it guesses, drafts were asked, for `drafting` seconds. `told`: how many ids
+    came of each text. `late`: those of them that a step without a guess may have had a part in.
     """
 
     rows: dict[DraftedText, int] = field(default_factory=dict)
-    texts: int = 0
-    asked: bool = False
+    company: Company = field(default_factory=lambda: Company(0, guesses=False))
     drafting: float = 0.0
     start: float = 0.0
     seconds: float | None = None
@@ -135,9 +129,7 @@ class DraftEngine:
         self._ledger = Ledger([Account() for _ in given])
         self._caches = Caches(captures=any(takes_graphs(one.model) for one in models.values()))
         self._texts: dict[DraftedText, None] = {}
-        self._lessons, self._drafting = _LESSONS, 0.0
-        self._shortest, self._mixed = inf, 0
-        self._crowds = defaultdict[int, Crowd](Crowd)
+        self._drafting, self._shortest, self._mixed = 0.0, inf, 0
         self._step = _Step(is_pure=False)
 
     @property
@@ -178,7 +170,7 @@ class DraftEngine:
             step.late.add(text)
         step.told[text] = len(ids)
         text.ids += ids
-        if step.asked:
+        if step.company.guesses:
             text.tell()
 
     def drop(self, text: DraftedText) -> None:
@@ -205,16 +197,16 @@ class DraftEngine:
         self._learn()
         start, limit = perf_counter(), replace(self._budget, longest=min(self._budget.longest, longest))
         going = [text for text in texts if longest and text.ids[-1] not in self._vocabulary.ends]
-        asked = limit.schedule != "cost" or self._crowd(len(texts)).asks()
-        trees = self._guessed(going, limit, len(texts)) if asked else {}
+        by_cost = limit.schedule == "cost"
+        company = self._ledger.company(len(texts), explores=True) if by_cost else Company(len(texts), explores=True)
+        trees = self._guessed(going, limit, company) if company.guesses else {}
         rows = {text: 1 + len(trees.get(text, ())) for text in going}
         end = perf_counter()
-        self._step = _Step(rows, len(texts), asked, end - start, end)
+        self._step = _Step(rows, company, end - start, end)
         return [trees.get(text, Tree()) for text in texts]
 
-    def _guessed(self, texts: Sequence[DraftedText], limit: Budget, size: int) -> dict[DraftedText, Tree]:
-        """What is guessed of texts, in a company of that size."""
-        company = Company(size, explores=True, tries=self._crowd(size).tries)
+    def _guessed(self, texts: Sequence[DraftedText], limit: Budget, company: Company) -> dict[DraftedText, Tree]:
+        """What is guessed of texts, in a company that may have more."""
         for text in texts:
             text.tell()
         with torch.inference_mode(False):  # in which nothing can be captured
@@ -230,9 +222,9 @@ class DraftEngine:
         if step.seconds is None or not (step.is_pure or self._ledger.ready()):
             return
         cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
-        if step.is_pure and len(told) == step.texts:
-            self._judge(step, reads=step.asked and any(_reads(text) for text in told))
-        if not step.asked:
+        if step.is_pure and len(told) == step.company.texts:
+            self._judge(step, reads=step.company.guesses and any(text.session.reads for text in told))
+        if not step.company.guesses:
             self._ledger.measure(cost)
             return
         for text in told:  # they alone were forwarded: others were put off, or had ended
@@ -243,23 +235,16 @@ class DraftEngine:
         """Whether guessing pays is seen by whole steps, once drafts had a few to find out what they cost and gain. Where a
         draft `reads` a prompt, it is taken to have drafted as long as usual.
         """
-        self._lessons = max(0, self._lessons - step.asked)
-        if step.asked and not reads:
+        if step.company.guesses and not reads:
             self._drafting += _USUAL * (step.drafting - self._drafting)
-        if not (step.asked and self._lessons):
-            drafting = min(step.drafting, self._drafting) if reads else step.drafting
-            picks, seconds = sum(step.told.values()), drafting + (step.seconds or 0.0)
-            self._crowd(step.texts).judge(step.texts, picks, seconds, guessed=step.asked)
+        drafting = min(step.drafting, self._drafting) if reads else step.drafting
+        self._ledger.judge(step.company, sum(step.told.values()), drafting + (step.seconds or 0.0))
 
     def _estimate(self, texts: int, seconds: float) -> None:
         """Where all steps have other work in them, the shortest of a few is taken for one without."""
         self._shortest, self._mixed = min(self._shortest, seconds / texts), self._mixed + 1
         if self._mixed == _MIXED:
             self._ledger.measure(Cost(texts, self._shortest * texts, texts))
-
-    def _crowd(self, texts: int) -> Crowd:
-        """What is known of steps of about so many texts."""
-        return self._crowds[about(texts)]
 
     def _check(self, text: Any) -> None:
         if not (isinstance(text, DraftedText) and text in self._texts):
@@ -275,12 +260,6 @@ class DraftEngine:
         if wrong:
             raise InvalidInputError(f"The ids hold {wrong[0]}, and the target's are 0 to {self._vocabulary.size - 1}.")
         return found
-
-
-def _reads(text: DraftedText) -> bool:
-    """Whether a draft read its prompt for the latest guess, or much of what came since it was asked: no measure of a step."""
-    asked = text.session.proposals
-    return any(one.first or any(cost.rows > _READING * cost.texts for cost in one.drafted) for one in asked)
 
 
 def _vocabulary(tokenizer: Any, size: Any, ends: Collection[int]) -> Vocabulary:

@@ -31,7 +31,7 @@ _PIECES = (1, 2, 5, 1, 7)
 """The parts in which ids are forwarded that are to have the bits that they have at once."""
 _NODES, _OTHERS, _CONTEXTS = 8, (1, 3, 7), (2, 40, 200, 448)
 """A branch of so many nodes is tried behind so many nodes of another, and behind so many ids."""
-_TIMES, _OUTPUTS = 4, 200_000
+_TIMES, _OUTPUTS = 2, 200_000
 """In how many forwards a shape is tried, or, where that computes fewer values, until so many outputs of matrices were compared:
 of a small model few bits differ, if any.
 """
