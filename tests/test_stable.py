@@ -18,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
 from test_slots import shapes
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.integrations import sdpa_attention
@@ -452,6 +453,13 @@ def test_what_was_tried_counts_for_the_model_as_it_was() -> None:
         assert tried.width(1, 5, 128) is not None and len(tried._found) == 3
     finally:
         torch.set_num_threads(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tried.width(1, 5, 128) is not None and len(tried._found) == 4
+    with torch.autocast("cpu", torch.float16):
+        assert tried.width(1, 5, 128) is not None and len(tried._found) == 5
+    with sdpa_kernel(SDPBackend.MATH):
+        assert tried.width(1, 5, 128) is not None and len(tried._found) == 6
+    assert tried.width(1, 5, 128) is not None and len(tried._found) == 6
 
 
 def test_numbers_of_threads_that_cut_vectors_are_refused() -> None:

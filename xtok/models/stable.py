@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,7 +132,7 @@ class StableShapes:
         """What was found out of the model as it is now."""
         device = device_of(self._model)
         attention = str(self._model.config.get_text_config(decoder=True)._attn_implementation)
-        state = device, self._model.dtype, attention, torch.get_num_threads(), torch.is_autocast_enabled(device.type)
+        state = device, self._model.dtype, attention, torch.get_num_threads(), *_kernels(device.type)
         if state not in self._found:
             _check_threads(device)
             self._found[state] = self._find()
@@ -245,6 +246,14 @@ def _parts(ids: int, most: int) -> list[int]:
 def _same(usual: list[Tensor], others: list[Tensor]) -> bool:
     """Whether all rows have the bits of the usual one."""
     return all(torch.equal(one.expand_as(other), other) for one, other in zip(usual, others, strict=True))
+
+
+def _kernels(kind: str) -> list[object]:
+    """What a caller may have set that other kernels follow from, on such a device."""
+    attends: Any = torch.backends.cuda  # what is set there goes for all devices
+    chosen = [attends.flash_sdp_enabled(), attends.mem_efficient_sdp_enabled(), attends.math_sdp_enabled()]
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return [*chosen, attends.cudnn_sdp_enabled(), autocast, torch.get_float32_matmul_precision()]
 
 
 def _check_kind(model: PreTrainedModel) -> None:
