@@ -339,7 +339,7 @@ def test_guessing_goes_on_where_the_company_changes_right_behind_a_first_guess(c
     engine.observe(first, picks(first.ids))
     second = engine.add(prompt(TEXTS[1]))
     steps(engine, [first, second], clock, lambda rows: 9 + 0.001 * rows, 6)
-    assert engine._step.company.guesses or engine._ledger.crowds[2]._plain
+    assert engine._step.company.guesses or engine._ledger.crowds.crowd(2)._plain
 
 
 def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> None:

@@ -1,5 +1,6 @@
 """Token recycling: what the target held for likely behind the same id before, against a plain dictionary."""
 
+import gc
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -13,8 +14,6 @@ from hypothesis import strategies as st
 from worlds import budgets, examples, make_dear
 
 from xtok import Budget, Context, DraftEngine, Drafter, PromptLookup, Request, TokenRecycling, Tree, XTokAssisted, chain, pair
-from xtok.align.tokenbytes import token_bytes
-from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.recycling import _Table
 from xtok.errors import DraftFailedWarning, InvalidInputError
 
@@ -36,7 +35,7 @@ rows = st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=12)
 def test_a_table_holds_what_was_likeliest_behind_each_id_the_last_time(
     forwards: list[list[int]], asked: list[int], seed: int
 ) -> None:
-    table = _Table(Vocabulary(TOKENS, token_bytes(TOKENS), SIZE, frozenset()))
+    table = _Table(SIZE)
     generator, wanted = torch.Generator().manual_seed(seed), dict[int, list[torch.Tensor]]()
     for ids in forwards:
         logits = torch.randn(len(ids), SIZE + 8, generator=generator)  # there may be more logits than ids
@@ -143,7 +142,7 @@ def test_a_drafter_is_shown_the_targets_logits_behind_each_id_that_it_checked() 
         for step in range(min(right, len(ids) - place)):
             assert torch.allclose(logits[step].float(), alone.logits[place + step][0], atol=1e-4)
         place += right
-    assert place >= len(ids) - 1
+    assert place >= len(ids) - 5, "all rounds but the last"
 
 
 def test_a_text_that_begins_with_nothing_is_guessed_from_its_second_id_on() -> None:
@@ -161,3 +160,12 @@ def test_what_fails_to_learn_costs_speed_only() -> None:
     xt = XTokAssisted((TARGET, TOKENS), Seen(expected, fails=True), budget=TREE)
     with pytest.warns(DraftFailedWarning, match="simulated"):
         assert xt.generate(PROMPTS[0], **GREEDY).token_ids == expected
+
+
+def test_what_instances_learnt_goes_with_them() -> None:
+    """Found by a hostile trial: an object that served several kept what each had learnt, and its vocabulary, for ever."""
+    recycling = TokenRecycling()
+    for _ in range(3):
+        XTokAssisted((TARGET, TOKENS), recycling, budget=TREE).generate(PROMPTS[0], **GREEDY)
+        gc.collect()
+        assert not recycling._tables

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, count, zip_longest
 from math import log
 from random import Random
@@ -22,19 +22,23 @@ from test_trees import paths_of
 from transformers import LogitsProcessorList
 from worlds import KINDS, budgets, deep, examples, fitting, make_dear, scaled, texts, tokenizer
 
-from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, pair
+from xtok import Budget, Context, Generation, PromptLookup, TokenRecycling, Tree, XTokAssisted, pair
 from xtok.align.projection import same_ids
 from xtok.align.tokenbytes import same_tokens, token_bytes
+from xtok.align.vocabulary import Vocabulary
 from xtok.costs import _MEMORY, Cost
 from xtok.drafts import Drafter, Request
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
+from xtok.drafts.model import ModelDraft
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
 from xtok.ledger import Account, Company, Crowd, Ledger, Pace, Proposal
 from xtok.models.forwards import Asking, together
+from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
+from xtok.noise import noise
 from xtok.stats import Meter
 from xtok.tree import Trie
 
@@ -770,3 +774,42 @@ def test_a_copy_of_an_instance_begins_with_nothing_learnt() -> None:
     assert not rounds_in(other._ledger)
     assert other.generate("吾輩は", **GREEDY).token_ids == xt.generate("吾輩は", **GREEDY).token_ids
     assert rounds_in(xt._ledger) > before
+
+
+# guesses behind a hint
+
+
+def hinted_drafts(target: Vocabulary) -> dict[str, Any]:
+    recycling = TokenRecycling()
+    learner = recycling.start(Request(target, Meter()))
+    generator = torch.Generator().manual_seed(0)
+    for first in range(0, target.size, 64):
+        ids = [*range(first, min(first + 64, target.size))]
+        learner.learn(ids, 3 * torch.randn(len(ids), target.size, generator=generator))
+        learner.propose(Context([], b"", 0), Budget())
+    models = {"its own ids": (fitting(TOKENS, "GPTNeoX", 3), TOKENS), "other ids": OTHER}
+    return {"recycling": recycling} | {name: ModelDraft(draft_model(model), target) for name, model in models.items()}
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("kind", ["its own ids", "other ids", "recycling"])
+def test_behind_a_hint_is_guessed_what_is_guessed_once_it_is_committed(kind: str, samples: bool, width: int) -> None:
+    target = target_model((TARGET, TOKENS)).vocabulary
+    draft, view = hinted_drafts(target)[kind], target.view
+    guessed, budget = 0, Budget(3, width=width, nodes=999, schedule="constant")
+    sampled = noise(7, 0, b"") if samples else None
+    for prompt in ("吾輩は猫である", "メロスは激", "The quick brown"):
+        ids = TOKENS(prompt, add_special_tokens=False).input_ids
+        for hint in TOKENS("名 った brown", add_special_tokens=False).input_ids:
+            contexts = [Context(some, view.to_bytes(some), 0, noise=sampled) for some in (ids, [*ids, hint])]
+            contexts[0] = replace(contexts[0], hint=hint)
+            trees = [draft.start(Request(target, Meter(), samples=samples)).propose(one, budget) for one in contexts]
+            behind = trees[0].behind_first(hint)
+            assert set(trees[0].children(-1)) <= {hint}
+            guessed += len(behind)
+            if kind != "other ids":  # where the hint is read by itself, and once it is committed with what stands before it
+                assert set(paths_of(behind)) == set(paths_of(trees[1]))
+                assert sorted(behind.masses) == pytest.approx(sorted(trees[1].masses), rel=1e-3)
+            assert width > 1 or kind == "recycling" or len(trees[0]) == trees[0].depth, "a chain"
+    assert guessed > 10

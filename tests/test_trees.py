@@ -1,6 +1,7 @@
 """Trees of guesses: which models take them, what is merged into them, and how deep and wide they pay to be."""
 
 from copy import deepcopy
+from dataclasses import replace
 from math import ceil
 from random import Random
 from typing import Any
@@ -18,7 +19,7 @@ from xtok.costs import Cost, ForwardCost
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, InvalidInputError
-from xtok.ledger import Account, Calibration, Crowd, Ledger, Limit, Pace, Proposal
+from xtok.ledger import Account, Calibration, Crowd, Crowds, Ledger, Limit, Pace, Proposal
 from xtok.models.forwards import Asking, together
 from xtok.models.probe import takes_trees
 from xtok.tree import HINTED, Trie, chain
@@ -281,32 +282,25 @@ def test_where_nothing_was_picked_behind_a_guess_it_says_nothing_of_those_behind
 @given(
     parents=st.integers(0, 12).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))),
     data=st.data(),
-    hint=st.integers(0, 4),
+    first=st.integers(0, 4),
+    says=st.booleans(),
 )
-def test_a_hint_is_the_likeliest_first_guess_and_what_comes_behind_it_is_as_probable_as_it_then_is(
-    parents: tuple[int, ...], data: st.DataObject, hint: int
+def test_what_is_guessed_behind_a_first_id_are_the_paths_that_begin_with_it(
+    parents: tuple[int, ...], data: st.DataObject, first: int, says: bool
 ) -> None:
     trie = Trie()
-    trie.mix(
-        Tree(tuple(data.draw(st.integers(0, 4)) for _ in parents), parents), [data.draw(st.floats(0.01, 1)) for _ in parents]
-    )
+    trie.mix(Tree(tuple(data.draw(st.integers(0, 4)) for _ in parents), parents), [data.draw(st.floats(0, 1)) for _ in parents])
     tree = trie.best(len)
-    hinted = tree.hinted(hint)
-    node = hinted.child(-1, hint)
-    assert node is not None and hinted.masses[node] == pytest.approx(HINTED) and hinted.likeliest_path(1) == [node]
-    assert hinted.tokens[: len(tree)] == tree.tokens and hinted.parents[: len(tree)] == tree.parents
-    assert len(hinted) - len(tree) == (tree.child(-1, hint) is None)
-    for one, parent in enumerate(tree.parents):
-        assert hinted.masses[one] <= (hinted.masses[parent] if parent >= 0 else 1.0) + 1e-9
-        if one in hinted.behind(node):
-            assert hinted.masses[one] / HINTED == pytest.approx(tree.masses[one] / tree.masses[node])
-
-
-def test_a_hint_changes_nothing_where_there_is_none_and_where_a_tree_says_no_masses() -> None:
-    tree = chain([1, 2], masses=(0.5, 0.4))
-    assert tree.hinted(None) is tree
-    assert chain([1, 2]).hinted(3) == chain([1, 2])
-    assert Tree().hinted(3) == chain([3], masses=(HINTED,))
+    whole = dict(zip(paths_of(tree), tree.masses, strict=True))
+    behind = (tree if says else replace(tree, masses=())).behind_first(first)
+    assert paths_of(behind) == [path[1:] for path in whole if path[0] == first and path[1:]]
+    assert len(behind.masses) == (len(behind) if says else 0)
+    for path, mass in zip(paths_of(behind), behind.masses, strict=False):
+        assert mass * whole[first,] == pytest.approx(whole[(first, *path)], abs=1e-9) and 0 <= mass <= 1
+    again = behind.after(first)
+    assert paths_of(again) == [(first,), *((first, *path) for path in paths_of(behind))]
+    assert again.masses == ((HINTED, *(HINTED * mass for mass in behind.masses)) if says or not behind else ())
+    assert again.behind_first(first).tokens == behind.tokens and again.behind_first(first).parents == behind.parents
 
 
 OFFERS = st.tuples(st.integers(1, 5), st.lists(st.floats(0, 1), max_size=12).map(lambda masses: sorted(masses, reverse=True)))
@@ -385,12 +379,12 @@ def test_a_first_round_that_took_long_is_soon_forgotten() -> None:
 
 
 def test_a_crowd_begins_with_what_is_known_of_one_of_about_its_size() -> None:
-    ledger, asked = new_ledger(), dict[int, int]()
+    crowds, asked = Crowds(), dict[int, int]()
     for texts in (8, 7, 5):
         for _ in range(100):
-            company = ledger.company(texts)
+            company = crowds.company(texts)
             asked[texts] = asked.get(texts, 0) + company.guesses
-            ledger.judge(company, texts, texts * (2.0 if company.guesses else 1.0))
+            crowds.judge(company, texts, texts * (2.0 if company.guesses else 1.0))
     assert 4 < asked[8] < 40 and asked[7] < 6 and asked[5] < 6
 
 

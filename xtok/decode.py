@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from xtok.budget import Budget
-from xtok.ledger import Company, Ledger
+from xtok.ledger import Company, Crowds
 from xtok.models.forwards import Answer, Asking, together
 from xtok.models.target import Target
 from xtok.pick import Ahead, picks
@@ -51,14 +51,14 @@ def step(target: Target, texts: list[Sequence]) -> list[list[int]]:
 
     A text that has not begun has some of its prompt read. What fails in a text ends that text alone.
     """
-    ledger, is_reading = _shared_ledger(texts), not all(text.begun for text in texts)
-    company = Company(max(1, sum(text.slot.shares for text in texts))) if ledger is None else ledger.company(len(texts))
+    crowds, is_reading = _crowds(texts), not all(text.begun for text in texts)
+    company = Company(max(1, sum(text.slot.shares for text in texts))) if crowds is None else crowds.company(len(texts))
     before = _spent(texts)
     plans = dict(zip(texts, together([_plan(text, company) for text in texts]), strict=True))
     going = {text: tree for text, tree in plans.items() if text.finish_reason is None}
     blocks = dict(zip(going, _verified(target, list(going), _evened(list(going), list(going.values()))), strict=True))
-    if ledger is not None and not is_reading and not any(text.session and text.session.reads for text in texts):
-        ledger.judge(company, sum(map(len, blocks.values())), _spent(texts) - before)
+    if crowds is not None and not is_reading and not any(text.session and text.session.reads for text in texts):
+        crowds.judge(company, sum(map(len, blocks.values())), _spent(texts) - before)
     return [blocks.get(text, []) for text in texts]
 
 
@@ -67,11 +67,11 @@ def _spent(texts: list[Sequence]) -> float:
     return sum(text.meter.seconds["all"] for text in texts)
 
 
-def _shared_ledger(texts: list[Sequence]) -> Ledger | None:
+def _crowds(texts: list[Sequence]) -> Crowds | None:
     """What knows whether guessing pays for several texts that share forwards; None where it isn't one for all of them."""
     ledgers = [text.session.ledger for text in texts if text.session and text.slot.shares and text.budget.schedule == "cost"]
-    is_one = len(ledgers) == len(texts) > 1 and all(one.crowds is ledgers[0].crowds for one in ledgers)
-    return ledgers[0] if is_one else None
+    is_one = len(ledgers) == len(texts) > 1 and all(one is ledgers[0] for one in ledgers)
+    return ledgers[0].crowds if is_one else None
 
 
 def _verified(target: Target, texts: list[Sequence], trees: list[Tree]) -> list[list[int]]:
@@ -105,7 +105,7 @@ def _evened(texts: list[Sequence], trees: list[Tree]) -> list[Tree]:
     given = [(unread, masses) for unread, masses in offers if masses is not None]
     if len(sharing) < 2 or session is None or len(given) < len(offers):
         return trees
-    width = session.width(given)
+    width = session.ledger.width(given)
     return [
         text.session.cut(width - text.left) if text in sharing and text.session and len(tree) > width - text.left else tree
         for text, tree in zip(texts, trees, strict=True)
@@ -186,7 +186,8 @@ def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, known: 
     text.read += len(kept)
     if text.session is not None:
         text.session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1], hint)
-        text.session.learn(read, checked.logits[len(checked.logits) - len(read) :])
+        if text.finish_reason is None:
+            text.session.learn(read, checked.logits[len(checked.logits) - len(read) :])
         text.session.observe(checked.cost)
     if text.finish_reason is not None:
         text.end()

@@ -70,7 +70,8 @@ class Calibration:
         """Take in which nodes the picks ran through, in order. `ended`: nothing was picked behind the last of them, so that
         what becomes of the guesses there isn't known.
         """
-        unknown = tree.behind(right[-1]) if ended else set[int]()
+        path = [-1, *right]
+        unknown = tree.behind(path[-1]) if ended else set[int]()
         for node, mass in enumerate(tree.masses):
             if node in unknown:
                 continue
@@ -80,7 +81,7 @@ class Calibration:
             if self.expected[index] > _FORGETS:
                 self.expected[index] /= 2
                 self.hits[index] /= 2
-        forks = {-1, *(right[:-1] if ended else right)}.intersection(tree.parents)
+        forks = set(path[:-1] if ended else path).intersection(tree.parents)
         for fork in forks:
             goes_on = any(tree.parents[node] == fork for node in right)
             self.onward += _SHARE * (goes_on - self.onward) / 2
@@ -226,8 +227,38 @@ class Company:
     def asks(self, draft: int, degree: int, decide: Callable[[], bool]) -> bool:
         """Whether to ask a draft, decided once."""
         if (draft, degree) not in self._asked:
-            self._asked[draft, degree] = decide() and self.guesses  # one that is left alone is so for a round less
+            self._asked[draft, degree] = decide() and self.guesses  # deciding counts the rounds
         return self._asked[draft, degree]
+
+
+@dataclass
+class Crowds:
+    """Whether guessing pays at all, by about how many texts share a forward. Several threads may use it."""
+
+    _of: dict[int, Crowd] = field(default_factory=dict)
+    _lessons: int = _LESSONS
+    _lock: Any = field(default_factory=RLock, repr=False, compare=False)
+
+    def company(self, texts: int, *, explores: bool = False) -> Company:
+        """That of a round of so many texts. It guesses as far as whole rounds that did paid."""
+        with self._lock:
+            crowd = self.crowd(texts)
+            return Company(texts, crowd.asks(), explores, crowd.tries)
+
+    def judge(self, company: Company, picks: int, seconds: float) -> None:
+        """A whole round of that company is over, in which nothing else was done."""
+        with self._lock:
+            self._lessons = max(0, self._lessons - company.guesses)
+            if not (company.guesses and self._lessons):
+                self.crowd(company.texts).judge(company.texts, picks, seconds, guessed=company.guesses)
+
+    def crowd(self, texts: int) -> Crowd:
+        """That of about so many texts; a new one begins with what is known of the nearest number."""
+        size = about(texts)
+        if size not in self._of:
+            nearest = min(self._of, key=lambda other: abs(other - size), default=None)
+            self._of[size] = Crowd() if nearest is None else Crowd(backoff=replace(self._of[nearest].backoff))
+        return self._of[size]
 
 
 @dataclass(frozen=True)
@@ -256,7 +287,7 @@ class Ledger:
     those of several threads, too: no round of any of them is lost.
 
     `padded`: by how many texts share a forward of the target and how many rows of it each needs, how many each has. What
-    stands in place of padding is free. `crowds`: by about how many texts share a forward, whether any guess pays there.
+    stands in place of padding is free. `crowds`: whether any guess pays where several share one.
 
     A round is worth what it adds to the picks per second: more is guessed as long as the picks expected from it, per second of
     what it costs, are more than the run has on the whole. A draft that doesn't pay, beside those that are cheaper, is left
@@ -267,35 +298,13 @@ class Ledger:
     padded: Callable[[int, int], int] = lambda texts, rows: rows
     target: ForwardCost = field(default_factory=ForwardCost)
     lately: Throughput = field(default_factory=Throughput)
-    crowds: dict[int, Crowd] = field(default_factory=dict)
-    _lessons: int = _LESSONS
+    crowds: Crowds = field(default_factory=Crowds)
     _texts: int = 1
     lock: Any = field(default_factory=RLock, init=False, repr=False, compare=False)
 
     def ready(self) -> bool:
         """Whether to guess at all. The target's forward of one row is measured before the first guess."""
         return bool(self.target.cells)
-
-    def company(self, texts: int, *, explores: bool = False) -> Company:
-        """That of a round of so many texts. It guesses as far as whole rounds that did paid."""
-        with self.lock:
-            crowd = self._crowd(texts)
-            return Company(texts, crowd.asks(), explores, crowd.tries)
-
-    def judge(self, company: Company, picks: int, seconds: float) -> None:
-        """A whole round of that company is over, in which nothing else was done."""
-        with self.lock:
-            self._lessons = max(0, self._lessons - company.guesses)
-            if not (company.guesses and self._lessons):
-                self._crowd(company.texts).judge(company.texts, picks, seconds, guessed=company.guesses)
-
-    def _crowd(self, texts: int) -> Crowd:
-        """That of about so many texts; a new one begins with what is known of the nearest number."""
-        size = about(texts)
-        if size not in self.crowds:
-            nearest = min(self.crowds, key=lambda other: abs(other - size), default=None)
-            self.crowds[size] = Crowd() if nearest is None else Crowd(backoff=replace(self.crowds[nearest].backoff))
-        return self.crowds[size]
 
     def asks(self, draft: int, sure: float, company: Company) -> bool:
         """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
@@ -362,15 +371,19 @@ class Ledger:
         forward: Cost,
         proposals: Sequence[Proposal],
         unread: int = 1,
+        hinted: int = 0,
     ) -> None:
-        """A round is over: `block` was committed where `tree` was guessed, and forwarded behind `unread` committed ids.
+        """A round is over: `block` was committed where `tree` was guessed, and forwarded behind `unread` ids that were known.
 
-        `forward`: the target's, which other texts may have shared.
+        `forward`: the target's, which other texts may have shared. `hinted`: how many of the known ids were hints till then,
+        and are committed now, too.
         """
         with self.lock:
-            self._observe(tree, block, forward, proposals, unread)
+            self._observe(tree, block, forward, proposals, unread, hinted)
 
-    def _observe(self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal], unread: int) -> None:
+    def _observe(
+        self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal], unread: int, hinted: int
+    ) -> None:
         if not forward.told:
             self.target.add(forward.rows, forward.seconds)
         self._texts = forward.texts
@@ -378,23 +391,23 @@ class Ledger:
         def at(rows: int) -> float:
             return self.target.share(self.padded(forward.texts, rows), forward.texts)
 
-        path = tree.along(block)[: len(block) - 1]  # behind the last id committed nothing was picked
-        rows = right = 0
+        path = tree.along(block[:-1])  # behind the last id committed nothing was picked
+        rows, right = 0, hinted + min(1, len(block))
         spent = 0.0
         for draft in self.cheapest_first():
             account, one = self.accounts[draft], proposals[draft]
-            account.without.add(1 + right, at(unread + rows) + spent)
+            account.without.add(right, at(unread + rows) + spent)
             if one.tree is None:
                 continue
-            took = self._learn(account, one, block)
+            right_ids, took = self._learn(account, one, block)
             gained = len(one.own.intersection(path))
             extra = at(unread + rows + len(one.own)) - at(unread + rows) + took
             if not one.first:
                 lost = extra * account.without.rate - gained
                 account.backoff(one.sure).judge(lost, extra / (at(1) or 1.0), forward.texts)
-                account.lately.add(len(one.tree.along(block)), took)
+                account.lately.add(right_ids, took)
             rows, right, spent = rows + len(one.own), right + gained, spent + took
-        self.lately.add(len(block), at(unread + len(tree)) + spent)
+        self.lately.add(hinted + len(block), at(unread + len(tree)) + spent)
 
     def measure(self, forward: Cost) -> None:
         """A round of texts is over in which nobody was asked: each has a pick, and drafts that are left alone are so for one
@@ -411,18 +424,20 @@ class Ledger:
                 self.lately.add(1, forward.share)
 
     @staticmethod
-    def _learn(account: Account, one: Proposal, block: Sequence[int]) -> float:
-        """Take in what a draft did. Returns the seconds that it took, as those of a forward are known."""
+    def _learn(account: Account, one: Proposal, block: Sequence[int]) -> tuple[int, float]:
+        """Take in what a draft did. Returns how many ids it had right, and the seconds that it took, as those of a forward are
+        known.
+        """
         assert one.tree is not None
         for cost in one.drafted or ([] if one.first else [Cost(1, one.rest)]):
             if cost.rows <= _FEW * cost.texts and not cost.told:
                 account.forward.add(cost.rows, cost.seconds)
         right = one.tree.along(block)
         account.calibration.learn(one.tree, right, ended=len(right) == len(block))
-        if one.tree:
+        if one.tree and block:
             account.explored(right=bool(right))
         drafted = sum(account.forward.at(min(one.rows, _FEW * one.texts)) / one.texts for one in one.drafted)
-        return drafted + (0.0 if one.first else one.rest)
+        return len(right), drafted + (0.0 if one.first else one.rest)
 
 
 @dataclass(frozen=True)

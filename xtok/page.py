@@ -79,8 +79,9 @@ def _line(one: WrittenRound, node: int, tints: dict[str, str]) -> Iterator[str]:
         node = following[0]
         guess = one.guesses[node]
         kind = "right" if node in one.right else "wrong"
-        told = f"{guess.draft}" if guess.probability is None else f"{guess.draft}, {guess.probability:.0%}"
-        style = f"background:{tints[guess.draft]}" if node in one.right else ""
+        draft = guess.draft or "the target"
+        told = draft if guess.probability is None else f"{draft}, {guess.probability:.0%}"
+        style = f"background:{tints[guess.draft]}" if guess.draft and node in one.right else ""
         yield f'<span class="{kind}" style="{style}" title="{escape(told)}">{escape(_visible(guess.text))}</span> '
         following = _children(one, node)
     yield _branches(one, node, tints)

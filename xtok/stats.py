@@ -16,13 +16,13 @@ class Round:
     """One forward of the target: what was guessed, and what of it was right.
 
     `offset`: how many bytes of new text there were before. `tree`: the guesses, in ids of the target. `drafts`: which draft
-    guessed each node, the cheapest of several. `right`: the nodes that were accepted, each the parent of the next.
-    `committed`: how many ids.
+    guessed each node, the cheapest of several; None for what the forward before told all but surely. `right`: the nodes that
+    were accepted, each the parent of the next. `committed`: how many ids.
     """
 
     offset: int
     tree: Tree
-    drafts: tuple[int, ...]
+    drafts: tuple[int | None, ...]
     right: tuple[int, ...]
     committed: int
 

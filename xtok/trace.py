@@ -17,14 +17,14 @@ class Token(NamedTuple):
 
 class Guess(NamedTuple):
     """A guessed token. `parent`: the number of the guess before it, or -1. `probability`: what the draft gives it, and all
-    before it; None where it gives none.
+    before it; None where it gives none. `draft`: who guessed it; None for what the target's forward before told all but surely.
     """
 
     id: int
     text: str
     parent: int
     probability: float | None
-    draft: str
+    draft: str | None
 
 
 class WrittenRound(NamedTuple):
@@ -58,7 +58,7 @@ def told(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[R
     """The tokens of each round as soon as it is there. The last of a text has what is left of an unfinished character."""
     decoder = characters()
     for one in rounds:
-        known = [drafts[one.round.drafts[node]] for node in one.round.right]
+        known = [_name(drafts, one.round.drafts[node]) for node in one.round.right]
         sources = known + [None] * (len(one.ids) - len(known))
         texts = [decoder.decode(piece) for piece in one.pieces]
         texts[-1] += decoder.decode(b"", final=one.is_last)
@@ -74,6 +74,10 @@ def _guessed(one: Round, drafts: Sequence[str], spelled: Callable[[int], bytes])
     r"""What was guessed in a round. Bytes that are no whole characters are written as `\xe3`."""
     masses = one.tree.masses or [None] * len(one.tree)
     return [
-        Guess(token, spelled(token).decode(errors="backslashreplace"), parent, mass, drafts[draft])
+        Guess(token, spelled(token).decode(errors="backslashreplace"), parent, mass, _name(drafts, draft))
         for token, parent, mass, draft in zip(one.tree.tokens, one.tree.parents, masses, one.drafts, strict=True)
     ]
+
+
+def _name(drafts: Sequence[str], draft: int | None) -> str | None:
+    return None if draft is None else drafts[draft]

@@ -93,20 +93,20 @@ class Tree:
             masses.append(min(self.masses[node] if self.masses else 1.0, masses[parent] if parent >= 0 else 1.0))
         return self.of(sorted(sorted(range(len(self)), key=lambda node: (-masses[node], node))[:nodes]))
 
-    def hinted(self, token: int | None) -> "Tree":
-        """The same and a guess of `token`, where that is very likely to come next: as probable as all is then.
+    def behind_first(self, token: int) -> "Tree":
+        """What is guessed behind a first guess of `token`, as probable as it is if that is right."""
+        first = self.child(-1, token)
+        nodes = [] if first is None else sorted(self.behind(first))
+        index = {first: -1} | {node: i for i, node in enumerate(nodes)}
+        whole = self.masses[first] if self.masses and first is not None else 0.0
+        masses = tuple(min(1.0, self.masses[node] / whole) if whole else 0.0 for node in nodes) if self.masses else ()
+        parents = tuple(index[self.parents[node]] for node in nodes)
+        return Tree(tuple(self.tokens[node] for node in nodes), parents, self.guess, (), masses)
 
-        It stays as it is where there is no hint, None, and where it says no masses.
-        """
-        if token is None or (self.tokens and not self.masses):
-            return self
-        if (hint := self.child(-1, token)) is None:
-            parents, masses = (*self.parents, -1), (*self.masses, 1.0)
-            return Tree((*self.tokens, token), parents, self.guess, self.distributions, masses).hinted(token)
-        behind, share = {hint} | self.behind(hint), HINTED / (self.masses[hint] or 1.0)
-        shares = (share if node in behind else 1 - HINTED for node in range(len(self)))
-        masses = tuple(min(HINTED, mass * of) for mass, of in zip(self.masses, shares, strict=True))
-        return Tree(self.tokens, self.parents, self.guess, self.distributions, masses)
+    def after(self, token: int) -> "Tree":
+        """The same behind a hint."""
+        masses = (HINTED, *(HINTED * mass for mass in self.masses)) if self.masses or not self.tokens else ()
+        return Tree((token, *self.tokens), (-1, *(1 + parent for parent in self.parents)), self.guess, (), masses)
 
     @property
     def lead(self) -> int:

@@ -24,15 +24,16 @@ class Continuation:
         self._learned = 0
         self._followers: dict[int, dict[int, bytes]] = {}
 
-    def ids(self, committed: Sequence[int], guess: bytes) -> list[int]:
-        """Ids for `guess`, less a character that it leaves unfinished."""
+    def ids(self, committed: Sequence[int], guess: bytes, known: Sequence[int] = ()) -> list[int]:
+        """Ids for `guess`, less a character that it leaves unfinished. It stands behind `known` ids, which aren't committed."""
         self._learn(committed)
+        before = [*committed[-_LOOK_BACK:], *known]
         found: list[int] = []
         canonical: list[int] = []
         while guess:
-            own = self._followed((found or committed)[-1], guess) if found or committed else None
+            own = self._followed((found or before)[-1], guess) if found or before else None
             if own is None and not canonical:
-                canonical = self._canonical([*committed[-_LOOK_BACK:], *found], guess)
+                canonical = self._canonical([*before, *found], guess)
                 if not canonical:
                     break
             token = canonical[0] if own is None else own

@@ -11,7 +11,7 @@ from xtok.align.keys import spelling_keys
 from xtok.align.tokenbytes import TokenBytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Vocabulary:
     """What a model's ids spell, how its tokenizer writes plain text, and what noise its ids have. No model.
 

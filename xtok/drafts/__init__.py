@@ -26,7 +26,7 @@ class Context:
     `noise` is that under which the target picks, None where it picks greedily. `controls` counts the new ids that spell
     nothing. `hidden`: the target's last hidden state at the position behind which it picked the last id, (hidden size,); None
     where it isn't known or nobody asks for it. `hint`: what the target very likely picks next, where its latest forward told so
-    all but surely.
+    all but surely. It is guessed anyway: of a guess only what stands behind it is looked at.
     """
 
     ids: Sequence[int]

@@ -112,6 +112,8 @@ class CrossTokenizerDrafter(Asker):
 
     def _longer(self, start: bytes, hint: bytes) -> list[int]:
         """The ids whose bytes begin with some, and can begin a text that begins with those and a hint."""
+        if not hint:
+            return list(self._view.ids_starting_with(start))
         compatible = self._view.compatible(start + hint)
         return [token for token in compatible if (self._view[token] or b"").startswith(start)]
 
@@ -172,7 +174,7 @@ class CrossTokenizerDrafter(Asker):
         likeliest = sorted(masses.items(), key=lambda item: -item[1])
         trie = Trie()
         for (added, ended), mass in likeliest[: budget.verified([mass for _, mass in likeliest])]:
-            ids = [*known, *(self._continuation.ids([*context.ids, *known], added) if added else [])]
+            ids = [*known, *(self._continuation.ids(context.ids, added, known) if added else [])]
             if ended and self._target_end is not None:
                 ids.append(self._target_end)
             trie.add(ids[: budget.longest], mass)

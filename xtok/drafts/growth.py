@@ -1,7 +1,7 @@
 """Guesses that grow level by level: one forward of the draft continues the likeliest ones, whatever branch they are on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isnan
 from typing import Any, TypeVar
 
@@ -62,7 +62,6 @@ class IdPath(Path):
 
 
 Some = TypeVar("Some", bound=Path)
-SomeIds = TypeVar("SomeIds", bound=IdPath)
 
 
 def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | None, Tensor]:
@@ -139,14 +138,16 @@ def child(context: Context, view: TokenBytes, guess: IdPath, probability: float,
     return IdPath(guess.mass * probability, -1, guess.written + piece, probability, ids=ids, controls=controls)
 
 
-def hinted(first: Sequence[SomeIds], hint: SomeIds) -> list[SomeIds]:
-    """First guesses where one of them is very likely right: the others are as improbable as they are then."""
-    return [hint, *(replace(one, mass=one.mass * (1 - hint.mass)) for one in first if one.ids != hint.ids)]
+def root(context: Context, view: TokenBytes) -> IdPath:
+    """What all guesses begin with: nothing, or what is hinted at."""
+    start = IdPath(1.0, -1, b"")
+    return start if context.hint is None else child(context, view, start, 1.0, context.hint)
 
 
-def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
-    """The likeliest ids of some guesses, as many as the budget allows."""
+def tree_of(guesses: Sequence[IdPath], budget: Budget, start: IdPath) -> Tree:
+    """The likeliest ids of some guesses, as many as the budget allows. `start`: what all of them begin with."""
     trie = Trie()
+    trie.add(start.ids, max(0.0, 1.0 - sum(guess.mass for guess in guesses if len(guess.ids) == len(start.ids) + 1)))
     for guess in guesses:
         trie.add(guess.ids[: budget.longest], guess.kept)
     return trie.best(budget.verified, max(guesses, key=lambda guess: guess.mass).written if guesses else b"")

@@ -18,12 +18,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context, Request
-from xtok.drafts.growth import IdPath, child, grown, hinted, likeliest, next_ids, tree_of
+from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, root, tree_of
 from xtok.errors import InvalidInputError, reason
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
 from xtok.stats import Meter
-from xtok.tree import HINTED, Tree
+from xtok.tree import Tree
 
 
 class Heads(nn.Module):
@@ -154,15 +154,14 @@ class HeadsGuesser(Asker):
         """The likeliest products of what each head says; nothing where the hidden state isn't known yet."""
         if context.hidden is None:
             return Tree()
+        start = root(context, self._view)
         with self._meter.drafting():
             distributions = self._distributions(context.hidden)
-            root = IdPath(1.0, -1, b"")
-            first = (yield from self._children(context, distributions, [root]))[0]
-        if context.hint is not None:
-            first = hinted(first, child(context, self._view, root, HINTED, context.hint))
-        budget = replace(budget, depth=min(budget.depth, len(distributions[0])))  # a head for each id
+            left = len(distributions[0]) - len(start.ids)  # a head for each id
+            first = (yield from self._children(context, distributions, [start]))[0] if left else []
+        budget = replace(budget, depth=min(budget.depth, left))
         found = yield from grown(first, budget, lambda front: self._expanded(context, distributions, front))
-        return tree_of(found, budget)
+        return tree_of(found, budget, start)
 
     def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What each head says: ids, int64, and their probabilities, float32, (heads, ids) twice. `hidden`: (hidden size,)."""

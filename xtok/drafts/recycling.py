@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,11 +12,11 @@ from transformers import LogitsProcessorList
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget
 from xtok.drafts import Asker, Context, Request
-from xtok.drafts.growth import SHARPNESS, IdPath, child, grown, hinted, looked_at, next_ids, tree_of
+from xtok.drafts.growth import SHARPNESS, IdPath, grown, looked_at, next_ids, root, tree_of
 from xtok.largest import largest
 from xtok.models.forwards import Asking
 from xtok.stats import Meter, timed
-from xtok.tree import HINTED, Tree
+from xtok.tree import Tree
 
 _KEPT = 16
 """How many ids are remembered behind each."""
@@ -26,12 +27,12 @@ class TokenRecycling:
 
     (Token Recycling: Luo et al. 2024, https://arxiv.org/abs/2408.08696.) Every forward of the target says what it holds for
     likely behind each id that it checks, wrong guesses among them. The 16 likeliest are remembered, in up to 0.5 kB for each
-    id, by all texts for all texts, and guesses are trees of them. So it guesses where nothing repeats itself, and what the
-    target would draw of them where it samples. One object may serve several instances and threads.
+    id, by all texts of an instance for all of them, and guesses are trees of those. So it guesses where nothing repeats itself,
+    and what the target would draw of them where it samples. One object may serve several instances and threads.
     """
 
     def __init__(self) -> None:
-        self._tables: dict[int, _Table] = {}
+        self._tables = WeakKeyDictionary[Vocabulary, _Table]()
         self._lock = Lock()
 
     def __repr__(self) -> str:
@@ -47,7 +48,7 @@ class TokenRecycling:
     def start(self, request: Request) -> "Recycler":
         """A drafter for one text."""
         with self._lock:
-            table = self._tables.setdefault(id(request.vocabulary), _Table(request.vocabulary))
+            table = self._tables.setdefault(request.vocabulary, _Table(request.vocabulary.size))
         return Recycler(table, request.vocabulary, request.meter, request.shapes)
 
 
@@ -56,9 +57,9 @@ class _Table:
     levels of so few numbers take less there than what they would wait for on another device.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary  # so that its place in memory is no other's
-        few = min(_KEPT, vocabulary.size)
+    def __init__(self, size: int) -> None:
+        """`size`: how many ids there are."""
+        few = min(_KEPT, size)
         self._places: dict[int, int] = {}
         self._ids, self._logits = torch.zeros(0, few, dtype=torch.int64), torch.zeros(0, few)
         self._lock = Lock()
@@ -66,7 +67,9 @@ class _Table:
     def learn(self, ids: Sequence[int], found: Tensor, logits: Tensor) -> None:
         """Remember what was `found` likely behind each of `ids`, and its logits: (ids, few) twice."""
         with self._lock:
-            places = [self._places.setdefault(token, len(self._places)) for token in ids]
+            rows = {token: row for row, token in enumerate(ids)}  # of one that is there twice the last
+            places = [self._places.setdefault(token, len(self._places)) for token in rows]
+            found, logits = found[list(rows.values())], logits[list(rows.values())]
             missing = len(self._places) - len(self._ids)
             if missing > 0:
                 more = len(self._ids) + missing  # twice as many
@@ -106,12 +109,10 @@ class Recycler(Asker):
         yield from self._remember()
         if not context.ids:
             return Tree()
-        root = IdPath(1.0, -1, b"")
-        first = (yield from self._expanded(context, [root]))[0]
-        if context.hint is not None:
-            first = hinted(first, child(context, self._vocabulary.view, root, HINTED, context.hint))
+        start = root(context, self._vocabulary.view)
+        first = (yield from self._expanded(context, [start]))[0]
         found = yield from grown(first, budget, lambda front: self._expanded(context, front))
-        return tree_of(found, budget)
+        return tree_of(found, budget, start)
 
     def _remember(self) -> Asking[None]:
         """Remember what was looked for behind the latest forward."""

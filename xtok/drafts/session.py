@@ -16,7 +16,7 @@ from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.ledger import Company, Ledger, Limit, Pace, Proposal
 from xtok.models.forwards import Asking
 from xtok.noise import Noise
-from xtok.tree import Distribution, Tree, Trie
+from xtok.tree import HINTED, Distribution, Tree, Trie
 
 _READING = 12
 """More rows of a text than that are a draft's reading."""
@@ -28,6 +28,8 @@ class Session:
     It has its own copy of what is committed, which drafters are shown: nothing that is committed is ever read from one.
     The ledger holds what drafts cost and gain, in this text and others, with an account for each in their order. A drafter that
     can't be made, or raises, is told of once, by a `DraftFailedWarning`, and not asked again.
+
+    A hint is guessed in any case and is no draft's: what drafts guess stands behind it, and is judged where it was right.
     """
 
     def __init__(
@@ -41,14 +43,15 @@ class Session:
         self._text = Text(request.vocabulary.view, prompt)
         self._hidden: Tensor | None = None
         self._hint: int | None = None
+        self._before: int | None = None
         self._begun = set[int]()
         self._guessed: tuple[Budget, Tree] | None = None
         self._unread = 1
         self._committed: list[int] = []
-        self.proposals: list[Proposal] = []
         self._drafters: list[Drafter | None] = []
         for draft in drafts:
             self._start(draft, request)
+        self.proposals = [Proposal()] * len(self._drafters)
 
     def _start(self, draft: Draft, request: Request) -> None:
         self._drafters.append(None)
@@ -70,12 +73,14 @@ class Session:
         self._committed = list(ids)
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
-        """Show drafters that have `learn` what the target's forward gave behind the last committed id and each guessed one.
+        """Show drafters that have `learn` what the target's forward gave behind the last committed id and each guessed one. One
+        that was left alone in this round is so here, too: to look at logits takes time.
 
         `ids`: those. `logits`: (ids, vocabulary).
         """
         for draft, drafter in enumerate(self._drafters):
-            if callable(learns := getattr(drafter, "learn", None)):
+            is_left_alone = self._guessed is not None and self.proposals[draft].tree is None
+            if not is_left_alone and callable(learns := getattr(drafter, "learn", None)):
                 try:
                     learns(ids, logits)
                 except Exception as error:
@@ -87,15 +92,13 @@ class Session:
         `company`: the texts of the round; None for this one alone. `unread`: how many committed ids are forwarded with it.
         `chained`: drafts may guess trees, and of what those make together the likeliest path alone is kept.
         """
-        company, self._unread = company or Company(), unread
+        company, text = company or Company(), self._text
+        self._before = self._hint if company.guesses else None
+        self._unread, behind = unread, limit
+        if self._before is not None:
+            self._unread, behind = unread + 1, replace(limit, longest=limit.longest - 1, nodes=limit.nodes - 1)
         context = Context(
-            self._text.ids,
-            self._text.data,
-            self._text.prompt_size,
-            self._text.controls,
-            self._noise,
-            self._hidden,
-            self._hint,
+            text.ids, text.data, text.prompt_size, text.controls, noise=self._noise, hidden=self._hidden, hint=self._before
         )
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
         for draft in self.ledger.cheapest_first():
@@ -103,36 +106,39 @@ class Session:
             if drafter is not None and (own := self._own(draft, limit, sure, company)) is not None:
                 self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
                 sure = max([sure, *self.ledger.masses(draft, self.proposals[draft].tree or Tree())])
-        tree = self._merged(limit)
-        path = tree.likeliest_path(limit.longest)
+        tree = self._merged(behind)
+        path = tree.likeliest_path(behind.longest)
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
         tree = self._of(tree, [*path, *sorted(rest)])  # so what comes true most often stands where it stays
-        self._guessed = limit, tree
-        return tree
+        self._guessed = behind, tree
+        return self._whole(tree)
 
-    def sources(self, tree: Tree) -> tuple[int, ...]:
-        """Of each node of the round's guess, which draft guessed it, the cheapest of several."""
-        owners = {node: draft for draft, one in enumerate(self.proposals) for node in one.own}
-        return tuple(owners[node] for node in range(len(tree)))
+    def _whole(self, tree: Tree) -> Tree:
+        """A guess with the hint that it stands behind, if there is one."""
+        return tree if self._before is None else tree.after(self._before)
 
-    def width(self, offers: Sequence[tuple[int, Sequence[float]]]) -> int:
-        """How many rows each of some texts is best given in a forward that they share, by what each reads and may guess."""
-        return self.ledger.width(offers)
+    def sources(self, tree: Tree) -> tuple[int | None, ...]:
+        """Of each node of the round's guess, which draft guessed it, the cheapest of several; None for a hint."""
+        hints = int(self._before is not None)
+        owners = {hints + node: draft for draft, one in enumerate(self.proposals) for node in one.own}
+        return tuple(owners.get(node) for node in range(len(tree)))
 
     def offer(self) -> list[float] | None:
         """How probable the nodes of the latest guess are believed to be, falling; None where the budget doesn't go by costs."""
         if self._guessed is None or self._guessed[0].schedule != "cost":
             return None
-        return sorted(self._believed(self._guessed[1]), reverse=True)
+        masses = sorted(self._believed(self._guessed[1]), reverse=True)
+        return masses if self._before is None else [HINTED, *(HINTED * mass for mass in masses)]
 
     def cut(self, nodes: int) -> Tree:
         """The likeliest nodes of the latest guess, so many at most; the guess from now on."""
         assert self._guessed is not None
         limit, tree = self._guessed
+        nodes, is_left = nodes - (self._before is not None), nodes > 0
         masses = self._believed(tree)
         ranked = sorted(range(len(tree)), key=lambda node: -masses[node])
-        self._guessed = limit, self._of(tree, sorted(ranked[:nodes]))
-        return self._guessed[1]
+        self._guessed = limit, self._of(tree, sorted(ranked[: max(0, nodes)]))
+        return self._whole(self._guessed[1]) if is_left else Tree()
 
     def _of(self, tree: Tree, nodes: list[int]) -> Tree:
         """The tree of some nodes, in that order. They stay those of the drafts that guessed them."""
@@ -142,7 +148,7 @@ class Session:
         return tree.of(nodes)
 
     def _believed(self, tree: Tree) -> list[float]:
-        """How probable a pick behind each node is believed to be: of a guess that stands alone, by its draft's account."""
+        """How probable each node is believed to be: of a guess that stands alone, by its draft's account."""
         alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
         return self.ledger.masses(alone[0], tree) if len(alone) == 1 else list(tree.masses)
 
@@ -151,17 +157,21 @@ class Session:
         if self._guessed is None:
             return
         (limit, tree), self._guessed = self._guessed, None
-        right = tree.along(self._committed)
-        self._meter.accepts([len(one.own.intersection(right)) for one in self.proposals])
+        hinted = int(self._before is not None and self._committed[:1] == [self._before])
+        block, proposals = self._committed[hinted:], self.proposals
+        if self._before is not None and not hinted:  # all that was guessed stood behind what is wrong
+            tree, proposals = Tree(), [Proposal()] * len(proposals)
+        right = tree.along(block)
+        self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
         if limit.schedule == "heuristic":
-            self.ledger.adjust(limit.depth, self._committed, self.proposals)
+            self.ledger.adjust(limit.depth, block, proposals)
         if limit.schedule == "cost" or len(self._drafters) > 1:
-            self.ledger.observe(tree, self._committed, cost, self.proposals, self._unread)
+            self.ledger.observe(tree, block, cost, proposals, self._unread, hinted)
 
     @property
     def reads(self) -> bool:
         """Whether a draft read the prompt for the latest guess, or much of what came since: no measure of a round."""
-        return any(one.first or any(cost.rows > _READING * cost.texts for cost in one.drafted) for one in self.proposals)
+        return any(one.first or any(cost.rows > _READING * cost.texts for cost in one.drafted[:1]) for one in self.proposals)
 
     def close(self) -> None:
         """Let go of the drafters, and of what they hold."""
@@ -189,7 +199,11 @@ class Session:
                     guess = yield from drafter.guess(context, limit)
                 else:
                     guess = drafter.propose(context, limit)
-                tree = _sound(guess).hinted(context.hint).within(limit.longest).likeliest(limit.nodes)
+                tree = _sound(guess)
+                if context.hint is not None:
+                    limit = replace(limit, longest=limit.longest - 1, nodes=limit.nodes - 1)
+                    tree = tree.behind_first(context.hint)
+                tree = tree.within(limit.longest).likeliest(limit.nodes)
         except Exception as error:
             return self._fails(draft, error)
         if not all(0 <= token < self._size for token in tree.tokens):
@@ -228,6 +242,8 @@ class Session:
 
 def _sound(tree: Tree) -> Tree:
     """A tree of whole numbers and of probabilities, whatever a drafter made it of. Raises where that can't be."""
+    if not isinstance(tree, Tree):
+        raise InvalidInputError(f"propose gave {tree!r}; it must give a Tree, as xtok.chain makes one of ids.")
     given = [float(mass) for mass in tree.masses]
     masses = tuple(min(1.0, max(0.0, mass)) for mass in given)
     if any(map(isnan, given)):

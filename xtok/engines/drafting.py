@@ -198,7 +198,7 @@ class DraftEngine:
         start, limit = perf_counter(), replace(self._budget, longest=min(self._budget.longest, longest))
         going = [text for text in texts if longest and text.ids[-1] not in self._vocabulary.ends]
         by_cost = limit.schedule == "cost"
-        company = self._ledger.company(len(texts), explores=True) if by_cost else Company(len(texts), explores=True)
+        company = self._ledger.crowds.company(len(texts), explores=True) if by_cost else Company(len(texts), explores=True)
         trees = self._guessed(going, limit, company) if company.guesses else {}
         rows = {text: 1 + len(trees.get(text, ())) for text in going}
         end = perf_counter()
@@ -222,7 +222,7 @@ class DraftEngine:
         if step.seconds is None or not (step.is_pure or self._ledger.ready()):
             return
         cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
-        if step.is_pure and len(told) == step.company.texts:
+        if step.is_pure and len(told) == step.company.texts and self._budget.schedule == "cost":
             self._judge(step, reads=step.company.guesses and any(text.session.reads for text in told))
         if not step.company.guesses:
             self._ledger.measure(cost)
@@ -238,7 +238,7 @@ class DraftEngine:
         if step.company.guesses and not reads:
             self._drafting += _USUAL * (step.drafting - self._drafting)
         drafting = min(step.drafting, self._drafting) if reads else step.drafting
-        self._ledger.judge(step.company, sum(step.told.values()), drafting + (step.seconds or 0.0))
+        self._ledger.crowds.judge(step.company, sum(step.told.values()), drafting + (step.seconds or 0.0))
 
     def _estimate(self, texts: int, seconds: float) -> None:
         """Where all steps have other work in them, the shortest of a few is taken for one without."""

@@ -52,7 +52,7 @@ class Metrics:
         """A text has ended."""
         self._generated.inc(len(text.token_ids))
         self._ended.labels(text.finish_reason).inc()
-        rounds, guessed, accepted = Counts[int](), Counts[int](), Counts[int]()
+        rounds, guessed, accepted = Counts[int | None](), Counts[int | None](), Counts[int | None]()
         for one in text.rounds:
             rounds.update(set(one.drafts))
             guessed.update(one.drafts)
