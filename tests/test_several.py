@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_identity import CLOSE_CALL, alone, arguments, fresh, honoured
 from test_sampling import samplings, without_batch_limits
@@ -777,6 +777,54 @@ def test_a_copy_of_an_instance_begins_with_nothing_learnt() -> None:
 
 
 # guesses behind a hint
+
+HINT = 4
+
+
+def behind_hint(guesses: list[tuple[list[int], float]]) -> Tree:
+    return tree_of([([HINT, *ids], mass) for ids, mass in guesses])
+
+
+def hinted(found: Sequence[Sequence[tuple[list[int], float]]], budget: Budget) -> tuple[Tree, Session]:
+    """What drafts that guess each of some trees behind the hint make together, and by whom."""
+    _, session = merged([behind_hint(one) for one in found], budget)
+    session.extend([7], hint=HINT)
+    return together([session.propose(budget)])[0], session
+
+
+@examples(100)
+@given(st.lists(trees, min_size=1, max_size=3), st.integers(1, 12), st.integers(1, 5), st.integers(0, 12))
+@example([[([1], 0.5)]], 1, 1, 0)
+def test_a_hint_is_guessed_first_and_drafts_are_merged_behind_it(
+    found: list[list[tuple[list[int], float]]], nodes: int, longest: int, left: int
+) -> None:
+    budget = Budget(nodes=nodes, longest=longest, depth=5, width=4, schedule="constant")
+    tree, session = hinted(found, budget)
+    rest = replace(budget, nodes=max(1, nodes - 1), longest=longest - 1 if nodes > 1 else 0)
+    plain, other = merged([behind_hint(one).behind_first(HINT) for one in found], rest)
+    assert paths_of(tree)[0] == (HINT,) and paths_of(tree.behind_first(HINT)) == paths_of(plain)
+    assert session.sources(tree) == (None, *other.sources(plain))
+    cut = session.cut(left)
+    assert len(cut) == min(left, len(tree)) and set(paths_of(cut)) <= set(paths_of(tree))
+    assert not cut or (cut.tokens[0] == HINT and session.sources(cut)[0] is None)
+
+
+@pytest.mark.parametrize(
+    ("block", "accepted", "learnt"), [([HINT, 1, 2], [1], True), ([HINT], [0], False), ([5, 1, 2], [], False)]
+)
+def test_guesses_are_judged_where_the_hint_that_they_stand_behind_was_right(
+    block: list[int], accepted: list[int], learnt: bool
+) -> None:
+    _, session = hinted([[([1], 0.5), ([3], 0.2)]], Budget(depth=5, width=4))
+    session.ledger.target.add(1, 1.0)
+    tree = together([session.propose(Budget(depth=5, width=4))])[0]
+    assert tree.tokens[0] == HINT
+    before = deepcopy(session.ledger.accounts[0].calibration)
+    session.extend(block)
+    session.observe(Cost(4, 1.0))
+    assert (session.ledger.accounts[0].calibration != before) == learnt
+    assert session.ledger.lately.picks == len(block)
+    assert (session._meter.accepted_by_draft or []) == (accepted or [0])
 
 
 def hinted_drafts(target: Vocabulary) -> dict[str, Any]:

@@ -94,16 +94,16 @@ class Session:
         """
         company, text = company or Company(), self._text
         self._before = self._hint if company.guesses else None
-        self._unread, behind = unread, limit
+        self._unread, behind, has_room = unread, limit, True
         if self._before is not None:
-            self._unread, behind = unread + 1, replace(limit, longest=limit.longest - 1, nodes=limit.nodes - 1)
+            self._unread, behind, has_room = unread + 1, _behind_one(limit), min(limit.nodes, limit.longest) > 1
         context = Context(
             text.ids, text.data, text.prompt_size, text.controls, noise=self._noise, hidden=self._hidden, hint=self._before
         )
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
         for draft in self.ledger.cheapest_first():
             drafter = self._drafters[draft]
-            if drafter is not None and (own := self._own(draft, limit, sure, company)) is not None:
+            if drafter is not None and has_room and (own := self._own(draft, limit, sure, company)) is not None:
                 self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
                 sure = max([sure, *self.ledger.masses(draft, self.proposals[draft].tree or Tree())])
         tree = self._merged(behind)
@@ -201,8 +201,7 @@ class Session:
                     guess = drafter.propose(context, limit)
                 tree = _sound(guess)
                 if context.hint is not None:
-                    limit = replace(limit, longest=limit.longest - 1, nodes=limit.nodes - 1)
-                    tree = tree.behind_first(context.hint)
+                    limit, tree = _behind_one(limit), tree.behind_first(context.hint)
                 tree = tree.within(limit.longest).likeliest(limit.nodes)
         except Exception as error:
             return self._fails(draft, error)
@@ -238,6 +237,11 @@ class Session:
             self.proposals[draft] = replace(self.proposals[draft], own=own)
         in_order = (one.tree.guess for one in self.proposals if one.tree)
         return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
+
+
+def _behind_one(limit: Budget) -> Budget:
+    """What is left of a limit behind one id, if anything is."""
+    return replace(limit, longest=max(0, limit.longest - 1), nodes=max(1, limit.nodes - 1))
 
 
 def _sound(tree: Tree) -> Tree:
