@@ -82,9 +82,10 @@ def test_it_is_used_where_it_pays() -> None:
 
 def test_targets_with_other_ids_share_an_object_and_nothing_in_it() -> None:
     recycling = TokenRecycling()
-    for model, tokens in ((TARGET, TOKENS), (OTHER, BYTES), (TARGET, TOKENS)):
-        expected = XTokAssisted((model, tokens)).generate(PROMPTS[0], **GREEDY).token_ids
-        xt = XTokAssisted((model, tokens), recycling, budget=TREE)
+    targets = ((TARGET, TOKENS), (OTHER, BYTES), (TARGET, TOKENS))
+    kept = [XTokAssisted(target, recycling, budget=TREE) for target in targets]
+    for target, xt in zip(targets, kept, strict=True):
+        expected = XTokAssisted(target).generate(PROMPTS[0], **GREEDY).token_ids
         assert xt.generate(PROMPTS[0], **GREEDY).token_ids == expected
     assert len(recycling._tables) == 3
 
