@@ -17,10 +17,15 @@ from xtok import Budget, HeadsDrafter, XTokAssisted, hf, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
 from xtok.cli import app
 from xtok.decode import step
+from xtok.drafts import Request
 from xtok.drafts.heads import Heads, Trained, described, save_heads
+from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError
+from xtok.ledger import Account, Ledger
+from xtok.models.forwards import together
 from xtok.models.load import load
 from xtok.models.seats import Caches
+from xtok.stats import Meter
 from xtok.tune.heads import TrainedHeads, _Row, batch_of, loss_of
 
 TOKENS = tokenizer("SentencePiece BPE")
@@ -114,6 +119,16 @@ def test_heads_of_another_size_than_they_say_are_refused(tmp_path: Path) -> None
     save_heads(Heads(2, 16), described(TARGET, token_bytes(TOKENS)), tmp_path / "h")
     with pytest.raises(InvalidInputError, match="whose hidden size is 16"):
         XTokAssisted((TARGET, TOKENS), HeadsDrafter(tmp_path / "h"))
+
+
+def test_one_head_guesses_nothing_behind_a_hint(tmp_path: Path) -> None:
+    """Found by a review: that was taken for a failure, and the heads were left alone for the rest of the text."""
+    save_heads(Heads(1, 32), described(TARGET, token_bytes(TOKENS)), tmp_path / "h")
+    request = Request(XTokAssisted((TARGET, TOKENS)).target.vocabulary, Meter(), model=TARGET)
+    session = Session([HeadsDrafter(tmp_path / "h")], request, Ledger([Account()]), TOKENS("吾輩は").input_ids)
+    session.extend([7], hidden=torch.randn(32, dtype=TARGET.dtype), hint=9)
+    (guess,) = together([session.propose(Budget(4, width=4, schedule="constant"))])
+    assert guess.tokens == (9,) and request.meter.draft_error is None
 
 
 def test_a_target_may_change_its_precision_after_it_was_handed_in(tmp_path: Path) -> None:

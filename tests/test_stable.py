@@ -460,6 +460,21 @@ def test_what_was_tried_counts_for_the_model_as_it_was() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         assert tried.width(1, 5, 128) is not None and len(tried._found) == 6
     assert tried.width(1, 5, 128) is not None and len(tried._found) == 6
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert tried.width(1, 5, 128) is not None and len(tried._found) == 7
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this release of torch has the older name alone")
+@pytest.mark.parametrize("place", [torch.backends, torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)])
+def test_how_products_may_be_rounded_may_be_told_by_newer_names(place: Any) -> None:
+    """Found by a review: the older name raises there."""
+    tried = StableShapes(target("Llama", "float32"))
+    assert tried.width(1, 5, 128) is not None and len(tried._found) == 1
+    place.fp32_precision = "tf32"
+    try:
+        assert tried.width(1, 5, 128) is not None and len(tried._found) == 2
+    finally:
+        place.fp32_precision = "none"
 
 
 def test_numbers_of_threads_that_cut_vectors_are_refused() -> None:

@@ -248,8 +248,9 @@ class Crowds:
     def judge(self, company: Company, picks: int, seconds: float) -> None:
         """A whole round of that company is over, in which nothing else was done."""
         with self._lock:
-            self._lessons = max(0, self._lessons - company.guesses)
-            if not (company.guesses and self._lessons):
+            is_lesson = company.guesses and self._lessons > 0
+            self._lessons -= is_lesson
+            if not is_lesson:
                 self.crowd(company.texts).judge(company.texts, picks, seconds, guessed=company.guesses)
 
     def crowd(self, texts: int) -> Crowd:

@@ -158,7 +158,9 @@ class HeadsGuesser(Asker):
         with self._meter.drafting():
             distributions = self._distributions(context.hidden)
             left = len(distributions[0]) - len(start.ids)  # a head for each id
-            first = (yield from self._children(context, distributions, [start]))[0] if left else []
+            if not left:
+                return Tree()
+            first = (yield from self._children(context, distributions, [start]))[0]
         budget = replace(budget, depth=min(budget.depth, left))
         found = yield from grown(first, budget, lambda front: self._expanded(context, distributions, front))
         return tree_of(found, budget, start)

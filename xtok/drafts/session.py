@@ -163,7 +163,7 @@ class Session:
             tree, proposals = Tree(), [Proposal()] * len(proposals)
         right = tree.along(block)
         self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
-        if limit.schedule == "heuristic":
+        if limit.schedule == "heuristic" and block:
             self.ledger.adjust(limit.depth, block, proposals)
         if limit.schedule == "cost" or len(self._drafters) > 1:
             self.ledger.observe(tree, block, cost, proposals, self._unread, hinted)
@@ -187,7 +187,8 @@ class Session:
         if not self.ledger.asks(draft, sure, company):
             return None
         tries = company.tries or account.backoff(sure).distance > 0
-        return Limit.of(limit, Pace(self.ledger, account, company.texts, self._unread, company.explores, tries))
+        unread = self._unread - (self._before is not None)  # a draft's guess has the hint among its nodes
+        return Limit.of(limit, Pace(self.ledger, account, company.texts, unread, company.explores, tries))
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Asking[Proposal]:
         """A guess, as far as it can be verified."""

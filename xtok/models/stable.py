@@ -49,7 +49,7 @@ _UNEQUAL = (
 
 @dataclass
 class _Known:
-    """What was found out: of a model as it was, on its device, with so many threads.
+    """What was found out: of a model as it was, on its device, with so many threads and such kernels.
 
     `filled`: a cache with some ids in its first row. `agreed`: of rows, new ids of each, and places that are looked at, whether
     such forwards give the usual bits.
@@ -61,7 +61,8 @@ class _Known:
 
 
 class StableShapes:
-    """The shapes that a model's forwards are to have. They depend on the model, its device and the number of threads alone.
+    """The shapes that a model's forwards are to have. They depend on the model, its device, the number of threads, and what
+    the caller chose for torch's kernels alone.
 
     Forwards of 16 ids of one text have the usual bits. Other shapes are used where they were seen to give the same, each tried
     when it is first wanted: where 512 places are looked at, and where others are with as many rows as have 4 ids together.
@@ -250,10 +251,20 @@ def _same(usual: list[Tensor], others: list[Tensor]) -> bool:
 
 def _kernels(kind: str) -> list[object]:
     """What a caller may have set that other kernels follow from, on such a device."""
-    attends: Any = torch.backends.cuda  # what is set there goes for all devices
-    chosen = [attends.flash_sdp_enabled(), attends.mem_efficient_sdp_enabled(), attends.math_sdp_enabled()]
+    cuda: Any = torch.backends.cuda  # which attention is set there goes for all devices
+    attention = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()]
+    halves = [cuda.matmul.allow_bf16_reduced_precision_reduction, cuda.matmul.allow_fp16_reduced_precision_reduction]
+    libraries = [cuda.preferred_blas_library(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()]
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return [*chosen, attends.cudnn_sdp_enabled(), autocast, torch.get_float32_matmul_precision()]
+    return [*attention, *halves, *libraries, *_rounding(), autocast]
+
+
+def _rounding() -> list[str]:
+    """How products of float32 may be rounded. The older name raises `RuntimeError` where that was chosen by a newer one."""
+    found: Any = torch.backends
+    if hasattr(found, "fp32_precision"):
+        return [one.fp32_precision for one in (found, found.cuda.matmul, found.mkldnn.matmul)]
+    return [torch.get_float32_matmul_precision()]
 
 
 def _check_kind(model: PreTrainedModel) -> None:

@@ -1,6 +1,7 @@
 // What was guessed in a round, as a tree: what came true is tinted, what died is struck out.
 
 import { element } from "./element.js";
+import { words } from "./words.js";
 
 const visible = (text) => text.replaceAll("\n", "↵").replaceAll(" ", "␣") || "∅";
 
@@ -11,7 +12,7 @@ export function treeOf(round, colours) {
 
   const shown = (number) => {
     const guess = round.guessed[number];
-    const made = element("span", { class: "guess", title: guess.draft }, visible(guess.text));
+    const made = element("span", { class: "guess", title: guess.draft ?? words.ownPick }, visible(guess.text));
     made.classList.add(right.has(number) ? "tint" : "died");
     if (right.has(number)) made.style.background = colours.get(guess.draft) ?? "";
     if (guess.probability !== null) made.append(element("small", {}, `${Math.round(guess.probability * 100)}%`));
