@@ -21,7 +21,7 @@ FLOORS = (
     ("draws", "ledger", "generation"),
     ("pick",),
     ("models", "models.prompts", "models.rope", "models.forwards", "models.masks", "models.layers", "models.placement"),
-    ("models.cache",),
+    ("models.cache", "models.findings"),
     ("models.graphs",),
     ("models.recurrent", "models.slots", "models.target"),
     ("models.probe", "models.stable"),

@@ -29,16 +29,24 @@ from xtok.drafts.model import ModelDraft
 from xtok.drafts.reader import DraftModel
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
-from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError
+from xtok.errors import (
+    InvalidInputError,
+    LossyWarning,
+    UnstableWarning,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+    XTokError,
+    reason,
+)
 from xtok.generation import Generation
-from xtok.ledger import Account, Ledger
-from xtok.models.cache import device_of, positions
+from xtok.ledger import WITHOUT_A_MODEL, Account, Ledger
+from xtok.models.cache import device_of, positions, weights
 from xtok.models.forwards import Slot
-from xtok.models.graphs import takes_graphs
+from xtok.models.graphs import captures, takes_graphs
 from xtok.models.layers import doubled
 from xtok.models.load import DEFAULT, Source, check_places, draft_model, target_model
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Placement, placements
-from xtok.models.probe import fits_trees, takes_slots, takes_trees
+from xtok.models.probe import computes_in_half, fits_trees, takes_slots, takes_trees, tolerance
 from xtok.models.prompts import Chat, Prompt, is_several
 from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Pool, Seat
@@ -55,6 +63,12 @@ from xtok.trace import Committed, Token, WrittenRound, told, written
 T = TypeVar("T")
 BATCH = 8
 """How many texts of a list are written at a time."""
+_UNSTABLE = (
+    "{} computes in {}, where the last bits of logits depend on what else is in a forward pass, and its forward passes can't "
+    "have fixed shapes: {}. The same call gives the same text, unless a draft learns between calls; but at near-ties "
+    "(stats.near_ties) that may be another one than without a draft, beside other texts, or by model.generate. Load the target "
+    "in float32 for one text in all of these."
+)
 Written = tuple[int, Sequence]
 """A text that has ended, and its number."""
 Accepts = Literal["match", "rejection", "typical"]
@@ -75,9 +89,10 @@ class Begun(NamedTuple):
 class XTokAssisted:
     """A target model that generates with the help of any draft, and gives exactly what it alone would give.
 
-    Law: greedy ids equal those of `target.generate(...)` with the same arguments. Sampled ids are draws from the target's own
-    distribution, and equal those of `XTokAssisted(target)`, which has no draft and is the reference sampler, for the same seed.
-    A draft decides only how fast they come.
+    Law: in float32 and float64 greedy ids equal those of `target.generate(...)` with the same arguments; sampled ids are draws
+    from the target's own distribution, and equal those of `XTokAssisted(target)`, which has no draft and is the reference
+    sampler, for the same seed. In half precision both equal those of `XTokAssisted(target)` in every bit that decides, and those
+    of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how fast they come.
     One instance may serve several threads. The models and tokenizers handed in are never changed.
     `names`: what its drafts are called where it is told who guessed a token.
     """
@@ -92,7 +107,7 @@ class XTokAssisted:
         posterior_threshold: float = 0.09,
         posterior_alpha: float = 0.3,
         adapt: bool = False,
-        stable: bool = False,
+        stable: bool | None = None,
         compile: bool | None = None,  # noqa: A002
         device: OneOrEach[Device] = None,
         dtype: OneOrEach[Dtype] = None,
@@ -117,18 +132,24 @@ class XTokAssisted:
         `adapt`: a copy of the draft learns from each greedy text when it is done, in 3% of the time that those take, and
         guesses the greedy ones to come. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
 
-        `stable`: the target's forwards are batch-invariant: by their shapes an id has the same logits in every bit, whatever is
-        forwarded with it. So what is picked is the same in any precision, with or without a draft, alone or beside other texts.
-        (A pick behind a branch of a tree, where the last bits may differ, is committed where its lead is 8 times what places
-        were seen to change.) Which shapes do that is tried by a few forwards here, and by a few where one is first wanted. Not
-        for mixtures of experts, models whose forwards can't be shared, and acceptance other than "match".
+        `stable`: forward passes of the target are batch-invariant: they have fixed shapes, by which an id has the same logits in
+        every bit, whatever is forwarded with it. So the ids are the same in any precision, with or without a draft, alone or
+        beside other texts. (A pick after a branch of a tree, where the last bits may differ, is committed if its lead is 8
+        times what places were seen to change.) None, the default: in half precision if the target can be held so, else not.
+        True: in any precision; a target that can't is refused. False: not.
+
+        Which shapes do that is tried by some forward passes when one is first wanted, in a tenth of the time that the others
+        take, and kept in a cache folder (`XTOK_CACHE`, else xtok in the user's). Mixtures of experts, models whose forward passes
+        can't be shared, numbers of threads that are no power of two, and acceptance other than "match" can't be held so. There,
+        in half precision, an `UnstableWarning` says what isn't promised: the same call still gives the same text, for what is
+        guessed then follows from ids and counts and not from a clock, but near-ties (`stats.near_ties`) may fall otherwise
+        than without a draft or beside other texts.
 
         `compile`: forwards are captured as CUDA graphs by their shapes, and replayed, so that a small model's take what its
-        kernels take and not what launching them does. None: where a model is on one GPU and nothing but kernels runs in its
-        forwards (no hooks, no offloading). True: the same, and a target that can't is refused. Caches stay allocated between
+        kernels take and not what launching them does. None: not, until that was measured on a GPU. True: for each model that is on
+        one GPU and runs nothing but kernels (no hooks, no offloading); a target that can't is refused. Caches stay allocated between
         calls then, since graphs know their places. A graph is used where it gave the bits of the forward that it was captured
-        from; `stats.target_replays` counts. Forwards have other shapes than with False, so without `stable` near-ties of half
-        precision may fall otherwise.
+        from; `stats.target_replays` counts.
 
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
         drafts', such as `device=("cuda:0", "cpu")`. Without them, models are in the precision that their configurations say
@@ -151,8 +172,9 @@ class XTokAssisted:
             dtype=dtype,
             device_map=device_map,
         )
-        _check_switches(adapt=adapt, stable=stable)
-        _check_settings(budget, acceptance, compile, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
+        _check_switches(adapt=adapt)
+        thresholds = {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
+        _check_settings(budget, acceptance, compile, stable, **thresholds)
         typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
         if typical:
             warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=2)
@@ -168,7 +190,8 @@ class XTokAssisted:
         beside = device_of(self.model)
         models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
-        self._shapes = self._shapes_of(self.model) if stable else None
+        self._is_half = computes_in_half(self.model)
+        self._shapes = self._shapes_of(self.model) if stable or (stable is None and self._is_half) else None
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
         self.names = _names([models[i].model if i in models else one for i, one in enumerate(given)])
@@ -187,10 +210,10 @@ class XTokAssisted:
             "budget": self._budget,
             "acceptance": self._acceptance,
             "adapt": self.adapter is not None,
-            "stable": self._shapes is not None,
+            "stable": self._made["stable"],
             "compile": self._made["compile"],
         }
-        usual = {"budget": Budget(), "acceptance": Acceptance(), "adapt": False, "stable": False, "compile": None}
+        usual = {"budget": Budget(), "acceptance": Acceptance(), "adapt": False, "stable": None, "compile": None}
         told = "".join(f", {name}={value!r}" for name, value in settings.items() if value != usual[name])
         return f"XTokAssisted({_name(self.model)}, drafts={list(self.names)}{told})"
 
@@ -216,8 +239,25 @@ class XTokAssisted:
     def _new_ledger(self) -> Ledger:
         return Ledger([Account() for _ in self._drafts], self._padded)
 
-    def _shapes_of(self, target: PreTrainedModel) -> StableShapes:
-        """Those that give the same bits. Raises `UnsupportedModelError` or `UnsupportedArgumentError` where there are none."""
+    def _ledger_without_a_clock(self) -> Ledger:
+        """A ledger for one text: what it decides follows from ids and counts, so that the same call gives the same text."""
+        size = weights(self.model)
+        models = [weights(one.model) / size if isinstance(one, ModelDraft) else WITHOUT_A_MODEL for one in self._drafts]
+        return replace(self._new_ledger(), nominal=models)
+
+    def _shapes_of(self, target: PreTrainedModel) -> StableShapes | None:
+        """Shapes that give the same bits. Without any, None and a warning unless they were asked for; else raises
+        `UnsupportedModelError`, `UnsupportedArgumentError` or `InvalidInputError`.
+        """
+        try:
+            return self._found_shapes(target)
+        except XTokError as error:
+            if self._made["stable"]:
+                raise
+            warnings.warn(_UNSTABLE.format(type(target).__name__, target.dtype, reason(error)), UnstableWarning, stacklevel=4)
+            return None
+
+    def _found_shapes(self, target: PreTrainedModel) -> StableShapes:
         if self._acceptance != Acceptance():
             raise UnsupportedArgumentError("stable=True needs acceptance='match': by others, ids depend on the draft.")
         if not takes_slots(target):
@@ -244,7 +284,7 @@ class XTokAssisted:
                 f"Forwards of {type(self.model).__name__}, on {device_of(self.model)}, can't be captured as CUDA graphs: it "
                 "must be on one GPU, without hooks, and of a kind whose forwards can be shared. Leave compile out."
             )
-        return wanted is not False and any(map(takes_graphs, self.models()))
+        return captures(wanted, self.models())
 
     @staticmethod
     def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
@@ -472,7 +512,7 @@ class XTokAssisted:
                 "acceptance='rejection' needs the distribution that guesses are drawn from, and a prediction has none. Leave "
                 "it out, or use acceptance='match'."
             )
-        if self._shapes is not None and (prepared.keeps_cache or not prepared.is_plain):
+        if self._made["stable"] and (prepared.keeps_cache or not prepared.is_plain):
             raise UnsupportedArgumentError(
                 "stable=True can't go on in a cache of the caller's, or read anything but ids. Leave past_key_values and "
                 "further inputs of the model out, or stable=True."
@@ -493,13 +533,15 @@ class XTokAssisted:
         branches = not guesses or (self._branches and fits_trees(self.model, prepared.cache))
         slot = self._slot(prepared, seat)
         lossy = bool(self._acceptance.typical and prepared.samples)
-        meter = Meter(chains_only=not branches, exact=not lossy, shared_forwards=slot.shares)
+        is_exact = not lossy and (self._is_fixed(prepared) or not self._is_half)
+        meter = Meter(chains_only=not branches, exact=is_exact, shared_forwards=slot.shares)
         picker = Picker(
             prepared.processors,
             meter,
             noise,
             None if noise is None else vocabulary.keys.to(prepared.ids.device),
             self._acceptance,
+            tolerance(self.model),
             prepared.records("output_scores"),
             prepared.records("output_logits"),
         )
@@ -526,8 +568,14 @@ class XTokAssisted:
         prompt = prepared.ids, prepared.config
         return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden, prompt=prompt)
 
+    def _is_fixed(self, prepared: hf.Prepared) -> bool:
+        """Whether the forward passes of a text have fixed shapes."""
+        return self._shapes is not None and prepared.is_plain and not prepared.keeps_cache
+
     def _session(self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
-        """The drafting of one text, which shares what all of this instance learn of costs and gains."""
+        """The drafting of one text, which shares what all of this instance learn of costs and gains; unless that, by the shapes
+        of forward passes, might change the text of a call that is repeated.
+        """
         if not (self._drafts or prepared.prediction):
             return None
         request = Request(
@@ -542,9 +590,13 @@ class XTokAssisted:
             model=self.model,
             seat=seat,
         )
+        drafts, ledger = self._drafts, self._ledger
+        if self._is_half and self._made["stable"] is not False and not self._is_fixed(prepared):
+            drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
+            ledger = self._ledger_without_a_clock()
         if prepared.prediction is None:
-            return Session(self._drafts, request, self._ledger, text.ids, noise)
-        return Session([*self._drafts, prepared.prediction], request, self._ledger.with_account(), text.ids, noise)
+            return Session(drafts, request, ledger, text.ids, noise)
+        return Session([*drafts, prepared.prediction], request, ledger.with_account(), text.ids, noise)
 
     def _budget_of(self, prepared: hf.Prepared, *, branches: bool) -> Budget:
         """Draws judged by their distribution are chains of one length: what is left out of a guess must not depend on it."""
@@ -642,9 +694,10 @@ def _check_switches(**given: Any) -> None:
             raise InvalidInputError(f"{name} is {value!r}; it must be True or False.")
 
 
-def _check_settings(budget: Any, acceptance: Any, captured: Any, **posterior: Any) -> None:
-    if not isinstance(captured, bool | None):
-        raise InvalidInputError(f"compile is {captured!r}; it must be True, False or None.")
+def _check_settings(budget: Any, acceptance: Any, captured: Any, stable: Any, **posterior: Any) -> None:
+    for name, value in {"compile": captured, "stable": stable}.items():
+        if not isinstance(value, bool | None):
+            raise InvalidInputError(f"{name} is {value!r}; it must be True, False or None.")
     if acceptance not in get_args(Accepts):
         raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Accepts)))}.")
     for name, value in posterior.items():

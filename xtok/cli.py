@@ -120,7 +120,7 @@ def generate(
     ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    stable: StableOption = False,
+    stable: StableOption = None,
     show: Annotated[
         bool, typer.Option("--show", help="On a terminal: tint the text by who guessed it. Tells how much is from whom.")
     ] = False,
@@ -276,7 +276,7 @@ def serve(
     drain_seconds: Annotated[int, typer.Option(min=0, help="How long what runs may go on after SIGTERM.")] = 30,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    stable: StableOption = False,
+    stable: StableOption = None,
 ) -> None:
     """Serve texts over HTTP, by OpenAI's API. Ends by SIGTERM or Ctrl-C."""
     try:

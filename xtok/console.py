@@ -40,9 +40,11 @@ DtypeOption = Annotated[
     ),
 ]
 StableOption = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--stable", help="The same text whatever the draft and whatever else is written meanwhile, in half precision, too."
+        "--stable/--no-stable",
+        help="Forward passes of fixed shapes: the same text with any draft and beside any other texts, in every bit.",
+        show_default="in half precision, if the target can be held so",
     ),
 ]
 EVERY = 6

@@ -70,7 +70,7 @@ def _spent(texts: list[Sequence]) -> float:
 def _crowds(texts: list[Sequence]) -> Crowds | None:
     """What knows whether guessing pays for several texts that share forwards; None where it isn't one for all of them."""
     ledgers = [text.session.ledger for text in texts if text.session and text.slot.shares and text.budget.schedule == "cost"]
-    is_one = len(ledgers) == len(texts) > 1 and all(one is ledgers[0] for one in ledgers)
+    is_one = len(ledgers) == len(texts) > 1 and all(one is ledgers[0] and one.nominal is None for one in ledgers)
     return ledgers[0].crowds if is_one else None
 
 
@@ -99,6 +99,8 @@ def _plan(text: Sequence, company: Company) -> Asking[Tree]:
 
 def _evened(texts: list[Sequence], trees: list[Tree]) -> list[Tree]:
     """Guesses with no more nodes than pay: where texts share a forward, a node more in one of them is a row more in all."""
+    if not any(trees):
+        return trees
     sharing = {text: tree for text, tree in zip(texts, trees, strict=True) if text.slot.shares and text.room()}
     offers = [(text.left, text.session.offer() if tree and text.session else []) for text, tree in sharing.items()]
     session = next((text.session for text, tree in sharing.items() if tree), None)
@@ -159,7 +161,8 @@ def _ahead(text: Sequence, tree: Tree, answer: Answer) -> Ahead:
     with text.meter.timing("all"):
         scores = text.picker.ahead(text.ids, answer.logits)
         places = text.text.places(tree, len(scores)) if text.picker.noise is not None else []
-        return Ahead(text.picker, scores, places, 1 + _in_place(text, tree), text.slot.spread or 0.0)
+        in_place = _in_place(text, tree)
+        return Ahead(text.picker, scores, places, 1 + in_place, text.slot.spread if in_place < len(tree) else 0.0)
 
 
 def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Answer | Exception, known: Known) -> list[int]:
@@ -212,6 +215,8 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, known: Known) -> tuple[li
             break
         path.append(node)
         block.append(token)
+        if (near := text.picker.near_tie(len(text.new_ids))) is not None:
+            text.meter.near_ties.append(near)
         text.append(token)
         node = tree.child(node, block[-1])
     text.catch_up()
@@ -244,4 +249,4 @@ def _in_place(text: Sequence, tree: Tree) -> int:
     Where forwards have fixed shapes, the others' differ in their last bits: attention adds up in the order of places. Those are
     forwarded again by the next round, if they come true.
     """
-    return len(tree) if text.slot.spread is None else tree.lead
+    return tree.lead if text.slot.fixed else len(tree)

@@ -11,6 +11,7 @@
     PromptWarning                   a prompt is read otherwise than its tokenizer alone would read it
     DraftFailedWarning              a draft raised; the output is the target's own all the same
     LossyWarning                    an instance was asked for whose sampled texts are not the target's own
+    UnstableWarning                 the target computes in half precision, and its last bits can't be held the same
 
 Each is also the built-in error that a caller would expect (`ValueError`), and each message names the value and the remedy.
 Errors come before any forward of a model but the few ids by which models are tried out.
@@ -58,6 +59,10 @@ class DraftFailedWarning(UserWarning):
 
 class PromptWarning(UserWarning):
     """A tokenizer that puts an end of text behind prompts, where nothing could be generated. xtok leaves it out."""
+
+
+class UnstableWarning(UserWarning):
+    """A target in half precision whose forward passes can't have fixed shapes: near-ties may fall otherwise."""
 
 
 class LossyWarning(UserWarning):

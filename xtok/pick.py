@@ -16,7 +16,7 @@ from xtok.draws import accepts, draw, draws, residual, sure_draw, sure_margins, 
 from xtok.largest import best, listed, on_host
 from xtok.noise import ACCEPT, Noise, states_of
 from xtok.processors import known_cuts, stretch
-from xtok.stats import Meter
+from xtok.stats import Meter, NearTie
 from xtok.tree import Distribution, Tree
 
 _FEW, _MANY = 2**18, 2**24
@@ -40,7 +40,8 @@ class Picker:
     """Picks the ids of one text from the target's logits. Each pick depends on what is committed, and on no guess.
 
     `noise` of a sampled text comes with the `keys` of the target's ids, (vocabulary,), int64; a greedy one has neither.
-    `scores` and `logits` keep those of all picks where they begin as (): (1, vocabulary), float32 each. `margin`: that of the
+    `tolerance`: a pick whose margin isn't more, in logits, is a near-tie. `scores` and `logits` keep those of all picks where
+    they begin as (): (1, vocabulary), float32 each. `margin`: that of the
     closest pick so far, in logits; None where nothing says so. `cuts`: processors at the end that are asked of draws alone.
     `stretch`: how many times as large a difference of scores may be as one of logits; None where it may be anything. `swing`:
     the same before `cuts`, and None where nothing but the cache's own logits will do.
@@ -51,9 +52,11 @@ class Picker:
     noise: Noise | None = None
     keys: Tensor | None = None
     acceptance: Acceptance = Acceptance()
+    tolerance: float = 0.0
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     margin: float | None = None
+    latest: float | None = None
     cuts: list[Any] = field(init=False)
     _first: LogitsProcessorList = field(init=False)
     stretch: float | None = field(init=False)
@@ -170,10 +173,17 @@ class Picker:
 
     def note(self, token: int, margin: float) -> int:
         """A pick; by how much it beat the second is remembered, if that is the least so far, or no number."""
-        if self.stretch is not None and not isnan(self.margin or 0.0):
+        if self.stretch is not None:
             margin /= self.stretch
+            self.latest = margin
+        if self.stretch is not None and not isnan(self.margin or 0.0):
             self.margin = margin if self.margin is None or not margin > self.margin else self.margin
         return token
+
+    def near_tie(self, position: int) -> NearTie | None:
+        """The latest pick, at that position, if it is a near-tie. Each pick is asked for once."""
+        margin, self.latest = self.latest, None
+        return NearTie(position, margin) if margin is not None and not margin > self.tolerance else None
 
 
 class Ahead(NamedTuple):
@@ -191,7 +201,7 @@ class Ahead(NamedTuple):
     @property
     def spreads(self) -> list[float]:
         """By how much, in scores, a draw is to be sure at each place."""
-        spread = self.spread * (self.picker.swing or 0.0)
+        spread = self.spread * self.picker.swing if self.picker.swing else 0.0
         return [0.0 if row < self.final else spread for row in range(len(self.scores))]
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 from xtok.costs import Cost
 from xtok.tree import Tree
@@ -37,6 +38,16 @@ class Round:
         return len(self.right)
 
 
+class NearTie(NamedTuple):
+    """A pick that might have been another one by a forward pass of another shape.
+
+    `position`: its number among the new tokens, from 0. `margin`: by how much it beat the second, in logits.
+    """
+
+    position: int
+    margin: float
+
+
 @dataclass(frozen=True)
 class Stats:
     """Figures of one generation. Counts are tokens of the target, or forwards where they are called so; times are seconds.
@@ -44,15 +55,20 @@ class Stats:
     `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it. `seconds_noise`, of sampling: drawing
     under the noise, of which the draft's part lies within `seconds_draft`. `chains_only`: whether the target can verify no
     tree, so that all guesses were chains. `accepted_by_draft`: for each draft, in order, the accepted ids that no cheaper one
-    guessed; a model given by itself is followed by prompt lookup and token recycling. `exact`: whether the text is the
-    target's own. False only for sampled ones under `acceptance="typical"`. `shared_forwards`: whether the target's forwards can
+    guessed; a model given by itself is followed by prompt lookup and token recycling.
+
+    `exact`: whether the ids are those that the target alone picks, run the same way: in float32 and float64 as forward passes
+    of any shape give them but for `near_ties`, in half precision by forward passes of fixed shapes, which are the same in every
+    bit without drafts. False in half precision without fixed shapes (`stable`), and for sampled texts under
+    `acceptance="typical"`. `near_ties`: the picks at which `model.generate`, whose forward passes have other shapes, may have
+    picked another id; if there are none, the text is also the one that it gives (greedily). `shared_forwards`: whether the target's forwards can
     be shared with other texts; the seconds of those that are count for each text by its share. `target_replays`: how many of
     all were replayed CUDA graphs.
 
     `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
     penalty stretches is taken back. Where it is above twice what forwards of several rows and of one differ in, the ids are
     surely the target's own. None where no gap says so: under processors that cut a distribution or are of unknown kinds, and
-    where guesses are accepted by a distribution.
+    where guesses are accepted by a distribution; then near-ties aren't reported either.
     """
 
     new_tokens: int
@@ -73,6 +89,7 @@ class Stats:
     target_replays: int = 0
     accepted_by_draft: tuple[int, ...] = ()
     min_margin: float | None = None
+    near_ties: tuple[NearTie, ...] = ()
 
     @property
     def tokens_per_forward(self) -> float:
@@ -118,6 +135,7 @@ class Meter:
     shared_forwards: bool = True
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
+    near_ties: list[NearTie] = field(default_factory=list)
     _drafted: list[Cost] = field(default_factory=list)
     _away: float = 0.0
     _shared: Cost = field(default_factory=lambda: Cost(0, 0.0))
@@ -203,4 +221,5 @@ class Meter:
             target_replays=self.target_replays,
             accepted_by_draft=tuple(self.accepted_by_draft),
             min_margin=min_margin,
+            near_ties=tuple(self.near_ties),
         )

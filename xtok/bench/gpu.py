@@ -199,7 +199,7 @@ def _transformers(target: Any, arguments: dict[str, Any]) -> _System:
 
 
 def _xtok(target: Any, draft: Any, arguments: dict[str, Any], *, graphs: bool, budget: Budget | None = None) -> _System:
-    xt = XTokAssisted(target, draft, budget=budget, compile=None if graphs else False)
+    xt = XTokAssisted(target, draft, budget=budget, compile=graphs)
 
     def system(texts: Sequence[str], size: int, repeat: int) -> _Run:
         with timed() as took:

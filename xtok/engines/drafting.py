@@ -23,7 +23,7 @@ from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError
 from xtok.ledger import Account, Company, Ledger
 from xtok.models.forwards import together
-from xtok.models.graphs import takes_graphs
+from xtok.models.graphs import captures
 from xtok.models.load import Source, draft_model
 from xtok.models.seats import Caches, Seat
 from xtok.stats import Meter
@@ -127,7 +127,7 @@ class DraftEngine:
             ModelDraft(models[i], self._vocabulary) if i in models else as_draft(one) for i, one in enumerate(given)
         ]
         self._ledger = Ledger([Account() for _ in given])
-        self._caches = Caches(captures=any(takes_graphs(one.model) for one in models.values()))
+        self._caches = Caches(captures=captures(None, (one.model for one in models.values())))
         self._texts: dict[DraftedText, None] = {}
         self._drafting, self._shortest, self._mixed = 0.0, inf, 0
         self._step = _Step(is_pure=False)

@@ -67,6 +67,11 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return int(getattr(head, "out_features", None) or model.config.get_text_config(decoder=True).vocab_size)
 
 
+def weights(model: PreTrainedModel) -> int:
+    """How many weights `model` has, 1 at least."""
+    return max(1, sum(weight.numel() for weight in model.parameters()))
+
+
 def output_embeddings(model: Any) -> Any:
     """What makes logits of a model's last hidden states; None where it has no such module."""
     return model.get_output_embeddings()
@@ -100,7 +105,8 @@ class CachedModel:
     shares = False
     chunk: int | None = None
     most: int | None = None
-    spread: float | None = None
+    fixed = False
+    spread = 0.0
 
     def __init__(
         self,

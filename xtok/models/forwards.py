@@ -36,8 +36,7 @@ class Slot(Protocol):
 
     `chunk`: how many ids of a prompt are forwarded at once, None for all. `forwards`: how many it took part in. `vocabulary`:
     how many ids the model has logits for. `shares`: whether forwards can be shared. `most`: how many positions it may have,
-    where memory is bounded. `spread`, where forwards have fixed shapes: by how much, in logits, the best id behind a node that
-    doesn't stand at its own place is to beat the second; None where forwards have any shape.
+    where memory is bounded. `fixed`: whether forwards have fixed shapes.
     """
 
     device: torch.device
@@ -46,7 +45,11 @@ class Slot(Protocol):
     forwards: int
     shares: bool
     most: int | None
-    spread: float | None
+    fixed: bool
+
+    @property
+    def spread(self) -> float:
+        """By how much, in logits, the best id after a node at another place than its own is to beat the second."""
 
     def takes(self, new: int, prompt: int) -> int:
         """How many of `new` ids are forwarded next, the first `prompt` of which are of a prompt."""

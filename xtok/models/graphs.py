@@ -5,7 +5,7 @@ What a graph reads and writes stands at fixed places: inputs are copied to them,
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeAlias
@@ -20,6 +20,8 @@ Inputs: TypeAlias = "dict[str, Tensor]"
 Run: TypeAlias = Callable[[Inputs], "list[Tensor]"]
 """A forward, by its inputs. Whatever else it depends on is the same each time."""
 
+CAPTURES_BY_DEFAULT = False
+"""What `compile=None` means. To be set when figures of a GPU are recorded: none has run this yet."""
 _MOST = 1 << 30
 """How many bytes the outputs of a cache's graphs may take."""
 _FREE, _REPLAYS = 8, 8
@@ -124,6 +126,11 @@ def capture(forward: Run, inputs: Inputs, pool: Any) -> Graph:
         finally:
             graph.capture_end()
     return Graph(inputs, outputs, graph.replay)
+
+
+def captures(wanted: bool | None, models: Iterable[PreTrainedModel]) -> bool:
+    """Whether there are forward passes to capture, if the caller wants that; None for the default."""
+    return (CAPTURES_BY_DEFAULT if wanted is None else wanted) and any(map(takes_graphs, models))
 
 
 def takes_graphs(model: PreTrainedModel) -> bool:

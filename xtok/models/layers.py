@@ -74,19 +74,19 @@ class EvenKeys(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What torch calls in place of a function that is given such keys."""
-        if func is scaled_dot_product_attention:
-            return _evenly_attended(*args, **(kwargs or {}))
-        made = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
-        if not isinstance(made, cls) or (args and isinstance(args[0], cls) and made.shape[-2:] == args[0].shape[-2:]):
-            return made
-        return made.as_subclass(Tensor)
+        with torch._C.DisableTorchFunctionSubclass():  # Tensor's own way takes a tenth of a small model's forward pass
+            if func is scaled_dot_product_attention:
+                return _evenly_attended(*args, **(kwargs or {}))
+            made = func(*args, **(kwargs or {}))
+            is_like_keys = isinstance(made, Tensor) and bool(args) and isinstance(args[0], cls)
+            return made.as_subclass(cls) if is_like_keys and made.shape[-2:] == args[0].shape[-2:] else made
 
 
 def _evenly_attended(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Attention with the first query repeated in front of it; results of the repeated ones are dropped."""
-    key, short = key.as_subclass(Tensor), -query.shape[-2] % QUERIES
+    short = -query.shape[-2] % QUERIES
     if attn_mask is None:  # what is seen follows from the places of queries
         return scaled_dot_product_attention(query, key, value, None, *args, **kwargs)
     mask = _preceded(attn_mask, short) if attn_mask.shape[-2] > 1 else attn_mask  # one for all queries

@@ -46,6 +46,9 @@ class Shapes(Protocol):
     def spread(self) -> float:
         """By how much, in logits, the best id behind a node that stands at another place than alone is to beat the second."""
 
+    def served(self, seconds: float) -> None:
+        """Learn how long a forward pass took."""
+
     def seen(self, positions: int) -> int:
         """How many places of each row are looked at where a text has so many positions."""
 
@@ -64,7 +67,7 @@ class Row:
 
     shares = True
     chunk: int | None = CHUNK
-    spread: float | None = None
+    fixed = False
 
     def __init__(self, server: "Slots", index: int, most: int | None) -> None:
         self.server = server
@@ -73,6 +76,11 @@ class Row:
         self.device, self.vocabulary = server.device, server.vocabulary
         self.length = self.branched = self.forwards = 0
         self.moves: list[tuple[int, int]] = []
+
+    @property
+    def spread(self) -> float:
+        """Nothing: forwards have any shape."""
+        return 0.0
 
     @property
     def held(self) -> int:
@@ -115,10 +123,16 @@ class Row:
 class FixedRow(Row):
     """A slot whose forwards have shapes that follow from its text's length and its prompt's, and from nothing else."""
 
+    fixed = True
+
     def __init__(self, server: "Slots", index: int, most: int | None, shapes: Shapes) -> None:
         super().__init__(server, index, most)
         self._shapes = shapes
-        self.spread = shapes.spread
+
+    @property
+    def spread(self) -> float:
+        """That of the shapes."""
+        return self._shapes.spread
 
     def takes(self, new: int, prompt: int) -> int:
         """Of a prompt powers of two, down from a whole chunk, so that none crosses where more places are looked at."""
@@ -260,6 +274,8 @@ class Slots:
         with timed() as took:
             logits, *hidden = self._forward(first, last, asks, width)
             wait_for(logits)
+        if self._shapes is not None:
+            self._shapes.served(took.seconds)
         replayed = self._replays > before
         cost = Cost((last - first) * width, took.seconds, len(asks), replayed=replayed)  # padding included
         for ask in asks:

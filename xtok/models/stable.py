@@ -5,10 +5,12 @@ have the same logits, keys and values in every bit where all forwards have shape
 places of the cache are looked at for a position, whatever else is forwarded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import ceil
+from math import ceil, inf
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,20 +19,25 @@ from transformers import PreTrainedModel
 
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.cache import context_window, device_of, ids_read
+from xtok.models.findings import Findings, described
 from xtok.models.forwards import Ask
 from xtok.models.slots import USUAL, Slots, rounded
 
-_STEP, _WIDEST = 4, 64
-"""Forwards have multiples of 4 new ids, of one text or of several that have 1 or 2 each: matrices of fewer rows are multiplied
-by other kernels nearly everywhere.
+_WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
+"""How many new ids of each sequence a forward pass may have: few shapes, so that few have to be tried."""
+_NARROWEST, _FEW, _WIDEST = 2, 4, 64
+"""One row alone is multiplied by other kernels nearly everywhere, so a forward pass has 2 at least. Fewer than 4 differ in rare
+values if at all, so such shapes are tried on more ids.
 """
+_SHARE = 0.1
+"""The share of the time of a sequence's forward passes that trying shapes for it may take."""
 _TRIED = 512
 """How many places are looked at where it is tried what rows change."""
 _MARGIN = 8
 """How many times the largest difference of logits that was seen between places is taken for what may be."""
-_PIECES = (1, 2, 5, 1, 7)
+_PIECES = (5, 11)
 """The parts in which ids are forwarded that are to have the bits that they have at once."""
-_NODES, _OTHERS, _CONTEXTS = 8, (1, 3, 7), (2, 40, 200, 448)
+_NODES, _OTHERS, _CONTEXTS = 8, (1, 7), (2, 40, 448)
 """A branch of so many nodes is tried behind so many nodes of another, and behind so many ids."""
 _TIMES, _OUTPUTS = 2, 200_000
 """In how many forwards a shape is tried, or, where that computes fewer values, until so many outputs of matrices were compared:
@@ -38,8 +45,8 @@ of a small model few bits differ, if any.
 """
 _SMALL = 4096
 """Products of fewer multiplications have other kernels in half precision, which only a few bits betray."""
-_READ = 256
-"""How many ids a cache is filled with for trying."""
+_READ = 64
+"""How many ids a cache is filled with for trying, over and over."""
 _UNEQUAL = (
     "The bits of {}'s logits depend on what else is forwarded, even where all forwards have one shape. Activations that are "
     "quantised by the range of a whole forward do that, and sizes that vectors or threads (now {}) don't divide. Leave "
@@ -49,101 +56,148 @@ _UNEQUAL = (
 
 @dataclass
 class _Known:
-    """What was found out: of a model as it was, on its device, with so many threads and such kernels.
+    """What was found out about a model as it was: on its device, with so many threads and such kernels.
 
-    `filled`: a cache with some ids in its first row. `agreed`: of rows, new ids of each, and places that are looked at, whether
-    such forwards give the usual bits.
+    `file`: what keeps all of this for other processes. `agreed`: by rows, new ids of each, and places that are looked at,
+    whether such forward passes give the usual bits. `spread`: None until it is measured. `filled`: a cache with some ids in its
+    first row; None until something is tried.
     """
 
-    filled: Slots
-    spread: float
+    file: Findings
     agreed: dict[tuple[int, int, int], bool] = field(default_factory=dict)
+    spread: float | None = None
+    filled: Slots | None = None
+
+    def refused(self, rows: int, width: int) -> bool:
+        """Whether a shape was seen to give other bits, for some number of places."""
+        return any(not agrees for (*shape, _), agrees in self.agreed.items() if shape == [rows, width])
+
+    def keep(self) -> None:
+        """Write it down for other processes."""
+        self.file.write({"agreed": [[*shape, agrees] for shape, agrees in self.agreed.items()], "spread": self.spread})
 
 
 class StableShapes:
-    """The shapes that a model's forwards are to have. They depend on the model, its device, the number of threads, and what
-    the caller chose for torch's kernels alone.
+    """The shapes that a model's forward passes are to have. They depend on the model, its device, the number of threads, and
+    what the caller chose for torch's kernels alone.
 
-    Forwards of 16 ids of one text have the usual bits. Other shapes are used where they were seen to give the same, each tried
-    when it is first wanted: where 512 places are looked at, and where others are with as many rows as have 4 ids together.
+    Forward passes over 16 ids of one sequence have the usual bits. Another shape is used once it was seen to give the same.
+    Those of several sequences are tried when they are first wanted; those of one sequence, and the spread, when as much time as
+    that takes is a tenth of what its forward passes took so far. What was found is kept in the user's cache folder.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises `UnsupportedModelError` where not even forwards of one shape have the same bits."""
+        """Raises `UnsupportedModelError` if not even forward passes of one shape have the same bits."""
         self._model = model
         self._size = ids_read(model)
         self._least = min((weight.numel() for weight in model.parameters() if weight.dim() > 1), default=0)
         self._found = dict[tuple[object, ...], _Known]()
+        self._served = self._spent = 0.0
         _check_kind(model)
         self._known()
 
     @property
     def spread(self) -> float:
-        """By how much, in logits, the best id behind a node that stands at another place than it would alone is to beat the
-        second: 8 times the largest difference that was seen there. Raises `UnsupportedModelError` as the constructor does.
+        """By how much, in logits, the best id after a node that stands at another place than it would alone is to beat the
+        second: 8 times the largest difference that was seen there; infinity until that is measured. Raises
+        `UnsupportedModelError` as the constructor does.
         """
-        return self._known().spread
+        known = self._known()
+        if known.spread is None and self._may_try():
+            with self._trying():
+                known.spread = _MARGIN * self._difference(self._filled(known))
+            known.keep()
+        return inf if known.spread is None else known.spread
+
+    def served(self, seconds: float) -> None:
+        """Count the time that forward passes took which nobody asked for to try something."""
+        self._served += seconds
 
     @staticmethod
     def seen(positions: int) -> int:
-        """How many places are looked at where a text has so many."""
+        """How many places are looked at if a sequence has so many."""
         return rounded(positions)
 
     def padded(self, rows: int, new: int) -> int:
-        """How many ids of each of some rows are forwarded where there are `new`, as far as it was tried."""
-        agreed = self._latest.agreed
-        return next((width for width in self._widths(rows, new) if agreed.get((rows, width, _TRIED), True)), new)
+        """How many ids of each of some rows are forwarded if there are `new`, as far as it was tried."""
+        known = self._latest
+        return next((width for width in self._widths(rows, new) if not known.refused(rows, width)), new)
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
-        """How many ids of each of some rows are forwarded where there are `new`: the least that give the usual bits among 1 and
-        2, if they are 4 at least together, a multiple of 4, 16, 32 and 64; None for none.
+        """How many ids of each of some rows are forwarded if there are `new`: the least of a few widths that is known to give
+        the usual bits; None if none is.
         """
         return next((width for width in self._widths(rows, new) if self._agrees(rows, width, seen)), None)
 
     def _widths(self, rows: int, new: int) -> list[int]:
-        """How many ids of a text forwards may have where there are `new`, the least first."""
-        narrow = [width for width in (1, 2) if self._even and rows * width >= _STEP]
-        widths = {*narrow, _STEP * ceil(new / _STEP), USUAL, 2 * USUAL, _WIDEST}
-        return sorted(width for width in widths if width >= new)
+        """How many ids of a sequence forward passes may have if there are `new`, the least first."""
+        least = ceil(_NARROWEST / rows) if self._even else _FEW
+        return [width for width in _WIDTHS if width >= max(new, least)]
 
     def widest(self, seen: int) -> int:
-        """The most ids of one text that are forwarded."""
-        return next(width for width in (_WIDEST, 2 * USUAL, USUAL) if self._agrees(1, width, seen))
+        """The most ids of one sequence that are forwarded. The widest shape is tried last, for it is seldom used."""
+        if not self._agrees(1, 2 * USUAL, seen):
+            return USUAL
+        return _WIDEST if self._agrees(1, _WIDEST, seen, share=0.25) else 2 * USUAL
 
-    def _agrees(self, rows: int, width: int, seen: int) -> bool:
-        """Whether forwards of such a shape give the usual bits."""
+    def _agrees(self, rows: int, width: int, seen: int, *, share: float = 1.0) -> bool:
+        """Whether forward passes of such a shape are known to give the usual bits. They are tried if no more than that `share`
+        of the time for trying is spent.
+        """
         if (rows, width) == (1, USUAL):
             return True
         if rows * width * self._least < _SMALL:
             return False
-        if seen != _TRIED and not self._agrees(rows, width, _TRIED):
+        if rows > 1 and seen != _TRIED and not self._agrees(rows, width, _TRIED):
             return False
-        rows = rows if seen == _TRIED else min(rows, ceil(_STEP / width))  # places change attention, which is of each row
-        known, shape = self._known(), (rows, width, seen)
-        if shape not in known.agreed:
+        few = rows if seen == _TRIED else min(rows, ceil(_FEW / width))  # places change attention, which is of each row
+        known, shape = self._known(), (few, width, seen)
+        if shape not in known.agreed and self._may_try(rows, share):
             try:
-                known.agreed[shape] = self._found_to_agree(known.filled, rows, width, seen)
+                with self._trying():
+                    known.agreed[shape] = self._found_to_agree(self._filled(known), *shape)
             except torch.OutOfMemoryError:  # there may be room another time
                 return False
-            except Exception:  # the model has no positions there, say: forwards of the usual shape tell
+            except Exception:  # the model has no positions there, say: forward passes of the usual shape tell
                 known.agreed[shape] = False
-        return known.agreed[shape]
+            known.keep()
+        return known.agreed.get(shape, False)
+
+    def _may_try(self, rows: int = 1, share: float = 1.0) -> bool:
+        """Whether to try something now. Several sequences do without a shape only by forward passes of their own."""
+        return rows > 1 or self._spent <= share * _SHARE * self._served
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Count the time of what is tried."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self._spent += perf_counter() - start
 
     def _known(self) -> _Known:
-        """What was found out of the model as it is now."""
+        """What was found out about the model as it is now."""
         device = device_of(self._model)
         attention = str(self._model.config.get_text_config(decoder=True)._attn_implementation)
         state = device, self._model.dtype, attention, torch.get_num_threads(), *_kernels(device.type)
         if state not in self._found:
             _check_threads(device)
-            self._found[state] = self._find()
-        self._latest, self._even = self._found[state], attention == "sdpa"  # others are given as few queries as there are
+            self._even = attention == "sdpa"  # others are given as few queries as there are
+            self._found[state] = self._find(state)
+        self._latest, self._even = self._found[state], attention == "sdpa"
         return self._latest
 
-    def _find(self) -> _Known:
-        """Try whether ids have the bits at once that they have in parts or before a branch, and what places change."""
-        filled = Slots(self._model)
-        filled.serve([Ask(filled.join(), self._ids(0, min(_READ, self._base(_TRIED))), 1)])
+    def _find(self, state: tuple[object, ...]) -> _Known:
+        """What other processes found out; or else try whether ids have the bits at once that they have in parts or before a
+        branch.
+        """
+        known = _Known(Findings(described(self._model, state)))
+        if found := known.file.read():
+            known.agreed = {(rows, width, seen): agrees for rows, width, seen, agrees in found["agreed"]}
+            known.spread = found["spread"]
+            return known
+        filled = self._filled(known)
         usual, base = _OneShape(USUAL, _TRIED), self._base(_TRIED)
         at_once, in_parts = (self._forwarded(filled, 1, base, usual, pieces) for pieces in ([USUAL], _PIECES))
         logits = at_once[0][0, :_NODES]
@@ -152,7 +206,15 @@ class StableShapes:
             raise UnsupportedModelError(f"The logits of {name} aren't numbers. A higher precision may mend that.")
         if not _same(at_once, in_parts) or not torch.equal(self._branched(filled, base, 0, _OTHERS[-1]), logits):
             raise UnsupportedModelError(_UNEQUAL.format(name, torch.get_num_threads()))
-        return _Known(filled, _MARGIN * self._difference(filled))
+        known.keep()
+        return known
+
+    def _filled(self, known: _Known) -> Slots:
+        """A cache with some ids in its first row."""
+        if known.filled is None:
+            known.filled = Slots(self._model)
+            known.filled.serve([Ask(known.filled.join(), self._ids(0, min(_READ, self._base(_TRIED))), 1)])
+        return known.filled
 
     def _difference(self, filled: Slots) -> float:
         """The largest of logits between places, or what rounding the largest logit may change, if that is more."""
@@ -167,7 +229,7 @@ class StableShapes:
 
     def _found_to_agree(self, filled: Slots, rows: int, width: int, seen: int) -> bool:
         """All ids of a forward, and of some more where there are fewer than 16, are compared with those of usual ones."""
-        base, new = self._base(seen), max(width, min(USUAL, _TIMES * width))
+        base, new = self._base(seen), max(width, min(USUAL, (_TIMES if rows * width >= _FEW else 2 * _TIMES) * width))
         outputs = sum(weight.shape[0] for weight in self._model.parameters() if weight.dim() > 1)
         turns = ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))
         return all(self._same(filled, rows, base, _OneShape(width, seen), new, turn) for turn in range(turns))
@@ -226,6 +288,9 @@ class _OneShape:
     ids: int
     places: int
     spread: float = 0.0
+
+    def served(self, seconds: float) -> None:
+        """Nobody counts it."""
 
     def seen(self, positions: int) -> int:
         """Always as many."""
@@ -286,6 +351,6 @@ def _check_threads(device: torch.device) -> None:
     threads = torch.get_num_threads()
     if device.type == "cpu" and threads & (threads - 1):
         raise InvalidInputError(
-            f"torch computes with {threads} threads. For stable=True, call torch.set_num_threads with a power of two, such as "
-            f"{1 << threads.bit_length() - 1}: others cut tensors so that bits depend on what else is forwarded."
+            f"torch computes with {threads} threads, and numbers that are no power of two cut tensors so that bits depend on "
+            f"what else is forwarded: call torch.set_num_threads({1 << threads.bit_length() - 1}), or leave stable=True out."
         )
