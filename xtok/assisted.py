@@ -91,10 +91,10 @@ class XTokAssisted:
 
     Law: in float32 and float64 greedy ids equal those of `target.generate(...)` with the same arguments; sampled ids are draws
     from the target's own distribution, and equal those of `XTokAssisted(target)`, which has no draft and is the reference
-    sampler, for the same seed. In half precision both equal those of `XTokAssisted(target)` in every bit that decides, and those
-    of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how fast they come.
-    One instance may serve several threads. The models and tokenizers handed in are never changed.
-    `names`: what its drafts are called where it is told who guessed a token.
+    sampler, for the same seed. In half precision both equal those of `XTokAssisted(target)` in every bit that decides, and
+    those of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how fast they come. One instance
+    may serve several threads. The models and tokenizers handed in are never changed. `names`: what its drafts are called where
+    it is told who guessed a token.
     """
 
     def __init__(
@@ -132,24 +132,24 @@ class XTokAssisted:
         `adapt`: a copy of the draft learns from each greedy text when it is done, in 3% of the time that those take, and
         guesses the greedy ones to come. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
 
-        `stable`: forward passes of the target are batch-invariant: they have fixed shapes, by which an id has the same logits in
-        every bit, whatever is forwarded with it. So the ids are the same in any precision, with or without a draft, alone or
+        `stable`: forward passes of the target are batch-invariant: they have fixed shapes, by which an id has the same logits
+        in every bit, whatever is forwarded with it. So the ids are the same in any precision, with or without a draft, alone or
         beside other texts. (A pick after a branch of a tree, where the last bits may differ, is committed if its lead is 8
         times what places were seen to change.) None, the default: in half precision if the target can be held so, else not.
         True: in any precision; a target that can't is refused. False: not.
 
         Which shapes do that is tried by some forward passes when one is first wanted, in a tenth of the time that the others
-        take, and kept in a cache folder (`XTOK_CACHE`, else xtok in the user's). Mixtures of experts, models whose forward passes
-        can't be shared, numbers of threads that are no power of two, and acceptance other than "match" can't be held so. There,
-        in half precision, an `UnstableWarning` says what isn't promised: the same call still gives the same text, for what is
-        guessed then follows from ids and counts and not from a clock, but near-ties (`stats.near_ties`) may fall otherwise
-        than without a draft or beside other texts.
+        take, and kept in a cache folder (`XTOK_CACHE`, else xtok in the user's). Mixtures of experts, models whose forward
+        passes can't be shared, numbers of threads that are no power of two, and acceptance other than "match" can't be held so.
+        There, in half precision, an `UnstableWarning` says what isn't promised: the same call still gives the same text, for
+        what is guessed then follows from ids and counts and not from a clock, but near-ties (`stats.near_ties`) may fall
+        otherwise than without a draft or beside other texts.
 
         `compile`: forwards are captured as CUDA graphs by their shapes, and replayed, so that a small model's take what its
-        kernels take and not what launching them does. None: not, until that was measured on a GPU. True: for each model that is on
-        one GPU and runs nothing but kernels (no hooks, no offloading); a target that can't is refused. Caches stay allocated between
-        calls then, since graphs know their places. A graph is used where it gave the bits of the forward that it was captured
-        from; `stats.target_replays` counts.
+        kernels take and not what launching them does. None: not, until that was measured on a GPU. True: for each model that is
+        on one GPU and runs nothing but kernels (no hooks, no offloading); a target that can't is refused. Caches stay allocated
+        between calls then, since graphs know their places. A graph is used where it gave the bits of the forward that it was
+        captured from; `stats.target_replays` counts.
 
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
         drafts', such as `device=("cuda:0", "cpu")`. Without them, models are in the precision that their configurations say

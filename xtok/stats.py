@@ -61,9 +61,9 @@ class Stats:
     of any shape give them but for `near_ties`, in half precision by forward passes of fixed shapes, which are the same in every
     bit without drafts. False in half precision without fixed shapes (`stable`), and for sampled texts under
     `acceptance="typical"`. `near_ties`: the picks at which `model.generate`, whose forward passes have other shapes, may have
-    picked another id; if there are none, the text is also the one that it gives (greedily). `shared_forwards`: whether the target's forwards can
-    be shared with other texts; the seconds of those that are count for each text by its share. `target_replays`: how many of
-    all were replayed CUDA graphs.
+    picked another id; if there are none, the text is also the one that it gives (greedily). `shared_forwards`: whether the
+    target's forwards can be shared with other texts; the seconds of those that are count for each text by its share.
+    `target_replays`: how many of all were replayed CUDA graphs.
 
     `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
     penalty stretches is taken back. Where it is above twice what forwards of several rows and of one differ in, the ids are

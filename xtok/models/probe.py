@@ -18,9 +18,9 @@ from xtok.models.slots import Slots
 
 _HALF = (torch.bfloat16, torch.float16)
 _ROUNDINGS = {True: 2, False: 64}
-"""By how many roundings of the largest logit the gap of two ids changes at most between forward passes over one row and over many,
-in half precision and above: in SmolLM2 135M, 2.0 in bfloat16, 2.8 in float16 and 65 in float32 of 864 gaps each; 0.6 and 5 on
-the average.
+"""By how many roundings of the largest logit the gap of two ids changes at most between forward passes over one row and over
+many, in half precision and above: in SmolLM2 135M, 2.0 in bfloat16, 2.8 in float16 and 65 in float32 of 864 gaps each; 0.6 and
+5 on the average.
 """
 _LARGEST: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
 
