@@ -11,6 +11,7 @@ from front_door import BYTES, GREEDY, PROMPT, PROMPTS, TOKENS
 from worlds import alone, fitting, make_dear
 
 from xtok import Budget, Engine, PromptLookup, XTokAssisted
+from xtok.models import graphs
 from xtok.models.graphs import takes_graphs
 from xtok.models.prompts import prompt_ids
 
@@ -31,6 +32,11 @@ DRAFTS: dict[str, Callable[[], Any]] = {
     "a model": lambda: (OTHER, BYTES),
     "several": lambda: [(OTHER, BYTES), PromptLookup()],
 }
+
+
+@pytest.fixture(autouse=True)
+def graphs_are_captured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "CAPTURES_BY_DEFAULT", True)
 
 
 def target(architecture: str, dtype: torch.dtype) -> Any:

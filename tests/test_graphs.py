@@ -20,6 +20,7 @@ from worlds import ARCHITECTURES, examples, fitting, make_dear, model
 import xtok.models.graphs
 from xtok import Budget, Engine, XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedModelError
+from xtok.models import graphs
 from xtok.models.forwards import Ask
 from xtok.models.graphs import Graph, Graphs, Inputs, Run, _runs_more, state_of, takes_graphs
 from xtok.models.probe import position_bytes
@@ -46,6 +47,11 @@ def capture(forward: Run, inputs: Inputs, pool: Any) -> Graph:
     return Graph(inputs, outputs, replay)
 
 
+@pytest.fixture(autouse=True)
+def graphs_are_captured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "CAPTURES_BY_DEFAULT", True)
+
+
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let all models allow to be captured. Holds how many ids each row of a replayed forward has."""
@@ -58,7 +64,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     own = xtok.models.graphs._replayed
     monkeypatch.setattr(xtok.models.graphs, "_replayed", replayed)
     monkeypatch.setattr(xtok.models.graphs, "capture", capture)
-    for module in ("xtok.models.seats", "xtok.assisted"):
+    for module in ("xtok.models.seats", "xtok.models.graphs", "xtok.assisted"):
         monkeypatch.setattr(f"{module}.takes_graphs", lambda model: True)
     return found
 
@@ -407,11 +413,19 @@ def test_what_is_no_setting_is_refused(setting: Any) -> None:
         XTokAssisted((TARGET, TOKENS), compile=setting)
 
 
-@pytest.mark.parametrize("name", ["stable", "adapt"])
-@pytest.mark.parametrize("given", ["no", 1, None])
-def test_what_is_no_switch_is_refused(name: str, given: Any) -> None:
-    with pytest.raises(InvalidInputError, match=f"{name} is {given!r}; it must be True or False"):
+@pytest.mark.parametrize(("name", "values"), [("stable", "True, False or None"), ("adapt", "True or False")])
+@pytest.mark.parametrize("given", ["no", 1])
+def test_what_is_no_switch_is_refused(name: str, values: str, given: Any) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name} is {given!r}; it must be {values}"):
         XTokAssisted((TARGET, TOKENS), **{name: given})
+
+
+def test_nothing_is_captured_by_default_before_it_was_measured_on_a_gpu(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "CAPTURES_BY_DEFAULT", False)
+    assert not XTokAssisted((TARGET, TOKENS)).captures
+    assert XTokAssisted((TARGET, TOKENS), compile=True).captures
 
 
 def test_to_capture_on_a_cpu_is_refused() -> None:

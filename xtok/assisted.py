@@ -254,7 +254,7 @@ class XTokAssisted:
         except XTokError as error:
             if self._made["stable"]:
                 raise
-            warnings.warn(_UNSTABLE.format(type(target).__name__, target.dtype, reason(error)), UnstableWarning, stacklevel=4)
+            warnings.warn(_UNSTABLE.format(type(target).__name__, target.dtype, reason(error)), UnstableWarning, stacklevel=3)
             return None
 
     def _found_shapes(self, target: PreTrainedModel) -> StableShapes:

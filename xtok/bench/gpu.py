@@ -18,6 +18,7 @@ from xtok.bench.compare import ALONE, NONE, XTOK, Setting, check_prompts, in_tur
 from xtok.bench.widen import Shape
 from xtok.budget import Budget
 from xtok.models.forwards import wait_for
+from xtok.models.graphs import takes_graphs
 from xtok.models.load import parameters
 from xtok.progress import bar
 from xtok.stats import Stats, timed
@@ -199,7 +200,7 @@ def _transformers(target: Any, arguments: dict[str, Any]) -> _System:
 
 
 def _xtok(target: Any, draft: Any, arguments: dict[str, Any], *, graphs: bool, budget: Budget | None = None) -> _System:
-    xt = XTokAssisted(target, draft, budget=budget, compile=graphs)
+    xt = XTokAssisted(target, draft, budget=budget, compile=graphs and takes_graphs(target[0]))
 
     def system(texts: Sequence[str], size: int, repeat: int) -> _Run:
         with timed() as took:

@@ -1,0 +1,204 @@
+"""Half precision, as it is by default: the same call gives the same text, and near-ties are reported.
+
+The clock is a noisy one here, as on a machine with other work: whatever a clock decides differs from call to call.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from architectures import tiny
+from front_door import TOKENS
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
+from test_stable import ARCHITECTURES, DTYPES, WAYS, target
+from transformers import DynamicCache, PreTrainedModel
+from worlds import deep, examples
+
+from xtok import PromptLookup, XTokAssisted
+from xtok.costs import Cost
+from xtok.errors import UnstableWarning
+from xtok.ledger import Account, Ledger, Proposal
+from xtok.models.prompts import prompt_ids
+from xtok.tree import chain
+
+HALVES = [name for name, dtype in DTYPES.items() if dtype.itemsize == 2]
+UNFIXED = ["mixtral", "bloom", "qwen3_next", *deep("dbrx", "gpt_oss", "falcon_h1")]
+"""Mixtures of experts, ALiBi, recurrent layers."""
+PROMPTS = [TEXTS[0], long(20), TEXTS[1], long(120)]
+
+
+@pytest.fixture(autouse=True)
+def a_noisy_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    random, now = Random(), 0.0
+
+    def read() -> float:
+        nonlocal now
+        now += random.expovariate(1.0) * random.choice([1e-4, 1e-3, 1e-1])
+        return now
+
+    for module in ("stats", "models.stable"):
+        monkeypatch.setattr(f"xtok.{module}.perf_counter", read)
+    yield
+
+
+@cache
+def unfixed(name: str, dtype: str) -> PreTrainedModel:
+    """A tiny model that can't have fixed shapes, whose picks are closer calls than those of other tests."""
+    made = tiny(name, len(TOKENS) + 5)
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            weight.data *= 0.5
+    return made.to(getattr(torch, dtype))
+
+
+def drafts_of(kind: str) -> Any:
+    return {"none": None, "model": (UNRELATED, BYTES), "several": [(UNRELATED, BYTES), PromptLookup()]}[kind]
+
+
+@examples(5)
+@given(
+    architecture=st.sampled_from(sorted(ARCHITECTURES)),
+    dtype=st.sampled_from(HALVES),
+    way=st.sampled_from(sorted(WAYS)),
+    kind=st.sampled_from(["model", "several"]),
+    batch_size=st.integers(2, 4),
+)
+@example("Llama", "bfloat16", "greedy", "model", 4)
+@example("Gemma2", "float16", "cut", "several", 3)
+def test_the_same_call_gives_the_same_text_with_a_draft_and_without_alone_and_in_batches(
+    architecture: str, dtype: str, way: str, kind: str, batch_size: int
+) -> None:
+    """Four calls of one instance, and two of another, by default: nobody asked for `stable`."""
+    lm = target(architecture, dtype)
+    unaided, helped = (XTokAssisted((lm, TOKENS), drafts_of(draft)) for draft in ("none", kind))
+    wanted = [unaided.generate(prompt, **WAYS[way]) for prompt in PROMPTS]
+    assert all(one.stats.exact for one in wanted)
+    for _ in range(2):
+        assert ids_of([helped.generate(prompt, **WAYS[way]) for prompt in PROMPTS]) == ids_of(wanted)
+    for xt in (helped, helped, unaided):
+        found = xt.generate(PROMPTS, batch_size=batch_size, **WAYS[way])
+        assert ids_of(found) == ids_of(wanted)
+        assert all(one.stats.exact and one.stats.draft_error is None for one in found)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", UNFIXED)
+@pytest.mark.parametrize("way", ["greedy", *deep("penalty", "sampled", "cut")])
+def test_the_same_call_gives_the_same_text_where_shapes_cant_be_fixed(name: str, dtype: str, way: str) -> None:
+    lm = unfixed(name, dtype)
+    with pytest.warns(UnstableWarning, match=r"can't have fixed shapes.*The same call gives the same text") as told:
+        xt = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES))
+    assert len(told) == 1 and told[0].filename == __file__
+    for ask in (alone, batch):
+        calls = [ask(xt, way) for _ in range(5)]
+        assert any(one.stats.proposed for one in calls[0])
+        for call in calls[1:]:
+            for mine, first in zip(call, calls[0], strict=True):
+                assert mine.token_ids == first.token_ids and mine.logits is not None and first.logits is not None
+                assert all(map(torch.equal, mine.logits, first.logits)), "the same bits, so the same shapes"
+        assert not any(one.stats.exact for one in calls[0])
+
+
+LOGITS: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
+
+
+def alone(xt: XTokAssisted, way: str) -> list[Any]:
+    return [xt.generate(prompt, **WAYS[way], **LOGITS) for prompt in PROMPTS[:2]]
+
+
+def batch(xt: XTokAssisted, way: str) -> list[Any]:
+    return list(xt.generate(PROMPTS[:3], batch_size=2, **WAYS[way], **LOGITS))
+
+
+def test_without_a_clock_guesses_still_follow_what_they_gain() -> None:
+    xt = _warned("mixtral", "bfloat16")
+    texts = [one.stats for one in alone(xt, "greedy")]
+    assert all(one.tokens_per_forward >= 1 for one in texts)
+    assert max(one.tokens_per_forward for one in texts) > 1.1
+
+
+def _warned(name: str, dtype: str) -> XTokAssisted:
+    with pytest.warns(UnstableWarning):
+        return XTokAssisted((unfixed(name, dtype), TOKENS), (UNRELATED, BYTES))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_in_single_precision_and_above_nothing_is_fixed_and_nothing_warned_of(
+    dtype: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    for name in {"float32": ["mixtral", "bloom"], "float64": ["bloom"]}[dtype]:
+        lm = unfixed(name, dtype)
+        xt = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES))
+        assert xt._shapes is None
+        assert xt.generate(TEXTS[0], **WAYS["greedy"]).stats.exact
+    assert not [one for one in recwarn if issubclass(one.category, UnstableWarning)]
+
+
+def test_who_asks_for_any_shape_gets_it_and_is_told_that_it_isnt_exact(recwarn: pytest.WarningsRecorder) -> None:
+    xt = XTokAssisted((target("Llama", "bfloat16"), TOKENS), (UNRELATED, BYTES), stable=False)
+    assert xt._shapes is None
+    assert not xt.generate(TEXTS[0], **WAYS["greedy"]).stats.exact
+    assert not [one for one in recwarn if issubclass(one.category, UnstableWarning)]
+
+
+def test_a_cache_of_the_callers_is_gone_on_in_by_default() -> None:
+    """And what is then written is said not to be exact, but is the same each time."""
+    lm = target("Llama", "bfloat16")
+    xt = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES))
+    found = [xt.generate(TEXTS[0], past_key_values=DynamicCache(config=lm.config), **WAYS["greedy"]) for _ in range(3)]
+    assert len({tuple(one.token_ids) for one in found}) == 1
+    assert not any(one.stats.exact for one in found)
+
+
+@examples(40)
+@given(
+    architecture=st.sampled_from(sorted(ARCHITECTURES)),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    prompt=st.one_of(st.sampled_from(TEXTS), st.integers(1, 200).map(long)),
+    way=st.sampled_from(["greedy", "penalty"]),
+)
+def test_where_transformers_writes_another_text_there_was_a_near_tie(
+    architecture: str, dtype: str, prompt: str, way: str
+) -> None:
+    lm = target(architecture, dtype)
+    found = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES)).generate(prompt, **WAYS[way])
+    ids = torch.tensor([prompt_ids(TOKENS, prompt)])
+    wanted = lm.generate(ids, attention_mask=torch.ones_like(ids), **WAYS[way])[0, ids.shape[1] :].tolist()
+    pairs = enumerate(zip(found.token_ids, wanted, strict=True))
+    first = next((position for position, (mine, theirs) in pairs if mine != theirs), None)
+    positions = [one.position for one in found.stats.near_ties]
+    assert first is None or first in positions
+    assert positions == sorted(set(positions))
+    assert all(one.margin >= found.stats.min_margin for one in found.stats.near_ties)
+
+
+def test_near_ties_are_reported_with_their_positions_and_margins() -> None:
+    lm = target("Llama", "bfloat16")
+    asked = WAYS["greedy"] | {"max_new_tokens": 200, "output_logits": True, "return_dict_in_generate": True}
+    found = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES)).generate(long(60), **asked)
+    assert found.logits is not None
+    gaps = [float(-one[0].topk(2).values.diff()) for one in found.logits]
+    assert 0 < len(found.stats.near_ties) < 200
+    assert all(gaps[one.position] == pytest.approx(one.margin) for one in found.stats.near_ties)
+    widest = max(one.margin for one in found.stats.near_ties)
+    assert [position for position, gap in enumerate(gaps) if gap <= widest] == [one.position for one in found.stats.near_ties]
+
+
+@given(rounds=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 20), st.booleans()), max_size=12), seed=st.integers(0, 99))
+def test_no_second_reaches_what_a_ledger_without_a_clock_decides(rounds: list[tuple[int, int, bool]], seed: int) -> None:
+    random, ledgers = Random(seed), [Ledger([Account(), Account()], nominal=[0.1, 0.01]) for _ in range(2)]
+    for right, rows, asked in rounds:
+        tree = chain(range(6), masses=[0.9**depth for depth in range(1, 7)])
+        for ledger in ledgers:
+            took = [random.expovariate(1.0) for _ in range(4)]
+            proposals = [
+                Proposal(tree, 0.0, [Cost(rows, took[0])] * 2, took[1], own=frozenset(range(6))) if asked else Proposal()
+            ]
+            proposals.append(Proposal(tree, 0.9, [], took[2]))
+            ledger.observe(tree, [*range(right), 99], Cost(rows + 7, took[3]), proposals)
+    assert ledgers[0] == ledgers[1]
