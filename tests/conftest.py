@@ -1,9 +1,8 @@
 import os
 from collections.abc import Iterator
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["XTOK_CACHE"] = mkdtemp(prefix="xtok-tests-")  # what another run found out would hide what this one tries
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
@@ -14,6 +13,8 @@ from worlds import MADE, written
 import xtok.models.load
 
 torch.set_num_threads(1)
+_FOUND = TemporaryDirectory(prefix="xtok-tests-")
+os.environ["XTOK_CACHE"] = _FOUND.name  # what another run found out would hide what this one tries
 xtok.models.load.best_device = lambda: torch.device("cpu")  # tests compare with models that they load there
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

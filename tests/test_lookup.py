@@ -9,25 +9,50 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import examples, tokenizer
 
-from xtok import Budget, Context, PromptLookup
+from xtok import Budget, Context, PromptLookup, Tree
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
+from xtok.align.vocabulary import Vocabulary
+from xtok.drafts import Request
 from xtok.drafts.corpus import Corpus
+from xtok.drafts.given import as_draft
 from xtok.drafts.lookup import Belief, Lookup
 from xtok.drafts.repeats import Repeats
+from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError
+from xtok.ledger import Account, Ledger
+from xtok.models.forwards import together
+from xtok.stats import Meter
+from xtok.tree import chain
 
+WORDS = tokenizer("byte-level BPE")
 few_ids = st.lists(st.integers(0, 3), max_size=40)
 
 
-def brute_force(ids: Sequence[int]) -> list[tuple[int, int]]:
+def brute_force(ids: Sequence[int], end: int | None = None) -> list[tuple[int, int]]:
     """Each id that followed an end of the text before, with the length of the longest such end, and where it stood last."""
     longest: dict[int, tuple[int, int]] = {}
-    for place in range(1, len(ids)):
+    for place in range(1, len(ids) if end is None else end):
         agreeing = next((i for i in range(place) if ids[place - 1 - i] != ids[-1 - i]), place)
         if agreeing and longest.get(ids[place], (0, 0)) <= (agreeing, place):
             longest[ids[place]] = agreeing, place
     return sorted(longest.values(), reverse=True)
+
+
+@examples(500)
+@given(ids=few_ids, count=st.integers(0, 5), ahead=st.integers(0, 3))
+@example(ids=[0, 1, 0, 0], count=2, ahead=1)
+@example(ids=[1, 2, 3], count=1, ahead=1)
+def test_followers_of_a_likely_next_id_are_those_once_it_is_taken_in(ids: list[int], count: int, ahead: int) -> None:
+    repeats = read(ids)
+    found = repeats.followers(count, ahead)
+    whole = [*ids, ahead]
+    expected = [(agreeing, place) for agreeing, place in brute_force(whole, len(ids))]
+    assert [agreeing for _, agreeing in found] == [agreeing for agreeing, _ in expected[:count]]
+    for place, agreeing in found:
+        assert agreeing and whole[place - agreeing : place] == whole[len(whole) - agreeing :]
+        assert repeats.continuation(place, 5, ahead)[:1] == [ids[place]]
+    assert repeats.ids == ids and repeats.followers(count) == read(ids).followers(count), "it isn't taken in"
 
 
 def read(ids: Sequence[int]) -> Repeats:
@@ -174,3 +199,33 @@ def test_a_corpus_may_be_given_as_a_generator() -> None:
 def test_a_corpus_that_is_no_list_of_texts_is_refused(wrong: object) -> None:
     with pytest.raises(InvalidInputError, match="it must be a list of texts"):
         PromptLookup(wrong)  # type: ignore[arg-type]
+
+
+def test_a_look_up_goes_on_after_a_likely_next_id() -> None:
+    """A long guess, not just what the likely id happens to share with the guess without it."""
+    drafter = Lookup(None, encoder(WORDS, token_bytes(WORDS)))
+    ids = [5, 6, 7, 8, 9, 10, 11, 12, 13, 5, 6]
+    found = drafter.propose(Context(ids, b"", 0, hint=7), Budget(longest=6))
+    assert found.first_path(6).tokens == (7, 8, 9, 10, 11, 12)
+    assert drafter.propose(Context(ids, b"", 0), Budget(longest=6)).first_path(6).tokens == (7, 8, 9, 10, 11, 12)
+    again = drafter.propose(Context([*ids, 7], b"", 0, hint=3), Budget(longest=6))
+    assert again.tokens == (3,), "nothing is known to follow 3"
+
+
+def test_a_drafter_of_the_callers_is_shown_a_likely_next_id_as_if_it_were_committed() -> None:
+    shown = list[Context]()
+
+    class Own:
+        def propose(self, context: Context, budget: Budget) -> Tree:
+            shown.append(context)
+            return chain(range(20, 51))
+
+    view = token_bytes(WORDS)
+    vocabulary = Vocabulary(WORDS, view, len(WORDS), frozenset())
+    session = Session([as_draft(Own())], Request(vocabulary, Meter()), Ledger([Account()]), [5, 6])
+    limit = Budget(schedule="constant")
+    session.extend([7], hint=8)
+    (tree,) = together([session.propose(limit)])
+    assert list(shown[0].ids) == [5, 6, 7, 8] and shown[0].hint is None
+    assert shown[0].data == view.to_bytes([5, 6, 7, 8])
+    assert tree.tokens == (8, *range(20, 51)), "as many as there is room for after it"

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -26,7 +26,9 @@ class Context:
     `noise` is that under which the target picks, None where it picks greedily. `controls` counts the new ids that spell
     nothing. `hidden`: the target's last hidden state at the position behind which it picked the last id, (hidden size,); None
     where it isn't known or nobody asks for it. `hint`: what the target very likely picks next, where its latest forward told so
-    all but surely. It is guessed anyway: of a guess only what stands behind it is looked at.
+    all but surely. It is guessed anyway: of a guess only what stands behind it is looked at. Only drafters with `reads_hint`
+    are given one. Others are shown it as the last of `ids`, and guess what comes after: it isn't committed yet, so one time in
+    a hundred the ids that follow are without it.
     """
 
     ids: Sequence[int]
@@ -36,6 +38,11 @@ class Context:
     noise: Noise | None = None
     hidden: Tensor | None = None
     hint: int | None = None
+
+    def after_hint(self, piece: bytes) -> "Context":
+        """The context as it will be if the hint, whose bytes are `piece`, is right."""
+        ids = self.ids if self.hint is None else [*self.ids, self.hint]
+        return replace(self, ids=ids, data=self.data + piece, controls=self.controls + (not piece), hidden=None, hint=None)
 
 
 @runtime_checkable
@@ -51,6 +58,8 @@ class Drafter(Protocol):
 
 class Asker(ABC):
     """A drafter that runs a model: it is written for one text, and asks for forwards that texts may share."""
+
+    reads_hint = True
 
     @abstractmethod
     def guess(self, context: Context, budget: Budget) -> Asking[Tree]:

@@ -82,6 +82,8 @@ class Prediction:
 class Lookup:
     """`PromptLookup` for one generation, whose target has `encoder`."""
 
+    reads_hint = True
+
     def __init__(self, corpus: Corpus | None, encoder: Encoder) -> None:
         self._corpus = corpus
         self._continuation = Continuation(encoder)
@@ -95,42 +97,54 @@ class Lookup:
         for belief in self._beliefs:
             belief.learn(new)
         trie = Trie()
-        self._mix(trie, self._repeated(new, budget), self._beliefs[0], budget)
+        if context.hint is not None:
+            trie.add([context.hint], 1.0)
+        self._mix(trie, self._repeated(new, context.hint, budget), self._beliefs[0], context.hint)
         if self._corpus is not None:
-            self._mix(trie, self._found(self._corpus, context, budget), self._beliefs[1], budget)
+            self._mix(trie, self._found(self._corpus, context, budget), self._beliefs[1], context.hint)
         return trie.best(budget.verified)
 
     @staticmethod
-    def _mix(trie: Trie, found: list[tuple[list[int], int, float]], belief: "Belief", budget: Budget) -> None:
-        """Continuations, how many ids agree before each, and their shares."""
+    def _mix(trie: Trie, found: list[tuple[list[int], int, float]], belief: "Belief", hint: int | None) -> None:
+        """Continuations after a hint, how many ids agree before each, and their shares."""
         left = 1.0
+        before = [] if hint is None else [hint]
         for i, (ids, agreeing, share) in enumerate(found):
             masses = [left * share * mass for mass in belief.masses(agreeing, len(ids))]
             kept = sum(mass > _LEAST for mass in masses)
-            trie.mix(chain(ids[:kept]), masses)
+            trie.mix(chain([*before, *ids[:kept]]), [*[1.0] * len(before), *masses])
             left -= masses[0]
             if not i:
-                belief.given = ids, agreeing
+                belief.given, belief.hint = (ids, agreeing), hint
 
-    def _repeated(self, new: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
+    def _repeated(self, new: Sequence[int], hint: int | None, budget: Budget) -> list[tuple[list[int], int, float]]:
         """From prompt and output, which has `new` ids."""
         repeats = self._repeats
         for token in new:
             repeats.append(token)
-        found = repeats.followers(budget.width)
-        return [(repeats.continuation(place, budget.longest), agreeing, 1.0) for place, agreeing in found if budget.longest]
+        if not budget.longest:
+            return []
+        found = repeats.followers(budget.width, hint)
+        return [(repeats.continuation(place, budget.longest, hint), agreeing, 1.0) for place, agreeing in found]
 
     def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
         """From the corpus."""
-        agreeing, texts = corpus.continuations(context.data, _BYTES * budget.longest, budget.width)
+        data = context.data + self._continuation.spelled(context.hint, context.data)
+        agreeing, texts = corpus.continuations(data, _BYTES * budget.longest, budget.width)
         known = self._ids_within(context, agreeing)
-        mapped = [(self._continuation.ids(context.ids, text)[: budget.longest], known, share) for text, share in texts if known]
+        mapped = [(self._ids_of(context, text, budget), known, share) for text, share in texts if known]
         return [one for one in mapped if one[0]]
 
+    def _ids_of(self, context: Context, text: bytes, budget: Budget) -> list[int]:
+        """A text as ids after the committed ones and the hint."""
+        hint = [] if context.hint is None else [context.hint]
+        return self._continuation.ids(context.ids, text, known=hint)[: budget.longest]
+
     def _ids_within(self, context: Context, size: int) -> int:
-        """How many of the last ids lie within the last `size` bytes, as far as it matters."""
+        """How many of the last ids, the hint among them, lie within the last `size` bytes, as far as it matters."""
         count = 0
-        for token in reversed(context.ids[-_LONGEST:]):
+        hint = [] if context.hint is None else [context.hint]
+        for token in reversed([*context.ids[-_LONGEST:], *hint]):
             size -= len(self._view[token] or b"")
             if size < 0:
                 break
@@ -145,17 +159,17 @@ class Foreseen(Lookup):
         super().__init__(corpus, encoder)
         self._data = data
 
-    def _repeated(self, new: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
+    def _repeated(self, new: Sequence[int], hint: int | None, budget: Budget) -> list[tuple[list[int], int, float]]:
         """Nothing: what the text repeats is no merit of what was foreseen."""
         return []
 
     def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
         """As long as the text is the beginning of what was foreseen, what comes next there; else what a corpus has."""
-        new = context.data[context.prompt_size :]
+        new = context.data[context.prompt_size :] + self._continuation.spelled(context.hint, context.data)
         if not self._data.startswith(new):
             return super()._found(corpus, context, budget)
         behind = self._data[len(new) : len(new) + _BYTES * budget.longest]
-        ids = self._continuation.ids(context.ids, behind)[: budget.longest]
+        ids = self._ids_of(context, behind, budget)
         return [(ids, _LONGEST, 1.0)] if ids else []
 
 
@@ -166,6 +180,7 @@ class Belief:
         self._hits = [rate * _WEIGHT for rate in _PRIOR]
         self._tries = [_WEIGHT] * len(_PRIOR)
         self.given: tuple[list[int], int] = ([], 0)
+        self.hint: int | None = None
 
     def masses(self, agreeing: int, size: int) -> list[float]:
         """For each id of a continuation, the probability of all up to it."""
@@ -177,9 +192,11 @@ class Belief:
         return found
 
     def learn(self, new: Sequence[int]) -> None:
-        """See what became of the last continuation given."""
-        ids, agreeing = self.given
-        self.given = [], 0
+        """See what became of the last continuation given: nothing is learnt from one after a hint that was wrong."""
+        (ids, agreeing), hint = self.given, self.hint
+        self.given, self.hint = ([], 0), None
+        if hint is not None:
+            ids, new = (ids if list(new[:1]) == [hint] else []), new[1:]
         for i, (guess, truth) in enumerate(zip(ids, new, strict=False)):
             known = min(agreeing + i, _LONGEST)
             self._tries[known] += 1

@@ -34,21 +34,30 @@ class Repeats:
         self._link[self._last] = self._suffix(state, token) if state >= 0 else 0
         self._refresh(before, token)
 
-    def followers(self, count: int) -> list[tuple[int, int]]:
-        """At most `count` places, with distinct ids there, and how many ids before each agree with the end of the text."""
+    def followers(self, count: int, ahead: int | None = None) -> list[tuple[int, int]]:
+        """At most `count` places, with distinct ids there, and how many ids before each agree with the end of the text; with
+        the end of the text and the id `ahead`, if there is one, which isn't taken in.
+        """
         found: dict[int, tuple[int, int]] = {}
         state = self._link[self._last]
         for _ in range(_STEPS):
-            if state <= 0 or len(found) >= count:
+            if state < 0 or len(found) >= count:
                 break
-            for token in islice(reversed(self._next[state]), count):
-                found.setdefault(token, (self._end[self._next[state][token]] - 1, self._length[state]))
+            agreeing, following = self._length[state], self._next[state]
+            if ahead is not None:
+                agreeing, following = agreeing + 1, self._next[following[ahead]] if ahead in following else {}
+            for token in islice(reversed(following), count if agreeing else 0):
+                found.setdefault(token, (self._end[following[token]] - 1, agreeing))
             state = self._link[state]
         return list(found.values())[:count]
 
-    def continuation(self, place: int, longest: int) -> list[int]:
-        """The ids from a place on. Where they reach the end of the text, they go round: what repeats is taken to go on so."""
+    def continuation(self, place: int, longest: int, ahead: int | None = None) -> list[int]:
+        """The ids from a place on. Where they reach the end of the text, and the id `ahead`, they go round: what repeats is
+        taken to go on so.
+        """
         found = self.ids[place : place + longest]
+        if ahead is not None and len(found) < longest:
+            found.append(ahead)
         period = len(found)
         return found if period == longest else [found[i % period] for i in range(longest)]
 

@@ -40,7 +40,8 @@ class Session:
         self._size = request.vocabulary.size
         self.ledger = ledger
         self._noise = noise
-        self._text = Text(request.vocabulary.view, prompt)
+        self._view = request.vocabulary.view
+        self._text = Text(self._view, prompt)
         self._hidden: Tensor | None = None
         self._hint: int | None = None
         self._before: int | None = None
@@ -194,21 +195,28 @@ class Session:
         """A guess, as far as it can be verified."""
         drafted, first = list[Cost](), draft not in self._begun
         self._begun.add(draft)
+        is_after = context.hint is not None and not getattr(drafter, "reads_hint", False)
         try:
             with self._meter.proposing(drafted) as took:
                 if isinstance(drafter, Asker):
                     guess = yield from drafter.guess(context, limit)
+                elif is_after:
+                    guess = drafter.propose(context.after_hint(self._piece(context)), _behind_one(limit))
                 else:
                     guess = drafter.propose(context, limit)
                 tree = _sound(guess)
                 if context.hint is not None:
-                    limit, tree = _behind_one(limit), tree.behind_first(context.hint)
+                    limit, tree = _behind_one(limit), tree if is_after else tree.behind_first(context.hint)
                 tree = tree.within(limit.longest).likeliest(limit.nodes)
         except Exception as error:
             return self._fails(draft, error)
         if not all(0 <= token < self._size for token in tree.tokens):
             tree = Tree()
         return Proposal(tree, sure, drafted, took.seconds - sum(one.share for one in drafted), first)
+
+    def _piece(self, context: Context) -> bytes:
+        """The bytes of a hint."""
+        return b"" if context.hint is None else self._view.to_bytes([context.hint], before=context.data)
 
     def _fails(self, draft: int, error: Exception) -> Proposal:
         self._drafters[draft] = None
