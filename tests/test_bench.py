@@ -67,6 +67,7 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
     assert (alone["target_forwards"], alone["tokens_per_forward"], alone["speed"]) == (12, 1.0, 1.0)
     assert (none["target_forwards"], none["draft_forwards"]) == (12, 0)
     assert all(row["identical"] == row["prompts"] == 2 and row["new_tokens"] == 12 for row in rows)
+    assert all(row["as_transformers"] == 2 and row["near_ties"] == (None if "UAG" in row["system"] else 0) for row in rows[1:])
     assert mine["target_forwards"] <= 12 < mine["draft_forwards"]
 
 
@@ -350,7 +351,7 @@ def test_all_ways_to_guess_are_compared_and_an_answer_that_is_given_is_written()
     kinds = {"prose": pair.prompts()[:1], "quoting": pair.quoting(pair.prompts()[:3])}
     rows = compare_drafters(target, {"draft": draft, "itself": (deepcopy(target[0]), target[1])}, kinds, max_new_tokens=12)
     drafts = ["draft", "itself", "token recycling"]
-    systems = [ALONE, "prompt lookup", *drafts, *(f"{name} + prompt lookup" for name in drafts), "all together"]
+    systems = [ALONE, NONE, "prompt lookup", *drafts, *(f"{name} + prompt lookup" for name in drafts), "all together"]
     assert [(row.kind, row.system) for row in rows] == [(kind, system) for kind in kinds for system in systems]
     assert all(row.identical == (1 if row.kind == "prose" else None) for row in rows)
     quoted = {row.system: row.tokens_per_forward for row in rows if row.kind == "quoting"}
@@ -537,7 +538,8 @@ def test_lists_of_batches_have_a_row_per_system_and_size(tmp_path: Path) -> None
     assert [(row["texts"], row["system"]) for row in rows] == [(1, name) for name in names] + [
         (9, name) for name in names if name != "xtok, one after another"
     ]
-    assert all(row["identical"] == 1.0 for row in rows)
+    assert all(row["identical"] == (None if row["system"] == names[0] else 1.0) for row in rows)
+    assert all(row["as_transformers"] == 1.0 for row in rows)
     assert all(row["tokens_per_forward"] >= 1.0 and row["tokens_per_second"] > 0 for row in rows)
     assert {row["speed"] for row in rows if row["system"] == names[0]} == {1.0}
     assert names[3] in CliRunner().invoke(app, [*asked, "--batch", "2"]).stdout

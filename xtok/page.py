@@ -102,4 +102,16 @@ def _counts(rounds: Sequence[WrittenRound], drafts: Sequence[str], stats: Stats)
     lines = "".join(f"<tr><th>{escape(name)}</th><td>{guessed}</td><td>{right}</td></tr>" for name, guessed, right in rows)
     head = "<tr><th>draft</th><th>guessed</th><th>right</th></tr>"
     told = f"{stats.new_tokens} tokens in {stats.target_forwards} forwards of the target: {stats.tokens_per_forward:.2f} each."
-    return f"<div>{told}</div>" + (f"<table>{head}{lines}</table>" if rows else "")
+    return f"<div>{told}{_near_ties(stats)}</div>" + (f"<table>{head}{lines}</table>" if rows else "")
+
+
+def _near_ties(stats: Stats) -> str:
+    """At which tokens another shape of forward pass might have given another text, if at any."""
+    if not stats.near_ties:
+        return ""
+    first, *others = stats.near_ties
+    more = f", and at {len(others)} more" if others else ""
+    return (
+        f" A near-tie at token {first.position + 1} (a margin of {first.margin:.3g}){more}: model.generate, whose forward "
+        "passes have other shapes, may go on otherwise there."
+    )

@@ -27,8 +27,9 @@ class BatchRow:
     """A system that writes a list of texts, `texts` of them at a time.
 
     `tokens_per_second`: of all texts, the median over repeats. `speed`: the median of the seconds of transformers' batches ÷
-    its own. `tokens_per_forward`: of a text, on the average. `identical`: the share of texts with the ids of transformers'
-    batches; None for sampled ones, whose draws are others. `split`: the shares of the time that parts take.
+    its own. `tokens_per_forward`: of a text, on the average. `identical`: the share of xtok's texts with the ids of those
+    without a draft. `as_transformers`: the share of greedy ones with the ids of transformers' batches. `split`: the shares of
+    the time that parts take.
     """
 
     setting: str
@@ -38,6 +39,7 @@ class BatchRow:
     speed: float
     tokens_per_forward: float
     identical: float | None
+    as_transformers: float | None
     split: dict[str, float]
 
 
@@ -136,7 +138,11 @@ def _by_xtok(xt: XTokAssisted, texts: Sequence[str], **arguments: Any) -> _Run:
 def _row(setting: Setting, size: int, name: str, runs: dict[str, list[_Run]]) -> BatchRow:
     own, batched = runs[name], runs[BATCHED]
     tokens = sum(map(len, own[0].ids))
-    pairs = [pair for run, beside in zip(own, batched, strict=True) for pair in zip(run.ids, beside.ids, strict=True)]
+
+    def same(other: str) -> float:
+        pairs = [pair for run, one in zip(own, runs[other], strict=True) for pair in zip(run.ids, one.ids, strict=True)]
+        return sum(mine == theirs for mine, theirs in pairs) / len(pairs)
+
     return BatchRow(
         setting=setting.title,
         texts=size,
@@ -144,6 +150,7 @@ def _row(setting: Setting, size: int, name: str, runs: dict[str, list[_Run]]) ->
         tokens_per_second=tokens / median(run.seconds for run in own),
         speed=median(other.seconds / run.seconds for run, other in zip(own, batched, strict=True)),
         tokens_per_forward=tokens / own[0].forwards,
-        identical=None if setting.arguments["do_sample"] else sum(one == other for one, other in pairs) / len(pairs),
+        identical=None if name == BATCHED else same(NONE),
+        as_transformers=None if setting.arguments["do_sample"] else same(BATCHED),
         split=own[0].split,
     )

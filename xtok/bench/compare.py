@@ -83,8 +83,10 @@ class Timed:
 class Row:
     """One system over all prompts.
 
-    `identical`: how many texts are those of the target alone; of sampled ones, those of `XTokAssisted(target)` for the same
-    seeds, and None for transformers, whose draws are others. `speed`: the median over prompts of the seconds per new token of
+    `identical`: how many texts are those of the target alone, run the same way: of xtok those of `XTokAssisted(target)`, of
+    transformers those of its own `generate`; None for sampled ones of transformers, whose draws differ. `as_transformers`: how
+    many greedy ones are those of transformers' own `generate`. `near_ties`: how many picks of xtok were so near a tie that it
+    may have picked another id there. `speed`: the median over prompts of the seconds per new token of
     the target alone ÷ its own. `lost_per_round`: tokens of the target's own text that lie wholly inside the bytes that the
     draft guessed right and yet were not accepted, per round. `split`: the shares of the time that its parts take; the shares of
     the two models' forwards are the ceiling, at which all else would be free. Both are known for xtok alone.
@@ -100,6 +102,8 @@ class Row:
     speed: float
     lost_per_round: float | None
     split: dict[str, float] | None
+    as_transformers: int | None = None
+    near_ties: int | None = None
 
     @property
     def ceiling(self) -> float | None:
@@ -282,10 +286,15 @@ def _row(name: str, runs: dict[str, list[Timed]], view: Any, *, sampled: bool) -
     generations = [run.generation for run in own if run.generation is not None]
     stats = [generation.stats for generation in generations]
     rounds = sum(len(generation.rounds) for generation in generations)
-    pairs = zip(own, runs[NONE if sampled else ALONE], strict=True)
+
+    def same(other: str) -> int:
+        return sum(run.ids == one.ids for run, one in zip(own, runs[other], strict=True))
+
     return Row(
         system=name,
-        identical=None if sampled and not generations else sum(run.ids == other.ids for run, other in pairs),
+        identical=None if sampled and not generations else same(NONE if generations else ALONE),
+        as_transformers=None if sampled else same(ALONE),
+        near_ties=sum(len(one.near_ties) for one in stats) if stats else None,
         prompts=len(own),
         new_tokens=tokens,
         tokens_per_forward=tokens / forwards,

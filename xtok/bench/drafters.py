@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from xtok.assisted import XTokAssisted
-from xtok.bench.compare import ALONE, Timed, by_transformers, by_xtok
+from xtok.bench.compare import ALONE, NONE, Timed, by_transformers, by_xtok
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError
@@ -27,8 +27,8 @@ Way = Callable[..., Timed]
 class DrafterRow:
     """One mixture of drafts on one kind of prompts.
 
-    `identical`: how many texts are those of the target alone; None where they are given. `speed`: the median over prompts of
-    the seconds of the target alone ÷ its own.
+    `identical`: how many texts are those of xtok without a draft; None where they are given. `speed`: the median over prompts
+    of the seconds of the target alone ÷ its own.
     """
 
     kind: str
@@ -61,7 +61,7 @@ def compare_drafters(
     lists |= {f"{name} + prompt lookup": [draft, lookup] for name, draft in drafts.items()}
     lists["all together"] = [*drafts.values(), lookup]
     systems: dict[str, Way] = {ALONE: partial(by_transformers, target)}
-    systems |= {name: partial(by_xtok, XTokAssisted(target, some)) for name, some in lists.items()}
+    systems |= {name: partial(by_xtok, XTokAssisted(target, some)) for name, some in {NONE: None, **lists}.items()}
 
     def run(system: Way, asked: Prompt) -> Timed:
         prompt, answer = (asked, None) if isinstance(asked, str) else asked
@@ -101,15 +101,16 @@ def _rows(
         for name, system in systems.items():
             runs[name].append(run(system, prompt))
     given = not isinstance(prompts[0], str)
-    return [_row(kind, name, timed, runs[ALONE], given) for name, timed in runs.items()]
+    return [_row(kind, name, timed, runs, given) for name, timed in runs.items()]
 
 
-def _row(kind: str, name: str, runs: list[Timed], alone: list[Timed], given: bool) -> DrafterRow:
-    pairs = list(zip(runs, alone, strict=True))
+def _row(kind: str, name: str, runs: list[Timed], systems: Mapping[str, list[Timed]], given: bool) -> DrafterRow:
+    pairs = list(zip(runs, systems[ALONE], strict=True))
+    alone = systems[ALONE if name == ALONE else NONE]
     return DrafterRow(
         kind,
         name,
-        identical=None if given else sum(run.ids == other.ids for run, other in pairs),
+        identical=None if given else sum(run.ids == other.ids for run, other in zip(runs, alone, strict=True)),
         prompts=len(runs),
         tokens_per_forward=sum(len(run.ids) for run in runs) / sum(run.target_forwards for run in runs),
         draft_forwards=sum(run.draft_forwards for run in runs),

@@ -46,7 +46,8 @@ def print_bench(report: dict[str, Any]) -> None:
     for setting, drafts in report["settings"].items():
         for kind, rows in drafts.items():
             _print_rows(f"{report['titles'][setting]}, the draft {kind}", rows)
-    typer.echo("same ids: as the target alone; of sampled texts, as xtok without a draft for the same seeds.")
+    typer.echo("same ids: as the target alone, run the same way: xtok without a draft, or transformers' own generate.")
+    typer.echo("near-ties: picks at which transformers' own generate may pick another id, for its forwards have other shapes.")
     typer.echo("chain, tree: of the draft alone, without prompt lookup, as much guessed in every round.")
     typer.echo("UAG: transformers' universal assisted generation.")
     typer.echo("speed: median over prompts of the seconds per token of the target alone ÷ those of the system.")
@@ -55,9 +56,8 @@ def print_bench(report: dict[str, Any]) -> None:
 
 
 def _print_rows(title: str, rows: list[Row]) -> None:
-    table = _table(
-        ("", "same ids", "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"), title=title
-    )
+    figures = "tokens per\nforward", "target\nforwards", "draft\nforwards", "speed", "lost per\nround"
+    table = _table(("", "same\nids", "as trans-\nformers", "near-\nties", *figures), title=title)
     for row in rows:
         table.add_row(*_bench_cells(row))
     Console(highlight=False, width=100).print(table)
@@ -108,27 +108,39 @@ def print_batches(rows: list[BatchRow]) -> None:
     """Many texts at once, a table for each way to ask."""
     for setting in dict.fromkeys(row.setting for row in rows):
         table = _table(
-            ("texts", "", "tokens/s", "speed", "tokens per\nforward", "identical", "target", "draft", "rest"),
+            (
+                "texts",
+                "",
+                "tokens/s",
+                "speed",
+                "tokens per\nforward",
+                "same ids",
+                "as trans-\nformers",
+                "target",
+                "draft",
+                "rest",
+            ),
             title=f"{setting}: tokens per second of all texts",
         )
         for row in (row for row in rows if row.setting == setting):
-            same = "" if row.identical is None else f"{row.identical:.0%}"
+            same = ["" if share is None else f"{share:.0%}" for share in (row.identical, row.as_transformers)]
             speed = f"{row.tokens_per_second:,.0f}", f"{row.speed:.2f}", f"{row.tokens_per_forward:.2f}"
             shares = [f"{row.split[part]:.0%}" if row.split else "" for part in ("target", "draft", "rest")]
-            table.add_row(str(row.texts), row.system, *speed, same, *shares)
+            table.add_row(str(row.texts), row.system, *speed, *same, *shares)
         Console(highlight=False, width=110).print(table)
-    typer.echo("speed: how many times as fast as transformers' batches of as many texts. identical: texts with their ids.")
+    typer.echo("speed: how many times as fast as transformers' batches of as many texts.")
+    typer.echo("same ids: texts that are those of xtok without a draft. as transformers: those of transformers' batches.")
     typer.echo("target, draft, rest: shares of the time: of the target's forwards, of the draft's, and of all else.")
 
 
 def print_servers(found: ServerFigures) -> None:
     """A table."""
-    table = _table(("clients", "", "requests/s", "speed", "first text", "identical"))
+    table = _table(("clients", "", "requests/s", "speed", "first text", "as trans-\nformers"))
     for row in found.rows:
         figures = f"{row.requests_per_second:.2f}", f"{row.speed:.2f}", f"{row.first_text:.2f} s", f"{row.identical:.0%}"
         table.add_row(str(row.clients), row.system, *figures)
     Console().print(table)
-    typer.echo("speed: how many times as fast as transformers serve. identical: texts that are those of transformers serve.")
+    typer.echo("speed: how many times as fast as transformers serve. as transformers: texts that are its own.")
     typer.echo(f"The server adds {found.added:.1%} to a text of its engine.")
 
 
@@ -226,6 +238,8 @@ def _bench_cells(row: Row) -> tuple[str, ...]:
     return (
         row.system,
         "" if row.identical is None else f"{row.identical}/{row.prompts}",
+        "" if row.as_transformers is None else f"{row.as_transformers}/{row.prompts}",
+        "" if row.near_ties is None else str(row.near_ties),
         f"{row.tokens_per_forward:.2f}",
         str(row.target_forwards),
         str(row.draft_forwards),

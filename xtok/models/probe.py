@@ -40,7 +40,7 @@ def computes_in_half(model: PreTrainedModel) -> bool:
     """
     kinds: set[Any] = {part.dtype for part in (*model.parameters(), *model.buffers())}
     kinds |= {getattr(module, "compute_dtype", None) for module in model.modules()}
-    return not kinds.isdisjoint(_HALF) or torch.is_autocast_enabled(model.device.type)
+    return not kinds.isdisjoint(_HALF) or torch.is_autocast_enabled(device_of(model).type)
 
 
 def takes_trees(model: PreTrainedModel) -> bool:

@@ -165,7 +165,17 @@ function verdict(drafted, alone) {
   const same = differs < 0 && one.length === other.length;
   const known = drafted.end && alone.end;
   of("verdict").className = !known ? "" : same ? "right" : "wrong";
-  of("verdict").textContent = !known ? words.unknown : same ? words.yes : words.no((differs < 0 ? Math.min(one.length, other.length) : differs) + 1);
+  const place = differs < 0 ? Math.min(one.length, other.length) : differs;
+  const told = !known ? words.unknown : same ? words.yes : words.no(place + 1);
+  of("verdict").textContent = known ? [told, ...aboutTies(drafted, alone, same, place)].join(". ") : told;
+}
+
+// Near-ties: where two texts part in half precision without fixed shapes, and where model.generate might part from both.
+function aboutTies(drafted, alone, same, place) {
+  const ties = drafted.end.stats.near_ties;
+  if (same) return ties.length ? [words.ties(ties.length, ties[0].position + 1, ties[0].margin)] : drafted.end.seed === null ? [words.noTies] : [];
+  const tie = [...ties, ...alone.end.stats.near_ties].find((one) => one.position === place);
+  return tie ? [words.parted(tie.margin)] : [];
 }
 
 function choose(run, number, stepping = false) {
