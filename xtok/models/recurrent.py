@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from math import inf
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,6 +35,35 @@ def cached_model(
     return CachedModel(model, cache, inputs, shows_hidden=shows_hidden, prompt=prompt)
 
 
+def without_step_limits(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, or a copy that shares its weights and computes several ids as it computes one.
+
+    transformers' Mamba-2 layers keep the time steps of several ids within `time_step_limit`, and that of one id after a state
+    not (`selective_state_update` has no limits). Generation reads a prompt the one way and goes on the other way, so that is how
+    guesses are to be checked.
+    """
+    if all(_has_no_limits(module) for module in model.modules()):
+        return model
+    modules = tuple(map(id, model.modules()))
+    if model not in _UNLIMITED or _UNLIMITED[model][0] != modules:
+        tensors = (*model.parameters(), *model.buffers())
+        copied: Any = deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        for module in copied.modules():
+            if not _has_no_limits(module):
+                module.time_step_limit = (0.0, inf)
+        _UNLIMITED[model] = modules, copied
+    return _UNLIMITED[model][1]
+
+
+_UNLIMITED: WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...], PreTrainedModel]] = WeakKeyDictionary()
+
+
+def _has_no_limits(module: Any) -> bool:
+    """Whether no time step, which is above 0, is out of a module's limits."""
+    least, most = getattr(module, "time_step_limit", None) or (0.0, inf)
+    return least <= 0 and most == inf
+
+
 @dataclass(frozen=True)
 class _Snapshot:
     """The states of all recurrent layers when the cache held `length` positions."""
@@ -59,6 +90,7 @@ class RecurrentModel(CachedModel):
         prompt: tuple[Tensor, Any] | None,
     ) -> None:
         super().__init__(model, cache, inputs, shows_hidden=shows_hidden, prompt=prompt)
+        self._after_prompts = without_step_limits(model)
         self._ids = torch.zeros((1, 0), dtype=torch.int64, device=self.device)
         self._most = snapshots
         self._snapshots: list[_Snapshot] = []
