@@ -1,0 +1,123 @@
+"""Recurrent layers: several ids at once are to be computed by the formula of one id, for that is how generation goes on."""
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from architectures import tiny
+from front_door import TOKENS
+from test_batches import TEXTS, long
+from transformers import PreTrainedModel
+from worlds import deep
+
+from xtok import Budget, Context, XTokAssisted
+from xtok.drafts.scripted import ScriptedDrafter
+from xtok.models.cache import new_cache
+from xtok.models.prompts import prompt_ids
+from xtok.models.recurrent import without_step_limits
+
+MAMBA2 = ["nemotron_h", *deep("falcon_h1", "granitemoehybrid")]
+OTHERS = deep("bailing_hybrid", "kimi_linear", "lfm2_moe", "lfm3", "olmo_hybrid", "qwen3_5", "qwen3_next", "qwen4_exp", "zaya")
+LENGTH = 32
+GREEDY: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def as_made(lm: PreTrainedModel) -> None:
+    """As its configuration has it: Nemotron-H clamps time steps below 0.001 of several ids, and of one id not."""
+
+
+def small_steps(lm: PreTrainedModel) -> None:
+    """Steps that a limit of 0.001 changes, and large decay."""
+    for name, weight in lm.named_parameters():
+        if name.endswith("dt_bias"):
+            weight.data.fill_(-8)
+        if name.endswith("A_log"):
+            weight.data.uniform_(0, 6)
+
+
+def narrow_limits(lm: PreTrainedModel) -> None:
+    for module in lm.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.001, 0.1)
+
+
+def adversarial(lm: PreTrainedModel) -> None:
+    """Both, and everything else larger than a model begins with."""
+    for weight in lm.parameters():
+        weight.data *= 2 if weight.dim() > 1 else 1.5
+    small_steps(lm)
+    narrow_limits(lm)
+
+
+def ids_of(lm: PreTrainedModel, prompt: str) -> tuple[list[int], list[int]]:
+    """The prompt's ids, and what transformers writes after them."""
+    read = prompt_ids(TOKENS, prompt)
+    ids = torch.tensor([read])
+    return read, lm.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)[0, len(read) :].tolist()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", MAMBA2)
+@pytest.mark.parametrize("change", [as_made, small_steps, narrow_limits])
+def test_ids_are_those_of_the_model_alone_whatever_its_limits_of_time_steps_are(name: str, change: Any) -> None:
+    lm, random = tiny(name, len(TOKENS) + 5), Random(0)
+    change(lm)
+    limits = [getattr(module, "time_step_limit", None) for module in lm.modules()]
+    for prompt in (TEXTS[0], TEXTS[1], "a", long(30), long(77)):
+        read, wanted = ids_of(lm, prompt)
+
+        def script(context: Context, size: int = len(read), coming: list[int] = wanted) -> list[int]:
+            """What comes, and then something wrong."""
+            start = len(context.ids) - size
+            return [*coming[start : start + random.randint(0, 6)], random.randrange(3, 50)]
+
+        xt = XTokAssisted((lm, TOKENS), [ScriptedDrafter(script)], budget=Budget(8, schedule="constant"))
+        found = xt.generate(prompt, **GREEDY)
+        assert found.token_ids == wanted
+        assert found.stats.accepted > LENGTH / 3
+    assert limits == [getattr(module, "time_step_limit", None) for module in lm.modules()], "the model is as it was"
+
+
+@pytest.mark.parametrize("name", [*MAMBA2, *OTHERS])
+@torch.no_grad()
+def test_several_ids_at_once_have_the_logits_that_they_have_one_by_one(name: str) -> None:
+    lm = tiny(name, len(TOKENS) + 5)
+    adversarial(lm)
+    ids = torch.randint(3, len(TOKENS), (1, 24), generator=torch.Generator().manual_seed(1))
+
+    def logits(model: Any, sizes: list[int]) -> torch.Tensor:
+        cache, parts = new_cache(lm), list[torch.Tensor]()
+        lm(input_ids=ids[:, :12], past_key_values=cache, use_cache=True)
+        for size in sizes:
+            start = 12 + sum(len(part) for part in parts)
+            part = model(input_ids=ids[:, start : start + size], past_key_values=cache, use_cache=True).logits[0]
+            parts.append(part[-size:])
+        return torch.cat(parts)
+
+    one_by_one = logits(lm, [1] * 12)
+    for sizes in ([5, 7], [1, 4, 1, 6]):
+        assert float((logits(without_step_limits(lm), sizes) - one_by_one).abs().max() / one_by_one.std()) < 1e-3
+
+
+def test_transformers_still_limits_the_steps_of_several_ids_alone() -> None:
+    """Where it doesn't any more, `without_step_limits` has nothing to do, and can go."""
+    lm = tiny("nemotron_h", len(TOKENS) + 5)
+    narrow_limits(lm)
+    read, wanted = ids_of(lm, TEXTS[0])
+    ids = torch.tensor([[*read, *wanted]])
+    with torch.no_grad():
+        at_once = lm(input_ids=ids).logits[0, len(read) - 1 : -1].argmax(dim=-1).tolist()
+    assert at_once != wanted
+
+
+def test_a_model_without_such_limits_is_taken_as_it_is() -> None:
+    lm = tiny("qwen3_next", len(TOKENS) + 5)
+    assert without_step_limits(lm) is lm
+
+
+def test_a_copy_shares_the_weights_and_is_made_once() -> None:
+    lm = tiny("nemotron_h", len(TOKENS) + 5)
+    copied = without_step_limits(lm)
+    assert copied is not lm and copied is without_step_limits(lm)
+    pairs = zip(lm.parameters(), copied.parameters(), strict=True)
+    assert all(mine is theirs for mine, theirs in pairs)
