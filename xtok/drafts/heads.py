@@ -22,6 +22,7 @@ from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, root, tree_of
 from xtok.errors import InvalidInputError, reason
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
+from xtok.modes import plain
 from xtok.stats import Meter
 from xtok.tree import Tree
 
@@ -35,8 +36,8 @@ class Heads(nn.Module):
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(count, size, size))
-        self.bias = nn.Parameter(torch.zeros(count, size))
+        self.weight = nn.Parameter(torch.zeros(count, size, size, dtype=torch.float32, device="cpu"))
+        self.bias = nn.Parameter(torch.zeros(count, size, dtype=torch.float32, device="cpu"))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states (…, size) → those of the tokens behind the next one, (…, count, size)."""
@@ -60,6 +61,7 @@ class HeadsDrafter:
     One object may serve several instances and threads.
     """
 
+    @plain
     def __init__(self, file: str | PathLike[str]) -> None:
         """Raises `InvalidInputError` for a file that holds no heads. The target is compared when it is known."""
         try:
@@ -170,7 +172,8 @@ class HeadsGuesser(Asker):
         logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
         ids, probabilities = likeliest(logits.to(self._keys.device), self._warpers)
         if ids is None:
-            ids = torch.arange(probabilities.shape[1], device=probabilities.device).expand(len(probabilities), -1)
+            ids = torch.arange(probabilities.shape[1], dtype=torch.int64, device=probabilities.device)
+            ids = ids.expand(len(probabilities), -1)
         return ids, probabilities
 
     def _expanded(

@@ -7,8 +7,6 @@ from operator import index
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget, check_budget
@@ -26,6 +24,7 @@ from xtok.models.forwards import together
 from xtok.models.graphs import takes_graphs
 from xtok.models.load import Source, draft_model
 from xtok.models.seats import Caches, Seat
+from xtok.modes import plain
 from xtok.stats import Meter
 from xtok.tree import Tree
 
@@ -98,6 +97,7 @@ class DraftEngine:
     end of `propose` and the first `observe` behind it, which is taken for a forward of the target over all texts proposed for.
     """
 
+    @plain
     def __init__(
         self,
         tokenizer: Any,
@@ -137,6 +137,7 @@ class DraftEngine:
         """Those that were added and not dropped."""
         return list(self._texts)
 
+    @plain
     def add(self, ids: Sequence[int]) -> DraftedText:
         """A text to guess for. `ids`: the target's, of all that is committed, without padding; its prompt, say.
 
@@ -148,11 +149,11 @@ class DraftEngine:
         self._step.is_pure = False  # its prompt is read in this step, or it has no part in it
         seat = Seat(self._caches)
         request = Request(self._vocabulary, Meter(), end=self._end, seat=seat)
-        with torch.inference_mode(False):
-            text = DraftedText(ids, Session(self._drafts, request, self._ledger, ids), seat)
+        text = DraftedText(ids, Session(self._drafts, request, self._ledger, ids), seat)
         self._texts[text] = None
         return text
 
+    @plain
     def observe(self, text: DraftedText, ids: Sequence[int]) -> None:
         """Take in what was committed of a text by one step: what of its guess was right, and the id behind it.
 
@@ -180,6 +181,7 @@ class DraftEngine:
         text.session.close()
         text.seat.leave()
 
+    @plain
     def propose(self, texts: Sequence[DraftedText], longest: int) -> list[Tree]:
         """What the target is to check behind each of some texts in its next forward: chains of at most `longest` of its ids.
 
@@ -209,8 +211,7 @@ class DraftEngine:
         """What is guessed of texts, in a company that may have more."""
         for text in texts:
             text.tell()
-        with torch.inference_mode(False):  # in which nothing can be captured
-            trees = together([text.session.propose(limit, company, chained=True) for text in texts])
+        trees = together([text.session.propose(limit, company, chained=True) for text in texts])
         return dict(zip(texts, trees, strict=True))
 
     def _learn(self) -> None:

@@ -23,6 +23,7 @@ from xtok.drafts.lessons import lessons
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load
+from xtok.modes import plain
 from xtok.progress import busy
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import train
@@ -55,6 +56,7 @@ class _Settings(Settings):
     lora: bool | None
 
 
+@plain
 def tune_draft(
     target: Source,
     draft: Source,
