@@ -29,7 +29,7 @@ from xtok.drafts.model import ModelDraft
 from xtok.drafts.reader import DraftModel
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
-from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError
+from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, shown
 from xtok.generation import Generation
 from xtok.ledger import Account, Ledger
 from xtok.models.cache import device_of, positions
@@ -157,7 +157,7 @@ class XTokAssisted:
         _check_settings(budget, acceptance, compile, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
         typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
         if typical:
-            warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=2)
+            warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=3)
         self._acceptance = Acceptance(acceptance == "rejection", typical)
         self._budget = budget or Budget()
         self._judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
@@ -202,10 +202,10 @@ class XTokAssisted:
 
         Raises `InvalidInputError` for a draft that there isn't.
         """
-        wrong = [name for name in names if name not in self.names]
-        if wrong or isinstance(names, str):
-            raise InvalidInputError(f"names is {names!r}; the drafts are {list(self.names)}. Give a list of some of them.")
-        kept = [i for i, name in enumerate(self.names) if name in names]
+        given = list(names) if isinstance(names, abc.Iterable) and not isinstance(names, str | bytes) else [None]
+        if not all(name in self.names for name in given):
+            raise InvalidInputError(f"names is {shown(names)}; the drafts are {list(self.names)}. Give a list of some of them.")
+        kept = [i for i, name in enumerate(self.names) if name in given]
         made = object.__new__(type(self))
         vars(made).update(vars(self))
         made._given, made._drafts = [self._given[i] for i in kept], [self._drafts[i] for i in kept]
@@ -326,7 +326,7 @@ class XTokAssisted:
             texts = self._begin(prepared, seed, caches)
             if streamer is not None:
                 streamer.put(prepared[0].ids.cpu())
-            written = hf.written(self.target, texts, batch_size, streamer)
+            written = hf.written(self.target, texts, min(batch_size, len(prepared)), streamer)
             results = {number: self.result(text) for number, text in bar(written, "texts", len(prepared), shown=shown)}
         _LAST.given[self] = [results[number] for number in range(len(prepared))]
         return self.last if many or len(prepared) > 1 else results[0]

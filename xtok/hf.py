@@ -29,6 +29,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from xtok.arguments import check_kinds, handed_on
 from xtok.decode import drain
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
@@ -42,6 +43,8 @@ from xtok.sequence import Sequence
 
 _COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
 """What a model may be given beside ids that follows from those, and from where there is padding."""
+_NAMED = {"attention_mask", "custom_generate", "inputs", "batch_size", "progress", "streamer"}
+"""What transformers is given by xtok, or not at all: None of the caller's is as good as nothing."""
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
 
@@ -120,6 +123,8 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
     `several`: whether the arguments serve other prompts, too.
     """
     check_arguments(arguments)
+    check_kinds(arguments)
+    arguments = {name: value for name, value in arguments.items() if value is not None or name not in _NAMED}
     prediction = _taken_prediction(arguments)
     template = template_arguments(arguments)
     read = prompt_ids(target.vocabulary.tokenizer, prompt, arguments.pop("split_special_tokens", None), template)
@@ -149,7 +154,8 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
     model: Any = target.model
-    model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
+    with handed_on(arguments):
+        model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
     return captured
 
 

@@ -17,9 +17,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
-from xtok.drafts import Asker, Context, Request
+from xtok.drafts import Asker, Context, Request, check_request
 from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, root, tree_of
-from xtok.errors import InvalidInputError, reason
+from xtok.errors import InvalidInputError, reason, shown
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
 from xtok.modes import plain
@@ -83,6 +83,10 @@ class HeadsDrafter:
 
     def check(self, model: PreTrainedModel, view: TokenBytes) -> None:
         """Raises `InvalidInputError` unless the heads were trained for this target."""
+        if not (isinstance(model, PreTrainedModel) and isinstance(view, TokenBytes)):
+            raise InvalidInputError(
+                f"Heads are checked against a model and what its ids spell; given was {shown((model, view))}."
+            )
         mine, found = replace(self.trained, hidden_size=self.heads.weight.shape[-1]), described(model, view)
         for name in ("target", "hidden_size", "vocabulary"):
             if getattr(mine, name) != getattr(found, name):
@@ -93,6 +97,7 @@ class HeadsDrafter:
 
     def start(self, request: Request) -> "HeadsGuesser":
         """A drafter for one text of the target that the heads were trained for, `request.model`."""
+        check_request(request)
         if request.model is None:
             raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
         device, head = device_of(request.model), output_embeddings(request.model)

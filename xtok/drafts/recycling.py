@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget
-from xtok.drafts import Asker, Context, Request
+from xtok.drafts import Asker, Context, Request, check_request
 from xtok.drafts.growth import SHARPNESS, IdPath, grown, looked_at, next_ids, root, tree_of
 from xtok.largest import largest
 from xtok.models.forwards import Asking
@@ -49,6 +49,7 @@ class TokenRecycling:
 
     def start(self, request: Request) -> "Recycler":
         """A drafter for one text."""
+        check_request(request)
         with self._lock:
             table = self._tables.setdefault(request.vocabulary, _Table(request.vocabulary.size))
         return Recycler(table, request.vocabulary, request.meter, request.shapes)

@@ -18,7 +18,7 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, shown
 from xtok.ledger import Account, Company, Ledger
 from xtok.models.forwards import together
 from xtok.models.graphs import takes_graphs
@@ -116,6 +116,7 @@ class DraftEngine:
         """
         check_budget(budget)
         self._budget = budget or CHAINS
+        ends = _ends(ends)
         self._vocabulary = _vocabulary(tokenizer, size, ends)
         own = tokenizer.eos_token_id
         self._end = next(iter(ends), None) if own is None or (ends and own not in ends) else own
@@ -192,6 +193,8 @@ class DraftEngine:
         """
         if not isinstance(longest, int) or isinstance(longest, bool) or longest < 0:
             raise InvalidInputError(f"longest is {longest!r}; it must be a whole number, 0 or more.")
+        if not isinstance(texts, Sequence) or isinstance(texts, str | bytes):
+            raise InvalidInputError(f"texts is {shown(texts)}; give a list of the texts that add gave.")
         for text in texts:
             self._check(text)
         if len(set(texts)) < len(texts):
@@ -254,13 +257,33 @@ class DraftEngine:
     def _checked(self, ids: Any) -> list[int]:
         """`ids` as a list. Raises `InvalidInputError` where they can't be the target's."""
         try:
-            found = [index(token) for token in ids]
+            found = _whole(ids)
         except TypeError as error:
-            raise InvalidInputError(f"The ids are {ids!r}; give a list of whole numbers.") from error
+            raise InvalidInputError(f"The ids are {shown(ids)}; give a list of whole numbers.") from error
         wrong = [token for token in found if not 0 <= token < self._vocabulary.size]
         if wrong:
             raise InvalidInputError(f"The ids hold {wrong[0]}, and the target's are 0 to {self._vocabulary.size - 1}.")
         return found
+
+
+def _whole(given: Any) -> list[int]:
+    """Whole numbers as a list. Raises `TypeError` for anything else, bytes among it."""
+    if isinstance(given, str | bytes):
+        raise TypeError
+    return [index(token) for token in given]
+
+
+def _ends(given: Any) -> list[int]:
+    """Ids that end a text. Raises `InvalidInputError` for what are none."""
+    try:
+        found = _whole(given)
+    except TypeError as error:
+        raise InvalidInputError(
+            f"ends is {shown(given)}; give a list of ids, or leave it out for the tokenizer's own."
+        ) from error
+    if wrong := [token for token in found if token < 0]:
+        raise InvalidInputError(f"ends holds {wrong[0]}; ids are 0 or more. Leave it out for the tokenizer's own.")
+    return found
 
 
 def _vocabulary(tokenizer: Any, size: Any, ends: Collection[int]) -> Vocabulary:
@@ -270,8 +293,14 @@ def _vocabulary(tokenizer: Any, size: Any, ends: Collection[int]) -> Vocabulary:
     size = len(tokenizer) if size is None else size
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InvalidInputError(f"size is {size!r}; it must be a whole number, 1 or more: how many ids the target has.")
-    own = tokenizer.eos_token_id
+    own, view = tokenizer.eos_token_id, token_bytes(tokenizer)
+    last = max((token for token, piece in enumerate(view.table) if piece), default=-1)
+    if last >= size:
+        raise InvalidInputError(
+            f"size is {size:,}, and the tokenizer writes ids up to {last:,}. Give how many ids the target has logits for, "
+            "which is no less than that, or the tokenizer that it was trained with."
+        )
     found = frozenset(ends) or frozenset([] if own is None else [own])
-    vocabulary = Vocabulary(tokenizer, token_bytes(tokenizer), size, found)
+    vocabulary = Vocabulary(tokenizer, view, size, found)
     _ = vocabulary.encoder  # refused here if it can't be had, and not in the first text
     return vocabulary

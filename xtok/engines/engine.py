@@ -78,7 +78,7 @@ class Engine:
         if not isinstance(xt, XTokAssisted):
             raise InvalidInputError(f"xt is {xt!r}; pass an XTokAssisted: Engine(XTokAssisted(target, draft)).")
         check_batch(batch_size, None)
-        if not isinstance(queue, int) or queue < 0:
+        if not isinstance(queue, int) or isinstance(queue, bool) or queue < 0:
             raise InvalidInputError(f"queue is {queue!r}; it must be a whole number, 0 or more.")
         self._xt = xt
         self._batch_size, self._queue = batch_size, queue

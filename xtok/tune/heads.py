@@ -25,7 +25,7 @@ from xtok.models.prompts import prompt_ids
 from xtok.modes import plain
 from xtok.progress import busy
 from xtok.tune.training import fit
-from xtok.tune.work import Settings, begun, check, check_trains, digest, name, per_forward, split
+from xtok.tune.work import Settings, begun, check, check_out, check_trains, digest, name, per_forward, split
 from xtok.tune.writing import beginnings, write
 
 _DECAY = 0.8
@@ -89,6 +89,7 @@ def train_heads(
     or `UnsupportedTokenizerError` for a target that can't be one.
     """
     check_trains()
+    check_out(out)
     settings = _Settings(name(target), digest(data), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, heads)
     check(settings, "heads", "starts", "max_new_tokens", "epochs")
     if Path(out).is_dir():
