@@ -377,17 +377,28 @@ def test_replays_are_told_of(replays: list[int]) -> None:
     assert XTokAssisted((TARGET, TOKENS), compile=False).generate(PROMPT, **GREEDY).stats.target_replays == 0
 
 
-def test_under_autocast_and_in_inference_mode_nothing_is_captured(replays: list[int]) -> None:
+def test_under_autocast_nothing_is_captured_and_no_cache_is_shared_with_other_calls(replays: list[int]) -> None:
+    xt = XTokAssisted((TARGET, TOKENS))
+    wanted = XTokAssisted((TARGET, TOKENS), compile=False).generate(PROMPT, **GREEDY).token_ids
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            xt.generate(PROMPT, **GREEDY)
+    assert not replays
+    assert not xt._pool._free
+    for _ in range(2):
+        assert xt.generate(PROMPT, **GREEDY).token_ids == wanted
+    assert replays
+
+
+def test_what_is_captured_in_inference_mode_is_replayed_outside_of_it(replays: list[int]) -> None:
     xt = XTokAssisted((TARGET, TOKENS))
     wanted = XTokAssisted((TARGET, TOKENS), compile=False).generate(PROMPT, **GREEDY).token_ids
     with torch.inference_mode():
-        assert xt.generate(PROMPT, **GREEDY).token_ids == wanted
-    with torch.autocast("cpu", torch.bfloat16):
-        xt.generate(PROMPT, **GREEDY)
-    assert not replays
-    for _ in range(2):  # in caches that no inference mode has made
-        assert xt.generate(PROMPT, **GREEDY).token_ids == wanted
-    assert replays
+        assert [xt.generate(PROMPT, **GREEDY).token_ids for _ in range(2)] == [wanted, wanted]
+    before = len(replays)
+    assert before
+    assert xt.generate(PROMPT, **GREEDY).token_ids == wanted
+    assert len(replays) > before
 
 
 def test_caches_are_kept_between_calls_only_where_they_are_captured(replays: list[int]) -> None:

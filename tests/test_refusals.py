@@ -155,7 +155,7 @@ SETTINGS: dict[str, Refused] = {
     "one text to learn from": (
         lambda: split("text"),
         InvalidInputError,
-        r"prompts is one text, 'text'; give a list of texts",
+        r"prompts is 'text'; give a list of texts",
     ),
     "heads for a model that shares none": (
         lambda: described(SimpleNamespace(config=TARGET.config, get_output_embeddings=lambda: None), token_bytes(TOKENS)),

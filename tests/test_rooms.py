@@ -11,7 +11,8 @@ import xtok
 
 ROOT = Path(xtok.__file__).parent
 FLOORS = (
-    ("version", "errors", "costs", "progress"),
+    ("version", "errors", "costs", "progress", "modes"),
+    ("arguments",),
     ("tree",),
     ("stats", "align"),
     ("align.tokenbytes.table", "align.tokenbytes.families", "align.tokenbytes"),

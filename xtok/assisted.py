@@ -37,6 +37,7 @@ from xtok.errors import (
     UnsupportedModelError,
     XTokError,
     reason,
+    shown,
 )
 from xtok.generation import Generation
 from xtok.ledger import WITHOUT_A_MODEL, Account, Ledger
@@ -52,6 +53,7 @@ from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Pool, Seat
 from xtok.models.slots import rounded
 from xtok.models.stable import StableShapes
+from xtok.modes import Modes, current, own_modes, within
 from xtok.noise import Noise
 from xtok.pick import Acceptance, Picker
 from xtok.processors import warpers
@@ -97,6 +99,7 @@ class XTokAssisted:
     it is told who guessed a token.
     """
 
+    @own_modes
     def __init__(
         self,
         target: Source,
@@ -177,7 +180,7 @@ class XTokAssisted:
         _check_settings(budget, acceptance, compile, stable, **thresholds)
         typical = (posterior_threshold, posterior_alpha) if acceptance == "typical" else None
         if typical:
-            warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=2)
+            warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=3)
         self._acceptance = Acceptance(acceptance == "rejection", typical)
         self._budget = budget or Budget()
         self._judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
@@ -223,10 +226,10 @@ class XTokAssisted:
 
         Raises `InvalidInputError` for a draft that there isn't.
         """
-        wrong = [name for name in names if name not in self.names]
-        if wrong or isinstance(names, str):
-            raise InvalidInputError(f"names is {names!r}; the drafts are {list(self.names)}. Give a list of some of them.")
-        kept = [i for i, name in enumerate(self.names) if name in names]
+        given = list(names) if isinstance(names, abc.Iterable) and not isinstance(names, str | bytes) else [None]
+        if not all(name in self.names for name in given):
+            raise InvalidInputError(f"names is {shown(names)}; the drafts are {list(self.names)}. Give a list of some of them.")
+        kept = [i for i, name in enumerate(self.names) if name in given]
         made = object.__new__(type(self))
         vars(made).update(vars(self))
         made._given, made._drafts = [self._given[i] for i in kept], [self._drafts[i] for i in kept]
@@ -254,7 +257,7 @@ class XTokAssisted:
         except XTokError as error:
             if self._made["stable"]:
                 raise
-            warnings.warn(_UNSTABLE.format(type(target).__name__, target.dtype, reason(error)), UnstableWarning, stacklevel=3)
+            warnings.warn(_UNSTABLE.format(type(target).__name__, target.dtype, reason(error)), UnstableWarning, stacklevel=4)
             return None
 
     def _found_shapes(self, target: PreTrainedModel) -> StableShapes:
@@ -324,6 +327,7 @@ class XTokAssisted:
     def generate(self, prompt: abc.Sequence[Prompt], **arguments: Any) -> list[Generation]: ...
     @overload
     def generate(self, prompt: abc.Mapping[str, Any], **arguments: Any) -> Generation: ...
+    @own_modes
     def generate(self, prompt: Any, **arguments: Any) -> Generation | list[Generation]:
         """Answer a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, a tensor of shape (n,) or
         (1, n)); or a tokenizer's encoding of one text. A list of such prompts is answered by a list: a list of whole numbers
@@ -359,11 +363,11 @@ class XTokAssisted:
         prepared = [one for each in prompts for one in hf.prepare(self.target, each, dict(arguments), several=several)]
         hf.check_streamer(streamer, several=len(prepared) > 1)
         shown = False if progress is None and len(prepared) == 1 else progress
-        with self._pool.lent(min(batch_size, len(prepared))) as caches:
+        with self._pool.lent(min(batch_size, len(prepared)), current()) as caches:
             texts = self._begin(prepared, seed, caches)
             if streamer is not None:
                 streamer.put(prepared[0].ids.cpu())
-            written = hf.written(self.target, texts, batch_size, streamer)
+            written = hf.written(self.target, texts, min(batch_size, len(prepared)), streamer)
             results = {number: self.result(text) for number, text in bar(written, "texts", len(prepared), shown=shown)}
         _LAST.given[self] = [results[number] for number in range(len(prepared))]
         return self.last if many or len(prepared) > 1 else results[0]
@@ -396,22 +400,26 @@ class XTokAssisted:
     def _streamed(
         self, prompt: Prompt, arguments: dict[str, Any], show: Callable[[Round, list[Token]], Iterator[T]]
     ) -> Generator[T, None, Generation]:
-        """What is to be shown of each round of a text. Checked at once, written as it is asked for."""
-        asked = self.asked(prompt, arguments)
+        """What is to be shown of each round of a text. Checked at once, written as it is asked for, under the modes of now."""
+        asked, modes = self.asked(prompt, arguments), current()
 
         def generator() -> Generator[T, None, Generation]:
-            with self._pool.lent(1) as caches:
-                text = asked.begin(Seat(caches))
-                for one, tokens in told(self._committed(text), text.drafts):
+            with self._pool.lent(1, modes) as caches:
+                with within(modes):
+                    text = asked.begin(Seat(caches))
+                for one, tokens in told(self._committed(text, modes), text.drafts):
                     yield from show(one, tokens)
-                return self._ended(text)
+                with within(modes):
+                    return self._ended(text)
 
         return generator()
 
-    def _committed(self, text: Sequence) -> Iterator[Committed]:
-        """The rounds of a text, while it is written."""
+    def _committed(self, text: Sequence, modes: Modes) -> Iterator[Committed]:
+        """The rounds of a text, while it is written. Between them the caller's own modes apply."""
         while text.finish_reason is None:
-            if block := step(self.target, [text])[0]:
+            with within(modes):
+                block = step(self.target, [text])[0]
+            if block:
                 is_last = text.finish_reason is not None
                 yield Committed(text.meter.rounds[-1], block, text.text.pieces[-len(block) :], is_last)
 
@@ -422,6 +430,7 @@ class XTokAssisted:
         _LAST.given[self] = [result]
         return result
 
+    @own_modes
     def __call__(
         self,
         model: PreTrainedModel,
@@ -450,7 +459,7 @@ class XTokAssisted:
         prepared = hf.rows(
             self.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
         )
-        with self._pool.lent(len(prepared)) as caches:
+        with self._pool.lent(len(prepared), current()) as caches:
             begun = self._begin(prepared, seed, caches)
             written = dict(hf.written(self.target, begun, len(prepared), hf.callers("streamer")))
         texts = [written[number] for number in range(len(prepared))]
@@ -486,6 +495,7 @@ class XTokAssisted:
         seen = rounded(ceil(positions) + (most if self.captures else 0))  # of stable forwards none looks at more for a guess
         return max(most, 1 + seen - ceil(positions))
 
+    @own_modes
     def asked(self, prompt: Prompt, arguments: dict[str, Any]) -> Begun:
         """One text, checked, and what begins it.
 

@@ -146,7 +146,7 @@ def _picked_ahead(texts: list[Sequence], read: list[int], trees: list[Tree], che
     for i in asked:
         texts[i].meter.add(span.seconds / len(asked), "all", *(["noise"] if texts[i].picker.noise else []))
     known = {i: Known(asked[i].scores, some) for i, some in found.items() if not isinstance(some, Exception)}
-    return [known.get(i, Known(torch.empty(0), [])) for i in range(len(texts))]
+    return [known.get(i, Known(torch.empty(0, dtype=torch.float32, device="cpu"), [])) for i in range(len(texts))]
 
 
 def _picked(asked: list[Ahead]) -> list[list[tuple[int, float]] | Exception]:

@@ -203,7 +203,7 @@ def race(scores: Tensor, keys: Tensor, states: Tensor, count: int, *, whole: boo
     bits = mixed(keys, states)  # block b holds the places b, b + blocks, b + 2 * blocks, …
     noise, score = (values[:, : _BLOCK * blocks].view(-1, _BLOCK, blocks).amax(dim=1) for values in (bits, scores))
     bound = (score.double() + gumbel_of(noise) + _ROUNDED).topk(_BLOCKS + 1)
-    steps = torch.arange(_BLOCK, device=scores.device)[:, None] * blocks
+    steps = torch.arange(_BLOCK, dtype=torch.int64, device=scores.device)[:, None] * blocks
     places = with_rest(scores, (bound.indices[:, None, :-1] + steps).flatten(1), _BLOCK * blocks)
     found = (scores.gather(1, places).double() + gumbel_of(bits.gather(1, places))).topk(count)
     return found.values, places.gather(1, found.indices), found.values >= bound.values[:, -1:]

@@ -25,6 +25,15 @@ def reason(error: BaseException) -> str:
     return told.rstrip(".: ")
 
 
+def shown(value: object) -> str:
+    """A value as messages show it: shortened where it is long."""
+    told = repr(value)
+    return told if len(told) <= _LONGEST else f"{told[:_LONGEST]}…"
+
+
+_LONGEST = 80
+
+
 class XTokError(Exception):
     """Base of all errors of xtok."""
 

@@ -29,6 +29,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from xtok.arguments import check_kinds, handed_on
 from xtok.decode import drain
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
@@ -42,6 +43,8 @@ from xtok.sequence import Sequence
 
 _COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
 """What a model may be given beside ids that follows from those, and from where there is padding."""
+_NAMED = {"attention_mask", "custom_generate", "inputs", "batch_size", "progress", "streamer"}
+"""What transformers is given by xtok, or not at all: None of the caller's is as good as nothing."""
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
 
@@ -89,7 +92,7 @@ class Prepared:
         ):  # padding is read, but on the left
             return False
         counted = None if positions is None else (positions if mask is None else positions[mask != 0]).flatten()
-        return counted is None or torch.equal(counted, torch.arange(len(counted), device=counted.device))
+        return counted is None or torch.equal(counted, torch.arange(len(counted), dtype=torch.int64, device=counted.device))
 
     @property
     def samples(self) -> bool:
@@ -120,11 +123,13 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
     `several`: whether the arguments serve other prompts, too.
     """
     check_arguments(arguments)
+    check_kinds(arguments)
+    arguments = {name: value for name, value in arguments.items() if value is not None or name not in _NAMED}
     prediction = _taken_prediction(arguments)
     template = template_arguments(arguments)
     read = prompt_ids(target.vocabulary.tokenizer, prompt, arguments.pop("split_special_tokens", None), template)
     asked = None if is_ids(prompt) else prompt
-    ids = torch.tensor([read], device=device_of(target.model))
+    ids = torch.tensor([read], dtype=torch.int64, device=device_of(target.model))
     stop_strings = _take_stop_strings(target.model, arguments)
     if arguments.get("generation_config") is None:
         arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
@@ -146,10 +151,11 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
             target.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
         )
         captured.extend(replace(one, prompt=asked, template=template, shared=shared, prediction=prediction) for one in made)
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
 
     model: Any = target.model
-    model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
+    with handed_on(arguments):
+        model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
     return captured
 
 
@@ -384,7 +390,7 @@ def noises(texts: list[Prepared], seed: int | None) -> tuple[int | None, list[No
         if seed is not None:
             raise InvalidInputError(f"seed={seed} has no effect on a greedy text. Leave it out, or pass do_sample=True.")
         return None, [None for _ in texts]
-    seed = int(torch.randint(2**63 - 1, ()) if seed is None else seed)
+    seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if seed is None else seed)
     samples, found = Counter[bytes](), list[Noise | None]()
     for text in texts:
         prompt = ",".join(map(str, text.unpadded)).encode()
@@ -396,7 +402,7 @@ def noises(texts: list[Prepared], seed: int | None) -> tuple[int | None, list[No
 def _cache_of_row(cache: Cache, row: int) -> Cache:
     own: Cache = _copied(cache, "past_key_values")
     if own.get_seq_length():
-        own.batch_select_indices(torch.tensor([row]))
+        own.batch_select_indices(torch.tensor([row], dtype=torch.int64, device="cpu"))
     return own
 
 
@@ -467,7 +473,8 @@ def _column(texts: list[Sequence], index: int) -> Tensor | None:
     ended = [text.finish_reason is not None and len(row) <= index for text, row in zip(texts, rows, strict=True)]
     if all(ended) or any(len(row) <= index and not end for row, end in zip(rows, ended, strict=True)):
         return None
-    return torch.tensor([_pad(text.config) if end else row[index] for text, row, end in zip(texts, rows, ended, strict=True)])
+    column = [_pad(text.config) if end else row[index] for text, row, end in zip(texts, rows, ended, strict=True)]
+    return torch.tensor(column, dtype=torch.int64, device="cpu")
 
 
 def stop_recording(text: Sequence) -> None:

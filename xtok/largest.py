@@ -30,7 +30,7 @@ def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     blocks = length // size  # block b holds the places b, b + blocks, b + 2 * blocks, …
     maxima = rows[:, : size * blocks].view(-1, size, blocks).amax(dim=1)
     chosen = maxima.topk(count, sorted=False).indices
-    steps = torch.arange(size, device=rows.device)[:, None] * blocks
+    steps = torch.arange(size, dtype=torch.int64, device=rows.device)[:, None] * blocks
     return _among(rows, (chosen[:, None] + steps).flatten(1), size * blocks, count)
 
 
@@ -47,7 +47,7 @@ def best(rows: Tensor) -> tuple[Tensor, Tensor]:
     maxima = rows[:, : _WIDE * blocks].view(-1, blocks, _WIDE).amax(dim=-1)
     first = maxima.argmax(dim=-1, keepdim=True)
     second = maxima.scatter(1, first, -torch.inf).argmax(dim=-1, keepdim=True)
-    steps = torch.arange(_WIDE, device=rows.device)
+    steps = torch.arange(_WIDE, dtype=torch.int64, device=rows.device)
     places = with_rest(rows, torch.cat([first * _WIDE + steps, second * _WIDE + steps], dim=1), _WIDE * blocks)
     among = rows.gather(1, places)
     return places.gather(1, among.argmax(dim=-1, keepdim=True))[:, 0], _gaps(among)
@@ -83,5 +83,5 @@ def with_rest(rows: Tensor, places: Tensor, covered: int) -> Tensor:
     """Some places, (rows, some), and those behind all blocks, which the first `covered` values of a row are in."""
     if covered == rows.shape[-1]:
         return places
-    rest = torch.arange(covered, rows.shape[-1], device=rows.device)
+    rest = torch.arange(covered, rows.shape[-1], dtype=torch.int64, device=rows.device)
     return torch.cat([places, rest.expand(len(rows), -1)], dim=1)

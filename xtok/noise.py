@@ -18,7 +18,7 @@ PICK, GUESS, ACCEPT = range(3)
 """What noise is for. Each has noise of its own."""
 
 _NARROW = 2.0**-64 - 2.0**-88
-_HALF, _SCALE = torch.tensor(0.5, dtype=torch.float64), 2.0**-64 - 2.0**-114
+_HALF, _SCALE = torch.tensor(0.5, dtype=torch.float64, device="cpu"), 2.0**-64 - 2.0**-114
 _MASK = (1 << 64) - 1
 _MULTIPLIERS = tuple(m - (1 << 64) for m in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64's, as signed numbers
 
@@ -38,7 +38,7 @@ class Noise:
 
     def uniform(self, offset: int, controls: int, purpose: int) -> float:
         """One number strictly between 0 and 1. Arguments are as for `at`."""
-        return float(uniform(torch.zeros((), dtype=torch.int64), self.at(offset, controls, purpose)))
+        return float(uniform(torch.zeros((), dtype=torch.int64, device="cpu"), self.at(offset, controls, purpose)))
 
 
 def noise(seed: int, sample: int, prompt: bytes) -> Noise:
@@ -81,7 +81,7 @@ def mixed(keys: Tensor, state: int | Tensor) -> Tensor:
 
 def states_of(states: Sequence[int], device: torch.device) -> Tensor:
     """Several states, (states, 1), int64, for a row of keys each."""
-    return torch.tensor([[_signed(state)] for state in states], device=device)
+    return torch.tensor([[_signed(state)] for state in states], dtype=torch.int64, device=device)
 
 
 def _scaled(bits: Tensor) -> Tensor:

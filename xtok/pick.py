@@ -14,6 +14,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from xtok.draws import accepts, draw, draws, residual, sure_draw, sure_margins, typical
 from xtok.largest import best, listed, on_host
+from xtok.modes import as_called
 from xtok.noise import ACCEPT, Noise, states_of
 from xtok.processors import known_cuts, stretch
 from xtok.stats import Meter, NearTie
@@ -248,7 +249,7 @@ def _at_once(asked: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
     tokens, margins = torch.cat([tokens for tokens, _ in parts]), torch.cat([margins for _, margins in parts])
     spreads = [spread for one in asked for spread in one.spreads] if picker.cuts else []
     if far := [row for row, spread in enumerate(spreads) if spread]:
-        rows = torch.tensor(far, device=scores.device)
+        rows = torch.tensor(far, dtype=torch.int64, device=scores.device)
         least = torch.tensor([[spreads[row]] for row in far], dtype=torch.float64, device=scores.device)
         margins[rows] = sure_margins(scores[rows], picker.keys, states[rows], picker.cuts, least)
     return tokens, margins
@@ -266,5 +267,6 @@ def process(ids: Tensor, logits: Tensor, processors: Sequence[Any]) -> Tensor:
     and in order, so those that keep a state (grammars, guidance, watermarks) see just what they would see without a draft.
     """
     chained: Any = LogitsProcessorList(processors)
-    scores: Tensor = chained(ids, logits)
+    with as_called():
+        scores: Tensor = chained(ids, logits)
     return scores

@@ -13,6 +13,7 @@ from xtok.budget import Budget
 from xtok.drafts.session import Session
 from xtok.models.forwards import Slot
 from xtok.models.seats import Seat
+from xtok.modes import as_called
 from xtok.pick import Picker
 from xtok.stats import Meter
 
@@ -98,7 +99,8 @@ class Sequence:
         self.text.append(token)
         if self.picker.processors or self.criteria:
             self.catch_up()
-        fired = [one for one in self.criteria if bool(torch.as_tensor(one(self.ids, self.picker.scores)).any())]
+        with as_called():
+            fired = [one for one in self.criteria if bool(torch.as_tensor(one(self.ids, self.picker.scores)).any())]
         ends = token in self._ends or not all(isinstance(criterion, _LIMITS) for criterion in fired)
         if ends or fired or (self._limit is not None and self._size >= self._limit):
             self.finish_reason = "stop" if ends else "length"
@@ -111,5 +113,5 @@ class Sequence:
     def catch_up(self) -> None:
         """Bring the committed ids to where processors and criteria read them."""
         if missing := self._size - self.ids.shape[1]:
-            new = torch.tensor([self.text.ids[-missing:]], device=self.ids.device)
+            new = torch.tensor([self.text.ids[-missing:]], dtype=torch.int64, device=self.ids.device)
             self.ids = torch.cat([self.ids, new], dim=-1)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, shown
 
 HINTED = 0.98
 """How probable a hint is: all of 155 that were looked at were right."""
@@ -35,9 +35,15 @@ class Tree:
     masses: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = {len(self.tokens), len(self.parents)} | ({len(self.masses)} if self.masses else set())
-        if len(sizes) > 1 or not all(-1 <= parent < node for node, parent in enumerate(self.parents)):
-            raise InvalidInputError(f"This is no tree: {self}. Give each token a parent before it, and all or none a mass.")
+        try:
+            sizes = {len(self.tokens), len(self.parents)} | ({len(self.masses)} if self.masses else set())
+            is_tree = len(sizes) == 1 and all(-1 <= parent < node for node, parent in enumerate(self.parents))
+        except (TypeError, RuntimeError):  # of what has no length, no order, or, as a tensor of several numbers, no truth
+            is_tree = False
+        if not is_tree:
+            raise InvalidInputError(
+                f"This is no tree: {shown(self)}. Give each token a parent before it, and all or none a mass."
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -141,8 +147,13 @@ def chain(
     tokens: Iterable[int], guess: bytes = b"", distributions: Sequence[Distribution] = (), masses: Sequence[float] = ()
 ) -> Tree:
     """A tree without branches."""
-    tokens = tuple(tokens)
-    return Tree(tokens, tuple(range(-1, len(tokens) - 1)), guess, tuple(distributions), tuple(masses))
+    try:
+        ids, drawn, given = tuple(tokens), tuple(distributions), tuple(masses)
+    except TypeError as error:
+        raise InvalidInputError(
+            f"This is no chain: {shown((tokens, distributions, masses))}. Give a list of ids, and of a mass for each, if any."
+        ) from error
+    return Tree(ids, tuple(range(-1, len(ids) - 1)), guess, drawn, given)
 
 
 class Trie:

@@ -24,7 +24,7 @@ def spelling_keys(view: TokenBytes, size: int) -> Tensor:
         else:
             seen.add(piece)
             keys.append(spelling_key(piece))
-    return torch.tensor(keys, dtype=torch.int64)
+    return torch.tensor(keys, dtype=torch.int64, device="cpu")
 
 
 def spelling_key(piece: bytes) -> int:

@@ -27,8 +27,8 @@ class Projection:
 
 def same_ids(target: int, draft: int) -> Projection:
     """The projection between vocabularies of such sizes in which each id is itself."""
-    ids = torch.arange(min(target, draft))
-    return Projection(ids, ids, torch.ones(len(ids), dtype=torch.float64))
+    ids = torch.arange(min(target, draft), dtype=torch.int64, device="cpu")
+    return Projection(ids, ids, torch.ones(len(ids), dtype=torch.float64, device="cpu"))
 
 
 def projection(target: TokenBytes, draft: TokenBytes) -> Projection:
@@ -39,8 +39,9 @@ def projection(target: TokenBytes, draft: TokenBytes) -> Projection:
     known = {other for _, other, _ in pairs}
     spanning = [(_longest_beginning(piece, own), other) for piece, other in theirs.items() if other not in known]
     pairs += [(token, other, _SPANNING) for token, other in spanning if token is not None]
-    ids = torch.tensor([pair[:2] for pair in pairs], dtype=torch.int64).reshape(-1, 2).T.contiguous()
-    return Projection(ids[0], ids[1], torch.tensor([weight for _, _, weight in pairs], dtype=torch.float64))
+    ids = torch.tensor([pair[:2] for pair in pairs], dtype=torch.int64, device="cpu").reshape(-1, 2).T.contiguous()
+    weights = torch.tensor([weight for _, _, weight in pairs], dtype=torch.float64, device="cpu")
+    return Projection(ids[0], ids[1], weights)
 
 
 def _first_ids(view: TokenBytes) -> dict[bytes, int]:

@@ -10,6 +10,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget
+from xtok.errors import InvalidInputError, shown
 from xtok.models.forwards import Asking, together
 from xtok.models.seats import Seat
 from xtok.noise import Noise
@@ -96,6 +97,12 @@ class Request:
     def shapes(self) -> LogitsProcessorList:
         """What a draft's distribution is shaped by: nothing where the target picks greedily."""
         return self.warpers if self.samples and self.warpers is not None else LogitsProcessorList()
+
+
+def check_request(given: Any) -> None:
+    """Raises `InvalidInputError` for what is no request."""
+    if not isinstance(given, Request):
+        raise InvalidInputError(f"request is {shown(given)}; a drafter is started by xtok, or by an xtok.Request of your own.")
 
 
 @runtime_checkable

@@ -22,6 +22,7 @@ from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.lessons import Lesson, Written, batch, lessons
 from xtok.drafts.reader import DraftModel
 from xtok.errors import DraftFailedWarning, InvalidInputError, reason
+from xtok.modes import Modes, plain, within
 
 SHARE = 0.03
 """How much of the time of all generations learning may take."""
@@ -42,6 +43,7 @@ class Adapter:
     the time of the generations that it learns from, and its memory doesn't grow.
     """
 
+    @plain
     def __init__(self, draft: DraftModel, target: TokenBytes) -> None:
         """Raises `InvalidInputError` where peft is not installed."""
         if find_spec("peft") is None:
@@ -64,7 +66,7 @@ class Adapter:
         if self._failed or not text or not self._lock.acquire(blocking=False):
             return
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            with within(Modes()), torch.enable_grad():
                 self._take_in(start, text, seconds)
         except Exception as error:
             self._failed = True
@@ -77,6 +79,7 @@ class Adapter:
         with self._lock:
             save_file({name: weight.detach().cpu().contiguous() for name, weight in self._matrices().items()}, file)
 
+    @plain
     def load(self, file: str | PathLike[str]) -> None:
         """Go on with what was kept. Raises `InvalidInputError` for a file that is no adapter of this draft."""
         try:
@@ -86,7 +89,7 @@ class Adapter:
         own = self._matrices()
         if {name: weight.shape for name, weight in kept.items()} != {name: weight.shape for name, weight in own.items()}:
             raise InvalidInputError(f"{file} is an adapter of another draft. Load one that was saved with this draft.")
-        with self._lock, torch.no_grad():
+        with self._lock:
             for name, weight in kept.items():
                 own[name].copy_(weight)
             self._serve()
@@ -96,7 +99,7 @@ class Adapter:
         return {name: weight for name, weight in self._learner.named_parameters() if weight.requires_grad}
 
     def _take_in(self, start: str, text: str, seconds: float) -> None:
-        empty = torch.zeros((0, 1))
+        empty = torch.zeros((0, 1), dtype=torch.float32, device="cpu")
         with suppress(InvalidInputError):  # a text that can't be spelled teaches nothing
             self._texts.extend(lessons(self.draft, self._target, [Written(start[-_READ:], text, [], empty.long(), empty)]))
         self._due = min(self._due + SHARE * seconds, SHARE * seconds + _STEPS * self._cost)
@@ -137,12 +140,18 @@ def with_lora(model: PreTrainedModel, rank: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # the caller's random numbers stay what they are
         warnings.simplefilter("ignore")  # it tells of what it does by itself
+        torch.default_generator.manual_seed(0)
         return get_peft_model(model, config)
 
 
 def _sharing(model: PreTrainedModel) -> PreTrainedModel:
     """A model of its own that shares the weights of `model`."""
-    shared = {id(weight): torch.nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
+    shared = {id(weight): torch.nn.Parameter(_trainable(weight.detach()), requires_grad=False) for weight in model.parameters()}
     return deepcopy(model, shared)
+
+
+def _trainable(weight: torch.Tensor) -> torch.Tensor:
+    """The weight, or a copy of one that was made in inference mode, behind which nothing can be learnt."""
+    return weight.clone() if weight.is_inference() else weight

@@ -26,10 +26,10 @@ def _table(projected: Projection, own: int, theirs: int) -> tuple[Tensor, Tensor
     order = order[torch.argsort(projected.weights[order], descending=True, stable=True)]
     order = order[torch.argsort(projected.own[order], stable=True)]
     rows = projected.own[order]
-    rank = torch.arange(len(rows)) - torch.searchsorted(rows, rows)
+    rank = torch.arange(len(rows), dtype=torch.int64, device="cpu") - torch.searchsorted(rows, rows)
     held = (rank < _IDS) & (rows < own) & (projected.theirs[order] < theirs)
-    ids = torch.full((own, _IDS), theirs)
-    weights = torch.zeros(own, _IDS)
+    ids = torch.full((own, _IDS), theirs, dtype=torch.int64, device="cpu")
+    weights = torch.zeros((own, _IDS), dtype=torch.float32, device="cpu")
     ids[rows[held], rank[held]] = projected.theirs[order][held]
     weights[rows[held], rank[held]] = projected.weights[order][held].float()
     return ids, weights

@@ -17,11 +17,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.budget import Budget
-from xtok.drafts import Asker, Context, Request
+from xtok.drafts import Asker, Context, Request, check_request
 from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, root, tree_of
-from xtok.errors import InvalidInputError, reason
+from xtok.errors import InvalidInputError, reason, shown
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
+from xtok.modes import plain
 from xtok.stats import Meter
 from xtok.tree import Tree
 
@@ -35,8 +36,8 @@ class Heads(nn.Module):
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(count, size, size))
-        self.bias = nn.Parameter(torch.zeros(count, size))
+        self.weight = nn.Parameter(torch.zeros(count, size, size, dtype=torch.float32, device="cpu"))
+        self.bias = nn.Parameter(torch.zeros(count, size, dtype=torch.float32, device="cpu"))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states (…, size) → those of the tokens behind the next one, (…, count, size)."""
@@ -60,6 +61,7 @@ class HeadsDrafter:
     One object may serve several instances and threads.
     """
 
+    @plain
     def __init__(self, file: str | PathLike[str]) -> None:
         """Raises `InvalidInputError` for a file that holds no heads. The target is compared when it is known."""
         try:
@@ -81,6 +83,10 @@ class HeadsDrafter:
 
     def check(self, model: PreTrainedModel, view: TokenBytes) -> None:
         """Raises `InvalidInputError` unless the heads were trained for this target."""
+        if not (isinstance(model, PreTrainedModel) and isinstance(view, TokenBytes)):
+            raise InvalidInputError(
+                f"Heads are checked against a model and what its ids spell; given was {shown((model, view))}."
+            )
         mine, found = replace(self.trained, hidden_size=self.heads.weight.shape[-1]), described(model, view)
         for name in ("target", "hidden_size", "vocabulary"):
             if getattr(mine, name) != getattr(found, name):
@@ -91,6 +97,7 @@ class HeadsDrafter:
 
     def start(self, request: Request) -> "HeadsGuesser":
         """A drafter for one text of the target that the heads were trained for, `request.model`."""
+        check_request(request)
         if request.model is None:
             raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
         device, head = device_of(request.model), output_embeddings(request.model)
@@ -170,7 +177,8 @@ class HeadsGuesser(Asker):
         logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
         ids, probabilities = likeliest(logits.to(self._keys.device), self._warpers)
         if ids is None:
-            ids = torch.arange(probabilities.shape[1], device=probabilities.device).expand(len(probabilities), -1)
+            ids = torch.arange(probabilities.shape[1], dtype=torch.int64, device=probabilities.device)
+            ids = ids.expand(len(probabilities), -1)
         return ids, probabilities
 
     def _expanded(

@@ -83,7 +83,8 @@ def _lesson(draft: DraftModel, target: TokenBytes, one: Written) -> Lesson:
     parts = [given.new_zeros((len(ids), *given.shape[1:])) for given in (one.likeliest, one.probabilities)]
     for part, given in zip(parts, (one.likeliest, one.probabilities), strict=True):
         part[mine] = given[theirs]
-    return Lesson(torch.tensor(ids), torch.tensor(labels), *parts)
+    own, learnt = (torch.tensor(row, dtype=torch.int64, device="cpu") for row in (ids, labels))
+    return Lesson(own, learnt, *parts)
 
 
 def _places(target: TokenBytes, one: Written) -> dict[int, int]:

@@ -1,13 +1,13 @@
 """What followed the same words before: guesses without a model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import Encoder
 from xtok.budget import Budget
-from xtok.drafts import Context, Request
+from xtok.drafts import Context, Request, check_request
 from xtok.drafts.corpus import Corpus
 from xtok.drafts.repeats import Repeats
 from xtok.errors import InvalidInputError
@@ -34,7 +34,7 @@ class PromptLookup:
     def __init__(self, corpus: Sequence[str] = ()) -> None:
         """Raises `InvalidInputError` unless `corpus` is a list of texts."""
         texts = list(corpus) if isinstance(corpus, Iterable) else [None]
-        if isinstance(corpus, (str, bytes)) or not all(isinstance(text, str) for text in texts):
+        if isinstance(corpus, (str, bytes, Mapping)) or not all(isinstance(text, str) for text in texts):
             raise InvalidInputError(
                 f"corpus is {type(corpus).__name__}; it must be a list of texts: PromptLookup(corpus=[text, …])."
             )
@@ -62,6 +62,7 @@ class PromptLookup:
 
     def start(self, request: Request) -> "Lookup":
         """A drafter for one text."""
+        check_request(request)
         return Lookup(self.index, request.vocabulary.encoder)
 
 

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget
-from xtok.drafts import Asker, Context, Request
+from xtok.drafts import Asker, Context, Request, check_request
 from xtok.drafts.growth import SHARPNESS, IdPath, grown, looked_at, next_ids, root, tree_of
 from xtok.largest import largest
 from xtok.models.forwards import Asking
@@ -20,6 +20,8 @@ from xtok.tree import Tree
 
 _KEPT = 16
 """How many ids are remembered behind each."""
+_DTYPES = torch.int64, torch.float32
+"""Of those ids, and of their logits."""
 
 
 class TokenRecycling:
@@ -47,6 +49,7 @@ class TokenRecycling:
 
     def start(self, request: Request) -> "Recycler":
         """A drafter for one text."""
+        check_request(request)
         with self._lock:
             table = self._tables.setdefault(request.vocabulary, _Table(request.vocabulary.size))
         return Recycler(table, request.vocabulary, request.meter, request.shapes)
@@ -61,7 +64,7 @@ class _Table:
         """`size`: how many ids there are."""
         few = min(_KEPT, size)
         self._places: dict[int, int] = {}
-        self._ids, self._logits = torch.zeros(0, few, dtype=torch.int64), torch.zeros(0, few)
+        self._ids, self._logits = (torch.zeros(0, few, dtype=dtype, device="cpu") for dtype in _DTYPES)
         self._lock = Lock()
 
     def learn(self, ids: Sequence[int], found: Tensor, logits: Tensor) -> None:
@@ -121,7 +124,9 @@ class Recycler(Asker):
         (ids, (values, found), seconds), self._seen = self._seen, None
         self._meter.spend(seconds)
         parts = yield from looked_at(self._meter, found, values.float())
-        self._table.learn(ids, *map(torch.tensor, parts))
+        self._table.learn(
+            ids, *(torch.tensor(part, dtype=dtype, device="cpu") for part, dtype in zip(parts, _DTYPES, strict=True))
+        )
 
     def _expanded(self, context: Context, front: Sequence[IdPath]) -> Asking[list[list[IdPath]]]:
         """The likeliest ids behind each guess, by what is remembered behind its last and the noise there."""

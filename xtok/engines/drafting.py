@@ -7,8 +7,6 @@ from operator import index
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.budget import Budget, check_budget
@@ -20,12 +18,13 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, shown
 from xtok.ledger import Account, Company, Ledger
 from xtok.models.forwards import together
 from xtok.models.graphs import captures
 from xtok.models.load import Source, draft_model
 from xtok.models.seats import Caches, Seat
+from xtok.modes import plain
 from xtok.stats import Meter
 from xtok.tree import Tree
 
@@ -98,6 +97,7 @@ class DraftEngine:
     end of `propose` and the first `observe` behind it, which is taken for a forward of the target over all texts proposed for.
     """
 
+    @plain
     def __init__(
         self,
         tokenizer: Any,
@@ -116,6 +116,7 @@ class DraftEngine:
         """
         check_budget(budget)
         self._budget = budget or CHAINS
+        ends = _ends(ends)
         self._vocabulary = _vocabulary(tokenizer, size, ends)
         own = tokenizer.eos_token_id
         self._end = next(iter(ends), None) if own is None or (ends and own not in ends) else own
@@ -137,6 +138,7 @@ class DraftEngine:
         """Those that were added and not dropped."""
         return list(self._texts)
 
+    @plain
     def add(self, ids: Sequence[int]) -> DraftedText:
         """A text to guess for. `ids`: the target's, of all that is committed, without padding; its prompt, say.
 
@@ -148,11 +150,11 @@ class DraftEngine:
         self._step.is_pure = False  # its prompt is read in this step, or it has no part in it
         seat = Seat(self._caches)
         request = Request(self._vocabulary, Meter(), end=self._end, seat=seat)
-        with torch.inference_mode(False):
-            text = DraftedText(ids, Session(self._drafts, request, self._ledger, ids), seat)
+        text = DraftedText(ids, Session(self._drafts, request, self._ledger, ids), seat)
         self._texts[text] = None
         return text
 
+    @plain
     def observe(self, text: DraftedText, ids: Sequence[int]) -> None:
         """Take in what was committed of a text by one step: what of its guess was right, and the id behind it.
 
@@ -180,6 +182,7 @@ class DraftEngine:
         text.session.close()
         text.seat.leave()
 
+    @plain
     def propose(self, texts: Sequence[DraftedText], longest: int) -> list[Tree]:
         """What the target is to check behind each of some texts in its next forward: chains of at most `longest` of its ids.
 
@@ -190,6 +193,8 @@ class DraftEngine:
         """
         if not isinstance(longest, int) or isinstance(longest, bool) or longest < 0:
             raise InvalidInputError(f"longest is {longest!r}; it must be a whole number, 0 or more.")
+        if not isinstance(texts, Sequence) or isinstance(texts, str | bytes):
+            raise InvalidInputError(f"texts is {shown(texts)}; give a list of the texts that add gave.")
         for text in texts:
             self._check(text)
         if len(set(texts)) < len(texts):
@@ -209,8 +214,7 @@ class DraftEngine:
         """What is guessed of texts, in a company that may have more."""
         for text in texts:
             text.tell()
-        with torch.inference_mode(False):  # in which nothing can be captured
-            trees = together([text.session.propose(limit, company, chained=True) for text in texts])
+        trees = together([text.session.propose(limit, company, chained=True) for text in texts])
         return dict(zip(texts, trees, strict=True))
 
     def _learn(self) -> None:
@@ -253,13 +257,33 @@ class DraftEngine:
     def _checked(self, ids: Any) -> list[int]:
         """`ids` as a list. Raises `InvalidInputError` where they can't be the target's."""
         try:
-            found = [index(token) for token in ids]
+            found = _whole(ids)
         except TypeError as error:
-            raise InvalidInputError(f"The ids are {ids!r}; give a list of whole numbers.") from error
+            raise InvalidInputError(f"The ids are {shown(ids)}; give a list of whole numbers.") from error
         wrong = [token for token in found if not 0 <= token < self._vocabulary.size]
         if wrong:
             raise InvalidInputError(f"The ids hold {wrong[0]}, and the target's are 0 to {self._vocabulary.size - 1}.")
         return found
+
+
+def _whole(given: Any) -> list[int]:
+    """Whole numbers as a list. Raises `TypeError` for anything else, bytes among it."""
+    if isinstance(given, str | bytes):
+        raise TypeError
+    return [index(token) for token in given]
+
+
+def _ends(given: Any) -> list[int]:
+    """Ids that end a text. Raises `InvalidInputError` for what are none."""
+    try:
+        found = _whole(given)
+    except TypeError as error:
+        raise InvalidInputError(
+            f"ends is {shown(given)}; give a list of ids, or leave it out for the tokenizer's own."
+        ) from error
+    if wrong := [token for token in found if token < 0]:
+        raise InvalidInputError(f"ends holds {wrong[0]}; ids are 0 or more. Leave it out for the tokenizer's own.")
+    return found
 
 
 def _vocabulary(tokenizer: Any, size: Any, ends: Collection[int]) -> Vocabulary:
@@ -269,8 +293,14 @@ def _vocabulary(tokenizer: Any, size: Any, ends: Collection[int]) -> Vocabulary:
     size = len(tokenizer) if size is None else size
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InvalidInputError(f"size is {size!r}; it must be a whole number, 1 or more: how many ids the target has.")
-    own = tokenizer.eos_token_id
+    own, view = tokenizer.eos_token_id, token_bytes(tokenizer)
+    last = max((token for token, piece in enumerate(view.table) if piece), default=-1)
+    if last >= size:
+        raise InvalidInputError(
+            f"size is {size:,}, and the tokenizer writes ids up to {last:,}. Give how many ids the target has logits for, "
+            "which is no less than that, or the tokenizer that it was trained with."
+        )
     found = frozenset(ends) or frozenset([] if own is None else [own])
-    vocabulary = Vocabulary(tokenizer, token_bytes(tokenizer), size, found)
+    vocabulary = Vocabulary(tokenizer, view, size, found)
     _ = vocabulary.encoder  # refused here if it can't be had, and not in the first text
     return vocabulary

@@ -21,6 +21,7 @@ from xtok.models.probe import position_bytes
 from xtok.models.prompts import Prompt
 from xtok.models.seats import Caches, Seat
 from xtok.models.slots import CHUNK
+from xtok.modes import current, within
 from xtok.sequence import Sequence
 
 
@@ -58,7 +59,8 @@ class Engine:
     """Writes texts that come and go, up to `batch_size` of them together, by forwards that they share.
 
     Laws: a text's ids are those that `xt.generate` gives, whatever is written beside it. What fails in a text, or is cancelled,
-    ends that text alone. First come, first served. Memory doesn't grow with the number of texts.
+    ends that text alone. First come, first served. Memory doesn't grow with the number of texts. Texts are written under the
+    autocast, if any, under which the engine was made.
 
         with Engine(xt) as engine:
             tickets = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
@@ -76,7 +78,7 @@ class Engine:
         if not isinstance(xt, XTokAssisted):
             raise InvalidInputError(f"xt is {xt!r}; pass an XTokAssisted: Engine(XTokAssisted(target, draft)).")
         check_batch(batch_size, None)
-        if not isinstance(queue, int) or queue < 0:
+        if not isinstance(queue, int) or isinstance(queue, bool) or queue < 0:
             raise InvalidInputError(f"queue is {queue!r}; it must be a whole number, 0 or more.")
         self._xt = xt
         self._batch_size, self._queue = batch_size, queue
@@ -89,7 +91,7 @@ class Engine:
             None if self._room is None else {model: drafts * self._room for model, drafts in Counter(xt.models()).items()},
             captures=xt.captures,
         )
-        self._closing = False
+        self._closing, self._modes = False, current()
         self._tokens = self._forwards = 0
         self._seconds = 0.0
         self._thread = Thread(target=self._run, name="xtok engine", daemon=True)
@@ -164,8 +166,9 @@ class Engine:
     def _run(self) -> None:
         """Round by round, until it is closed and nothing is left."""
         try:
-            while self._admit():
-                self._round()
+            with within(self._modes):
+                while self._admit():
+                    self._round()
         except BaseException as error:  # a fault of the engine: nobody may wait for ever
             with self._changed:
                 self._closing = True

@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
-from threading import Condition
+from numbers import Real
+from threading import TIMEOUT_MAX, Condition
 
+from xtok.errors import InvalidInputError, shown
 from xtok.generation import Generation
 
 
@@ -30,9 +32,11 @@ class Ticket:
         """What the prompt was answered with, as `generate` gives it.
 
         Raises what ended the text, `concurrent.futures.CancelledError` where it was cancelled, and `TimeoutError` if it takes
-        longer than `timeout` seconds.
+        longer than `timeout` seconds; `InvalidInputError` for a timeout that is no number.
         """
-        if not wait([self._future], timeout).done:
+        if timeout is not None and not (isinstance(timeout, Real) and timeout == timeout):
+            raise InvalidInputError(f"timeout is {shown(timeout)}; give a number of seconds, or None to wait for the end.")
+        if not wait([self._future], timeout if timeout is None else min(float(timeout), TIMEOUT_MAX)).done:
             raise TimeoutError(f"The text hasn't ended within {timeout} seconds.")
         return self._future.result()
 

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from xtok.budget import Budget
 from xtok.engines.drafting import CHAINS, DraftedText, DraftEngine
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, shown
 
 _log = getLogger(__name__)
 
@@ -39,9 +39,15 @@ class XTokProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         """Raises `InvalidInputError` for settings that make no sense; vLLM doesn't start then."""
+        try:
+            self._longest: int = vllm_config.speculative_config.num_speculative_tokens
+            given = vllm_config.additional_config
+        except AttributeError as error:
+            raise InvalidInputError(
+                f"vllm_config is {shown(vllm_config)}; it is vLLM that makes a proposer, by its own."
+            ) from error
         self._config = vllm_config
-        self._longest: int = vllm_config.speculative_config.num_speculative_tokens
-        self._draft, self._budget = _settings(vllm_config.additional_config)
+        self._draft, self._budget = _settings(given)
         self._engine: DraftEngine | None = None
         self._known = dict[bytes, list[DraftedText]]()
         self.failures = 0

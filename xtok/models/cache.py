@@ -178,7 +178,7 @@ class CachedModel:
         if self._prompt is not None:
             prompt, self._prompt = self._prompt, None
             return self.prefill(*prompt)
-        ids = torch.tensor([list(ask.ids)], device=self.device)
+        ids = torch.tensor([list(ask.ids)], dtype=torch.int64, device=self.device)
         if not ask.parents:
             return self.forward(ids, ask.rows)
         lead = len(ask.ids) - len(ask.parents)
@@ -233,7 +233,7 @@ class CachedModel:
         size = len(self._nodes)
         self._nodes, self._lead = Nodes(), 0
         if list(path) != list(range(len(path))):
-            kept = torch.tensor(path, device=self.device)
+            kept = torch.tensor(path, dtype=torch.int64, device=self.device)
             for layer in layers_of(self.cache):
                 if layer.is_initialized:
                     _move_to_front(layer.keys[..., -size:, :], kept.to(layer.keys.device))
@@ -300,7 +300,7 @@ class CachedModel:
         if window is not None:
             positions = np.concatenate([np.arange(-trunk.stop, 0), nodes.depths[max(0, first - held) :]])
             visible &= positions > nodes.depths[new, None] - window
-        mask = torch.zeros(visible.shape, dtype=self._model.dtype)
+        mask = torch.zeros(visible.shape, dtype=self._model.dtype, device="cpu")
         return mask.masked_fill_(torch.from_numpy(~visible), torch.finfo(mask.dtype).min)[None, None].to(self.device)
 
     def roll_back(self, length: int) -> bool:

@@ -68,7 +68,7 @@ class Graphs:
         `shape` is all that it depends on beside its inputs. Outputs are the caller's own.
         """
         device = next(iter(inputs.values())).device
-        if not self._can or torch.is_autocast_enabled(device.type) or torch.is_inference_mode_enabled():
+        if not self._can or torch.is_autocast_enabled(device.type):
             return forward(inputs)
         if shape in self._made:
             self._made.move_to_end(shape)

@@ -35,7 +35,7 @@ class View:
         """Set it for the next forward."""
         self.first, self.last = first, first + len(places)
         self.places, self.seen, self.start = places, seen, start
-        self.index = torch.arange(first, self.last, device=places.device)[:, None]
+        self.index = torch.arange(first, self.last, dtype=torch.int64, device=places.device)[:, None]
 
     def need(self, last: int, reach: int, rows: int, positions: int) -> None:
         """Tell how many rows and places the next forward needs, how many rows there are texts in, and how many places of one
@@ -158,7 +158,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
     def tile(self, other: "Layer", rows: int, positions: int, room: int, held: int) -> None:
         """Hold in some positions of each row, over and over, the first `held` places of another layer's first row."""
         assert other.keys is not None and other.values is not None
-        places = torch.arange(positions, device=other.keys.device) % held
+        places = torch.arange(positions, dtype=torch.int64, device=other.keys.device) % held
         self.keys, self.values = (
             states.new_zeros((rows, states.shape[1], room, states.shape[3])) for states in (other.keys, other.values)
         )

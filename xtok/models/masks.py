@@ -54,7 +54,9 @@ class Trees:
         guessed, padding = parents > KEPT, parents == PADDING
         sees = torch.where(guessed, trunk, torch.where(padding, 1, places + 1))  # padding has to see something
         positions = torch.where(padding, 0, places)
-        keys = torch.arange(seen + 1, device=places.device)  # one more, for nodes that stand beyond what is looked at
+        keys = torch.arange(
+            seen + 1, dtype=torch.int64, device=places.device
+        )  # one more, for nodes that stand beyond what is looked at
         visible, key_positions = keys, keys[None]
         if not nodes:
             visible = keys < sees[..., None]
@@ -62,7 +64,7 @@ class Trees:
             ancestors, depths, short = self._added(rows, places - trunk, parents, guessed, nodes, linked=linked)
             positions = torch.where(guessed, trunk + depths, positions)
             visible = keys < torch.where(guessed, sees - short, sees)[..., None]
-            columns = (trunk + torch.arange(nodes, device=places.device)).clamp(max=seen)
+            columns = (trunk + torch.arange(nodes, dtype=torch.int64, device=places.device)).clamp(max=seen)
             visible.scatter_(2, columns[:, None].expand(-1, places.shape[1], -1), ancestors)
             visible[..., 0] |= padding  # where a tree stands behind nothing, too
             key_positions = keys.repeat(len(places), 1).scatter_(1, columns, trunk + self._depths[rows, :nodes])
@@ -77,7 +79,7 @@ class Trees:
         """
         if nodes > self._room or rows.stop > len(self._ancestors):
             self._make_room(rows.stop, nodes)
-        own = (numbers[..., None] == torch.arange(nodes, device=numbers.device)) & guessed[..., None]
+        own = (numbers[..., None] == torch.arange(nodes, dtype=torch.int64, device=numbers.device)) & guessed[..., None]
         older = self._ancestors[rows].gather(1, parents.clamp(min=0)[..., None].expand(-1, -1, self._room))[..., :nodes]
         links = (parents[:, :, None] == numbers[:, None, :]) & guessed[:, None, :] & guessed[:, :, None]
         older &= ((parents >= 0) & ~links.any(dim=2))[..., None]
@@ -112,7 +114,7 @@ class Trees:
 def _closed(links: Tensor, own: Tensor) -> Tensor:
     """What is reached along `links`, (rows, new, new), bool, of `own`, (rows, new, nodes), bool, by doubling the way."""
     width = links.shape[1]
-    reach = links.float() + torch.eye(width, device=links.device)
+    reach = links.float() + torch.eye(width, dtype=torch.float32, device=links.device)
     for _ in range(ceil(log2(width))):
         reach = (reach @ reach).clamp_(max=1)
     return (reach @ own.float()) > 0

@@ -15,6 +15,7 @@ from xtok.models.forwards import Ask
 from xtok.models.recurrent import cached_model
 from xtok.models.rope import dynamic_boundary, longrope_boundary
 from xtok.models.slots import Slots
+from xtok.modes import plain
 
 _HALF = (torch.bfloat16, torch.float16)
 _ROUNDINGS = {True: 2, False: 64}
@@ -63,7 +64,7 @@ def takes_trees(model: PreTrainedModel) -> bool:
 _TAKES_TREES: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
-@torch.no_grad()
+@plain
 def _branches_as_it_should(model: PreTrainedModel) -> bool:
     """Whether a node behind a branch has the logits that it has in a chain of its own.
 
@@ -72,7 +73,9 @@ def _branches_as_it_should(model: PreTrainedModel) -> bool:
     cached = cached_model(model, new_cache(model))
     if not _is_plain(cached.cache):
         return False
-    first, other, *rest = (torch.tensor([[token % cached.vocabulary]], device=cached.device) for token in (3, 5, 7, 11, 13))
+    first, other, *rest = (
+        torch.tensor([[token % cached.vocabulary]], dtype=torch.int64, device=cached.device) for token in (3, 5, 7, 11, 13)
+    )
     try:
         cached.forward(torch.cat([first, other], dim=1), rows=1)
         branched = cached.branch(torch.cat(rest, dim=1), parents=(-1, -1, 1))[2]
@@ -122,7 +125,7 @@ _POSITION_BYTES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 _TAKES_SLOTS: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
-@torch.no_grad()
+@plain
 def _shares_as_it_should(model: PreTrainedModel) -> bool:
     """Whether texts of unlike lengths have the logits in shared forwards that each has alone.
 
@@ -142,7 +145,9 @@ def _shares_as_it_should(model: PreTrainedModel) -> bool:
         long.keep([1, 2])
         answers = slots.serve([Ask(long, _ids(model, texts[long][5:]), 1), Ask(short, _ids(model, texts[short][1:]), 1)])
         alone = [
-            cached_model(model, new_cache(model)).forward(torch.tensor([_ids(model, text)], device=slots.device), 1)
+            cached_model(model, new_cache(model)).forward(
+                torch.tensor([_ids(model, text)], dtype=torch.int64, device=slots.device), 1
+            )
             for text in texts.values()
         ]
     except Exception:  # a model says in many ways that it takes no such mask or cache
@@ -269,14 +274,14 @@ _TRIED = 4
 """By how many ids a model is tried out."""
 
 
-@torch.no_grad()
+@plain
 def _continues(model: PreTrainedModel) -> tuple[bool, bool, bool]:
     """Whether the logits of an id stay what they are when more follow; whether a text forwarded in rounds has the logits that
     it has as a whole; and whether the cache can be rolled back once it is filled.
 
     In the round here, one of two guesses is taken back. Logits may differ by rounding, which is little beside their spread.
     """
-    text = torch.tensor([[3, 5, 7, 11]], device=device_of(model)) % vocabulary_size(model)
+    text = torch.tensor([[3, 5, 7, 11]], dtype=torch.int64, device=device_of(model)) % vocabulary_size(model)
     whole = cached_model(model, new_cache(model)).forward(text, rows=3).float()
     cached = cached_model(model, new_cache(model))
     rows = [cached.forward(text[:, :2], rows=1), cached.branch(text[:, [2, 0]], parents=(-1, 0))[:1]]

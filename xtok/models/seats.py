@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from torch import is_inference_mode_enabled
 from transformers import PreTrainedModel
 
 from xtok.models.cache import new_cache
@@ -12,6 +11,7 @@ from xtok.models.graphs import Graphs, state_of, takes_graphs
 from xtok.models.probe import takes_slots
 from xtok.models.recurrent import cached_model
 from xtok.models.slots import Shapes, Slots
+from xtok.modes import Modes
 
 _SNAPSHOTS = 16
 """Of two rounds: what a draft reads in one may be read otherwise in the next."""
@@ -56,16 +56,20 @@ class Pool:
         self._free: list[Caches] = []
 
     @contextmanager
-    def lent(self, rows: int) -> Iterator[Caches]:
-        """Caches for a call with so many texts at a time. What fails, or is closed before its end, doesn't give them back."""
+    def lent(self, rows: int, modes: Modes) -> Iterator[Caches]:
+        """Caches for a call with so many texts at a time. What fails, or is closed before its end, doesn't give them back. A
+        call under autocast has its own, for the precision of a cache is that in which it was made.
+        """
+        if modes.autocast:
+            yield Caches(rows, captures=self._captures)
+            return
         try:
             caches = self._free.pop()
         except IndexError:
             caches = Caches(rows, captures=self._captures)
         caches.empty()
-        inference = is_inference_mode_enabled()
         yield caches
-        if self._captures and not inference and not is_inference_mode_enabled():
+        if self._captures:
             self._free.append(caches)
 
 

@@ -302,10 +302,10 @@ class Slots:
         seen = self._seen(asks[0]) if self._shapes is not None else reach if self._graphs is None else rounded(reach)
         self._clear(first, ends, seen)
         self._make_room(last, max(seen, reach))
-        table = torch.tensor([one.line(width, asks[0].ids[0]) for one in news], device=self.device)
+        table = torch.tensor([one.line(width, asks[0].ids[0]) for one in news], dtype=torch.int64, device=self.device)
         base, trunk, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
         padding = (parents == PADDING).sum(dim=1, keepdim=True)
-        places = torch.arange(width, device=self.device) - padding
+        places = torch.arange(width, dtype=torch.int64, device=self.device) - padding
         places = base + torch.where(places < 0, width - padding, places)  # padding goes to one place behind what is new
         linked = any(one.linked for one in news)
         positions, masks = self._trees.add(slice(first, last), trunk, places, parents, nodes=nodes, seen=seen, linked=linked)
@@ -372,7 +372,7 @@ class Slots:
         """Move the nodes of branches that won to where they are kept."""
         moves = [(row.index, *move) for row in self._rows if row is not None for move in row.moves]
         if moves:
-            rows, sources, places = torch.tensor(moves, device=self.device).T
+            rows, sources, places = torch.tensor(moves, dtype=torch.int64, device=self.device).T
             for layer in self._layers:
                 layer.move(rows, sources, places)
         for row in self._rows:

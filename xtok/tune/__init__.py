@@ -20,13 +20,14 @@ from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
 from xtok.budget import Budget
 from xtok.drafts.lessons import lessons
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load
+from xtok.modes import plain
 from xtok.progress import busy
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import train
-from xtok.tune.work import Settings, begun, check, digest, name, per_forward, per_way, split
+from xtok.tune.work import Settings, begun, check, check_out, digest, name, per_forward, per_way, split
 from xtok.tune.writing import beginnings, write
 
 __all__ = ["TrainedHeads", "Tuned", "check_tunable", "split", "tokens_per_forward", "train_heads", "tune_draft"]
@@ -55,6 +56,7 @@ class _Settings(Settings):
     lora: bool | None
 
 
+@plain
 def tune_draft(
     target: Source,
     draft: Source,
@@ -84,6 +86,9 @@ def tune_draft(
     begun with other settings, for a draft whose tokenizer can't spell the target's texts, and where accelerate or peft is
     missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target or draft that can't be one.
     """
+    check_out(out)
+    if not isinstance(lora, bool | None):
+        raise InvalidInputError(f"lora is {shown(lora)}; it must be True, False or None.")
     settings = _Settings(
         name(target), digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, name(draft), lora
     )

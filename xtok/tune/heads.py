@@ -22,9 +22,10 @@ from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.load import Source, target_model
 from xtok.models.prompts import prompt_ids
+from xtok.modes import plain
 from xtok.progress import busy
 from xtok.tune.training import fit
-from xtok.tune.work import Settings, begun, check, check_trains, digest, name, per_forward, split
+from xtok.tune.work import Settings, begun, check, check_out, check_trains, digest, name, per_forward, split
 from xtok.tune.writing import beginnings, write
 
 _DECAY = 0.8
@@ -62,6 +63,7 @@ class _Row:
     start: int
 
 
+@plain
 def train_heads(
     target: Source,
     data: Sequence[str],
@@ -87,6 +89,7 @@ def train_heads(
     or `UnsupportedTokenizerError` for a target that can't be one.
     """
     check_trains()
+    check_out(out)
     settings = _Settings(name(target), digest(data), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, heads)
     check(settings, "heads", "starts", "max_new_tokens", "epochs")
     if Path(out).is_dir():
@@ -138,12 +141,13 @@ def _row(tokenizer: Any, one: Written) -> _Row:
 
 def batch_of(rows: Sequence[_Row]) -> dict[str, Tensor]:
     """A batch of rows, padded behind their ends: `input_ids`, `attention_mask` and `labels`, (rows, longest), int64 each."""
-    ids = [torch.tensor(row.ids) for row in rows]
-    labels = [torch.tensor([*[NOT_LEARNT] * row.start, *row.ids[row.start :]]) for row in rows]
+    ids = [torch.tensor(row.ids, dtype=torch.int64, device="cpu") for row in rows]
+    labels = [[*[NOT_LEARNT] * row.start, *row.ids[row.start :]] for row in rows]
+    learnt = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in labels]
     return {
         "input_ids": pad_sequence(ids, batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=NOT_LEARNT),
+        "labels": pad_sequence(learnt, batch_first=True, padding_value=NOT_LEARNT),
     }
 
 
@@ -175,8 +179,8 @@ def loss_of(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
 @torch.no_grad()
 def accuracies(target: Any, heads: Heads, rows: Sequence[_Row]) -> tuple[tuple[float, ...], ...]:
     """How often the id that came was a head's first guess, its second, up to its fifth, (heads, 5)."""
-    right = torch.zeros(len(heads.weight), _RANKS)
-    seen = torch.zeros(len(heads.weight), 1)
+    right = torch.zeros(len(heads.weight), _RANKS, dtype=torch.float32, device="cpu")
+    seen = torch.zeros(len(heads.weight), 1, dtype=torch.float32, device="cpu")
     device = device_of(target)
     for at in range(0, len(rows), _BATCH):
         inputs = {key: value.to(device) for key, value in batch_of(rows[at : at + _BATCH]).items()}

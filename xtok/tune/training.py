@@ -99,17 +99,18 @@ def fit(
         use_cpu=device.type == "cpu",
         dataloader_pin_memory=device.type == "cuda",
     )
-    trainer = _Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=list(rows),
-        eval_dataset=list(rows[:1]),
-        data_collator=collate,
-        callbacks=[_Watch(bar := Progress(console=console(), transient=True))],
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.loss, trainer.measure = loss, measure
-    with bar, torch.random.fork_rng():
+    bar = Progress(console=console(), transient=True)
+    with bar, torch.enable_grad(), torch.random.fork_rng():  # the trainer seeds torch where it is made
+        trainer = _Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=list(rows),
+            eval_dataset=list(rows[:1]),
+            data_collator=collate,
+            callbacks=[_Watch(bar)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.loss, trainer.measure = loss, measure
         trainer.train(resume_from_checkpoint=latest)
     return _measured(trainer.state.log_history)
 

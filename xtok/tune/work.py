@@ -1,15 +1,19 @@
 """What every training needs besides its learner: prompts told apart, settings kept and compared, and a folder for the work."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib.util import find_spec
+from math import inf
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from xtok.arguments import listed_texts
 from xtok.assisted import XTokAssisted
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, shown
 from xtok.models.load import Source
 from xtok.stats import Stats
 from xtok.tune.writing import PENALTY, beginnings, called, save, way
@@ -48,9 +52,7 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
     Raises `InvalidInputError` for less than three different ones.
     """
-    if isinstance(prompts, str):
-        raise InvalidInputError(f"prompts is one text, {prompts[:40]!r}; give a list of texts.")
-    different = [prompt for prompt in dict.fromkeys(prompts) if prompt.strip()]
+    different = [prompt for prompt in dict.fromkeys(listed_texts("prompts", prompts)) if prompt.strip()]
     if len(different) < 3:
         raise InvalidInputError(f"Too few prompts that differ: {len(different)}. Give 3 or more, better hundreds.")
     step = min(10, max(3, len(different) // 2))
@@ -92,7 +94,13 @@ def name(source: Source) -> str:
 
 def digest(prompts: Sequence[str]) -> str:
     """What tells lists of prompts apart."""
-    return sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
+    return sha256(json.dumps(listed_texts("prompts", prompts)).encode()).hexdigest()[:16]
+
+
+def check_out(given: Any) -> None:
+    """Raises `InvalidInputError` for what is no path."""
+    if not isinstance(given, str | os.PathLike) or not str(given).strip():
+        raise InvalidInputError(f"out is {shown(given)}; give the path to write to.")
 
 
 def check_trains() -> None:
@@ -105,14 +113,14 @@ def check(settings: Settings, *counts: str) -> None:
     """Raises `InvalidInputError` for settings that make no sense. `counts` name those that are whole numbers from 1 on."""
     for name in counts:
         value = getattr(settings, name)
-        if not isinstance(value, int) or value < 1:
-            raise InvalidInputError(f"{name} is {value!r}; it must be a whole number, 1 or more.")
-    if not 0 <= settings.sampled <= 1:
-        raise InvalidInputError(f"sampled is {settings.sampled!r}; it is a share of the texts, from 0 to 1.")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidInputError(f"{name} is {shown(value)}; it must be a whole number, 1 or more.")
+    if not (isinstance(settings.sampled, Real) and 0 <= settings.sampled <= 1):
+        raise InvalidInputError(f"sampled is {shown(settings.sampled)}; it is a share of the texts, from 0 to 1.")
     for name in ("temperature", "learning_rate"):
         value = getattr(settings, name)
-        if value is not None and not value > 0:
-            raise InvalidInputError(f"{name} is {value!r}; it must be above 0, or left out.")
+        if value is not None and not (isinstance(value, Real) and 0 < value < inf):
+            raise InvalidInputError(f"{name} is {shown(value)}; it must be above 0, or left out.")
 
 
 def begun(work: Path, settings: Settings, out: Path) -> Path:

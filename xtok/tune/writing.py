@@ -99,7 +99,7 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **argu
     own, at temperature 1, or what a penalty makes of it.
     """
     model, tokenizer = target
-    ids = [torch.tensor(prompt_ids(tokenizer, start)) for start in starts]
+    ids = [torch.tensor(prompt_ids(tokenizer, start), dtype=torch.int64, device="cpu") for start in starts]
     padded = pad_sequence(ids, batch_first=True, padding_side="left").to(device_of(model))
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(padded.device)
     penalty = arguments.pop("repetition_penalty", None)

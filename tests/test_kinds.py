@@ -1,0 +1,262 @@
+"""Arguments of the wrong kind: each is refused before any forward, by an error of xtok or transformers' own `ValueError`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from front_door import BYTES, GREEDY, OTHER, PROMPT, PROMPTS, TARGET, TOKENS, forwards
+
+from xtok import (
+    Budget,
+    DraftEngine,
+    Engine,
+    HeadsDrafter,
+    PromptLookup,
+    TokenRecycling,
+    Tree,
+    XTokAssisted,
+    chain,
+    train_heads,
+    tune_draft,
+)
+from xtok.engines.vllm import XTokProposer
+from xtok.errors import InvalidInputError, XTokError
+from xtok.pair import HEADS
+
+PAIR, DRAFT = (TARGET, TOKENS), (OTHER, BYTES)
+XT = XTokAssisted(PAIR, DRAFT, budget=Budget(4, width=4, schedule="constant"))
+XT.generate(PROMPT, **GREEDY)
+DRAFTING = DraftEngine(TOKENS, DRAFT)
+TEXT = DRAFTING.add([1, 2, 3])
+
+
+def numbers() -> Iterator[int]:
+    yield 3
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "5": lambda: 5,
+    "-1": lambda: -1,
+    "nan": lambda: float("nan"),
+    "2.5": lambda: 2.5,
+    "a": lambda: "a",
+    "bytes": lambda: b"a",
+    "[]": list,
+    "[None]": lambda: [None],
+    "[a]": lambda: ["a"],
+    "{}": dict,
+    "{a}": lambda: {"a": 1},
+    "object": object,
+    "generator": numbers,
+    "class": lambda: int,
+    "function": lambda: numbers,
+}
+"""What is tried, as the table below calls it."""
+
+
+def within_an_engine(**arguments: Any) -> None:
+    with Engine(XT) as engine:
+        engine.submit(**arguments)
+
+
+def waited(timeout: Any) -> None:
+    with Engine(XT) as engine, suppress(TimeoutError):
+        engine.submit(PROMPT, **GREEDY).result(timeout)
+
+
+def streamed(**arguments: Any) -> None:
+    list(XT.stream(**arguments))
+
+
+def made_and_closed(**arguments: Any) -> None:
+    Engine(**arguments).close()
+
+
+TRAINS: dict[str, Any] = {"data": PROMPTS, "out": "heads", "target": PAIR}
+TUNES: dict[str, Any] = {"prompts": PROMPTS, "out": "draft", "target": PAIR, "draft": DRAFT}
+SHORT: dict[str, Any] = {"prompt": PROMPT, **GREEDY, "max_new_tokens": 2}
+
+TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
+    "XTokAssisted": (
+        XTokAssisted,
+        {"target": PAIR, "draft": DRAFT},
+        {
+            **dict.fromkeys(["target", "acceptance", "posterior_threshold", "posterior_alpha", "adapt"], ""),
+            **dict.fromkeys(["budget", "compile", "device", "dtype", "device_map"], "None"),
+            "draft": "None []",
+        },
+    ),
+    "generate": (
+        XT.generate,
+        SHORT,
+        {
+            **dict.fromkeys(["seed", "progress", "tools", "enable_thinking", "split_special_tokens", "streamer"], "None"),
+            **dict.fromkeys(["past_key_values", "generation_config", "bad_words_ids", "sequence_bias"], "None"),
+            **dict.fromkeys(["attention_mask", "assistant_model", "custom_generate", "inputs", "no_such_argument"], "None"),
+            **dict.fromkeys(["logits_processor", "stopping_criteria", "suppress_tokens"], "None []"),
+            **dict.fromkeys(["max_length", "max_time", "top_k", "top_p"], "None 5 -1 2.5"),
+            **dict.fromkeys(["chat_template_kwargs", "watermarking_config"], "None {}"),
+            "prompt": "a [] [a]",
+            "batch_size": "5",
+            "prediction": "None a",
+            "stop_strings": "None a [a] {a}",
+            "max_new_tokens": "None 5 2.5",
+            "min_new_tokens": "None 5 -1",
+            "repetition_penalty": "None 2.5",
+            "num_return_sequences": "",
+            "num_beams": "",
+            "eos_token_id": "None 5 -1 []",
+            "pad_token_id": "None 5 -1",
+            "forced_eos_token_id": "None 5",
+        },
+    ),
+    "generate, drawn": (
+        XT.generate,
+        {**SHORT, "do_sample": True, "seed": 1},
+        {
+            "seed": "None 5",
+            "temperature": "None 2.5",
+            "top_k": "None 5",
+            "top_p": "None 5 2.5",
+            "min_p": "None",
+            "typical_p": "None 5 2.5",
+            "epsilon_cutoff": "None 5 -1 2.5",
+        },
+    ),
+    "stream": (
+        streamed,
+        SHORT,
+        {"prompt": "a", "seed": "None", "prediction": "None a", "batch_size": "None", "streamer": "None"},
+    ),
+    "submit": (
+        within_an_engine,
+        SHORT,
+        {"prompt": "a", "seed": "None", "prediction": "None a", "max_new_tokens": "None 5 2.5", "streamer": "None"},
+    ),
+    "with_drafts": (XT.with_drafts, {}, {"names": "[] {}"}),
+    "DraftEngine": (
+        DraftEngine,
+        {"tokenizer": TOKENS, "draft": DRAFT},
+        {"tokenizer": "", "draft": "", "size": "None", "ends": "[] {} generator", "budget": "None"},
+    ),
+    "add": (DRAFTING.add, {}, {"ids": "generator"}),
+    "observe": (DRAFTING.observe, {"text": TEXT, "ids": [1]}, {"text": "", "ids": "[] {} generator"}),
+    "drop": (DRAFTING.drop, {}, {"text": ""}),
+    "propose": (DRAFTING.propose, {"texts": [TEXT], "longest": 4}, {"texts": "[]", "longest": "5"}),
+    "Engine": (made_and_closed, {"xt": XT}, {"xt": "", "batch_size": "5", "queue": "5", "memory": "None"}),
+    "result": (waited, {}, {"timeout": "None 5 2.5 -1"}),
+    "HeadsDrafter": (HeadsDrafter, {}, {"file": ""}),
+    "HeadsDrafter.check": (HeadsDrafter(HEADS).check, {"model": TARGET, "view": None}, {"model": "", "view": ""}),
+    "HeadsDrafter.start": (HeadsDrafter(HEADS).start, {}, {"request": ""}),
+    "PromptLookup.start": (PromptLookup().start, {}, {"request": ""}),
+    "TokenRecycling.start": (TokenRecycling().start, {}, {"request": ""}),
+    "PromptLookup": (PromptLookup, {}, {"corpus": "[] [a]"}),
+    "Budget": (
+        Budget,
+        {},
+        {**dict.fromkeys(["depth", "width", "nodes", "longest"], "5"), "schedule": "", "confidence": ""},
+    ),
+    "Tree": (
+        Tree,
+        {"tokens": (1,), "parents": (-1,)},
+        {"tokens": "a bytes [None] [a] {a}", "parents": "", "masses": "None a bytes [] [None] [a] {} {a}"},
+    ),
+    "chain": (
+        chain,
+        {"tokens": (1,)},
+        {"tokens": "a bytes [] [None] [a] {} {a} generator", "masses": "a bytes [] [None] [a] {} {a} generator"},
+    ),
+    "train_heads": (
+        train_heads,
+        TRAINS,
+        dict.fromkeys(["target", "data", "out", "heads", "starts", "max_new_tokens", "sampled", "epochs"], ""),
+    ),
+    "tune_draft": (
+        tune_draft,
+        TUNES,
+        dict.fromkeys(["target", "draft", "prompts", "out", "starts", "max_new_tokens", "sampled", "epochs", "lora"], ""),
+    ),
+    "XTokProposer": (XTokProposer, {}, {"vllm_config": ""}),
+}
+"""What is called, with which arguments, and which values each of its arguments may have. What a drafter guesses is looked at
+when it is asked, so a tree may hold anything.
+"""
+TRAINED = {"starts", "heads", "max_new_tokens", "epochs"}
+"""Arguments that may be 5, which would be a training, and those that are paths."""
+CASES = [(name, argument) for name, (_, _, arguments) in TABLE.items() for argument in arguments]
+
+
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_arguments_of_the_wrong_kind_are_refused_before_any_forward(
+    name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found here: many raised a bare `TypeError`, some in the middle of a text."""
+    monkeypatch.chdir(tmp_path)
+    call, others, arguments = TABLE[name]
+    fine = arguments[argument].split()
+    for value in VALUES:
+        given = {**others, argument: VALUES[value]()}
+        if value in fine:
+            call(**given)
+        elif not may_train(name, argument, value):
+            with forwards(TARGET, OTHER) as seen, pytest.raises(ValueError, match=r"\w+") as refused:
+                call(**given)
+            assert not seen
+            assert is_clear(refused.value), f"{argument}={value}: {refused.value!r}"
+    assert not list(tmp_path.iterdir())
+
+
+def may_train(name: str, argument: str, value: str) -> bool:
+    """What would be trained by for minutes."""
+    paths, fine = {"out": "a"}, {**dict.fromkeys(TRAINED, "5"), "lora": "None"}
+    return name in ("train_heads", "tune_draft") and (paths | fine).get(argument) == value
+
+
+def is_clear(error: ValueError) -> bool:
+    """Whether it is xtok's own, or one of transformers' that tells of what it was given."""
+    told = "has to be", "must be", "should be", "not used by the model", "do not support"
+    return isinstance(error, XTokError) or any(part in str(error) for part in told)
+
+
+def test_there_are_hundreds_of_such_cases() -> None:
+    assert sum(len(VALUES) - len(TABLE[name][2][argument].split()) for name, argument in CASES) > 900
+
+
+PINNED: dict[str, tuple[Callable[[], Any], str]] = {
+    "drafts that are no list": (
+        lambda: XT.with_drafts(5),
+        r"names is 5; the drafts are \['GPTNeoXForCausalLM', .* Give a list",
+    ),  # type: ignore[arg-type]
+    "texts that are no list": (lambda: DRAFTING.propose(None, 4), r"texts is None; give a list of the texts that add gave"),  # type: ignore[arg-type]
+    "ends that are no ids": (
+        lambda: DraftEngine(TOKENS, DRAFT, ends=["a"]),  # type: ignore[list-item]
+        r"ends is \['a'\]; give a list of ids, or leave it out",
+    ),
+    "an end below 0": (lambda: DraftEngine(TOKENS, DRAFT, ends=[2, -1]), r"ends holds -1; ids are 0 or more"),
+    "fewer ids than a tokenizer writes": (
+        lambda: DraftEngine(TOKENS, DRAFT, size=10),
+        rf"size is 10, and the tokenizer writes ids up to {len(TOKENS) - 1:,}\. Give how many ids the target has logits for",
+    ),
+    "several texts as one": (
+        lambda: train_heads(PAIR, "a text", "heads"),
+        r"prompts is 'a text'; give a list of texts",
+    ),
+    "a number that is long": (
+        lambda: XT.generate(**SHORT, top_p="long " * 99),
+        r"top_p is 'long long .{60,70}…; give a number",
+    ),
+    "what transformers stumbles over": (
+        lambda: XT.generate(**SHORT, watermarking_config=[5]),
+        r"transformers can't use one of .*watermarking_config \(AttributeError: .*\)\. Give each what its documentation",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PINNED)
+def test_refusals_name_the_value_and_the_remedy(fault: str) -> None:
+    call, message = PINNED[fault]
+    with pytest.raises(InvalidInputError, match=message):
+        call()

@@ -1,0 +1,406 @@
+"""Nothing that xtok does or keeps depends on the modes of torch under which it is called."""
+
+import ast
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from front_door import BYTES, GREEDY, OTHER, PROMPT, PROMPTS, TARGET, TOKENS, encoded, guesses, oracle, truth
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from worlds import examples
+
+import xtok
+from xtok import Budget, DraftEngine, Engine, HeadsDrafter, PromptLookup, TokenRecycling, XTokAssisted, pair
+from xtok.align.keys import spelling_key
+from xtok.drafts import adapt
+from xtok.draws import draws
+from xtok.errors import DraftFailedWarning
+from xtok.generation import Generation
+from xtok.models.load import load
+from xtok.modes import current, within
+from xtok.noise import gumbel, near_exponential, states_of
+
+SAMPLED: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 30, "top_p": 0.95, "seed": 3}
+WAYS: dict[str, dict[str, Any]] = {"greedy": GREEDY, "sampled": SAMPLED, "penalty": {**GREEDY, "repetition_penalty": 1.3}}
+TREE = Budget(4, width=4, nodes=16, schedule="constant")
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def switched(switch: Callable[[bool], Any]) -> Iterator[None]:
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(False)
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Another state of the global generator, which must be what it was afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(77)
+        state = torch.get_rng_state()
+        yield
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "none": nullcontext,
+    "float64": lambda: default_dtype(torch.float64),
+    "float16": lambda: default_dtype(torch.float16),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "meta": lambda: torch.device("meta"),
+    "meta by default": lambda: default_device("meta"),
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "gradients": torch.enable_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic": lambda: switched(torch.use_deterministic_algorithms),
+    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
+    "no denormals": lambda: switched(torch.set_flush_denormal),
+    "another seed": seeded,
+}
+EACH = sorted(set(MODES) - {"none"})
+SOME = [
+    pytest.param(name, marks=[] if name in ("float16", "meta", "inference mode", "autocast") else pytest.mark.deep)
+    for name in EACH
+]
+STREAMED = sorted(set(MODES) - {"deterministic", "no denormals"})
+"""Those are switched off where they end, and streams are read under several at once."""
+MODELS = {"float64": (TARGET, OTHER), "float32": (deepcopy(TARGET).float(), deepcopy(OTHER).float())}
+
+
+def mode(name: str) -> AbstractContextManager[Any]:
+    return MODES[name]()
+
+
+def instance(precision: str, **settings: Any) -> XTokAssisted:
+    target, other = MODELS[precision]
+    drafts = [(other, BYTES), PromptLookup(), TokenRecycling()]
+    return XTokAssisted((target, TOKENS), drafts, budget=TREE, **settings)
+
+
+def generated(xt: XTokAssisted, way: dict[str, Any], mode: Callable[[], AbstractContextManager[Any]]) -> list[Generation]:
+    with mode():
+        return xt.generate(PROMPTS, **way)
+
+
+def streamed(xt: XTokAssisted, way: dict[str, Any], mode: Callable[[], AbstractContextManager[Any]]) -> list[Generation]:
+    with mode():
+        stream = xt.stream(PROMPT, **way)
+    return [ended(stream, mode)]
+
+
+def ended(stream: Any, mode: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Generation:
+    """What a stream returns in the end, each piece of which is asked for under a mode."""
+    found: list[Generation] = []
+
+    def pieces() -> Iterator[str]:
+        found.append((yield from stream))
+
+    reading = pieces()
+    while not found:
+        with mode():
+            next(reading, None)
+    return found[0]
+
+
+def submitted(xt: XTokAssisted, way: dict[str, Any], mode: Callable[[], AbstractContextManager[Any]]) -> list[Generation]:
+    with mode():
+        engine = Engine(xt, batch_size=1)  # so that what is learnt doesn't depend on when a text comes
+    with engine, mode():
+        tickets = [engine.submit(prompt, **way) for prompt in PROMPTS[:2]]
+        return [ticket.result() for ticket in tickets]
+
+
+def by_transformers(xt: XTokAssisted, way: dict[str, Any], mode: Callable[[], AbstractContextManager[Any]]) -> list[Generation]:
+    inputs: Any = encoded(*PROMPTS[:2])
+    with mode():
+        if torch.get_default_device().type == "meta":  # under which transformers doesn't come as far as to xtok
+            return xt.generate(PROMPTS[:2], **way)
+        xt.model.generate(**inputs, custom_generate=xt, **way)
+        return xt.last
+
+
+CALLS = {"list": generated, "stream": streamed, "engine": submitted, "transformers": by_transformers}
+
+
+def check_alike(found: list[Generation], wanted: list[Generation]) -> None:
+    """The same ids by the same guesses, and no draft that failed."""
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+    assert [one.stats.draft_error for one in found] == [None] * len(found)
+    assert list(map(guesses, found)) == list(map(guesses, wanted))
+
+
+calls = st.lists(
+    st.tuples(st.sampled_from(sorted(MODES)), st.sampled_from(sorted(CALLS)), st.sampled_from(sorted(WAYS))),
+    min_size=1,
+    max_size=4,
+)
+
+
+@examples(60, share=15)
+@given(asked=calls, made=st.sampled_from(sorted(MODES)))
+def test_calls_under_any_modes_give_what_they_give_under_none_and_so_do_those_that_follow(
+    asked: list[tuple[str, str, str]], made: str
+) -> None:
+    """Autocast leaves a model in float64 as it is."""
+    with mode(made):
+        xt = instance("float64")
+    plain = instance("float64")
+    for name, call, way in [*asked, ("none", "list", "greedy")]:
+        check_alike(CALLS[call](xt, WAYS[way], MODES[name]), CALLS[call](plain, WAYS[way], nullcontext))
+
+
+@pytest.mark.parametrize("name", sorted({*EACH} - {"autocast"}))
+def test_a_model_in_float32_writes_under_each_mode_what_it_writes_under_none(name: str) -> None:
+    """Found here: trees failed where the default dtype was float64, and token recycling for good after other modes."""
+    xt, plain = (instance("float32") for _ in range(2))
+    for way in (GREEDY, SAMPLED, GREEDY):
+        check_alike(generated(xt, way, MODES[name]), generated(plain, way, nullcontext))
+    check_alike(generated(xt, SAMPLED, nullcontext), generated(plain, SAMPLED, nullcontext))
+
+
+def test_what_was_written_under_autocast_leaves_later_texts_as_they_are() -> None:
+    xt, wanted = instance("float32"), instance("float32").generate(PROMPTS, **GREEDY)
+    cast = generated(xt, GREEDY, MODES["autocast"])
+    assert [one.stats.draft_error for one in cast] == [None] * len(cast)
+    assert [one.token_ids for one in cast] != [one.token_ids for one in wanted]  # of another model, so to speak
+    found = xt.generate(PROMPTS, **GREEDY)
+    assert [(one.token_ids, one.stats.draft_error) for one in found] == [(one.token_ids, None) for one in wanted]
+
+
+@examples(30, share=6)
+@given(modes=st.lists(st.sampled_from(STREAMED), min_size=2, max_size=6), way=st.sampled_from(sorted(WAYS)))
+def test_a_stream_may_be_read_under_other_modes_than_it_was_begun_under(modes: list[str], way: str) -> None:
+    """Found here: one that was begun in inference mode failed outside of it."""
+    wanted = streamed(instance("float64"), WAYS[way], nullcontext)
+    turns = iter(modes * 99)
+    check_alike(streamed(instance("float64"), WAYS[way], lambda: mode(next(turns))), wanted)
+
+
+def test_a_stream_goes_on_under_the_autocast_it_was_asked_for_under() -> None:
+    """Its cache is in that precision, and what a model computes must not change in the middle of a text."""
+    wanted = {name: streamed(instance("float32"), GREEDY, MODES[name]) for name in ("none", "autocast")}
+    assert wanted["none"][0].token_ids != wanted["autocast"][0].token_ids
+    for asked, read in (("none", "autocast"), ("autocast", "none")):
+        with mode(asked):
+            stream = instance("float32").stream(PROMPT, **GREEDY)
+        with mode(read):
+            check_alike([ended(stream)], wanted[asked])
+
+
+def test_between_the_rounds_of_a_stream_the_caller_has_its_own_modes() -> None:
+    stream = instance("float64").stream(PROMPT, **GREEDY)
+    for _ in stream:
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch.inference_mode(), torch.autocast("cpu", torch.float16), torch.device("meta"):
+            next(stream, None)
+            assert torch.is_inference_mode_enabled() and torch.get_autocast_dtype("cpu") == torch.float16
+            assert torch.get_default_device().type == "meta" and torch.zeros(1).is_inference()
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_fixed_shapes_are_found_under_each_mode_and_hold_under_others(name: str) -> None:
+    """Under autocast, too, where they are others: ids are the same with and without drafts, in a list and in an engine."""
+    with mode(name):
+        xt, alone = instance("float32", stable=True), XTokAssisted((MODELS["float32"][0], TOKENS), stable=True)
+    for one in (name, "none"):
+        found = generated(xt, SAMPLED, MODES[one])
+        wanted = generated(alone, SAMPLED, MODES[one])
+        assert [(each.token_ids, each.stats.draft_error) for each in found] == [(each.token_ids, None) for each in wanted]
+        assert [each.token_ids for each in submitted(xt, SAMPLED, MODES[one])] == [each.token_ids for each in wanted[:2]]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_noise_and_draws_have_the_same_bits_under_each_mode(name: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    scores = 8 * torch.randn(3, 6000, generator=generator)
+    keys = torch.tensor([spelling_key(b"%d" % i) for i in range(6000)])
+
+    def drawn() -> list[torch.Tensor]:
+        states = states_of([5, 1 << 63, 9], keys.device)
+        return [gumbel(keys, states), near_exponential(keys, 7), *draws(scores, keys, states, whole=False)]
+
+    wanted = drawn()
+    with mode(name), within(current()):
+        found = drawn()
+    assert all(map(torch.equal, found, wanted))
+
+
+class Counts(LogitsProcessor):
+    """Writes to a state that it was made with, and forbids the id that it has seen most."""
+
+    def __init__(self, size: int) -> None:
+        self.counts = torch.zeros(size)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.counts[input_ids[0, -1]] += 1
+        scores[:, self.counts.argmax()] = -torch.inf
+        return scores
+
+
+class StopsAfter(StoppingCriteria):
+    """Writes to a state that it was made with."""
+
+    def __init__(self, most: int) -> None:
+        self.left = torch.full((1,), most)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.left -= 1
+        return self.left <= 0
+
+
+@pytest.mark.parametrize("call", ["list", "stream", "transformers"])
+def test_code_of_the_caller_may_write_to_what_was_made_in_inference_mode(call: str) -> None:
+    def asked() -> dict[str, Any]:
+        processors = LogitsProcessorList([Counts(TARGET.config.vocab_size)])
+        return {**GREEDY, "logits_processor": processors, "stopping_criteria": StoppingCriteriaList([StopsAfter(9)])}
+
+    with torch.inference_mode():
+        arguments = asked()
+    found = CALLS[call](instance("float64"), arguments, torch.inference_mode)
+    check_alike(found, CALLS[call](instance("float64"), asked(), nullcontext))
+    assert len(found[0].token_ids) == 9
+
+
+@pytest.mark.parametrize("name", ["inference mode", "no gradients"])
+def test_a_cache_that_was_filled_under_a_mode_is_gone_on_with_outside_of_it(name: str) -> None:
+    ids = TOKENS(PROMPT, return_tensors="pt").input_ids
+    xt = XTokAssisted((TARGET, TOKENS), oracle(TARGET), budget=TREE)
+    wanted = xt.generate(ids, **GREEDY)
+    cache = DynamicCache(config=TARGET.config)
+    with mode(name):
+        TARGET(ids[:, :-1], past_key_values=cache)
+    found = xt.generate(ids, past_key_values=cache, **GREEDY)
+    assert (found.token_ids, found.stats.draft_error) == (wanted.token_ids, None)
+    assert found.stats.target_forwards < len(found.token_ids)
+
+
+def proposed(engine: DraftEngine, turns: Iterator[str]) -> list[Any]:
+    """What is guessed of two texts that the target writes, each step under another mode."""
+    found: list[Any] = []
+    texts = []
+    for prompt in PROMPTS[:2]:
+        with mode(next(turns)):
+            texts.append(engine.add(TOKENS(prompt).input_ids))
+    written = [truth(prompt) for prompt in PROMPTS[:2]]
+    for step in range(6):
+        with mode(next(turns)):
+            found.append([(tree.tokens, tree.parents) for tree in engine.propose(texts, longest=4)])
+        for text, ids in zip(texts, written, strict=True):
+            with mode(next(turns)):
+                engine.observe(text, ids[2 * step : 2 * step + 2])
+    return found
+
+
+@examples(30, share=6)
+@given(modes=st.lists(st.sampled_from(STREAMED), min_size=1, max_size=6))
+def test_guesses_for_another_engine_are_the_same_under_any_modes(modes: list[str]) -> None:
+    budget = Budget(4, width=2, schedule="constant")
+    with mode(modes[-1]):
+        engine = DraftEngine(TOKENS, (OTHER, BYTES), budget=budget)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DraftFailedWarning)
+        found = proposed(engine, cycle(modes))
+    assert found == proposed(DraftEngine(TOKENS, (OTHER, BYTES), budget=budget), cycle(["none"]))
+    assert any(tree for step in found for tree in step)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_models_and_heads_are_loaded_under_each_mode_and_guess_as_well(name: str) -> None:
+    """Guesses of heads are those that they have without modes, later ones included."""
+    made = []
+    for one in (name, "none"):
+        with mode(one):
+            made.append(XTokAssisted(pair.TARGET, [HeadsDrafter(pair.HEADS), TokenRecycling()], budget=TREE, device="cpu"))
+    prompts = pair.prompts()[:2]
+    with mode(name):
+        first = made[0].generate(prompts, **GREEDY)
+    assert all(one.stats.draft_error is None for one in first)
+    wanted = [xt.generate(prompts, **GREEDY) for xt in (made[1], made[1], made[0])]
+    if name != "autocast":
+        check_alike(first, wanted[0])
+        check_alike(wanted[2], wanted[1])
+    assert [one.token_ids for one in wanted[2]] == [one.token_ids for one in wanted[1]]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_draft_learns_under_each_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is never asked for random numbers of the caller's."""
+    monkeypatch.setattr(adapt, "SHARE", 1e9)
+    with mode(name):
+        xt = XTokAssisted(pair.TARGET, pair.DRAFT, adapt=True, budget=TREE, device="cpu")
+    assert xt.adapter is not None
+    before = {key: weight.clone() for key, weight in xt.adapter.draft.model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DraftFailedWarning)
+        for one in (name, "none", name):
+            with mode(one):
+                found = xt.generate(pair.prompts()[0], **GREEDY)
+            assert found.stats.draft_error is None
+    assert not xt.adapter._failed
+    assert any(not torch.equal(weight, before[key]) for key, weight in xt.adapter.draft.model.named_parameters())
+
+
+def test_a_draft_learns_whose_weights_were_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapt, "SHARE", 1e9)
+    loaded, tokens = load(pair.DRAFT, "draft")
+    with torch.inference_mode():
+        draft = deepcopy(loaded), tokens
+    assert draft[0].get_input_embeddings().weight.is_inference()
+    xt = XTokAssisted((TARGET, TOKENS), draft, adapt=True, budget=TREE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DraftFailedWarning)
+        xt.generate(PROMPT, **GREEDY)
+    assert xt.adapter is not None and not xt.adapter._failed
+
+
+MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"}
+SOURCES = [path for path in Path(xtok.__file__).parent.rglob("*.py") if path.parent.name != "bench"]
+
+
+def test_whatever_makes_a_tensor_names_its_dtype_and_its_device() -> None:
+    """Else those are the caller's defaults. Benchmarks are run by themselves."""
+    calls = [(path.name, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    made = [(name, node) for name, node in calls if isinstance(node, ast.Call) and makes_a_tensor(node.func)]
+    loose = [f"{name}:{node.lineno}" for name, node in made if not {"dtype", "device"} <= {one.arg for one in node.keywords}]
+    assert len(made) > 40
+    assert not loose
+
+
+def makes_a_tensor(function: ast.expr) -> bool:
+    """Whether it is one of torch's functions that make a tensor of nothing."""
+    return (
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and function.value.id == "torch"
+        and function.attr in MAKERS
+    )
