@@ -39,8 +39,8 @@ def without_step_limits(model: PreTrainedModel) -> PreTrainedModel:
     """`model`, or a copy that shares its weights and computes several ids as it computes one.
 
     transformers' Mamba-2 layers keep the time steps of several ids within `time_step_limit`, and that of one id after a state
-    not (`selective_state_update` has no limits). Generation reads a prompt the one way and goes on the other way, so that is how
-    guesses are to be checked.
+    not (`selective_state_update` has no limits). Generation reads a prompt the one way and goes on the other way, so that is
+    how guesses are to be checked.
     """
     if all(_has_no_limits(module) for module in model.modules()):
         return model
