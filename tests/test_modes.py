@@ -22,7 +22,7 @@ from xtok import Budget, DraftEngine, Engine, HeadsDrafter, PromptLookup, TokenR
 from xtok.align.keys import spelling_key
 from xtok.drafts import adapt
 from xtok.draws import draws
-from xtok.errors import DraftFailedWarning
+from xtok.errors import DraftFailedWarning, LossyWarning
 from xtok.generation import Generation
 from xtok.models.load import load
 from xtok.modes import current, within
@@ -368,6 +368,25 @@ def test_a_draft_learns_under_each_mode(name: str, monkeypatch: pytest.MonkeyPat
             assert found.stats.draft_error is None
     assert not xt.adapter._failed
     assert any(not torch.equal(weight, before[key]) for key, weight in xt.adapter.draft.model.named_parameters())
+
+
+def test_a_draft_that_learns_takes_no_random_numbers_of_the_caller_and_depends_on_none() -> None:
+    made = []
+    for seed in (1, 2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            state = torch.get_rng_state()
+            xt = XTokAssisted(pair.TARGET, pair.DRAFT, adapt=True, device="cpu")
+            assert torch.equal(torch.get_rng_state(), state)
+        assert xt.adapter is not None
+        made.append(xt.adapter._matrices())
+    assert all(torch.equal(weight, made[1][name]) for name, weight in made[0].items())
+
+
+def test_a_warning_of_the_constructor_points_to_who_called_it() -> None:
+    with pytest.warns(LossyWarning) as told:
+        XTokAssisted((TARGET, TOKENS), acceptance="typical")
+    assert told[0].filename == __file__
 
 
 def test_a_draft_learns_whose_weights_were_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
