@@ -1,0 +1,186 @@
+"""What is tried once is kept for other processes, takes little of the time, and is never in the way."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from front_door import TOKENS
+from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
+from test_stable import HALF, WAYS, target
+
+from xtok import XTokAssisted
+from xtok.models.findings import Findings, cache_folder, described
+from xtok.models.stable import StableShapes
+
+PROMPTS = [TEXTS[0], long(60), long(122)]
+SOME: dict[str, Any] = {"agreed": [[1, 4, 128, True], [2, 1, 512, False]], "spread": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XTOK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many ids each forward pass of a target has. The clock goes by them, so a test of shares depends on no machine."""
+    found = list[int]()
+    lm = target("Llama", HALF)
+    own = type(lm).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(kwargs["input_ids"].numel())
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(lm), "forward", forward)
+    for module in ("stats", "models.stable"):
+        monkeypatch.setattr(f"xtok.{module}.perf_counter", lambda: float(len(found)))
+    yield found
+
+
+def made(model: Any = None) -> XTokAssisted:
+    return XTokAssisted((model or target("Llama", HALF), TOKENS), (UNRELATED, BYTES))
+
+
+def test_a_second_instance_tries_nothing_that_the_first_one_did(forwards: list[int]) -> None:
+    xt = made()
+    wanted = [xt.generate(prompt, **WAYS["greedy"]) for prompt in PROMPTS * 3]
+    assert xt._shapes is not None and xt._shapes._spent
+    before = len(forwards)
+    again = made()
+    found = [again.generate(prompt, **WAYS["greedy"]) for prompt in PROMPTS[:1]]
+    assert again._shapes is not None and again._shapes._latest.agreed.items() >= xt._shapes._latest.agreed.items()
+    assert ids_of(found) == ids_of(wanted[:1])
+    assert len(forwards) > before
+
+
+def test_making_an_instance_takes_few_forward_passes_and_the_next_one_none(forwards: list[int]) -> None:
+    """A target whose weights are fetched for each of them must not pay dozens."""
+    lm = deepcopy(target("Llama", HALF))
+    XTokAssisted((lm, TOKENS), stable=False)  # what every target is tried by
+    before = len(forwards)
+    XTokAssisted((lm, TOKENS))
+    assert len(forwards) - before <= 5
+    before = len(forwards)
+    XTokAssisted((lm, TOKENS))
+    assert len(forwards) == before
+
+
+def test_what_is_tried_beside_a_text_takes_a_tenth_of_its_time(forwards: list[int]) -> None:
+    """And the last thing that is tried."""
+    xt = XTokAssisted((target("Llama", HALF), TOKENS))
+    assert xt._shapes is not None
+    for _ in range(6):
+        xt.generate(TEXTS[0], **WAYS["greedy"])
+        served, spent = xt._shapes._served, xt._shapes._spent
+        assert 0 < spent <= 0.1 * served + 20
+
+
+def test_files_of_models_in_other_states_are_not_those_of_a_model() -> None:
+    lm = target("Llama", HALF)
+    whole = described(lm, ["state"])
+    changed = deepcopy(lm)
+    assert described(changed, ["state"]) == whole
+    next(changed.parameters()).data[0, 0] += 1
+    hooked = deepcopy(lm)
+    hooked.lm_head.register_forward_hook(lambda module, args, output: output)
+    others = [described(changed, ["state"]), described(deepcopy(lm).float(), ["state"]), described(lm, ["another"])]
+    assert len({whole, *others}) == 4
+    assert described(hooked, ["state"]) is None, "what a hook of the caller's does isn't known"
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"])
+def test_variables_by_which_libraries_choose_kernels_are_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = target("Llama", HALF)
+    before = described(lm, [])
+    monkeypatch.setenv(name, "3")
+    assert described(lm, []) != before
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"agreed": 3}', '{"agreed": [[1]], "spread": null}', "\udcff"])
+def test_a_file_that_makes_no_sense_is_as_good_as_none(text: str, folder: Path) -> None:
+    file = Findings("0" * 64)
+    file.write(SOME)
+    file._path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    assert file.read() is None
+    file.write(SOME)
+    assert file.read() == SOME
+
+
+def test_a_file_of_another_digest_isnt_read() -> None:
+    Findings("a" * 64).write(SOME)
+    other = Findings("a" * 63 + "b")
+    assert other._path == Findings("a" * 64)._path and other.read() is None
+
+
+def test_a_folder_that_cant_be_written_to_is_as_good_as_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.parent.joinpath("file").write_text("")
+    monkeypatch.setenv("XTOK_CACHE", str(folder.parent / "file"))
+    Findings("0" * 64).write(SOME)
+    assert Findings("0" * 64).read() is None
+    assert made().generate(TEXTS[0], **WAYS["greedy"]).stats.exact
+
+
+def test_several_writers_leave_one_whole_file(folder: Path) -> None:
+    def write(rows: int) -> None:
+        for width in range(20):
+            Findings("0" * 64).write({"agreed": [[rows, width, 128, True]], "spread": None})
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    found = Findings("0" * 64).read()
+    assert found is not None and all(agrees for *_, agrees in found["agreed"]) and len(found["agreed"]) >= 20
+    assert [path.suffix for path in (folder / "shapes").iterdir()] == [".json"]
+
+
+def test_what_another_process_found_is_kept() -> None:
+    Findings("0" * 64).write({"agreed": [[1, 4, 128, True]], "spread": 0.25})
+    Findings("0" * 64).write({"agreed": [[1, 8, 128, False]], "spread": None})
+    assert Findings("0" * 64).read() == {"agreed": [[1, 4, 128, True], [1, 8, 128, False]], "spread": 0.25}
+
+
+def test_shapes_that_were_refused_elsewhere_are_not_used() -> None:
+    lm = target("Llama", HALF)
+    shapes = StableShapes(lm)
+    shapes._latest.agreed[1, 4, 128] = False
+    shapes._latest.keep()
+    again = StableShapes(lm)
+    assert again.width(1, 3, 128) != 4 and again.padded(1, 3) == 8
+
+
+def test_the_folder_is_the_users_own_unless_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.setenv("XTOK_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert cache_folder() == tmp_path / "mine" / "xtok"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "xtok"
+
+
+def test_another_process_reads_what_was_found(folder: Path) -> None:
+    told = (
+        "import json, sys; from xtok.models.findings import Findings; file = Findings('0' * 64); "
+        "found = file.read(); found['agreed'].append([3, 4, 128, True]); file.write(found); print(json.dumps(found))"
+    )
+    Findings("0" * 64).write(SOME)
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["agreed"][:2] == SOME["agreed"]
+    found = Findings("0" * 64).read()
+    assert found is not None and found["agreed"][-1] == [3, 4, 128, True]
+
+
+def test_bits_of_a_shape_from_a_file_are_those_of_the_usual_one(folder: Path) -> None:
+    """As when the file was written by a process that tried everything."""
+    first = made()
+    wanted = [first.generate(prompt, **WAYS["penalty"]).token_ids for prompt in PROMPTS]
+    second = made()
+    assert ids_of(second.generate(PROMPTS, batch_size=3, **WAYS["penalty"])) == wanted
+    assert torch.get_num_threads() == 1
