@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import context_window, device_of, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Ask
+from xtok.models.quantized import mixing_layer
 from xtok.models.recurrent import cached_model
 from xtok.models.rope import dynamic_boundary, longrope_boundary
 from xtok.models.slots import Slots
@@ -254,6 +255,8 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
         raise UnsupportedModelError(
             f"{name} can't be forwarded behind its own cache ({type(error).__name__}: {error}). Use another model as {role}."
         ) from error
+    if role == "draft" and not (causal and continues) and mixing_layer(model):
+        causal = continues = True  # a draft only guesses, so its logits may depend on what is forwarded with an id
     if not causal:
         raise UnsupportedModelError(
             f"{name} isn't causal: what it says of a text depends on what follows. Use a decoder as {role} (an encoder's "
