@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import context_window, device_of, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Ask
-from xtok.models.quantized import mixing_layer
+from xtok.models.quantized import computes_in_half, mixing_layer
 from xtok.models.recurrent import cached_model
 from xtok.models.rope import dynamic_boundary, longrope_boundary
 from xtok.models.slots import Slots
@@ -293,4 +293,6 @@ def _continues(model: PreTrainedModel) -> tuple[bool, bool, bool]:
     _LARGEST[model] = float(whole.abs().amax(dim=1).mean())
     errors = (whole - torch.cat(rows).float()).abs().amax(dim=1)
     allowed = (whole.max() - whole.min()) * _rounding(model.dtype)
+    if bool((errors > allowed).any()) and computes_in_half(model):
+        allowed = (whole.max() - whole.min()) * _rounding(torch.bfloat16)
     return bool(errors[0] <= allowed), bool((errors <= allowed).all()), rolls_back(cached.cache)

@@ -145,7 +145,7 @@ _IDS = (3, 5, 7)
 def _mixes(layer: nn.Module, like: Tensor) -> bool:
     """Whether the outputs of rows change when a row of outliers is forwarded with them. `like`: an input of the layer."""
     rows, outliers = (part.to(like).expand(*[1] * (like.dim() - 2), -1, -1) for part in _rows(like.shape[-1]))
-    alone = torch.cat([layer(row) for row in rows.split(1, dim=-2)], dim=-2).double()
+    alone = torch.cat([layer(row) for row in torch.split(rows, 1, dim=-2)], dim=-2).double()
     beside = layer(torch.cat([rows, outliers], dim=-2))[..., : rows.shape[-2], :].double()
     return not bool(((beside - alone).norm(dim=-1) <= _ROUNDING * alone.norm(dim=-1)).all())
 
