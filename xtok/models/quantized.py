@@ -1,4 +1,4 @@
-"""Quantised layers: whether the rows of a forward pass depend on one another, and in which precision a model computes.
+"""Quantised layers: whether the rows of a forward pass depend on one another, and whether they round their inputs.
 
 Both are measured on the model itself, because libraries name their layers, weights and settings in many ways.
 """
@@ -6,7 +6,7 @@ Both are measured on the model itself, because libraries name their layers, weig
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import device_of, new_cache, vocabulary_size
 from xtok.models.recurrent import cached_model
+from xtok.modes import plain
 
 
 def check_rows(model: PreTrainedModel, role: str) -> None:
@@ -28,8 +29,8 @@ def check_rows(model: PreTrainedModel, role: str) -> None:
         return
     if (layer := mixing_layer(model)) is not None:
         raise UnsupportedModelError(
-            f"{layer} in {type(model).__name__} quantises its input by the range or the outliers of all rows of a forward pass, "
-            f"so the logits of an id depend on the ids beside it. Use a {role} that is quantised by its weights and not by its "
+            f"{layer} in {type(model).__name__} quantises its input by the range or the outliers of all rows of a forward pass: "
+            f"the logits of an id depend on the ids beside it. Use a {role} that is quantised by its weights and not by its "
             "activations, or whose activations are quantised row by row (in bitsandbytes: load_in_8bit=True with "
             "llm_int8_threshold=0.0)."
         )
@@ -56,33 +57,31 @@ def mixing_layer(model: PreTrainedModel) -> str | None:
     return next(iter(found), None)
 
 
-def computes_in_half(model: PreTrainedModel) -> bool:
-    """Whether a linear layer of `model` computes in bfloat16 or float16, or rounds its input as coarsely as these or coarser.
+def rounds_input(model: PreTrainedModel) -> bool:
+    """Whether a quantised layer rounds its input as coarsely as half precision or coarser, whatever dtype it takes and gives:
+    because it computes in half precision, or because it quantises activations.
 
-    Autocast does that, and so do quantised layers, whatever their dtype: by computing in half precision, or by quantising their
-    input. There a difference in the last bit of float32 may become one that changes picks. It is measured in one forward pass
-    of a few ids, under the autocast of the caller.
+    There a difference in the last bit of float32 may become one that changes picks. Models that have only plain layers aren't
+    forwarded; others once.
     """
-    layers = _linear_layers(model)
-    plain = {layer for layer in layers if _is_plain(layer)}
-    found = list[bool]()
-
-    def look(layer: nn.Module, states: Tensor, output: Tensor) -> None:
-        found.append(output.dtype in _HALF or (layer not in plain and _rounds_input(layer, states)))
-
-    logits = _forward(model, layers, look)
-    return logits.dtype in _HALF or any(found)
+    if model not in _ROUNDS:
+        layers = [layer for layer in _linear_layers(model) if not _is_plain(layer)]
+        found = list[bool]()
+        if layers:
+            _forward(model, layers, lambda layer, states, output: found.append(_rounds(layer, states)))
+        _ROUNDS[model] = any(found)
+    return _ROUNDS[model]
 
 
-_HALF = (torch.bfloat16, torch.float16)
+_ROUNDS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
-def _rounds_input(layer: nn.Module, like: Tensor) -> bool:
+def _rounds(layer: nn.Module, like: Tensor) -> bool:
     """Whether a change far above the rounding of float32 and below that of half precision changes no output at all.
 
     Every sixteenth value changes; the others are larger, so that no range by which values might be quantised does.
     """
-    states = torch.full((*[1] * (like.dim() - 1), like.shape[-1]), 3.0).to(like)
+    states = like.new_full((*[1] * (like.dim() - 1), like.shape[-1]), 3.0)
     states[..., 1::2] *= -1
     states[..., ::16] = _SMALL
     moved = states.clone()
@@ -114,10 +113,8 @@ def _is_plain(layer: nn.Module) -> bool:
     )
 
 
-@torch.no_grad()
-def _forward(
-    model: PreTrainedModel, layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor, Tensor], None]
-) -> Tensor:
+@plain
+def _forward(model: PreTrainedModel, layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor, Tensor], None]) -> Tensor:
     """Forward a few ids, and call `see` with each of some layers, its input and its output. Returns the last logits.
 
     `see` may call the layer. A compiled model is run as it was before: compiled code may lack the hooks, or keep them.
@@ -129,7 +126,7 @@ def _forward(
             seen.add(layer)
             see(layer, inputs[0], output)
 
-    ids = torch.tensor([_IDS], device=device_of(model)) % vocabulary_size(model)
+    ids = torch.tensor([_IDS], dtype=torch.int64, device=device_of(model)) % vocabulary_size(model)
     hooks = [layer.register_forward_hook(hook) for layer in layers]
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -162,9 +159,11 @@ def _rows(size: int) -> tuple[Tensor, Tensor]:
     Two rows have a single large value; the others are just below half a step of a symmetric range, and of the finer one that
     an asymmetric range has. The last is drawn at random.
     """
-    random = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (4, size), generator=random) * 2.0 - 1
-    rows = signs[:3] * torch.tensor([[0.49 / 127], [0.49 / 255], [0.0]]) * _LARGE
+    random = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randint(2, (4, size), generator=random, dtype=torch.float32, device="cpu") * 2 - 1
+    rows = signs[:3] * torch.tensor([[0.49 / 127], [0.49 / 255], [0.0]], dtype=torch.float32, device="cpu") * _LARGE
     rows[0, 0], rows[1, -1] = _LARGE, -_LARGE
-    rows[2] = torch.nn.functional.normalize(torch.randn(size, generator=random), dim=0) * _LARGE
+    rows[2] = (
+        torch.nn.functional.normalize(torch.randn(size, generator=random, dtype=torch.float32, device="cpu"), dim=0) * _LARGE
+    )
     return rows, signs[3:] * _OUTLIER
