@@ -1,6 +1,5 @@
 """Target and draft in different precisions, attention implementations, placements and wrappings. Some need a GPU."""
 
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedModel,
-    QuantoConfig,
-    TorchAoConfig,
 )
 from typer.testing import CliRunner
 
@@ -192,38 +188,6 @@ def test_models_whose_layers_can_not_be_run_in_inference_mode(draft: Any) -> Non
         )
         assert stats.draft_error is None
         assert stats.proposed > 0
-
-
-def nf4() -> Any:
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-
-
-def int8() -> Any:
-    return BitsAndBytesConfig(load_in_8bit=True)
-
-
-def of_torchao(kind: str) -> Any:
-    return TorchAoConfig(quant_type=getattr(import_module("torchao.quantization"), kind)())
-
-
-QUANTISED: dict[str, tuple[str, Any, tuple[str, ...]]] = {
-    "nf4": ("bitsandbytes", nf4, ("target",)),  # on a CPU it wants sizes that the draft hasn't
-    "int8": ("bitsandbytes", int8, ("target", "draft")),
-    "weights of 8 bits": ("torchao", lambda: of_torchao("Int8WeightOnlyConfig"), ("target", "draft")),
-    "8 bits per row": ("torchao", lambda: of_torchao("Int8DynamicActivationInt8WeightConfig"), ("target", "draft")),
-    "weights of 8 bits by quanto": ("optimum.quanto", lambda: QuantoConfig(weights="int8"), ("target", "draft")),
-    "weights of 4 bits by quanto": ("optimum.quanto", lambda: QuantoConfig(weights="int4"), ("target", "draft")),
-}
-
-
-@pytest.mark.parametrize(("kind", "role"), [(kind, role) for kind, (_, _, roles) in QUANTISED.items() for role in roles])
-@pytest.mark.filterwarnings("ignore")
-def test_models_quantised_by_libraries(kind: str, role: str) -> None:
-    library, how, _ = QUANTISED[kind]
-    pytest.importorskip(library)
-    dtype = torch.bfloat16 if kind == "int8" else torch.float32  # in more precision it depends on the other rows
-    made = load(TARGET if role == "target" else DRAFT, dtype=dtype, quantization_config=how(), device_map="cpu")
-    check(made if role == "target" else load(TARGET), load(DRAFT) if role == "target" else made)
 
 
 class EightBits(nn.Module):

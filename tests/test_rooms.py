@@ -25,6 +25,7 @@ FLOORS = (
     ("models.cache", "models.findings"),
     ("models.graphs",),
     ("models.recurrent", "models.slots", "models.target"),
+    ("models.quantized",),
     ("models.probe", "models.stable"),
     ("models.seats",),
     ("drafts",),

@@ -26,6 +26,7 @@ from xtok.models.cache import context_window, ids_read, output_embeddings, vocab
 from xtok.models.placement import Placement, best_device
 from xtok.models.probe import check_continues, check_rolls_back, takes_slots
 from xtok.models.prompts import leading, reading
+from xtok.models.quantized import check_rows
 from xtok.models.target import Target
 
 Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
@@ -154,6 +155,8 @@ def _loaded(source: Any, role: str, place: Placement, beside: torch.device | Non
     check_rolls_back(model, role)
     view = token_bytes(tokenizer)
     _check_sizes(model, view, role)
+    if role == "target":
+        check_rows(model, role)
     check_continues(model, role)
     takes_slots(model)  # tried here, and not in the first text
     ends = model.generation_config.eos_token_id

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import context_window, device_of, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Ask
+from xtok.models.quantized import mixing_layer, rounds_input
 from xtok.models.recurrent import cached_model
 from xtok.models.rope import dynamic_boundary, longrope_boundary
 from xtok.models.slots import Slots
@@ -31,17 +32,19 @@ def tolerance(model: PreTrainedModel) -> float:
     model that wasn't tried.
     """
     half = computes_in_half(model)
-    dtype = model.dtype if model.dtype.is_floating_point and model.dtype.itemsize >= 2 else torch.float32
+    if half:
+        dtype = model.dtype if model.dtype in _HALF else torch.bfloat16  # by autocast, or within quantised layers
+    else:
+        dtype = model.dtype if model.dtype == torch.float64 else torch.float32
     return _ROUNDINGS[half] * float(torch.finfo(dtype).eps) * _LARGEST.get(model, 0.0)
 
 
 def computes_in_half(model: PreTrainedModel) -> bool:
-    """Whether some of what `model` computes is in half precision: by its weights, or, where those are quantised, by what they
-    are multiplied in.
+    """Whether some of what `model` computes is in half precision: by its weights, by autocast, or because quantised layers
+    round what they are given as coarsely, which is measured.
     """
-    kinds: set[Any] = {part.dtype for part in (*model.parameters(), *model.buffers())}
-    kinds |= {getattr(module, "compute_dtype", None) for module in model.modules()}
-    return not kinds.isdisjoint(_HALF) or torch.is_autocast_enabled(device_of(model).type)
+    kinds = {part.dtype for part in (*model.parameters(), *model.buffers())}
+    return not kinds.isdisjoint(_HALF) or torch.is_autocast_enabled(device_of(model).type) or rounds_input(model)
 
 
 def takes_trees(model: PreTrainedModel) -> bool:
@@ -254,6 +257,8 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
         raise UnsupportedModelError(
             f"{name} can't be forwarded behind its own cache ({type(error).__name__}: {error}). Use another model as {role}."
         ) from error
+    if role == "draft" and not (causal and continues) and mixing_layer(model):
+        causal = continues = True  # a draft only guesses, so its logits may depend on what is forwarded with an id
     if not causal:
         raise UnsupportedModelError(
             f"{name} isn't causal: what it says of a text depends on what follows. Use a decoder as {role} (an encoder's "
@@ -290,4 +295,6 @@ def _continues(model: PreTrainedModel) -> tuple[bool, bool, bool]:
     _LARGEST[model] = float(whole.abs().amax(dim=1).mean())
     errors = (whole - torch.cat(rows).float()).abs().amax(dim=1)
     allowed = (whole.max() - whole.min()) * _rounding(model.dtype)
+    if bool((errors > allowed).any()) and rounds_input(model):
+        allowed = (whole.max() - whole.min()) * _rounding(torch.bfloat16)
     return bool(errors[0] <= allowed), bool((errors <= allowed).all()), rolls_back(cached.cache)
