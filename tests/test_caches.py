@@ -18,6 +18,7 @@ from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
+from xtok.arguments import CACHE
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.scripted import ScriptedDrafter
@@ -176,7 +177,7 @@ def test_a_recurrent_targets_cache_can_be_gone_on_with(name: str) -> None:
     xt = XTokAssisted((lm, TOKENS), PromptLookup())
     ours, theirs = (lm.generate(ids, **plain, custom_generate=way) for way in (xt, None))
     assert torch.equal(ours.sequences, theirs.sequences)
-    following = [lm(theirs.sequences[:, -1:], past_key_values=made.past_key_values).logits for made in (ours, theirs)]
+    following = [lm(theirs.sequences[:, -1:], **{CACHE: made[CACHE]}).logits for made in (ours, theirs)]
     torch.testing.assert_close(*following, rtol=1e-4, atol=1e-4)
 
 
@@ -236,7 +237,7 @@ def test_a_prefill_behind_a_filled_cache_forwards_the_rest_only() -> None:
     lm = model("Llama", VOCABULARY, 0, torch.float64)
     cache = DynamicCache(config=lm.config)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
-    lm(ids[:, :3], past_key_values=cache)
+    lm(ids[:, :3], **{CACHE: cache})
     logits = CachedModel(lm, cache, {"attention_mask": torch.ones_like(ids)}).prefill(ids, lm.generation_config)
     assert_close(logits, lm(ids).logits[0, -1:])
 
@@ -257,7 +258,7 @@ def windowed(name: str) -> PreTrainedModel:
 
 def filled(lm: PreTrainedModel, made: DynamicCache, length: int) -> DynamicCache:
     with torch.no_grad():
-        lm(IDS[:, :length], past_key_values=made) if length else None
+        lm(IDS[:, :length], **{CACHE: made}) if length else None
     return made
 
 
@@ -276,7 +277,7 @@ def branching(lm: PreTrainedModel, wrong: int) -> ScriptedDrafter:
 def behind(lm: PreTrainedModel, kept: DynamicCache, wrong: int = 1) -> Generation:
     """A generation behind a cache that holds a part of the prompt."""
     xt = XTokAssisted((lm, TOKENS), branching(lm, wrong), budget=Budget(4, width=4, schedule="constant"))
-    return xt.generate(PROMPT, past_key_values=kept, **GREEDY)
+    return xt.generate(PROMPT, **{CACHE: kept}, **GREEDY)
 
 
 @examples(12)
@@ -287,7 +288,7 @@ def behind(lm: PreTrainedModel, kept: DynamicCache, wrong: int = 1) -> Generatio
 def test_a_cache_without_a_configuration_gives_what_the_target_gives_behind_it(name: str, length: int, wrong: int) -> None:
     """Found in review: such a cache keeps all positions, and branches saw those, too, that the target's window hides."""
     lm = windowed(name)
-    expected = alone(lm, IDS[0].tolist(), past_key_values=filled(lm, DynamicCache(), length), **GREEDY)
+    expected = alone(lm, IDS[0].tolist(), **{CACHE: filled(lm, DynamicCache(), length)}, **GREEDY)
     generation = behind(lm, filled(lm, DynamicCache(), length), wrong)
     assert generation.token_ids == expected
     assert not generation.stats.chains_only
@@ -303,7 +304,7 @@ def with_window(lm: PreTrainedModel, size: int | None) -> Any:
 def test_a_cache_that_remembers_more_than_the_targets_window_is_good_for_chains() -> None:
     lm = windowed("mistral")
     kept = [filled(lm, DynamicCache(config=with_window(lm, 14)), 12) for _ in range(2)]
-    expected = alone(lm, IDS[0].tolist(), past_key_values=kept[0], **GREEDY)
+    expected = alone(lm, IDS[0].tolist(), **{CACHE: kept[0]}, **GREEDY)
     generation = behind(lm, kept[1], wrong=0)
     assert generation.token_ids == expected
     assert generation.stats.chains_only
@@ -331,9 +332,9 @@ def test_a_cache_of_another_model_is_refused() -> None:
 def test_an_empty_cache_without_a_configuration_is_refused_for_other_layers_than_those_of_attention(name: str) -> None:
     lm = tiny(name, len(TOKENS)).float()
     xt = XTokAssisted((lm, TOKENS), PromptLookup())
-    with pytest.raises(UnsupportedArgumentError, match=r"no layers yet.* Leave past_key_values out, or use DynamicCache\(conf"):
-        xt.generate(PROMPT, past_key_values=DynamicCache(), **GREEDY)
-    assert xt.generate(PROMPT, past_key_values=DynamicCache(config=lm.config), **GREEDY).token_ids
+    with pytest.raises(UnsupportedArgumentError, match=r"no layers yet.* Leave \w+ out, or use DynamicCache\(conf"):
+        xt.generate(PROMPT, **{CACHE: DynamicCache()}, **GREEDY)
+    assert xt.generate(PROMPT, **{CACHE: DynamicCache(config=lm.config)}, **GREEDY).token_ids
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def test_what_a_cache_keeps_beside_its_layers_is_found_out() -> None:
     check_continues(lm, "target")
 
     def keeps(_: Any, args: Any, kwargs: Any) -> None:
-        kwargs["past_key_values"].position_ids = torch.arange(9)
+        kwargs[CACHE].position_ids = torch.arange(9)
 
     other = deepcopy(lm)
     other.register_forward_pre_hook(keeps, with_kwargs=True)

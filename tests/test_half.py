@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from worlds import deep, examples
 
 from xtok import PromptLookup, XTokAssisted
+from xtok.arguments import CACHE
 from xtok.costs import Cost
 from xtok.errors import UnstableWarning
 from xtok.ledger import Account, Ledger, Proposal
@@ -150,7 +151,7 @@ def test_a_cache_of_the_callers_is_gone_on_in_by_default() -> None:
     """And what is then written is said not to be exact, but is the same each time."""
     lm = target("Llama", "bfloat16")
     xt = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES))
-    found = [xt.generate(TEXTS[0], past_key_values=DynamicCache(config=lm.config), **WAYS["greedy"]) for _ in range(3)]
+    found = [xt.generate(TEXTS[0], **{CACHE: DynamicCache(config=lm.config)}, **WAYS["greedy"]) for _ in range(3)]
     assert len({tuple(one.token_ids) for one in found}) == 1
     assert not any(one.stats.exact for one in found)
 

@@ -25,6 +25,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
 from worlds import fitting
 
 from xtok import Budget, XTokAssisted
+from xtok.arguments import CACHE
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 
 xt = each_draft
@@ -92,8 +93,8 @@ def test_the_returned_dictionary_is_that_of_transformers(architecture: str, argu
             assert mine.shape == other.shape
             assert mine.dtype == other.dtype
             torch.testing.assert_close(mine, other)
-    assert ours.past_key_values.get_seq_length() == ours.sequences.shape[1] - 1
-    for mine, other in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+    assert ours[CACHE].get_seq_length() == ours.sequences.shape[1] - 1
+    for mine, other in zip(ours[CACHE].layers, theirs[CACHE].layers, strict=True):
         torch.testing.assert_close(mine.keys, other.keys)
         assert getattr(mine, "record_past", None) == getattr(other, "record_past", None)
 
@@ -139,9 +140,9 @@ def test_a_filled_cache_is_continued(architecture: str, rows: int, only_new: boo
         positions = (mask[:, :seen].cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             past = inputs["input_ids"][:, :seen]
-            model(past, attention_mask=mask[:, :seen], position_ids=positions, past_key_values=cache)
+            model(past, attention_mask=mask[:, :seen], position_ids=positions, **{CACHE: cache})
         ids = inputs["input_ids"][:, seen:] if only_new else inputs["input_ids"]
-        output = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY, **arguments)
+        output = model.generate(ids, attention_mask=mask, **{CACHE: cache}, **GREEDY, **arguments)
         return output, cache.get_seq_length()
 
     (expected, length), (found, own_length) = generated(), generated(custom_generate=xt)
@@ -154,15 +155,15 @@ def test_a_returned_cache_serves_the_next_turn(xt: XTokAssisted) -> None:
     first = TARGET.generate(**encoded(PROMPT), **GREEDY, return_dict_in_generate=True, custom_generate=xt)
     ids = torch.cat([first.sequences, torch.tensor([TOKENS("そして", add_special_tokens=False).input_ids])], dim=1)
     expected = TARGET.generate(ids, **GREEDY)
-    again = TARGET.generate(ids, past_key_values=first.past_key_values, **GREEDY, custom_generate=xt)
+    again = TARGET.generate(ids, **{CACHE: first[CACHE]}, **GREEDY, custom_generate=xt)
     assert again.tolist() == expected.tolist()
 
 
 def test_a_cache_that_cant_be_rolled_back_is_refused(xt: XTokAssisted) -> None:
     cache = transformers.StaticCache(config=TARGET.config, max_cache_len=64)
-    remedy = r"Leave past_key_values out, or use DynamicCache\(config=model\.config\)"
+    remedy = r"Leave \w+ out, or use DynamicCache\(config=model\.config\)"
     with forwards(TARGET) as seen, pytest.raises(UnsupportedModelError, match=f"StaticCache .* {remedy}"):
-        xt.generate(PROMPT, past_key_values=cache, **GREEDY)
+        xt.generate(PROMPT, **{CACHE: cache}, **GREEDY)
     assert not seen
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from worlds import deep
 
 from xtok import Budget, Context, XTokAssisted
+from xtok.arguments import CACHE
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.models.cache import new_cache
 from xtok.models.prompts import prompt_ids
@@ -87,10 +88,10 @@ def test_several_ids_at_once_have_the_logits_that_they_have_one_by_one(name: str
 
     def logits(model: Any, sizes: list[int]) -> torch.Tensor:
         cache, parts = new_cache(lm), list[torch.Tensor]()
-        lm(input_ids=ids[:, :12], past_key_values=cache, use_cache=True)
+        lm(input_ids=ids[:, :12], **{CACHE: cache}, use_cache=True)
         for size in sizes:
             start = 12 + sum(len(part) for part in parts)
-            part = model(input_ids=ids[:, start : start + size], past_key_values=cache, use_cache=True).logits[0]
+            part = model(input_ids=ids[:, start : start + size], **{CACHE: cache}, use_cache=True).logits[0]
             parts.append(part[-size:])
         return torch.cat(parts)
 

@@ -26,6 +26,7 @@ from xtok import Budget, Context, Tree, XTokAssisted
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
+from xtok.arguments import CACHE
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids
@@ -391,5 +392,5 @@ def test_a_list_of_prompts_takes_turns_with_nothing_shared() -> None:
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     xt = XTokAssisted((model, tokens))
     assert [len(g.token_ids) for g in xt.generate(["吾輩", "猫"], stopping_criteria=criteria, **settings)] == [6, 6]
-    with pytest.raises(UnsupportedArgumentError, match="past_key_values"):
-        xt.generate(["吾輩", "猫"], past_key_values=DynamicCache(config=model.config), **settings)
+    with pytest.raises(UnsupportedArgumentError, match=CACHE):
+        xt.generate(["吾輩", "猫"], **{CACHE: DynamicCache(config=model.config)}, **settings)

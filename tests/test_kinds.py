@@ -21,6 +21,7 @@ from xtok import (
     train_heads,
     tune_draft,
 )
+from xtok.arguments import CACHE
 from xtok.engines.vllm import XTokProposer
 from xtok.errors import InvalidInputError, XTokError
 from xtok.pair import HEADS
@@ -94,7 +95,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         SHORT,
         {
             **dict.fromkeys(["seed", "progress", "tools", "enable_thinking", "split_special_tokens", "streamer"], "None"),
-            **dict.fromkeys(["past_key_values", "generation_config", "bad_words_ids", "sequence_bias"], "None"),
+            **dict.fromkeys([CACHE, "generation_config", "bad_words_ids", "sequence_bias"], "None"),
             **dict.fromkeys(["attention_mask", "assistant_model", "custom_generate", "inputs", "no_such_argument"], "None"),
             **dict.fromkeys(["logits_processor", "stopping_criteria", "suppress_tokens"], "None []"),
             **dict.fromkeys(["max_length", "max_time", "top_k", "top_p"], "None 5 -1 2.5"),

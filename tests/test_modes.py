@@ -20,6 +20,7 @@ from worlds import examples
 import xtok
 from xtok import Budget, DraftEngine, Engine, HeadsDrafter, PromptLookup, TokenRecycling, XTokAssisted, pair
 from xtok.align.keys import spelling_key
+from xtok.arguments import CACHE
 from xtok.drafts import adapt
 from xtok.draws import draws
 from xtok.errors import DraftFailedWarning, LossyWarning
@@ -298,8 +299,8 @@ def test_a_cache_that_was_filled_under_a_mode_is_gone_on_with_outside_of_it(name
     wanted = xt.generate(ids, **GREEDY)
     cache = DynamicCache(config=TARGET.config)
     with mode(name):
-        TARGET(ids[:, :-1], past_key_values=cache)
-    found = xt.generate(ids, past_key_values=cache, **GREEDY)
+        TARGET(ids[:, :-1], **{CACHE: cache})
+    found = xt.generate(ids, **{CACHE: cache}, **GREEDY)
     assert (found.token_ids, found.stats.draft_error) == (wanted.token_ids, None)
     assert found.stats.target_forwards < len(found.token_ids)
 

@@ -11,6 +11,7 @@ from worlds import CORPUS, alone, deep, fitting, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
+from xtok.arguments import CACHE
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 10}
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"
@@ -132,8 +133,8 @@ def test_a_prefilled_cache(draft: Any, held: int) -> None:
     xt = XTokAssisted((TARGET, SPOKEN), [draft], budget=TREES)
     cache = DynamicCache(config=TARGET.config)
     with torch.no_grad():
-        TARGET(torch.tensor([ids[:held]]), past_key_values=cache)
-    generation = xt.generate(prompt, past_key_values=cache, **GREEDY)
+        TARGET(torch.tensor([ids[:held]]), **{CACHE: cache})
+    generation = xt.generate(prompt, **{CACHE: cache}, **GREEDY)
     assert generation.token_ids == expected
     assert generation.stats.draft_error is None
     assert generation.stats.proposed > 0

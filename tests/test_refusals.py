@@ -14,6 +14,7 @@ from worlds import alone, model
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
+from xtok.arguments import CACHE
 from xtok.bench.compare import asked_for, compare
 from xtok.bench.sampled import compare_sampled
 from xtok.drafts.heads import described
@@ -251,9 +252,9 @@ PROMPTS: dict[str, Refused] = {
         r"token_healing=True can't .* Leave it out",
     ),
     "a cache for several prompts": (
-        lambda: XT.generate([PROMPT, "a"], past_key_values=DynamicCache(config=TARGET.config), **GREEDY),
+        lambda: XT.generate([PROMPT, "a"], **{CACHE: DynamicCache(config=TARGET.config)}, **GREEDY),
         UnsupportedArgumentError,
-        r"past_key_values holds one text\. Call generate once per prompt",
+        rf"{CACHE} holds one text\. Call generate once per prompt",
     ),
     "a processor without copies for several prompts": (
         lambda: XT.generate([PROMPT, "a"], logits_processor=LogitsProcessorList([Uncopiable()]), **GREEDY),

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from worlds import CORPUS, examples, tokenizer
 
 from xtok import Budget, Context, XTokAssisted
+from xtok.arguments import CACHE
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids
@@ -190,7 +191,7 @@ def test_a_text_behind_a_filled_cache_is_what_a_new_model_writes() -> None:
             model = deepcopy(made("dynamic"))
             kept = DynamicCache(config=model.config)
             with torch.no_grad():
-                model(ids[:, :held], past_key_values=kept)
+                model(ids[:, :held], **{CACHE: kept})
             how = (
                 {
                     "custom_generate": XTokAssisted(
@@ -200,7 +201,7 @@ def test_a_text_behind_a_filled_cache_is_what_a_new_model_writes() -> None:
                 if helped
                 else {}
             )
-            written.append(model.generate(ids, past_key_values=kept, **GREEDY, **how)[0].tolist())
+            written.append(model.generate(ids, **{CACHE: kept}, **GREEDY, **how)[0].tolist())
         assert written[0] == written[1]
 
 
@@ -305,13 +306,13 @@ def test_a_model_that_fills_a_cache_of_its_own_goes_on_with_that(held: int) -> N
         kept = DynamicCache(config=model.config)
         if held:
             with torch.no_grad():
-                model(ids[:, :held], past_key_values=kept)
-        return {**GREEDY, "attention_mask": torch.ones_like(ids), **({"past_key_values": kept} if held else {})}
+                model(ids[:, :held], **{CACHE: kept})
+        return {**GREEDY, "attention_mask": torch.ones_like(ids), **({CACHE: kept} if held else {})}
 
     expected = model.generate(ids, **asked())
     xt = XTokAssisted((model, TOKENS), ScriptedDrafter(lambda context: expected[0, len(context.ids) :].tolist()[:3]))
     if held and not hasattr(DynamicCache(), "is_croppable"):  # there it can't be rolled back to what was handed in
-        with pytest.raises(UnsupportedArgumentError, match="past_key_values holds 20 positions"):
+        with pytest.raises(UnsupportedArgumentError, match=f"{CACHE} holds 20 positions"):
             model.generate(ids, custom_generate=xt, **asked())
         return
     assert model.generate(ids, custom_generate=xt, **asked()).tolist() == expected.tolist()

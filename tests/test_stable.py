@@ -25,6 +25,7 @@ from transformers.integrations import sdpa_attention
 from worlds import budgets, deep, examples
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted, decode
+from xtok.arguments import CACHE
 from xtok.drafts.session import Session
 from xtok.draws import draw, draws, sure_draw, sure_margins
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
@@ -542,8 +543,8 @@ def test_scores_and_logits_may_be_asked_for_by_transformers_way() -> None:
 def test_a_cache_of_the_callers_is_refused() -> None:
     lm = target("Llama", "float32")
     xt = XTokAssisted((lm, TOKENS), stable=True)
-    with pytest.raises(UnsupportedArgumentError, match="past_key_values"):
-        xt.generate(TEXTS[0], past_key_values=transformers.DynamicCache(config=lm.config), **GREEDY)
+    with pytest.raises(UnsupportedArgumentError, match=CACHE):
+        xt.generate(TEXTS[0], **{CACHE: transformers.DynamicCache(config=lm.config)}, **GREEDY)
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])

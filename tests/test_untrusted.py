@@ -25,6 +25,7 @@ from worlds import alone, examples, fitting, texts, tokenizer
 import xtok
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted, cli
 from xtok.align.tokenbytes import token_bytes
+from xtok.arguments import CACHE
 from xtok.drafts.heads import Heads, described, save_heads
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedModelError, XTokError
 from xtok.models.load import _check_plain
@@ -404,7 +405,7 @@ NAMES = (
     *("eos_token_id", "pad_token_id", "bos_token_id", "forced_bos_token_id", "forced_eos_token_id", "num_return_sequences"),
     *("num_beams", "stop_strings", "max_time", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
     *("min_length", "min_new_tokens", "exponential_decay_length_penalty", "guidance_scale", "generation_config", "use_cache"),
-    *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "past_key_values", "cache_implementation"),
+    *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", CACHE, "cache_implementation"),
     *("prefill_chunk_size", "watermarking_config", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "nonsense"),
     *("split_special_tokens", "synced_gpus", "model", "streamer", "token_healing", "remove_invalid_values", "position_ids"),
 )

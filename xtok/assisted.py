@@ -18,6 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok import hf
 from xtok.align.text import Text
+from xtok.arguments import CACHE
 from xtok.budget import Budget, check_budget
 from xtok.decode import step
 from xtok.drafts import Draft, Drafter, Request
@@ -455,7 +456,7 @@ class XTokAssisted:
         criteria = hf.with_stop_strings(self.tokenizer, stopping_criteria, stop_strings)
         hf.check_rows(criteria, rows=len(input_ids))
         wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate and self._shapes is None
-        keeps_cache = bool(wanted or (hf.callers("kwargs") or {}).get("past_key_values") is not None)
+        keeps_cache = bool(wanted or (hf.callers("kwargs") or {}).get(CACHE) is not None)
         prepared = hf.rows(
             self.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
         )
@@ -524,7 +525,7 @@ class XTokAssisted:
             )
         if self._made["stable"] and (prepared.keeps_cache or not prepared.is_plain):
             raise UnsupportedArgumentError(
-                "stable=True can't go on in a cache of the caller's, or read anything but ids. Leave past_key_values and "
+                f"stable=True can't go on in a cache of the caller's, or read anything but ids. Leave {CACHE} and "
                 "further inputs of the model out, or stable=True."
             )
 

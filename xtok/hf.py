@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from xtok.arguments import check_kinds, handed_on
+from xtok.arguments import CACHE, check_kinds, handed_on, with_cache_renamed
 from xtok.decode import drain
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
@@ -123,6 +123,7 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
     `several`: whether the arguments serve other prompts, too.
     """
     check_arguments(arguments)
+    arguments = with_cache_renamed(arguments)
     check_kinds(arguments)
     arguments = {name: value for name, value in arguments.items() if value is not None or name not in _NAMED}
     prediction = _taken_prediction(arguments)
@@ -133,7 +134,7 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
     stop_strings = _take_stop_strings(target.model, arguments)
     if arguments.get("generation_config") is None:
         arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
-    keeps_cache = arguments.get("past_key_values") is not None
+    keeps_cache = CACHE in arguments
     shared = _stateful(arguments) if several else ()
     captured: list[Prepared] = []
 
@@ -173,7 +174,7 @@ def rows(
     check_config(config, inputs, rows=len(ids))
     check_ids(ids, ids_read(model))
     check_boundary(model, ids, inputs, config.max_length)
-    cache = inputs.pop("past_key_values", None)
+    cache = inputs.pop(CACHE, None)
     check_cache(model, cache)
     inputs.pop("use_cache", None)
     if len(ids) == 1:
@@ -224,8 +225,8 @@ def with_stop_strings(tokenizer: Any, criteria: StoppingCriteriaList, strings: A
 
 def check_several(arguments: Mapping[str, Any]) -> None:
     """Raises `UnsupportedArgumentError` for what several prompts can't be given: each needs its own state."""
-    if arguments.get("past_key_values") is not None:
-        raise UnsupportedArgumentError("past_key_values holds one text. Call generate once per prompt.")
+    if CACHE in with_cache_renamed(arguments):
+        raise UnsupportedArgumentError(f"{CACHE} holds one text. Call generate once per prompt.")
     _copied(_stateful(arguments))
 
 
@@ -341,12 +342,12 @@ def check_boundary(model: PreTrainedModel, ids: Tensor, inputs: Mapping[str, Any
     if long is None and dynamic is None:
         return
     rows, name = _lengths(ids, inputs), type(model).__name__
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(CACHE)
     held = 0 if cache is None else int(cache.get_seq_length())
     if long is not None and 0 < held <= long < min(rows) and not hasattr(cache, "is_croppable"):
         raise UnsupportedArgumentError(
-            f"past_key_values holds {held} positions, and the prompt goes beyond position {long}, where {name} begins a cache "
-            "of its own in this release of transformers. Leave past_key_values out, or use transformers 5.23."
+            f"{CACHE} holds {held} positions, and the prompt goes beyond position {long}, where {name} begins a cache "
+            f"of its own in this release of transformers. Leave {CACHE} out, or use transformers 5.23 or later."
         )
     ends = [row + longest - ids.shape[1] for row in rows]
     crossing = [end for row, end in zip(rows, ends, strict=True) if long is not None and row <= long < end]
@@ -400,7 +401,7 @@ def noises(texts: list[Prepared], seed: int | None) -> tuple[int | None, list[No
 
 
 def _cache_of_row(cache: Cache, row: int) -> Cache:
-    own: Cache = _copied(cache, "past_key_values")
+    own: Cache = _copied(cache, CACHE)
     if own.get_seq_length():
         own.batch_select_indices(torch.tensor([row], dtype=torch.int64, device="cpu"))
     return own
@@ -501,11 +502,12 @@ def as_transformers(texts: list[Sequence], config: GenerationConfig) -> Generate
     own = alone.slot if alone is not None and isinstance(alone.slot, CachedModel) else None
     if own is not None:
         own.settle()
+    cache: dict[str, Any] = {CACHE: None if own is None else own.cache}
     return GenerateDecoderOnlyOutput(
         sequences=sequences,  # type: ignore[arg-type, unused-ignore]
         scores=_by_step([text.picker.scores for text in texts]),
         logits=_by_step([text.picker.logits for text in texts]),
-        past_key_values=None if own is None else own.cache,
+        **cache,
     )
 
 

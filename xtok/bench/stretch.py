@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
+from xtok.arguments import CACHE
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
 from xtok.models.cache import output_embeddings
 from xtok.models.load import from_config
@@ -235,12 +236,12 @@ def shortened(model: PreTrainedModel, blocks: int) -> PreTrainedModel:
 @torch.no_grad()
 def forward_seconds(model: PreTrainedModel, context: int = 64, repeats: int = 15) -> float:
     """The median seconds of a forward of one token behind `context` others."""
-    cache = model(torch.ones((1, context), dtype=torch.int64, device=model.device), use_cache=True).past_key_values
+    cache = model(torch.ones((1, context), dtype=torch.int64, device=model.device), use_cache=True)[CACHE]
     token = torch.ones((1, 1), dtype=torch.int64, device=model.device)
     times = []
     for _ in range(repeats):
         start = perf_counter()
-        model(token, past_key_values=cache).logits[0, -1].argmax().item()
+        model(token, **{CACHE: cache}).logits[0, -1].argmax().item()
         times.append(perf_counter() - start)
         cache.crop(-1)
     return sorted(times)[repeats // 2]

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from xtok.arguments import CACHE
 from xtok.costs import Cost
 from xtok.models.forwards import Answer, Ask, Slot, wait_for
 from xtok.models.rope import turns
@@ -196,7 +197,7 @@ class CachedModel:
         Returns the logits of its last position, (1, vocabulary). `config`: the generation's.
         """
         held = self._held
-        inputs = {**self._inputs, "past_key_values": self.cache}
+        inputs = {**self._inputs, CACHE: self.cache}
         with self._turn():
             outputs = self._model._prefill(ids, config, inputs)
         self._adopt(outputs)
@@ -248,7 +249,7 @@ class CachedModel:
         beyond = self._held + new - self._prefilled
         inputs = self._model._update_model_kwargs_for_generation({}, dict(self._inputs), num_new_tokens=beyond)
         prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(
-            ids, next_sequence_length=new, past_key_values=self.cache, is_first_iteration=False, **inputs
+            ids, next_sequence_length=new, is_first_iteration=False, **{CACHE: self.cache}, **inputs
         )
         return prepared
 
@@ -267,7 +268,7 @@ class CachedModel:
 
     def _adopt(self, outputs: Any) -> None:
         """Go on with the cache that the model filled: Phi-3 begins one of its own where a text crosses longrope's boundary."""
-        filled = getattr(outputs, "past_key_values", None)
+        filled = getattr(outputs, CACHE, None)
         if filled is not None and filled is not self.cache:
             self.cache = filled
             record_past(filled)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from xtok.arguments import CACHE
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import context_window, device_of, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Ask
@@ -202,7 +203,7 @@ def check_cache(model: PreTrainedModel, cache: Cache | None) -> None:
         fault = f"keeps {less[0][0]} positions in a layer where {name} sees {less[0][1] or 'all'}"
     else:
         return
-    raise UnsupportedArgumentError(f"past_key_values {fault}. {_REMEDY}")
+    raise UnsupportedArgumentError(f"{CACHE} {fault}. {_REMEDY}")
 
 
 def fits_trees(model: PreTrainedModel, cache: Cache) -> bool:
@@ -220,7 +221,7 @@ def _is_plain(cache: Cache) -> bool:
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
-_REMEDY = "Leave past_key_values out, or use DynamicCache(config=model.config)."
+_REMEDY = f"Leave {CACHE} out, or use DynamicCache(config=model.config)."
 
 
 def check_rolls_back(model: Any, role: str) -> None:

@@ -29,9 +29,9 @@ def check_rows(model: PreTrainedModel, role: str) -> None:
         return
     if (layer := mixing_layer(model)) is not None:
         raise UnsupportedModelError(
-            f"{layer} in {type(model).__name__} quantises its input by the range or the outliers of all rows of a forward pass: "
-            f"the logits of an id depend on the ids beside it. Use a {role} that is quantised by its weights and not by its "
-            "activations, or whose activations are quantised row by row (in bitsandbytes: load_in_8bit=True with "
+            f"{layer} in {type(model).__name__} quantises its input by the range or the outliers of all rows of a forward "
+            f"pass: the logits of an id depend on the ids beside it. Use a {role} that is quantised by its weights and not by "
+            "its activations, or whose activations are quantised row by row (in bitsandbytes: load_in_8bit=True with "
             "llm_int8_threshold=0.0)."
         )
     _INDEPENDENT.add(model)

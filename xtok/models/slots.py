@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from xtok.arguments import CACHE
 from xtok.costs import Cost
 from xtok.models.cache import device_of, keeps_rows, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Answer, Ask, wait_for
@@ -340,9 +341,9 @@ class Slots:
             input_ids=ids,
             position_ids=positions,
             attention_mask=masks[0] if len(masks) == 1 else dict(zip(list(inputs)[3:], masks, strict=True)),
-            past_key_values=self._cache,
             use_cache=True,
             return_dict=True,
+            **{CACHE: self._cache},
             **self._shown,
             **({"logits_to_keep": logits} if self._keeps and logits is not None else {}),
         )
