@@ -64,7 +64,8 @@ MARKS = TokenBytes((None, None, b".", b",", b"!", b"-", b"?", b";"), "test")
 class TableModel:
     """What the loop asks of a slot in a target, from a table: the logits behind the last id."""
 
-    vocabulary, device, chunk, shares, most, spread = len(TARGET), torch.device("cpu"), None, False, None, None
+    vocabulary, device, chunk, shares, most = len(TARGET), torch.device("cpu"), None, False, None
+    fixed, spread = False, 0.0
 
     def __init__(self) -> None:
         self.server = self

@@ -23,7 +23,7 @@ from xtok.align.keys import spelling_key
 from xtok.arguments import CACHE
 from xtok.drafts import adapt
 from xtok.draws import draws
-from xtok.errors import DraftFailedWarning, LossyWarning
+from xtok.errors import DraftFailedWarning, LossyWarning, UnsupportedArgumentError
 from xtok.generation import Generation
 from xtok.models.load import load
 from xtok.modes import current, within
@@ -212,10 +212,22 @@ def test_a_stream_goes_on_under_the_autocast_it_was_asked_for_under() -> None:
     wanted = {name: streamed(instance("float32"), GREEDY, MODES[name]) for name in ("none", "autocast")}
     assert wanted["none"][0].token_ids != wanted["autocast"][0].token_ids
     for asked, read in (("none", "autocast"), ("autocast", "none")):
+        xt = instance("float32")
         with mode(asked):
-            stream = instance("float32").stream(PROMPT, **GREEDY)
+            stream = xt.stream(PROMPT, **GREEDY)
         with mode(read):
             check_alike([ended(stream)], wanted[asked])
+
+
+def test_under_another_autocast_than_it_was_made_under_an_instance_promises_no_fixed_shapes() -> None:
+    xt, cast = instance("float32"), MODES["autocast"]
+    assert xt.generate(PROMPT, **GREEDY).stats.exact
+    texts = [generated(xt, GREEDY, cast) for _ in range(3)]
+    assert not any(one.stats.exact for text in texts for one in text)
+    assert texts[0][0].token_ids == texts[1][0].token_ids == texts[2][0].token_ids
+    xt = XTokAssisted((TARGET, TOKENS), stable=True)
+    with cast(), pytest.raises(UnsupportedArgumentError, match="another autocast"):
+        xt.generate(PROMPT, **GREEDY)
 
 
 def test_between_the_rounds_of_a_stream_the_caller_has_its_own_modes() -> None:

@@ -18,7 +18,7 @@ FLOORS = (
     ("align.tokenbytes.table", "align.tokenbytes.families", "align.tokenbytes"),
     ("align.keys", "align.encoding", "align.text"),
     ("align.vocabulary", "align.projection", "align.reencode", "align.continuation", "align.fit", "align.verdict"),
-    ("largest", "processors", "noise", "budget", "trace", "page"),
+    ("largest", "processors", "noise", "budget", "trace", "page", "stops"),
     ("draws", "ledger", "generation"),
     ("pick",),
     ("models", "models.prompts", "models.rope", "models.forwards", "models.masks", "models.layers", "models.placement"),

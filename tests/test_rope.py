@@ -1,5 +1,6 @@
 """Rotary embeddings that turn by the length of a text: what it says depends on that text alone."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -221,7 +222,7 @@ def test_threads_with_texts_on_both_sides_of_the_boundary_dont_disturb_each_othe
 ) -> None:
     xt, sizes = assisted(rope), (3, BOUNDARY - LENGTH, BOUNDARY + 1, BOUNDARY + 9)
     expected = {size: list(truth(rope, size)[size:]) for size in sizes}
-    plain = LlamaRotaryEmbedding.forward.__wrapped__.__wrapped__
+    plain = inspect.unwrap(LlamaRotaryEmbedding.forward)
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", torch.no_grad()(dynamic_rope_update(slowly(plain))))
     with ThreadPoolExecutor(len(sizes)) as pool:
         found = pool.map(lambda size: texts(xt, [size] * 2, "one by one"), sizes)

@@ -165,13 +165,15 @@ def tree_of(guesses: list[tuple[list[int], float]]) -> Tree:
 
 
 class Guesses:
-    """A draft that guesses the same whatever it reads."""
+    """A draft that guesses the same whatever it reads, with a hint in front where there is one."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
 
     def start(self, request: Request) -> Drafter:
-        return ScriptedDrafter(lambda context: self.tree)
+        drafter = ScriptedDrafter(lambda context: self.tree)
+        drafter.reads_hint = True  # type: ignore[attr-defined]
+        return drafter
 
 
 def merged(guesses: Sequence[Tree], budget: Budget) -> tuple[Tree, Session]:

@@ -463,7 +463,7 @@ def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[st
     assert XT.generate(PROMPT, **GREEDY).token_ids == EXPECTED
 
 
-@pytest.mark.parametrize("length", [math.inf, math.nan, 4.5])
+@pytest.mark.parametrize("length", [math.inf, 4.5])
 def test_a_length_that_is_no_integer_is_what_it_is_for_transformers(length: float) -> None:
     """Without a limit, the end of text is one."""
     asked = {**GREEDY, "max_new_tokens": length, "eos_token_id": EXPECTED[-1]}

@@ -12,6 +12,7 @@ from threading import local
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, overload
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -194,7 +195,7 @@ class XTokAssisted:
         beside = device_of(self.model)
         models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
-        self._is_half = computes_in_half(self.model)
+        self._is_half, self._cast = computes_in_half(self.model), current().autocast
         self._shapes = self._shapes_of(self.model) if stable or (stable is None and self._is_half) else None
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
@@ -453,7 +454,7 @@ class XTokAssisted:
         if model is not self.model:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
         hf.check_arguments({name: hf.callers(name) for name in ("assistant_model", "synced_gpus")})
-        criteria = hf.with_stop_strings(self.tokenizer, stopping_criteria, stop_strings)
+        criteria = hf.with_stop_strings(self.target.vocabulary, stopping_criteria, stop_strings)
         hf.check_rows(criteria, rows=len(input_ids))
         wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate and self._shapes is None
         keeps_cache = bool(wanted or (hf.callers("kwargs") or {}).get(CACHE) is not None)
@@ -523,10 +524,11 @@ class XTokAssisted:
                 "acceptance='rejection' needs the distribution that guesses are drawn from, and a prediction has none. Leave "
                 "it out, or use acceptance='match'."
             )
-        if self._made["stable"] and (prepared.keeps_cache or not prepared.is_plain):
+        if self._made["stable"] and not self._is_fixed(prepared):
             raise UnsupportedArgumentError(
-                f"stable=True can't go on in a cache of the caller's, or read anything but ids. Leave {CACHE} and "
-                "further inputs of the model out, or stable=True."
+                "stable=True can't go on in a cache of the caller's, read anything but ids, or compute under another autocast "
+                f"than XTokAssisted was made under. Leave {CACHE}, further inputs of the model and that autocast out, or "
+                "stable=True."
             )
 
     def _begin(self, prepared: list[hf.Prepared], seed: int | None, caches: Caches) -> Iterator[Sequence]:
@@ -544,7 +546,7 @@ class XTokAssisted:
         branches = not guesses or (self._branches and fits_trees(self.model, prepared.cache))
         slot = self._slot(prepared, seat)
         lossy = bool(self._acceptance.typical and prepared.samples)
-        is_exact = not lossy and (self._is_fixed(prepared) or not self._is_half)
+        is_exact = not lossy and (self._is_fixed(prepared) or not self._is_half_now())
         meter = Meter(chains_only=not branches, exact=is_exact, shared_forwards=slot.shares)
         picker = Picker(
             prepared.processors,
@@ -580,8 +582,13 @@ class XTokAssisted:
         return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden, prompt=prompt)
 
     def _is_fixed(self, prepared: hf.Prepared) -> bool:
-        """Whether the forward passes of a text have fixed shapes."""
-        return self._shapes is not None and prepared.is_plain and not prepared.keeps_cache
+        """Whether the forward passes of a text have fixed shapes, which were tried under the caller's present autocast."""
+        tried = self._shapes is not None and current().autocast == self._cast
+        return tried and prepared.is_plain and not prepared.keeps_cache
+
+    def _is_half_now(self) -> bool:
+        """Whether the target computes in half precision, be it by the caller's present autocast."""
+        return self._is_half or torch.is_autocast_enabled(device_of(self.model).type)
 
     def _session(self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
         """The drafting of one text, which shares what all of this instance learn of costs and gains; unless that, by the shapes
@@ -602,7 +609,7 @@ class XTokAssisted:
             seat=seat,
         )
         drafts, ledger = self._drafts, self._ledger
-        if self._is_half and self._made["stable"] is not False and not self._is_fixed(prepared):
+        if self._is_half_now() and self._made["stable"] is not False and not self._is_fixed(prepared):
             drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
             ledger = self._ledger_without_a_clock()
         if prepared.prediction is None:

@@ -17,7 +17,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
@@ -29,17 +28,19 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from xtok.align.vocabulary import Vocabulary
 from xtok.arguments import CACHE, check_kinds, handed_on, with_cache_renamed
 from xtok.decode import drain
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CachedModel, device_of, ids_read
 from xtok.models.probe import check_cache
-from xtok.models.prompts import is_ids, prompt_ids, reading, template_arguments
+from xtok.models.prompts import is_ids, prompt_ids, template_arguments
 from xtok.models.rope import dynamic_boundary, longrope_boundary
 from xtok.models.target import Target
 from xtok.noise import Noise, noise
 from xtok.sequence import Sequence
+from xtok.stops import StopStrings
 
 _COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
 """What a model may be given beside ids that follows from those, and from where there is padding."""
@@ -147,7 +148,7 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Tensor:
-        criteria = with_stop_strings(target.vocabulary.tokenizer, stopping_criteria, stop_strings)
+        criteria = with_stop_strings(target.vocabulary, stopping_criteria, stop_strings)
         made = rows(
             target.model, input_ids, logits_processor, criteria, generation_config, model_kwargs, keeps_cache=keeps_cache
         )
@@ -211,16 +212,9 @@ def _take_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> str
     return configured if given is None else given
 
 
-def with_stop_strings(tokenizer: Any, criteria: StoppingCriteriaList, strings: Any) -> StoppingCriteriaList:
-    """Criteria, with one for stop strings where there are some. Raises `InvalidInputError` for what is none."""
-    if strings is None:
-        return criteria
-    try:
-        with reading(tokenizer):
-            stops = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise InvalidInputError(f"stop_strings is {strings!r}; give a text or a list of texts ({error}).") from error
-    return StoppingCriteriaList([*criteria, stops])
+def with_stop_strings(vocabulary: Vocabulary, criteria: StoppingCriteriaList, strings: Any) -> StoppingCriteriaList:
+    """Criteria, with one for stop strings if there are some. Raises `InvalidInputError` unless those are texts."""
+    return criteria if strings is None else StoppingCriteriaList([*criteria, StopStrings(vocabulary, strings)])
 
 
 def check_several(arguments: Mapping[str, Any]) -> None:
@@ -426,13 +420,15 @@ def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProce
         elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
             processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[row : row + 1], 1
         elif isinstance(processor, PrefixConstrainedLogitsProcessor):
-            processor._prefix_allowed_tokens_fn = _as_row(processor._prefix_allowed_tokens_fn, row)
+            number = row // processor._num_beams  # from transformers 5.24 on, texts of one prompt have one number
+            processor._prefix_allowed_tokens_fn = _as_row(processor._prefix_allowed_tokens_fn, number)
+            processor._num_beams = 1
     return own
 
 
-def _as_row(allowed: Callable[[int, Tensor], list[int]], row: int) -> Callable[[int, Tensor], list[int]]:
+def _as_row(allowed: Callable[[int, Tensor], list[int]], number: int) -> Callable[[int, Tensor], list[int]]:
     """A row that runs for itself would always be asked for as number 0."""
-    return lambda _, ids: allowed(row, ids)
+    return lambda _, ids: allowed(number, ids)
 
 
 def callers(name: str) -> Any:

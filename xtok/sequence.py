@@ -16,9 +16,10 @@ from xtok.models.seats import Seat
 from xtok.modes import as_called
 from xtok.pick import Picker
 from xtok.stats import Meter
+from xtok.stops import StopStrings
 
 _LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
-_KNOWN = (MaxLengthCriteria, EosTokenCriteria)
+_KNOWN = (MaxLengthCriteria, EosTokenCriteria, StopStrings)
 """Answered here by the ids alone: asking them would take a transfer from the device for each id."""
 
 
@@ -50,12 +51,14 @@ class Sequence:
     read: int = 0
     _limit: int | None = field(init=False)
     _ends: frozenset[int] = field(init=False)
+    _stops: list[StopStrings] = field(init=False)
     _length: int = field(init=False)
 
     def __post_init__(self) -> None:
         limits = [one.max_length for one in self.criteria if type(one) is MaxLengthCriteria]
         ends = [one.eos_token_id.reshape(-1).tolist() for one in self.criteria if type(one) is EosTokenCriteria]
         self._limit, self._ends = min(limits, default=None), frozenset(token for some in ends for token in some)
+        self._stops = [one for one in self.criteria if type(one) is StopStrings]
         self.criteria = StoppingCriteriaList(one for one in self.criteria if type(one) not in _KNOWN)
         self._length = self.ids.shape[1]
 
@@ -101,7 +104,8 @@ class Sequence:
             self.catch_up()
         with as_called():
             fired = [one for one in self.criteria if bool(torch.as_tensor(one(self.ids, self.picker.scores)).any())]
-        ends = token in self._ends or not all(isinstance(criterion, _LIMITS) for criterion in fired)
+        ends = token in self._ends or any(stops.completed(self.text.ids) for stops in self._stops)
+        ends = ends or not all(isinstance(criterion, _LIMITS) for criterion in fired)
         if ends or fired or (self._limit is not None and self._size >= self._limit):
             self.finish_reason = "stop" if ends else "length"
 

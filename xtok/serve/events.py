@@ -26,29 +26,50 @@ class Event(NamedTuple):
 
 
 class Cut:
-    """Ends a text before the first of some `stops`. What may be the beginning of one is held back until that is known.
+    """Ends a text before the first of some `stops` to be completed. What may be the beginning of one is held back until that is
+    known. The work is linear in the length of the text.
 
     `size`: how many bytes were let pass.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held = stops, ""
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._begun = [0] * len(stops)
+        self._held = ""
         self.size, self.found = 0, False
 
     def add(self, piece: str, *, final: bool = False) -> str:
         """What surely belongs to the text."""
-        self._held += "" if self.found else piece
-        ends = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        self.found = self.found or bool(ends)
-        kept = min(ends) if ends else len(self._held) - (0 if final else self._open())
+        if self.found:
+            return ""
+        self._held += piece
+        kept = len(self._held)
+        for place, character in enumerate(piece if self._stops else "", start=kept - len(piece) + 1):
+            self._begun = [_advanced(*stop, begun, character) for stop, begun in zip(self._stops, self._begun, strict=True)]
+            complete = [begun for (stop, _), begun in zip(self._stops, self._begun, strict=True) if begun == len(stop)]
+            if complete:
+                self.found, kept = True, place - max(complete)
+                break
+        if not self.found and not final:
+            kept -= max(self._begun, default=0)
         passed, self._held = self._held[:kept], "" if self.found else self._held[kept:]
         self.size += len(passed.encode())
         return passed
 
-    def _open(self) -> int:
-        """How many of the last characters may begin a stop."""
-        begun = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
-        return max(begun, default=0)
+
+def _advanced(stop: str, borders: Sequence[int], begun: int, character: str) -> int:
+    """How many characters of a stop the end of a text spells after one more character, where it spelled `begun` of them."""
+    while begun and stop[begun] != character:
+        begun = borders[begun]
+    return begun + (stop[begun] == character)
+
+
+def _borders(stop: str) -> list[int]:
+    """How many characters of a stop end each of its beginnings, itself not counted (Knuth, Morris and Pratt 1977)."""
+    borders = [0, 0]
+    for character in stop[1:]:
+        borders.append(_advanced(stop, borders, borders[-1], character))
+    return borders
 
 
 class _Shown:

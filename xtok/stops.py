@@ -1,0 +1,60 @@
+"""`StopStrings`: stop strings, matched on the bytes that ids spell."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from xtok.align.vocabulary import Vocabulary
+from xtok.errors import InvalidInputError
+
+
+class StopStrings(StoppingCriteria):
+    """Stops a text at the first token whose bytes complete one of some strings; the token may spell more than its end.
+
+    Texts stop where transformers' `StopStringCriteria` stops them: what the prompt begins may be completed, and a control token
+    spells its name (`</s>`). Unlike that one, it needs no table of the vocabulary for each set of strings, and finds
+    characters that are spread over tokens with every tokenizer. A check takes time linear in the length of the strings.
+
+    Raises `InvalidInputError` unless `strings` is a text or holds some texts.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, strings: str | Iterable[str]) -> None:
+        try:
+            found = [strings] if isinstance(strings, str) else list(strings)
+            self._stops = [stop.encode() for stop in found]
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InvalidInputError(f"stop_strings is {strings!r}; give a text or a list of texts ({error}).") from error
+        if not found:
+            raise InvalidInputError(f"stop_strings is {strings!r}, which holds no text. Give one, or leave it out.")
+        self._vocabulary = vocabulary
+        self._longest = max(map(len, self._stops))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StopStrings":
+        """Itself: it keeps nothing of a text."""
+        return self
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Whether each row, (rows, length), ends with a token that completes a string; (rows,), bool."""
+        rows: Tensor = input_ids
+        return torch.tensor([self.completed(row) for row in rows.tolist()], dtype=torch.bool, device=rows.device)
+
+    def completed(self, ids: Sequence[int]) -> bool:
+        """Whether the last of some ids completes a string."""
+        last = self._spelled(ids[-1])
+        before, size, place = list[bytes](), 0, len(ids) - 1
+        while place and size + 1 < self._longest:
+            place -= 1
+            before.append(self._spelled(ids[place]))
+            size += len(before[-1])
+        text = b"".join(reversed(before)) + last
+        return any(text.find(stop, max(size + 1 - len(stop), 0)) >= 0 for stop in self._stops)
+
+    def _spelled(self, token: int) -> bytes:
+        piece = self._vocabulary.view[token]
+        if piece is not None:
+            return piece
+        name = self._vocabulary.tokenizer.convert_ids_to_tokens(token) if token < len(self._vocabulary.view) else None
+        return b"\xff" if name is None else str(name).encode()  # what no text spells: an id without a token ends all matches
