@@ -12,7 +12,6 @@ from threading import local
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, overload
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -195,8 +194,8 @@ class XTokAssisted:
         beside = device_of(self.model)
         models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
-        self._is_half, self._cast = computes_in_half(self.model), current().autocast
-        self._shapes = self._shapes_of(self.model) if stable or (stable is None and self._is_half) else None
+        wanted = stable or (stable is None and computes_in_half(self.model))
+        self._shapes = self._shapes_of(self.model) if wanted else None
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
         self.names = _names([models[i].model if i in models else one for i, one in enumerate(given)])
@@ -526,9 +525,8 @@ class XTokAssisted:
             )
         if self._made["stable"] and not self._is_fixed(prepared):
             raise UnsupportedArgumentError(
-                "stable=True can't go on in a cache of the caller's, read anything but ids, or compute under another autocast "
-                f"than XTokAssisted was made under. Leave {CACHE}, further inputs of the model and that autocast out, or "
-                "stable=True."
+                f"stable=True can't go on in a cache of the caller's, or read anything but ids. Leave {CACHE} and "
+                "further inputs of the model out, or stable=True."
             )
 
     def _begin(self, prepared: list[hf.Prepared], seed: int | None, caches: Caches) -> Iterator[Sequence]:
@@ -546,7 +544,7 @@ class XTokAssisted:
         branches = not guesses or (self._branches and fits_trees(self.model, prepared.cache))
         slot = self._slot(prepared, seat)
         lossy = bool(self._acceptance.typical and prepared.samples)
-        is_exact = not lossy and (self._is_fixed(prepared) or not self._is_half_now())
+        is_exact = not lossy and (self._is_fixed(prepared) or not computes_in_half(self.model))
         meter = Meter(chains_only=not branches, exact=is_exact, shared_forwards=slot.shares)
         picker = Picker(
             prepared.processors,
@@ -582,13 +580,8 @@ class XTokAssisted:
         return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden, prompt=prompt)
 
     def _is_fixed(self, prepared: hf.Prepared) -> bool:
-        """Whether the forward passes of a text have fixed shapes, which were tried under the caller's present autocast."""
-        tried = self._shapes is not None and current().autocast == self._cast
-        return tried and prepared.is_plain and not prepared.keeps_cache
-
-    def _is_half_now(self) -> bool:
-        """Whether the target computes in half precision, be it by the caller's present autocast."""
-        return self._is_half or torch.is_autocast_enabled(device_of(self.model).type)
+        """Whether the forward passes of a text have fixed shapes."""
+        return self._shapes is not None and prepared.is_plain and not prepared.keeps_cache
 
     def _session(self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
         """The drafting of one text, which shares what all of this instance learn of costs and gains; unless that, by the shapes
@@ -609,7 +602,7 @@ class XTokAssisted:
             seat=seat,
         )
         drafts, ledger = self._drafts, self._ledger
-        if self._is_half_now() and self._made["stable"] is not False and not self._is_fixed(prepared):
+        if computes_in_half(self.model) and self._made["stable"] is not False and not self._is_fixed(prepared):
             drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
             ledger = self._ledger_without_a_clock()
         if prepared.prediction is None:

@@ -45,7 +45,8 @@ def computes_in_half(model: PreTrainedModel) -> bool:
     round what they are given as coarsely, which is measured.
     """
     kinds = {part.dtype for part in (*model.parameters(), *model.buffers())}
-    return not kinds.isdisjoint(_HALF) or torch.is_autocast_enabled(device_of(model).type) or rounds_input(model)
+    casts = torch.is_autocast_enabled(device_of(model).type) and torch.float32 in kinds  # which leaves float64 as it is
+    return not kinds.isdisjoint(_HALF) or casts or rounds_input(model)
 
 
 def takes_trees(model: PreTrainedModel) -> bool:
