@@ -302,6 +302,17 @@ def encoder_model(**more: Any) -> transformers.PreTrainedModel:
     return made
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_model_whose_logits_are_no_numbers_is_refused_as_such(value: float, role: str) -> None:
+    """It was said not to be causal."""
+    broken = deepcopy(OTHER)
+    broken.get_output_embeddings().weight.data[3:5] = value
+    models = [(broken, BYTES)] if role == "target" else [(TARGET, TOKENS), (broken, BYTES)]
+    with pytest.raises(UnsupportedModelError, match=f"GPTNeoX.* gives logits that are NaN or infinite .* load the {role} in "):
+        XTokAssisted(*models)
+
+
 def test_an_encoder_that_is_loaded_as_a_language_model_is_refused() -> None:
     """Found by trying all architectures: what it says of a text depends on what follows, so guesses would change its picks."""
     with pytest.raises(UnsupportedModelError, match=r"BertLMHeadModel isn't causal.*is_decoder=True"):

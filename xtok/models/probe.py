@@ -255,6 +255,11 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
     name = type(model).__name__
     try:
         causal, continues, able = _continues(model)
+    except FloatingPointError as error:
+        raise UnsupportedModelError(
+            f"{name} gives logits that are NaN or infinite for the ids {error}, so nothing can be picked from them. Look "
+            f"whether its weights are whole, or load the {role} in bfloat16 or float32 if they overflow in {model.dtype}."
+        ) from error
     except Exception as error:
         raise UnsupportedModelError(
             f"{name} can't be forwarded behind its own cache ({type(error).__name__}: {error}). Use another model as {role}."
@@ -290,6 +295,8 @@ def _continues(model: PreTrainedModel) -> tuple[bool, bool, bool]:
     """
     text = torch.tensor([[3, 5, 7, 11]], dtype=torch.int64, device=device_of(model)) % vocabulary_size(model)
     whole = cached_model(model, new_cache(model)).forward(text, rows=3).float()
+    if bool((whole.isnan() | whole.isposinf()).any()):
+        raise FloatingPointError(text[0].tolist())
     cached = cached_model(model, new_cache(model))
     rows = [cached.forward(text[:, :2], rows=1), cached.branch(text[:, [2, 0]], parents=(-1, 0))[:1]]
     cached.keep([0])
