@@ -164,7 +164,7 @@ def test_the_text_streams_in_beside_the_targets_own_and_the_two_are_said_to_be_i
     page.write()
     expected = truth()
     assert page.content(".run.drafted .text") == page.content(".run.alone .text") == expected.text
-    assert page.text("#verdict") == YES["en"]
+    assert page.text("#verdict") == f"{YES['en']}. No near-ties: model.generate gives this text, too"
     assert "right" in page.one("#verdict").get_attribute("class")
     drafted, alone = (len(page.all(f".run.{kind} .one")) for kind in ("drafted", "alone"))
     assert alone == expected.stats.target_forwards > 1.5 * drafted
@@ -188,10 +188,10 @@ def test_sampled_texts_are_identical_too_and_the_seed_decides(page: Browser) -> 
     page.one("[value=sampled]").click()
     page.write(seed=7, temperature=1.0)
     first = page.content(".run.drafted .text")
-    assert page.text("#verdict") == YES["en"]
+    assert page.text("#verdict").startswith(YES["en"])
     assert first == truth(do_sample=True, temperature=1.0, seed=7).text
     page.write(seed=8)
-    assert page.text("#verdict") == YES["en"]
+    assert page.text("#verdict").startswith(YES["en"])
     assert page.content(".run.drafted .text") != first
 
 
@@ -200,7 +200,7 @@ def test_drafts_take_part_as_they_are_chosen(page: Browser) -> None:
     assert [box.get_attribute("value") for box in boxes] == ["draft", "prompt lookup", "token recycling"]
     boxes[0].click()
     page.write()
-    assert page.text("#verdict") == YES["en"]
+    assert page.text("#verdict").startswith(YES["en"])
     assert {one.get_attribute("data-draft") for one in page.all(".token.tint")} <= {"prompt lookup", "token recycling"}
     boxes[1].click()
     boxes[2].click()
@@ -248,7 +248,7 @@ def test_a_stopped_text_stays_as_far_as_it_came(page: Browser, shipped: Server) 
     assert page.text("#verdict") == "identical: unknown, for one of them didn't end"
     page.until(lambda: shipped.service.track.entered == 0)
     page.write()
-    assert page.text("#verdict") == YES["en"]
+    assert page.text("#verdict").startswith(YES["en"])
 
 
 # what happened in a round
@@ -275,7 +275,7 @@ def test_all_of_it_works_by_the_keyboard(page: Browser) -> None:
     page.one("#prompt").click()
     page.fill("tokens", 24)
     page.press(Keys.ENTER)  # within a field, that is to write
-    page.until(lambda: page.text("#verdict") == YES["en"])
+    page.until(lambda: page.text("#verdict").startswith(YES["en"]))
     for _ in range(40):
         if page.focused().get_attribute("class").startswith("one"):
             break
@@ -420,7 +420,7 @@ def test_the_picture_of_the_documents_shows_what_they_say(english: Browser) -> N
         english.open(one.url)
         english.fill("prompt", list(SAMPLES)[-1])
         english.write(tokens=64)
-        assert english.text("#verdict") == YES["en"]
+        assert english.text("#verdict").startswith(YES["en"])
         by_draft = "[data-draft='draft']"
         english.point_at(max(english.all(".run.drafted .one"), key=lambda it: len(it.find_elements(By.CSS_SELECTOR, by_draft))))
         english.picture("page.png")
@@ -431,7 +431,7 @@ def test_it_speaks_japanese_to_a_japanese_browser(shipped: Server) -> None:
         browser.open(shipped.url)
         assert browser.text("#write") == "生成"
         browser.write()
-        assert browser.text("#verdict") == YES["ja"]
+        assert browser.text("#verdict").startswith(YES["ja"])
         assert browser.one("html").get_attribute("lang") == "ja"
         browser.point_at(browser.all(".run.drafted .one")[3])
         assert "ラウンド" in browser.text("#round h2")
@@ -466,7 +466,7 @@ def test_a_server_with_a_key_asks_for_it(english: Browser) -> None:
         english.until(lambda: english.text("#served"))
         english.fill("prompt", "吾輩は")
         english.write(tokens=8)
-        assert english.text("#verdict") == YES["en"]
+        assert english.text("#verdict").startswith(YES["en"])
     english.errors()
 
 
@@ -489,4 +489,4 @@ def test_a_chat_is_written_by_the_models_template(english: Browser) -> None:
         english.write(tokens=8)
         expected = XTokAssisted(chat).generate([{"role": "user", "content": "吾輩は"}], max_new_tokens=8, do_sample=False)
         assert english.content(".run.drafted .text") == expected.text
-        assert english.text("#verdict") == YES["en"]
+        assert english.text("#verdict").startswith(YES["en"])
