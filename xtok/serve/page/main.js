@@ -167,7 +167,7 @@ function verdict(drafted, alone) {
   of("verdict").className = !known ? "" : same ? "right" : "wrong";
   const place = differs < 0 ? Math.min(one.length, other.length) : differs;
   const told = !known ? words.unknown : same ? words.yes : words.no(place + 1);
-  of("verdict").textContent = known ? [told, ...aboutTies(drafted, alone, same, place)].join(". ") : told;
+  of("verdict").textContent = known ? [told, ...aboutTies(drafted, alone, same, place)].join(words.stop) : told;
 }
 
 // Near-ties: where two texts part in half precision without fixed shapes, and where model.generate might part from both.
