@@ -421,6 +421,15 @@ def test_any_json_object_may_be_asked_for(server: Server) -> None:
     assert found.lstrip().startswith("{")
 
 
+ENDLESS: list[dict[str, Any]] = [
+    {"$ref": "#"},
+    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    {"type": "object", "properties": {f"p{i}": {} for i in range(1500)}},
+]
+"""Schemas that llguidance takes, and can't follow."""
+NESTED = ["[" * 15_000 + "]" * 3, "[" * 9000 + "]" * 9000, "9" * 9000]
+"""Arguments of calls: JSON is nested too deeply, or holds a number with too many digits."""
+
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "best_of": 2}, "best_of"),
@@ -449,10 +458,20 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "logit_bias": {"99999": 5}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"٣": 5}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"1": 500}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"0" * 5000 + "1": 5}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"9" * 5000: 5}}, "logit_bias"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"other": True}}, "stream_options.other"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
     ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
+    *(
+        ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, "response_format")
+        for schema in ENDLESS
+    ),
+    *(
+        ({"messages": [{"role": "user", "tool_calls": [{"function": {"arguments": given}}]}]}, "messages.0.tool_calls")
+        for given in NESTED
+    ),
     ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
     ({}, "prompt"),
     ({"prompt": []}, "prompt"),

@@ -74,13 +74,11 @@ class Grammar:
         self._matcher, self._read = matcher, start
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """`ids`: (1, length). `scores`: (1, vocabulary). Raises `RuntimeError` where the grammar can't be followed further."""
+        """`ids`: (1, length). `scores`: (1, vocabulary). Raises `ValueError` if the grammar can't be followed further."""
         for token in ids[0, self._read :].tolist():
             self._matcher.consume_token(token)
         self._read = ids.shape[1]
-        allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        if self._matcher.is_error():
-            raise RuntimeError(self._matcher.get_error())
+        allowed = _allowed(self._matcher)
         forbidden = np.ones(scores.shape[-1], dtype=bool)  # logits may be more than the tokenizer has ids
         size = min(len(allowed), len(forbidden))
         forbidden[:size] = allowed[:size] == 0
@@ -88,14 +86,36 @@ class Grammar:
 
 
 def grammar_of(tokenizer: Any, end: int | None, schema: Any) -> str:
-    """The grammar of llguidance for a JSON schema. Raises `ValueError` for what is none, or what it can't hold a text to."""
+    """The grammar of llguidance for a JSON schema. Raises `ValueError` for what is none, or what it can't hold a text to.
+
+    Some of that, such as a schema that is nothing but a reference to itself, llguidance finds out only while a text is written.
+    So the beginning of a text is written, from the first id that is allowed each time.
+    """
     from llguidance import LLMatcher
 
     grammar: str = LLMatcher.grammar_from_json_schema(dumps(schema))
     fault: str = LLMatcher.validate_grammar(grammar, _read_by_llguidance(tokenizer, end))
     if fault:
         raise ValueError(fault.strip().partition("\n")[0])
+    matcher = matcher_of(tokenizer, end, grammar)
+    for _ in range(_WRITTEN):
+        allowed = np.flatnonzero(_allowed(matcher))
+        if matcher.is_stopped() or not len(allowed):
+            break
+        matcher.consume_token(int(allowed[0]))
     return grammar
+
+
+_WRITTEN = 8
+"""How many ids of a text are written to see whether llguidance can follow a grammar."""
+
+
+def _allowed(matcher: Any) -> Any:
+    """Which ids may come next, 1 or 0 for each id of the tokenizer. Raises `ValueError` if the grammar can't be followed."""
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    if matcher.is_error():
+        raise ValueError(str(matcher.get_error()).partition("\n")[0])
+    return allowed
 
 
 def matcher_of(tokenizer: Any, end: int | None, grammar: str) -> Any:

@@ -289,8 +289,11 @@ def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
     if "tool_calls" in message:
         try:
             message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-        except (AttributeError, JSONDecodeError, KeyError, TypeError) as error:
-            raise RequestError("tool_calls holds no list of calls of functions.", f"messages.{number}.tool_calls") from error
+        except (AttributeError, JSONDecodeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise RequestError(
+                "tool_calls must be a list of calls of functions, whose arguments are JSON that isn't nested too deeply.",
+                f"messages.{number}.tool_calls",
+            ) from error
     return message
 
 
@@ -378,7 +381,7 @@ def _processors(body: Body, xt: XTokAssisted, record: Record | None, start: int,
 def _bias(given: Mapping[str, float], size: int) -> list[list[Any]]:
     """As transformers' processor takes it. Raises `RequestError` for what is no id of the target."""
     for name in given:
-        if not (name.isascii() and name.isdigit() and int(name[:20]) < size):
+        if not (name.isascii() and name.isdigit() and len(name) <= 20 and int(name) < size):
             raise RequestError(f"logit_bias has {name[:40]!r}; the target's ids are from 0 to {size - 1}.", "logit_bias")
     return [[[int(name)], float(value)] for name, value in given.items()]
 
