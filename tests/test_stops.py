@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers.decoders import WordPiece
 from transformers.generation.stopping_criteria import StopStringCriteria
 from worlds import FAMILIES, fitting, tokenizer
 
@@ -30,7 +31,10 @@ def vocabulary(family: str, seed: int) -> Vocabulary:
 def spelled(known: Vocabulary, token: int) -> bytes:
     """A token's bytes; of a control token, its name."""
     piece = known.view[token]
-    return known.tokenizer.convert_ids_to_tokens(token).encode() if piece is None else piece
+    if piece is not None:
+        return piece
+    space = " " if isinstance(known.tokenizer.backend_tokenizer.decoder, WordPiece) else ""
+    return (space + known.tokenizer.convert_ids_to_tokens(token)).encode()
 
 
 @st.composite
@@ -70,6 +74,19 @@ def test_texts_stop_where_transformers_stops_them(case: tuple[Vocabulary, list[i
     stops = StopStrings(known, strings)
     for size in range(1, len(ids) + 1):
         assert stops.completed(ids[:size]) == bool(theirs(torch.tensor([ids[:size]]), None))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_control_tokens_are_spelled_as_transformers_spells_them(family: str) -> None:
+    """Found here: WordPiece puts a space in front of them."""
+    known = vocabulary(family, 1)
+    for strings in ([" "], ["<s>"], [" <s"], ["s></"], ["> <"]):
+        try:
+            theirs = StopStringCriteria(known.tokenizer, strings)
+        except ValueError:  # the vocabulary can't spell it
+            continue
+        for ids in ([1], [2, 1], [1, 2]):
+            assert StopStrings(known, strings).completed(ids) == bool(theirs(torch.tensor([ids]), None)), (strings, ids)
 
 
 def test_ids_without_a_token_end_no_text_and_join_none() -> None:

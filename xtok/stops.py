@@ -56,5 +56,9 @@ class StopStrings(StoppingCriteria):
         piece = self._vocabulary.view[token]
         if piece is not None:
             return piece
-        name = self._vocabulary.tokenizer.convert_ids_to_tokens(token) if token < len(self._vocabulary.view) else None
-        return b"\xff" if name is None else str(name).encode()  # what no text spells: an id without a token ends all matches
+        tokenizer = self._vocabulary.tokenizer
+        name = tokenizer.convert_ids_to_tokens(token) if token < len(self._vocabulary.view) else None
+        if name is None:
+            return b"\xff"  # what no text spells: an id without a token ends all matches
+        text: str = tokenizer.convert_tokens_to_string(["a", name])  # with the space that some decoders put in front of it
+        return text.removeprefix("a").encode()
