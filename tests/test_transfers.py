@@ -14,6 +14,7 @@ from worlds import make_dear
 
 import xtok.draws
 import xtok.largest
+import xtok.models.stable
 import xtok.pick
 from xtok import Budget, PromptLookup, TokenRecycling, XTokAssisted
 from xtok.drafts import recycling
@@ -71,6 +72,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     for module in (xtok.draws, xtok.pick, forwards):
         monkeypatch.setattr(module, "listed", listed)
     taken_for_an_accelerator(monkeypatch)
+    monkeypatch.setattr(xtok.models.stable, "_SHARE", 1e9)  # what is tried, is tried for the first text
     with found:
         yield found
 
