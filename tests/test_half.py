@@ -4,7 +4,9 @@ The clock is a noisy one here, as on a machine with other work: whatever a clock
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import cache
+from math import inf
 from random import Random
 from typing import Any
 
@@ -25,6 +27,7 @@ from xtok.costs import Cost
 from xtok.errors import UnstableWarning
 from xtok.ledger import Account, Ledger, Proposal
 from xtok.models.prompts import prompt_ids
+from xtok.models.stable import StableShapes
 from xtok.tree import chain
 
 HALVES = [name for name, dtype in DTYPES.items() if dtype.itemsize == 2]
@@ -203,3 +206,26 @@ def test_no_second_reaches_what_a_ledger_without_a_clock_decides(rounds: list[tu
             proposals.append(Proposal(tree, 0.9, [], took[2]))
             ledger.observe(tree, [*range(right), 99], Cost(rows + 7, took[3]), proposals)
     assert ledgers[0] == ledgers[1]
+
+
+def test_a_number_of_threads_that_cuts_vectors_costs_the_promise_and_not_the_text(recwarn: pytest.WarningsRecorder) -> None:
+    """Set between calls by somebody who asked for nothing: found by a review."""
+    xt = XTokAssisted((target("Llama", "bfloat16"), TOKENS))
+    wanted = xt.generate(TEXTS[0], **WAYS["greedy"])
+    torch.set_num_threads(3)
+    try:
+        with pytest.warns(UnstableWarning, match="3 threads"):
+            found = xt.generate(TEXTS[0], **WAYS["greedy"])
+    finally:
+        torch.set_num_threads(1)
+    assert not found.stats.exact and len(found.token_ids) == len(wanted.token_ids)
+    assert xt.generate(TEXTS[0], **WAYS["greedy"]).stats.exact
+
+
+def test_a_model_with_few_positions_waits_with_picks_after_branches() -> None:
+    """Where no difference can be measured, none is taken to be small."""
+    lm = deepcopy(target("Llama", "bfloat16"))
+    lm.config.max_position_embeddings = 65
+    shapes = StableShapes(lm)
+    shapes.served(1e9)
+    assert shapes.spread == inf

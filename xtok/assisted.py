@@ -37,7 +37,6 @@ from xtok.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
     XTokError,
-    reason,
     shown,
 )
 from xtok.generation import Generation
@@ -67,10 +66,10 @@ T = TypeVar("T")
 BATCH = 8
 """How many texts of a list are written at a time."""
 _UNSTABLE = (
-    "{} computes in {}, where the last bits of logits depend on what else is in a forward pass, and its forward passes can't "
-    "have fixed shapes: {}. The same call gives the same text, unless a draft learns between calls; but at near-ties "
-    "(stats.near_ties) that may be another one than without a draft, beside other texts, or by model.generate. Load the target "
-    "in float32 for one text in all of these."
+    "{} computes in {}, so the last bits of its logits depend on what else is in a forward pass, and its forward passes can't "
+    "have fixed shapes: {} The same call gives the same text, unless a draft learns between calls; but at near-ties "
+    "(stats.near_ties) that may be another text than without a draft, in a batch, or by model.generate. Load the target in "
+    "float32 if the text has to be the same in all of these cases, or pass stable=False to silence this warning."
 )
 Written = tuple[int, Sequence]
 """A text that has ended, and its number."""
@@ -138,12 +137,14 @@ class XTokAssisted:
 
         `stable`: forward passes of the target are batch-invariant: they have fixed shapes, by which an id has the same logits
         in every bit, whatever is forwarded with it. So the ids are the same in any precision, with or without a draft, alone or
-        beside other texts. (A pick after a branch of a tree, where the last bits may differ, is committed if its lead is 8
-        times what places were seen to change.) None, the default: in half precision if the target can be held so, else not.
-        True: in any precision; a target that can't is refused. False: not.
+        beside other texts. (A pick after a branch of a tree, where the last bits may differ, is accepted at once
+        only if its lead is at least 8 times the largest rounding difference seen in trials; else the next forward pass
+        decides.) None, the default: in half precision if the target can be held so, else not. True: in any precision; a target
+        that can't is refused. False: not.
 
-        Which shapes do that is tried by some forward passes when one is first wanted, in a tenth of the time that the others
-        take, and kept in a cache folder (`XTOK_CACHE`, else xtok in the user's). Mixtures of experts, models whose forward
+        xtok finds such shapes by a few extra forward passes when one is first needed. For a single sequence that takes at most
+        a tenth of the time spent generating. What was found is kept in a cache folder (`XTOK_CACHE`, else xtok in the user's).
+        Mixtures of experts, models whose forward
         passes can't be shared, numbers of threads that are no power of two, and acceptance other than "match" can't be held so.
         There, in half precision, an `UnstableWarning` says what isn't promised: the same call still gives the same text, for
         what is guessed then follows from ids and counts and not from a clock, but near-ties (`stats.near_ties`) may fall
@@ -256,22 +257,38 @@ class XTokAssisted:
         try:
             return self._found_shapes(target)
         except XTokError as error:
-            if self._made["stable"]:
-                raise
-            warnings.warn(_UNSTABLE.format(type(target).__name__, target.dtype, reason(error)), UnstableWarning, stacklevel=4)
+            self._unstable(error, stacklevel=5)
             return None
+
+    def _unstable(self, error: XTokError, *, stacklevel: int) -> None:
+        """Warn that forward passes can't have fixed shapes. Raises the reason if they were asked for."""
+        if self._made["stable"]:
+            raise type(error)(f"{error} Leave stable=True out to do without.") from error
+        message = _UNSTABLE.format(type(self.model).__name__, self.model.dtype, error)
+        warnings.warn(message, UnstableWarning, stacklevel=stacklevel)
+
+    def _shapes_now(self) -> StableShapes | None:
+        """The shapes for a call. None, with a warning, if bits can't be fixed any more: with other numbers of threads, say."""
+        if self._shapes is not None:
+            try:
+                self._shapes.check()
+            except XTokError as error:
+                self._unstable(error, stacklevel=6)
+                return None
+        return self._shapes
 
     def _found_shapes(self, target: PreTrainedModel) -> StableShapes:
         if self._acceptance != Acceptance():
-            raise UnsupportedArgumentError("stable=True needs acceptance='match': by others, ids depend on the draft.")
+            given = self._made["acceptance"]
+            raise UnsupportedArgumentError(f"With acceptance={given!r} ids depend on the draft; use acceptance='match'.")
         if not takes_slots(target):
             raise UnsupportedModelError(
-                f"This {type(target).__name__} can't share forwards, which stable=True needs: what it computes follows the "
-                "length of its text (dynamic rotary frequencies, ALiBi), or its cache is of another kind. Leave it out."
+                f"{type(target).__name__} can't share forward passes, as fixed shapes need: what it computes follows its "
+                "sequence's length (dynamic rotary frequencies, ALiBi), or its cache is of another kind."
             )
         usual = {"max_new_tokens": 1, "num_beams": 1, "do_sample": False, "num_return_sequences": 1}
         if not hf.prepare(self.target, [0], usual)[0].is_plain:
-            raise UnsupportedModelError(f"{type(target).__name__} is given more than ids. Leave stable=True out.")
+            raise UnsupportedModelError(f"{type(target).__name__} is given more than ids.")
         return StableShapes(target)
 
     @property
@@ -511,8 +528,8 @@ class XTokAssisted:
             raise UnsupportedArgumentError(f"num_return_sequences={len(prepared)} gives several texts. Call generate for them.")
         self._check_text(prepared[0])
         seed, (noise,) = hf.noises(prepared, seed)
-        one = prepared[0]
-        return Begun(one.config.max_length, one.prediction is not None, lambda seat: self._text(one, noise, seed, seat))
+        one, shapes = prepared[0], self._shapes_now()
+        return Begun(one.config.max_length, one.prediction is not None, lambda seat: self._text(one, noise, seed, seat, shapes))
 
     def _check_text(self, prepared: hf.Prepared) -> None:
         """Raises `UnsupportedArgumentError` for a text whose forwards can't have fixed shapes, where they are to, and for one
@@ -534,17 +551,20 @@ class XTokAssisted:
         for one in prepared:
             self._check_text(one)
         seed, noises = hf.noises(prepared, seed)
-        begun = zip(prepared, noises, strict=True)
-        return (self._text(one.with_own_state(), noise, seed, Seat(caches)) for one, noise in begun)
+        begun, shapes = zip(prepared, noises, strict=True), self._shapes_now()
+        return (self._text(one.with_own_state(), noise, seed, Seat(caches), shapes) for one, noise in begun)
 
-    def _text(self, prepared: hf.Prepared, noise: Noise | None, seed: int | None, seat: Seat) -> Sequence:
+    def _text(
+        self, prepared: hf.Prepared, noise: Noise | None, seed: int | None, seat: Seat, shapes: StableShapes | None
+    ) -> Sequence:
         vocabulary = self.target.vocabulary
         start = Text(vocabulary.view, prepared.unpadded)
         guesses = bool(self._drafts or prepared.prediction)
         branches = not guesses or (self._branches and fits_trees(self.model, prepared.cache))
-        slot = self._slot(prepared, seat)
+        slot = self._slot(prepared, seat, shapes)
         lossy = bool(self._acceptance.typical and prepared.samples)
-        is_exact = not lossy and (self._is_fixed(prepared) or not computes_in_half(self.model))
+        is_fixed = shapes is not None and slot.fixed
+        is_exact = not lossy and (is_fixed or not computes_in_half(self.model))
         meter = Meter(chains_only=not branches, exact=is_exact, shared_forwards=slot.shares)
         picker = Picker(
             prepared.processors,
@@ -564,7 +584,7 @@ class XTokAssisted:
             picker=picker,
             criteria=prepared.criteria,
             config=prepared.config,
-            session=self._session(prepared, start, noise, meter, seat),
+            session=self._session(prepared, start, noise, meter, seat, fixed=is_fixed),
             budget=self._budget_of(prepared, branches=branches),
             deepest=positions(self.model, slot),
             meter=meter,
@@ -572,10 +592,10 @@ class XTokAssisted:
             drafts=(*self.names, _PREDICTION) if prepared.prediction else self.names,
         )
 
-    def _slot(self, prepared: hf.Prepared, seat: Seat) -> Slot:
+    def _slot(self, prepared: hf.Prepared, seat: Seat, shapes: StableShapes | None) -> Slot:
         """One whose forwards are shared; with a cache of its own for what can't be held so, and where that is the caller's."""
         if prepared.is_plain and not prepared.keeps_cache and takes_slots(self.model):
-            return seat.slot(self.model, shows_hidden=self._shows_hidden, shapes=self._shapes)
+            return seat.slot(self.model, shows_hidden=self._shows_hidden, shapes=shapes)
         prompt = prepared.ids, prepared.config
         return cached_model(self.model, prepared.cache, prepared.inputs, shows_hidden=self._shows_hidden, prompt=prompt)
 
@@ -583,7 +603,9 @@ class XTokAssisted:
         """Whether the forward passes of a text have fixed shapes."""
         return self._shapes is not None and prepared.is_plain and not prepared.keeps_cache
 
-    def _session(self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
+    def _session(
+        self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat, *, fixed: bool
+    ) -> Session | None:
         """The drafting of one text, which shares what all of this instance learn of costs and gains; unless that, by the shapes
         of forward passes, might change the text of a call that is repeated.
         """
@@ -602,7 +624,7 @@ class XTokAssisted:
             seat=seat,
         )
         drafts, ledger = self._drafts, self._ledger
-        if computes_in_half(self.model) and self._made["stable"] is not False and not self._is_fixed(prepared):
+        if computes_in_half(self.model) and self._made["stable"] is not False and not fixed:
             drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
             ledger = self._ledger_without_a_clock()
         if prepared.prediction is None:

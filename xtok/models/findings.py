@@ -7,25 +7,40 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain
+from math import isfinite
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised when what is tried, or how, changes: older files are then ignored."""
 _VARIABLES = ("ONEDNN_", "DNNL_", "MKL_", "KMP_", "OMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_")
 """Environment variables by which libraries choose their kernels begin so."""
+_LIBRARIES = ("accelerate", "bitsandbytes", "flash-attn", "kernels", "optimum-quanto", "torch", "torchao", "transformers")
+"""Packages whose releases may compute a model's layers by other kernels."""
+_SAMPLED = 64
+"""How many values of each weight are read to tell one checkpoint from another."""
 
 
-def cache_folder() -> Path:
-    """The folder that xtok keeps files in between processes: `XTOK_CACHE`, or xtok in the user's cache folder."""
-    named = os.environ.get("XTOK_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xtok"
+def cache_folder() -> Path | None:
+    """The folder that xtok keeps files in between processes: `XTOK_CACHE`, or xtok in the user's cache folder.
+
+    None if there is neither: a user without a home folder.
+    """
+    if named := os.environ.get("XTOK_CACHE"):
+        return Path(os.path.expanduser(named))
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "xtok"
+    try:
+        return Path.home() / ".cache" / "xtok"
+    except RuntimeError:
+        return None
 
 
 def described(model: PreTrainedModel, state: Sequence[object]) -> str | None:
@@ -37,9 +52,8 @@ def described(model: PreTrainedModel, state: Sequence[object]) -> str | None:
     names = model.config.to_dict().keys() - {"_name_or_path", "transformers_version"}
     config = {name: value for name, value in model.config.to_dict().items() if name in names}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
-    versions = torch.__version__, torch.version.cuda, transformers.__version__
     kinds = [f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()]
-    parts = _FORMAT, kinds, config, list(map(str, state)), versions, variables, _machine(), _weights(model)
+    parts = _FORMAT, kinds, config, list(map(str, state)), _versions(), variables, _machine(), _weights(model)
     return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -51,9 +65,19 @@ def _is_known(module: nn.Module) -> bool:
 
 
 @cache
+def _versions() -> list[str]:
+    """The releases of the libraries that compute."""
+    found = [f"{torch.version.cuda} {torch.backends.cudnn.version()}"]
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {distribution(name).metadata['Version']}")
+    return found
+
+
+@cache
 def _machine() -> list[str]:
-    """The processor and the accelerators."""
-    processor = platform.processor()
+    """The processor and the accelerators. A machine whose processor has no name is known by its own."""
+    processor = f"{platform.processor()} {platform.machine()} {platform.node()}"
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         processor = next((line for line in lines if line.startswith("model name")), processor)
@@ -61,53 +85,77 @@ def _machine() -> list[str]:
     return [processor, torch.backends.cpu.get_cpu_capability(), *devices]
 
 
+@torch.no_grad()
 def _weights(model: PreTrainedModel) -> list[Any]:
-    """The shape, type and two values of each weight: enough to tell one checkpoint from another, and quick to read."""
+    """The shape, type and place of each weight and buffer, and the sum of some of its values."""
     found = list[Any]()
-    for weight in model.parameters():
-        found.append([list(weight.shape), str(weight.dtype)])
+    for weight in chain(model.parameters(), model.buffers()):
+        found.append([list(weight.shape), str(weight.dtype), str(weight.device)])
         if weight.is_meta or not weight.numel():
             continue
         with suppress(Exception):  # some quantised kinds can't be indexed
-            first, last = (0,) * weight.dim(), (-1,) * weight.dim()
-            found[-1] += [float(weight.detach()[first]), float(weight.detach()[last])]
+            values = weight.reshape(-1)[:: max(1, weight.numel() // _SAMPLED)]
+            found[-1].append(float(values.double().sum()))
     return found
 
 
 class Findings:
-    """A small JSON file. Several processes may use it: each sees a whole file, the latest that was written.
+    """What trials of a model in one state gave, and the small JSON file that keeps it for other processes.
 
-    Without a digest there is none, and a folder or file that can't be used is as good as none.
+    `agreed`: by rows, ids of each row, and cache positions that are read, whether such a forward pass gave the usual bits.
+    `spread`: that of `StableShapes`; None until it is measured.
+
+    Each process that uses the file sees a whole one, the latest that was written. Without a digest there is none, and a folder
+    or file that can't be used is as good as none.
     """
 
     def __init__(self, digest: str | None) -> None:
-        self._digest = digest
-        self._path = cache_folder() / "shapes" / f"{(digest or '')[:32]}.json"
+        self.agreed = dict[tuple[int, int, int], bool]()
+        self.spread: float | None = None
+        self._digest, folder = digest, cache_folder()
+        self._path = None if digest is None or folder is None else folder / "shapes" / f"{digest[:32]}.json"
 
-    def read(self) -> dict[str, Any] | None:
-        """What was written; None if that is nothing, or no sense can be made of it."""
+    def load(self) -> bool:
+        """Take in what was written, but what this process found itself. Returns whether there was a file that makes sense."""
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            agreed = [[*map(int, shape), bool(agrees)] for *shape, agrees in found["agreed"]]
-            spread = None if found["spread"] is None else float(found["spread"])
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-        is_whole = self._digest and found.get("digest") == self._digest and all(len(one) == 4 for one in agreed)
-        return {"agreed": agreed, "spread": spread} if is_whole else None
+            found = json.loads("" if self._path is None else self._path.read_text(encoding="utf-8"))
+            agreed, spread = {_shape(shape): _verdict(agrees) for *shape, agrees in found["agreed"]}, found["spread"]
+            if found["digest"] != self._digest or not (spread is None or (isfinite(spread) and spread > 0)):
+                return False
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return False
+        self.agreed = agreed | self.agreed
+        self.spread = spread if self.spread is None else self.spread
+        return True
 
-    def write(self, found: dict[str, Any]) -> None:
-        """Replace the file as a whole. What another process wrote meanwhile and this one doesn't know is kept."""
-        if self._digest is None:
+    def save(self) -> None:
+        """Replace the file as a whole, with what others had written by now."""
+        if self._path is None:
             return
-        before = self.read() or {"agreed": [], "spread": None}
-        shapes = {tuple(shape): agrees for *shape, agrees in [*before["agreed"], *found["agreed"]]}
-        spread = before["spread"] if found["spread"] is None else found["spread"]
-        kept = {"digest": self._digest, "agreed": [[*shape, agrees] for shape, agrees in shapes.items()], "spread": spread}
+        self.load()
+        agreed = [[*shape, agrees] for shape, agrees in self.agreed.items()]
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile("w", dir=self._path.parent, suffix=".part", encoding="utf-8", delete=False) as file:
-                json.dump(kept, file)
-            try:
-                os.replace(file.name, self._path)
-            except OSError:
-                os.unlink(file.name)
+                part = Path(file.name)
+                try:
+                    json.dump({"digest": self._digest, "agreed": agreed, "spread": self.spread}, file)
+                    file.close()
+                    part.replace(self._path)
+                finally:
+                    part.unlink(missing_ok=True)
+
+
+def _shape(numbers: Sequence[Any]) -> tuple[int, int, int]:
+    """Raises `ValueError` for what is no shape."""
+    rows, width, seen = numbers
+    if not all(type(number) is int and number > 0 for number in numbers):
+        raise ValueError(numbers)
+    return rows, width, seen
+
+
+def _verdict(agrees: Any) -> bool:
+    """Raises `ValueError` for what is neither true nor false."""
+    if type(agrees) is not bool:
+        raise ValueError(agrees)
+    return agrees

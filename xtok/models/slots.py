@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from math import ceil
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,24 +39,31 @@ their own, until no more than that are left.
 """
 
 
-class Shapes(Protocol):
+class Shapes:
     """Which shapes the forwards of a model are to have, so that an id has the same bits whatever is forwarded with it."""
 
     @property
     def spread(self) -> float:
         """By how much, in logits, the best id behind a node that stands at another place than alone is to beat the second."""
+        return 0.0
+
+    def refresh(self) -> None:
+        """Look at what a caller may have changed since."""
 
     def served(self, seconds: float) -> None:
         """Learn how long a forward pass took."""
 
     def seen(self, positions: int) -> int:
         """How many places of each row are looked at where a text has so many positions."""
+        return rounded(positions)
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
         """How many ids of each of some rows are to be forwarded, where there are `new`; None where no shape is fit."""
+        raise NotImplementedError
 
     def widest(self, seen: int) -> int:
         """How many new ids of one text can be forwarded."""
+        raise NotImplementedError
 
 
 class Row:
@@ -229,6 +235,7 @@ class Slots:
         self._close_gaps()
         if self._shapes is None:
             return [part for group in _alike(asks) for part in _dense(group)]
+        self._shapes.refresh()
         narrow = sorted((ask for ask in asks if not _is_wide(ask)), key=self._seen)
         kinds = [list(kind) for _, kind in groupby(narrow, key=self._seen)]
         parts = (part for kind in kinds for group in _alike(kind) for part in _dense(group))

@@ -5,11 +5,11 @@ have the same logits, keys and values in every bit where all forwards have shape
 places of the cache are looked at for a position, whatever else is forwarded.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil, inf
+from threading import Lock, local
 from time import perf_counter
 from typing import Any
 
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from xtok.errors import InvalidInputError, UnsupportedModelError
+from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
 from xtok.models.cache import context_window, device_of, ids_read
 from xtok.models.findings import Findings, described
 from xtok.models.forwards import Ask
-from xtok.models.slots import USUAL, Slots, rounded
+from xtok.models.slots import USUAL, Shapes, Slots
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 """How many new ids of each sequence a forward pass may have: few shapes, so that few have to be tried."""
@@ -49,8 +49,8 @@ _READ = 64
 """How many ids a cache is filled with for trying, over and over."""
 _UNEQUAL = (
     "The bits of {}'s logits depend on what else is forwarded, even where all forwards have one shape. Activations that are "
-    "quantised by the range of a whole forward do that, and sizes that vectors or threads (now {}) don't divide. Leave "
-    "stable=True out, or try another precision or torch.set_num_threads(1)."
+    "quantised by the range of a whole forward do that, and sizes that vectors or threads (now {}) don't divide. Try another "
+    "precision or torch.set_num_threads(1)."
 )
 
 
@@ -58,70 +58,93 @@ _UNEQUAL = (
 class _Known:
     """What was found out about a model as it was: on its device, with so many threads and such kernels.
 
-    `file`: what keeps all of this for other processes. `agreed`: by rows, new ids of each, and places that are looked at,
-    whether such forward passes give the usual bits. `spread`: None until it is measured. `filled`: a cache with some ids in its
-    first row; None until something is tried.
+    `even`: whether a forward pass may have a single query of attention. `fault`: why its bits can't be fixed in that state.
+    `filled`: a cache with some ids in its first row; None until something is tried. `refused`: rows and ids of each that gave
+    other bits for some number of positions. `failed`: what couldn't be tried in this process.
     """
 
-    file: Findings
-    agreed: dict[tuple[int, int, int], bool] = field(default_factory=dict)
-    spread: float | None = None
+    findings: Findings
+    even: bool
+    fault: XTokError | None = None
     filled: Slots | None = None
+    refused: set[tuple[int, int]] = field(default_factory=set)
+    failed: set[tuple[int, int, int]] = field(default_factory=set)
 
-    def refused(self, rows: int, width: int) -> bool:
-        """Whether a shape was seen to give other bits, for some number of places."""
-        return any(not agrees for (*shape, _), agrees in self.agreed.items() if shape == [rows, width])
-
-    def keep(self) -> None:
-        """Write it down for other processes."""
-        self.file.write({"agreed": [[*shape, agrees] for shape, agrees in self.agreed.items()], "spread": self.spread})
+    def learn(self) -> None:
+        """Keep what was found for other processes, and take in what those found."""
+        self.findings.save()
+        self.refused = {(rows, width) for (rows, width, _), agrees in self.findings.agreed.items() if not agrees}
 
 
-class StableShapes:
+class StableShapes(Shapes):
     """The shapes that a model's forward passes are to have. They depend on the model, its device, the number of threads, and
     what the caller chose for torch's kernels alone.
 
     Forward passes over 16 ids of one sequence have the usual bits. Another shape is used once it was seen to give the same.
     Those of several sequences are tried when they are first wanted; those of one sequence, and the spread, when as much time as
-    that takes is a tenth of what its forward passes took so far. What was found is kept in the user's cache folder.
+    that takes is a tenth of what its forward passes took so far. What was found is kept in the user's cache folder. Several
+    threads may use it: what one of them tries, the others do without.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `UnsupportedModelError` if not even forward passes of one shape have the same bits."""
         self._model = model
         self._size = ids_read(model)
-        self._least = min((weight.numel() for weight in model.parameters() if weight.dim() > 1), default=0)
+        self._layers = _layers(model)
+        self._least = min((inputs * outputs for inputs, outputs in self._layers), default=0)
         self._found = dict[tuple[object, ...], _Known]()
+        self._lock, self._thread = Lock(), local()
         self._served = self._spent = 0.0
         _check_kind(model)
-        self._known()
+        self.check()
+
+    def check(self) -> None:
+        """Raises `UnsupportedModelError` or `InvalidInputError` if bits can't be fixed as things are now: with so many threads,
+        say. Forward passes then have the usual shape.
+        """
+        self.refresh()
+        if (fault := self._known.fault) is not None:
+            raise fault
+
+    def refresh(self) -> None:
+        """Look at what a caller may have changed. What this thread asks from now on is answered for the model as it is now."""
+        state = self._state()
+        if state not in self._found:
+            with self._lock:
+                if state not in self._found:
+                    self._found[state] = self._find(state)
+        self._thread.known = self._found[state]
+
+    @property
+    def _known(self) -> _Known:
+        if not hasattr(self._thread, "known"):
+            self.refresh()
+        known: _Known = self._thread.known
+        return known
 
     @property
     def spread(self) -> float:
         """By how much, in logits, the best id after a node that stands at another place than it would alone is to beat the
-        second: 8 times the largest difference that was seen there; infinity until that is measured. Raises
-        `UnsupportedModelError` as the constructor does.
+        second: 8 times the largest difference that was seen there; infinity until that is measured.
         """
-        known = self._known()
-        if known.spread is None and self._may_try():
-            with self._trying():
-                known.spread = _MARGIN * self._difference(self._filled(known))
-            known.keep()
-        return inf if known.spread is None else known.spread
+        known = self._known
+
+        def trial() -> None:
+            known.findings.spread = _MARGIN * self._difference(self._filled(known))
+            known.learn()
+
+        if known.findings.spread is None and known.fault is None and self._may_try():
+            self._during(trial)
+        return inf if known.findings.spread is None else known.findings.spread
 
     def served(self, seconds: float) -> None:
         """Count the time that forward passes took which nobody asked for to try something."""
         self._served += seconds
 
-    @staticmethod
-    def seen(positions: int) -> int:
-        """How many places are looked at if a sequence has so many."""
-        return rounded(positions)
-
     def padded(self, rows: int, new: int) -> int:
         """How many ids of each of some rows are forwarded if there are `new`, as far as it was tried."""
-        known = self._latest
-        return next((width for width in self._widths(rows, new) if not known.refused(rows, width)), new)
+        refused = self._known.refused
+        return next((width for width in self._widths(rows, new) if (rows, width) not in refused), new)
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
         """How many ids of each of some rows are forwarded if there are `new`: the least of a few widths that is known to give
@@ -131,7 +154,7 @@ class StableShapes:
 
     def _widths(self, rows: int, new: int) -> list[int]:
         """How many ids of a sequence forward passes may have if there are `new`, the least first."""
-        least = ceil(_NARROWEST / rows) if self._even else _FEW
+        least = ceil(_NARROWEST / rows) if self._known.even else _FEW
         return [width for width in _WIDTHS if width >= max(new, least)]
 
     def widest(self, seen: int) -> int:
@@ -151,52 +174,65 @@ class StableShapes:
         if rows > 1 and seen != _TRIED and not self._agrees(rows, width, _TRIED):
             return False
         few = rows if seen == _TRIED else min(rows, ceil(_FEW / width))  # places change attention, which is of each row
-        known, shape = self._known(), (few, width, seen)
-        if shape not in known.agreed and self._may_try(rows, share):
-            try:
-                with self._trying():
-                    known.agreed[shape] = self._found_to_agree(self._filled(known), *shape)
-            except torch.OutOfMemoryError:  # there may be room another time
-                return False
-            except Exception:  # the model has no positions there, say: forward passes of the usual shape tell
-                known.agreed[shape] = False
-            known.keep()
-        return known.agreed.get(shape, False)
+        known, shape = self._known, (few, width, seen)
+        is_new = shape not in known.findings.agreed and shape not in known.failed
+        if is_new and known.fault is None and self._may_try(rows, share):
+            self._try(known, shape)
+        return known.findings.agreed.get(shape, False)
+
+    def _try(self, known: _Known, shape: tuple[int, int, int]) -> None:
+        """Find out whether a shape gives the usual bits, unless another thread is trying something."""
+
+        def trial() -> None:
+            known.findings.agreed[shape] = self._found_to_agree(self._filled(known), *shape)
+            known.learn()
+
+        try:
+            self._during(trial)
+        except torch.OutOfMemoryError:  # there may be room another time
+            return
+        except Exception:  # the model has no positions there, say, or memory is short: not for good, as far as is known
+            known.failed.add(shape)
 
     def _may_try(self, rows: int = 1, share: float = 1.0) -> bool:
         """Whether to try something now. Several sequences do without a shape only by forward passes of their own."""
         return rows > 1 or self._spent <= share * _SHARE * self._served
 
-    @contextmanager
-    def _trying(self) -> Iterator[None]:
-        """Count the time of what is tried."""
+    def _during(self, trial: Callable[[], None]) -> None:
+        """Try something and count its time, unless another thread is at it."""
+        if not self._lock.acquire(blocking=False):
+            return
         start = perf_counter()
         try:
-            yield
+            trial()
         finally:
             self._spent += perf_counter() - start
+            self._lock.release()
 
-    def _known(self) -> _Known:
-        """What was found out about the model as it is now."""
+    def _state(self) -> tuple[object, ...]:
+        """All that bits depend on beside the model and the machine: two equal ones have the same."""
         device = device_of(self._model)
         attention = str(self._model.config.get_text_config(decoder=True)._attn_implementation)
-        state = device, self._model.dtype, attention, torch.get_num_threads(), *_kernels(device.type)
-        if state not in self._found:
-            _check_threads(device)
-            self._even = attention == "sdpa"  # others are given as few queries as there are
-            self._found[state] = self._find(state)
-        self._latest, self._even = self._found[state], attention == "sdpa"
-        return self._latest
+        return device, self._model.dtype, attention, torch.get_num_threads(), *_kernels(device.type)
 
     def _find(self, state: tuple[object, ...]) -> _Known:
         """What other processes found out; or else try whether ids have the bits at once that they have in parts or before a
         branch.
         """
-        known = _Known(Findings(described(self._model, state)))
-        if found := known.file.read():
-            known.agreed = {(rows, width, seen): agrees for rows, width, seen, agrees in found["agreed"]}
-            known.spread = found["spread"]
-            return known
+        known = _Known(
+            Findings(described(self._model, state)), even=state[2] == "sdpa"
+        )  # others get as few queries as there are
+        try:
+            _check_threads(device_of(self._model))
+            if not known.findings.load():
+                self._check_bits(known)
+            known.learn()
+        except XTokError as error:
+            known.fault = error
+        return known
+
+    def _check_bits(self, known: _Known) -> None:
+        """Raises `UnsupportedModelError` if forward passes of the usual shape don't have the same bits."""
         filled = self._filled(known)
         usual, base = _OneShape(USUAL, _TRIED), self._base(_TRIED)
         at_once, in_parts = (self._forwarded(filled, 1, base, usual, pieces) for pieces in ([USUAL], _PIECES))
@@ -206,31 +242,34 @@ class StableShapes:
             raise UnsupportedModelError(f"The logits of {name} aren't numbers. A higher precision may mend that.")
         if not _same(at_once, in_parts) or not torch.equal(self._branched(filled, base, 0, _OTHERS[-1]), logits):
             raise UnsupportedModelError(_UNEQUAL.format(name, torch.get_num_threads()))
-        known.keep()
-        return known
 
     def _filled(self, known: _Known) -> Slots:
         """A cache with some ids in its first row."""
         if known.filled is None:
-            known.filled = Slots(self._model)
-            known.filled.serve([Ask(known.filled.join(), self._ids(0, min(_READ, self._base(_TRIED))), 1)])
+            filled = Slots(self._model)
+            filled.serve([Ask(filled.join(), self._ids(0, min(_READ, self._base(_TRIED))), 1)])
+            known.filled = filled
         return known.filled
 
     def _difference(self, filled: Slots) -> float:
-        """The largest of logits between places, or what rounding the largest logit may change, if that is more."""
-        found = 0.0
-        for base in (base for base in _CONTEXTS if base <= self._base(_TRIED)):
+        """The largest of logits between places, or what rounding the largest logit may change, if that is more; infinity for a
+        model with too few positions to look.
+        """
+        found, largest = 0.0, torch.finfo(self._model.dtype).max / 2  # some models give ids that they mask the least number
+        contexts = [base for base in _CONTEXTS if base <= self._base(_TRIED)]
+        for base in contexts:
             alone = self._branched(filled, base, 0, 0).double()
-            moved = [self._branched(filled, base, others, 0).double() for others in _OTHERS]
-            numbers = alone[alone.abs() < torch.finfo(self._model.dtype).max / 2]
-            changes = [(one - alone)[(one - alone).isfinite()].abs().max() for one in moved]
-            found = max(found, *map(float, changes), torch.finfo(self._model.dtype).eps * float(numbers.abs().max()))
-        return found
+            numbers = alone.abs() < largest
+            if not numbers.any():
+                return inf
+            changes = [(self._branched(filled, base, others, 0).double() - alone)[numbers].abs().max() for others in _OTHERS]
+            found = max(found, *map(float, changes), torch.finfo(self._model.dtype).eps * float(alone[numbers].abs().max()))
+        return found if contexts and found < inf else inf
 
     def _found_to_agree(self, filled: Slots, rows: int, width: int, seen: int) -> bool:
         """All ids of a forward, and of some more where there are fewer than 16, are compared with those of usual ones."""
         base, new = self._base(seen), max(width, min(USUAL, (_TIMES if rows * width >= _FEW else 2 * _TIMES) * width))
-        outputs = sum(weight.shape[0] for weight in self._model.parameters() if weight.dim() > 1)
+        outputs = sum(size for _, size in self._layers)
         turns = ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))
         return all(self._same(filled, rows, base, _OneShape(width, seen), new, turn) for turn in range(turns))
 
@@ -282,15 +321,11 @@ class StableShapes:
 
 
 @dataclass(frozen=True)
-class _OneShape:
+class _OneShape(Shapes):
     """So many new ids of each row, and so many places that are looked at, whatever is forwarded."""
 
     ids: int
     places: int
-    spread: float = 0.0
-
-    def served(self, seconds: float) -> None:
-        """Nobody counts it."""
 
     def seen(self, positions: int) -> int:
         """Always as many."""
@@ -303,6 +338,13 @@ class _OneShape:
     def widest(self, seen: int) -> int:
         """As many."""
         return self.ids
+
+
+def _layers(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """How many inputs and outputs each linear layer has, whatever its weights are packed into."""
+    names = ("in_features", "out_features"), ("nx", "nf")  # the latter are those of GPT-2
+    sizes = [[getattr(module, name, None) for name in pair] for module in model.modules() for pair in names]
+    return [(inputs, outputs) for inputs, outputs in sizes if isinstance(inputs, int) and isinstance(outputs, int)]
 
 
 def _parts(ids: int, most: int) -> list[int]:
@@ -319,7 +361,10 @@ def _kernels(kind: str) -> list[object]:
     cuda: Any = torch.backends.cuda  # which attention is set there goes for all devices
     attention = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()]
     halves = [cuda.matmul.allow_bf16_reduced_precision_reduction, cuda.matmul.allow_fp16_reduced_precision_reduction]
-    libraries = [cuda.preferred_blas_library(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()]
+    halves += [getattr(cuda.matmul, "allow_fp16_accumulation", None)]
+    mkldnn: Any = torch.backends.mkldnn
+    libraries = [cuda.preferred_blas_library(), mkldnn.enabled, getattr(mkldnn, "deterministic", None)]
+    libraries += [torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()]
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return [*attention, *halves, *libraries, *_rounding(), autocast]
 
@@ -338,10 +383,10 @@ def _check_kind(model: PreTrainedModel) -> None:
     if any("expert" in f"{path} {type(module).__name__}".lower() for path, module in model.named_modules()):
         raise UnsupportedModelError(
             f"{name} is a mixture of experts: how many ids each expert reads depends on all that is forwarded, and bits depend "
-            "on how many. Leave stable=True out."
+            "on how many."
         )
     if (window := context_window(model) or 2 * _WIDEST) <= _WIDEST:
-        raise UnsupportedModelError(f"{name} has {window} positions, too few to try it out. Leave stable=True out.")
+        raise UnsupportedModelError(f"{name} has {window} positions, too few to try it out.")
 
 
 def _check_threads(device: torch.device) -> None:
@@ -352,5 +397,5 @@ def _check_threads(device: torch.device) -> None:
     if device.type == "cpu" and threads & (threads - 1):
         raise InvalidInputError(
             f"torch computes with {threads} threads, and numbers that are no power of two cut tensors so that bits depend on "
-            f"what else is forwarded: call torch.set_num_threads({1 << threads.bit_length() - 1}), or leave stable=True out."
+            f"what else is forwarded: call torch.set_num_threads({1 << threads.bit_length() - 1})."
         )
