@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from math import isfinite
 from pathlib import Path
@@ -67,10 +67,11 @@ def _is_known(module: nn.Module) -> bool:
 @cache
 def _versions() -> list[str]:
     """The releases of the libraries that compute."""
-    found = [f"{torch.version.cuda} {torch.backends.cudnn.version()}"]
+    cudnn: Any = torch.backends.cudnn
+    found = [f"CUDA {torch.version.cuda}, cuDNN {cudnn.version()}"]
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
-            found.append(f"{name} {distribution(name).metadata['Version']}")
+            found.append(f"{name} {version(name)}")
     return found
 
 
