@@ -33,12 +33,12 @@ from xtok import Engine, WrittenRound, XTokAssisted, cli
 from xtok.models.prompts import prompt_ids
 from xtok.pair import DRAFT, TARGET, prompts
 from xtok.serve import app as race_app
-from xtok.serve import race
+from xtok.serve import compiling, processors, race
 from xtok.serve.app import Service, app_of
 from xtok.serve.command import _bound
 from xtok.serve.doors import LOG
 from xtok.serve.events import Cut
-from xtok.serve.processors import Grammar, grammar_of, matcher_of
+from xtok.serve.processors import Grammar, matcher_of
 from xtok.serve.requests import Chat, Completion, Limits, read, texts_of
 
 NAME = "tiny"
@@ -409,7 +409,7 @@ def test_a_tokenizer_whose_last_call_padded_is_read_as_any_other() -> None:
     padding(["a", "b b b b"], padding="max_length", truncation=True, max_length=3)
     allowed = []
     for tokens in (TOKENS, padding):
-        matcher = matcher_of(tokens, 2, grammar_of(tokens, 2, {"enum": ["名前"]}))
+        matcher = matcher_of(tokens, 2, {"enum": ["名前"]})
         scores = Grammar(matcher, 0)(torch.zeros((1, 0), dtype=torch.int64), torch.zeros((1, len(tokens))))
         allowed.append(scores.isfinite())
     assert allowed[0].any()
@@ -419,6 +419,83 @@ def test_a_tokenizer_whose_last_call_padded_is_read_as_any_other() -> None:
 def test_any_json_object_may_be_asked_for(server: Server) -> None:
     found = server.ask(prompt="a", max_tokens=4, response_format={"type": "json_object"}).json()["choices"][0]["text"]
     assert found.lstrip().startswith("{")
+
+
+def held_to(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def test_a_schema_that_takes_too_long_to_compile_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile trial: these took llguidance minutes. What was refused for that isn't compiled here."""
+    monkeypatch.setattr(compiling, "SECONDS", 1.0)
+    for schema in ({"multipleOf": 100_000_007}, {"anyOf": [{"type": "integer", "multipleOf": 9001 + i} for i in range(20)]}):
+        answer = server.ask(prompt="a", **held_to({"type": "integer", **schema}))
+        told(answer, 400, "response_format")
+        assert "more than 1 seconds" in answer.json()["error"]["message"]
+
+
+def test_a_schema_that_ends_llguidance_ends_no_server(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    crashes = tmp_path / "crashes.py"
+    crashes.write_text("import os; os.abort()")
+    monkeypatch.setattr(compiling, "__file__", str(crashes))
+    told(server.ask(prompt="a", **held_to({"enum": ["ends llguidance"]})), 400, "response_format")
+
+
+def test_texts_do_not_wait_for_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile trial: as many schemas as there were threads, and no text was written any more."""
+    still, compiled = threading.Event(), list[str]()
+
+    def slowly(grammar: str) -> None:
+        compiled.append(grammar)
+        still.wait(PATIENCE)
+
+    monkeypatch.setattr(processors, "check_compiles", slowly)
+    asked = {"prompt": "a", "max_tokens": 1, **held_to({"enum": ["a"]})}
+    with serving() as one, ThreadPoolExecutor(50) as pool:
+        answers = [pool.submit(one.ask, **asked) for _ in range(50)]
+        wait_for(lambda: len(compiled) == 2)
+        assert one.ask(prompt="a", max_tokens=1).status_code == 200
+        assert len(compiled) == 2
+        still.set()
+        assert {answer.result().status_code for answer in answers} == {200}
+
+
+def test_a_schema_is_compiled_once_for_all_texts_of_a_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, real = list[Any](), processors.matcher_of
+
+    def counted(*given: Any) -> Any:
+        compiled.append(given)
+        return real(*given)
+
+    monkeypatch.setattr("xtok.serve.requests.matcher_of", counted)
+    asked = {"prompt": ["a", "b"], "n": 2, "temperature": 1.0, "max_tokens": 60, **held_to({"enum": ["吾輩", "猫", 5]})}
+    choices = server.ask(**asked).json()["choices"]
+    assert all(json.loads(one["text"]) in ["吾輩", "猫", 5] for one in choices)
+    assert (len(choices), len(compiled)) == (4, 1)
+
+
+def test_what_is_wrong_with_a_pattern_is_told(server: Server) -> None:
+    for pattern in ("(", "(" + "a" * 5000):
+        message = server.ask(prompt="a", **held_to({"type": "string", "pattern": pattern})).json()["error"]["message"]
+        assert "regex parse error" in message
+        assert message.endswith("unclosed group")
+        assert "\n" not in message
+        assert len(message) < 500
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_schema_that_gets_too_hard_is_told_to_be_the_cause(server: Server, streamed: bool) -> None:
+    """Found by a hostile trial: a pattern on which llguidance gives up behind some ids was told as a fault of the server."""
+    pattern = r"^((.*\w.{9})|(.*\d.{11})|(.*\s.{13})|(.+.{15}x)){30}$"
+    answer = server.ask(
+        prompt="a", max_tokens=100, temperature=1, seed=3, stream=streamed, **held_to({"type": "string", "pattern": pattern})
+    )
+    found = re.findall(r"^data: (.*)\n\n", answer.text, re.MULTILINE)[-2] if streamed else answer.text
+    assert answer.status_code == (200 if streamed else 400)
+    error = json.loads(found)["error"]
+    assert (error["param"], error["type"]) == ("response_format", "invalid_request_error")
+    assert "can't be held to this response_format any further: " in error["message"]
+    assert "<state>" not in error["message"]
 
 
 ENDLESS: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ from xtok.drafts.lookup import Prediction as Foreseen
 from xtok.errors import InvalidInputError
 from xtok.models.cache import context_window, vocabulary_size
 from xtok.models.prompts import Prompt, is_several, prompt_ids
-from xtok.serve.processors import Grammar, Penalties, Record, grammar_of, matcher_of
+from xtok.serve.processors import Grammar, Penalties, Record, matcher_of
 
 COMPLETION_TOKENS = 16
 """How many new tokens a completion has where the request doesn't say: OpenAI's. A chat has as many as there is room for."""
@@ -120,6 +120,11 @@ class Body(Fields):
     def stops(self) -> list[str]:
         """Behind which texts end, and before which they are cut."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def has_format(self) -> bool:
+        """Whether texts are held to a format, for which a grammar is compiled."""
+        return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def includes_usage(self) -> bool:
@@ -239,7 +244,7 @@ def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[
     field = "messages" if isinstance(body, Chat) else "prompt"
     template = _template(body)
     told = {"chat_template_kwargs": template} if template else {}
-    grammar, foreseen = _grammar(body, xt), _foreseen(body)
+    matcher, foreseen = _matcher(body, xt), _foreseen(body)
     prompts, found = _prompts(body), list[Asked]()
     if len(prompts) * (body.n or 1) > MOST:
         raise RequestError(f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n")
@@ -252,7 +257,7 @@ def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[
         shared = {**told, **_sampling(body), **lengths, **foreseen, "stop_strings": body.stops or None}
         for number in range(body.n or 1):
             record = _record(body)
-            own = _processors(body, xt, record, len(ids), grammar)
+            own = _processors(body, xt, record, len(ids), matcher)
             found.append(Asked(prompt, ids, {**shared, **own, **_seed(body, number)}, body.stops, record))
     return found
 
@@ -363,7 +368,7 @@ def _record(body: Completion | Chat) -> Record | None:
     return None if body.logprobs is None else Record(body.logprobs)
 
 
-def _processors(body: Body, xt: XTokAssisted, record: Record | None, start: int, grammar: str | None) -> dict[str, Any]:
+def _processors(body: Body, xt: XTokAssisted, record: Record | None, start: int, matcher: Any) -> dict[str, Any]:
     """Those of one text, in transformers' order. What records stands in front: it is shown the target's own logits."""
     repetition = body.repetition_penalty or xt.model.generation_config.repetition_penalty or 1.0
     made: list[Any] = [] if record is None else [record]
@@ -373,8 +378,8 @@ def _processors(body: Body, xt: XTokAssisted, record: Record | None, start: int,
         made.append(RepetitionPenaltyLogitsProcessor(repetition))
     if body.frequency_penalty or body.presence_penalty:
         made.append(Penalties(start, body.frequency_penalty or 0.0, body.presence_penalty or 0.0))
-    if grammar is not None:
-        made.append(Grammar(matcher_of(xt.tokenizer, _end(xt), grammar), start))
+    if matcher is not None:
+        made.append(Grammar(matcher.deep_copy(), start))
     return {"repetition_penalty": 1.0, "logits_processor": LogitsProcessorList(made)}
 
 
@@ -386,16 +391,16 @@ def _bias(given: Mapping[str, float], size: int) -> list[list[Any]]:
     return [[[int(name)], float(value)] for name, value in given.items()]
 
 
-def _grammar(body: Body, xt: XTokAssisted) -> str | None:
-    """What holds texts to a format. Raises `RequestError` where nothing can."""
+def _matcher(body: Body, xt: XTokAssisted) -> Any:
+    """What holds texts to a format, None for any text. Raises `RequestError` where nothing can."""
     asked = body.response_format
-    if asked is None or asked.type == "text":
+    if asked is None or not body.has_format:
         return None
     schema = {"type": "object"} if asked.type == "json_object" else asked.json_schema and asked.json_schema.schema_
     if schema is None:
         raise RequestError("response_format of type json_schema needs json_schema.schema.", "response_format")
     try:
-        return grammar_of(xt.tokenizer, _end(xt), schema)
+        return matcher_of(xt.tokenizer, _end(xt), schema)
     except (ImportError, ValueError) as error:
         raise RequestError(f"Texts can't be held to this response_format: {error}", "response_format") from error
 
