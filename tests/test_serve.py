@@ -39,7 +39,7 @@ from xtok.serve.command import _bound
 from xtok.serve.doors import LOG
 from xtok.serve.events import Cut
 from xtok.serve.processors import Grammar, matcher_of
-from xtok.serve.requests import Chat, Completion, Limits, read, texts_of
+from xtok.serve.requests import Chat, Completion, Limits, RequestError, read, texts_of
 
 NAME = "tiny"
 TEMPLATE = (
@@ -461,13 +461,7 @@ def test_texts_do_not_wait_for_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_schema_is_compiled_once_for_all_texts_of_a_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, real = list[Any](), processors.matcher_of
-
-    def counted(*given: Any) -> Any:
-        compiled.append(given)
-        return real(*given)
-
-    monkeypatch.setattr("xtok.serve.requests.matcher_of", counted)
+    compiled = counted(monkeypatch, "xtok.serve.requests.matcher_of")
     asked = {"prompt": ["a", "b"], "n": 2, "temperature": 1.0, "max_tokens": 60, **held_to({"enum": ["吾輩", "猫", 5]})}
     choices = server.ask(**asked).json()["choices"]
     assert all(json.loads(one["text"]) in ["吾輩", "猫", 5] for one in choices)
@@ -597,6 +591,52 @@ def test_what_cannot_be_honoured_is_refused_by_the_fields_name(strict: Server, b
     headers = {**AUTHORIZED, "Content-Type": "application/json"}
     told(httpx.post(f"{strict.url}/v1/{path}", content=json.dumps(body), headers=headers), 400, param)
     assert strict.engine.stats.running + strict.engine.stats.waiting == 0
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Any]:
+    """What the functions of these names are called with from now on."""
+    called = list[Any]()
+
+    def counting(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: called.append(given) or real(*given)
+
+    for name in names:
+        module, _, function = name.rpartition(".")
+        monkeypatch.setattr(name, counting(getattr(sys.modules[module], function)))
+    return called
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": "名前" * 2}, {"messages": [{"role": "user", "content": "名前" * 2}]}, {**CHAT, "tools": [{"a": ["名前" * 2]}]}],
+)
+def test_a_prompt_that_is_too_long_in_any_case_is_not_read(monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]) -> None:
+    """Found by a hostile trial: others waited for seconds while a prompt of 4 MB was read, only to be refused."""
+    xt = XTokAssisted((LM, CHAT_TOKENS))
+    monkeypatch.setattr("xtok.serve.requests.context_window", lambda _: 1)
+    monkeypatch.setitem(xt.target.vocabulary.__dict__, "longest", 11)
+    called = counted(monkeypatch, "xtok.serve.requests.prompt_ids")
+    asked = read(Chat if "messages" in body else Completion, json.dumps(body).encode())
+    with pytest.raises(RequestError) as refused:
+        texts_of(asked, xt, Limits())
+    assert refused.value.told["error"]["code"] == "context_length_exceeded"
+    assert "up to 11 bytes" in str(refused.value)
+    assert not called
+
+
+def test_no_prompt_is_longer_than_what_its_ids_may_spell() -> None:
+    tokens = XTokAssisted((LM, CHAT_TOKENS)).target.vocabulary
+    names = [*CHAT_TOKENS.get_added_vocab()]
+    for text in [*TEXTS, *names]:
+        assert len(text.encode()) <= tokens.longest * len(CHAT_TOKENS(text, add_special_tokens=False).input_ids)
+
+
+def test_a_prompt_is_read_once_for_all_of_its_texts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = counted(monkeypatch, "xtok.serve.requests.prompt_ids", "xtok.hf.prompt_ids")
+    server.ask(prompt=["a", "b"], n=3, max_tokens=1)
+    assert len(called) == 2
+    server.ask("chat/completions", **CHAT, n=3, max_tokens=1)
+    assert len(called) == 3
 
 
 def test_none_is_as_if_it_were_not_there(server: Server) -> None:

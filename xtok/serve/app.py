@@ -273,7 +273,7 @@ def _submit(engine: Engine, asked: Sequence[Asked], tickets: list[Ticket]) -> No
     """Hand in the texts. Raises `RequestError` where one of them can't be; whoever has the tickets ends the others."""
     try:
         for one in asked:
-            tickets.append(engine.submit(one.prompt, **one.arguments))  # noqa: PERF401  (it may stop in between)
+            tickets.append(engine.submit(one.known, **one.arguments))  # noqa: PERF401  (it may stop in between)
     except EngineFullError as error:
         raise _full(error) from error
     except EngineClosedError as error:

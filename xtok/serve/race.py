@@ -137,6 +137,6 @@ def _rounds(body: CompletionRace | ChatRace, xt: XTokAssisted, limits: Limits) -
     arguments = dict(texts[0].arguments)
     arguments.pop("max_time", None)  # the turns of the other would count
     try:
-        return xt.stream_rounds(texts[0].prompt, **arguments)
+        return xt.stream_rounds(texts[0].known, **arguments)
     except ValueError as error:
         raise RequestError(str(error)) from error

@@ -1,6 +1,6 @@
 """What clients may ask: OpenAI's fields, checked, as arguments of `Engine.submit`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from json import JSONDecodeError, loads
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,7 +13,7 @@ from xtok.assisted import XTokAssisted
 from xtok.drafts.lookup import Prediction as Foreseen
 from xtok.errors import InvalidInputError
 from xtok.models.cache import context_window, vocabulary_size
-from xtok.models.prompts import Prompt, is_several, prompt_ids
+from xtok.models.prompts import KnownPrompt, Prompt, is_several, prompt_ids
 from xtok.serve.processors import Grammar, Penalties, Record, matcher_of
 
 COMPLETION_TOKENS = 16
@@ -235,6 +235,11 @@ class Asked:
     stops: list[str]
     record: Record | None
 
+    @property
+    def known(self) -> KnownPrompt:
+        """The prompt with its ids."""
+        return KnownPrompt(self.prompt, self.ids)
+
 
 def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[Asked]:
     """The texts of a request: `n` for each of its prompts, in order. Number i of a prompt has the request's `seed` + i.
@@ -249,6 +254,7 @@ def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[
     if len(prompts) * (body.n or 1) > MOST:
         raise RequestError(f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n")
     for prompt in prompts:
+        _check_size(prompt, template, xt, field)
         try:
             ids = prompt_ids(xt.tokenizer, prompt, None, template)
         except InvalidInputError as error:
@@ -268,6 +274,33 @@ def _prompts(body: Completion | Chat) -> list[Prompt]:
     given = body.prompt
     prompts: list[Any] = list(given) if given and is_several(given) else [given]
     return prompts
+
+
+def _check_size(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> None:
+    """Raises `RequestError` for a prompt that is too long for the model whatever its ids are. To read it would take seconds, and
+    others would wait for that.
+    """
+    window = context_window(xt.model)
+    if window is None:
+        return
+    size, most = sum(_sizes([prompt, template])), window * xt.target.vocabulary.longest
+    if size > most:
+        raise RequestError(
+            f"The prompt has {size} bytes; the model reads {window} tokens in all, which have up to {most} bytes.",
+            field,
+            code="context_length_exceeded",
+        )
+
+
+def _sizes(given: Any) -> Iterator[int]:
+    """How many bytes each text has in what JSON may hold, names of fields not counted."""
+    left = [given]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield len(one.encode(errors="surrogatepass"))
+        elif isinstance(one, list | dict):
+            left += one.values() if isinstance(one, dict) else one
 
 
 def _foreseen(body: Body) -> dict[str, Any]:
