@@ -37,7 +37,7 @@ from xtok.serve import compiling, processors, race
 from xtok.serve.app import Service, app_of
 from xtok.serve.command import _bound
 from xtok.serve.doors import LOG
-from xtok.serve.events import Cut
+from xtok.serve.events import Cut, borders
 from xtok.serve.processors import Grammar, matcher_of
 from xtok.serve.requests import Chat, Completion, Limits, RequestError, read, texts_of
 
@@ -524,11 +524,12 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "seed": 2**64}, "seed"),
     ({"prompt": "a", "stop": ""}, "stop"),
     ({"prompt": "a", "stop": ["a"] * 17}, "stop"),
+    ({"prompt": "a", "stop": ["a" * 8193] * 2}, "stop"),
     ({"prompt": "a", "logprobs": 21}, "logprobs"),
     ({"prompt": "a", "logit_bias": {"-1": 5}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"99999": 5}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"٣": 5}}, "logit_bias"),
-    ({"prompt": "a", "logit_bias": {"1": 500}}, "logit_bias"),
+    *(({"prompt": "a", "logit_bias": {"1": value}}, "logit_bias") for value in (500, True, "5", float("nan"), None)),
     ({"prompt": "a", "logit_bias": {"0" * 5000 + "1": 5}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"9" * 5000: 5}}, "logit_bias"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
@@ -1143,7 +1144,7 @@ def test_the_page_is_there_while_models_are_loaded_and_needs_no_key(path: str) -
 )
 def test_a_cut_text_is_that_before_the_first_stop_whatever_its_pieces(pieces: list[str], stops: list[str]) -> None:
     """Of stops that overlap, the one that is complete first decides, as it does where a text is ended."""
-    cut = Cut(stops)
+    cut = Cut([(stop, borders(stop)) for stop in stops])
     found = "".join([cut.add(piece) for piece in pieces] + [cut.add("", final=True)])
     text = "".join(pieces)
     assert text.startswith(found)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from json import JSONDecodeError, loads
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from xtok.assisted import XTokAssisted
 from xtok.drafts.lookup import Prediction as Foreseen
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import context_window, vocabulary_size
 from xtok.models.prompts import KnownPrompt, Prompt, is_several, prompt_ids
 from xtok.serve.processors import Grammar, Penalties, Record, matcher_of
@@ -22,6 +22,13 @@ COLDEST = 1e-3
 """Of temperatures above 0, the lowest."""
 MOST = 128
 """How many texts a request may ask for."""
+STOPS = 16_384
+"""How many characters its stops may have in all: each of a text is compared with them."""
+
+Item = TypeVar("Item")
+B = TypeVar("B", bound="Body")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list of which the first fault alone is told: a body has room for a million, and to tell all takes half a minute."""
 
 
 class RequestError(Exception):
@@ -79,7 +86,7 @@ class Prediction(Fields):
     """What much of the text is foreseen to be."""
 
     type: Literal["content"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[dict[str, Any]]
 
 
 class ResponseFormat(Fields):
@@ -89,6 +96,16 @@ class ResponseFormat(Fields):
     json_schema: Schema | None = None
 
 
+def _check_biases(given: dict[str, Any]) -> dict[str, float]:
+    """Raises `ValueError` for the first that is none."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ValueError(f"{name[:40]!r} has {shown(value)}; biases are numbers from -100 to 100")
+    return given
+
+
+Biases = Annotated[dict[str, Any], AfterValidator(_check_biases)]
+"""Checked by a function because not every pydantic can end at the first fault of a dict."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1)]
 Top = Annotated[int, Field(ge=0, le=20)]
@@ -109,7 +126,7 @@ class Body(Fields):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -135,18 +152,18 @@ class Body(Fields):
 class Completion(Body):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     logprobs: Top | None = None
 
 
 class Chat(Body):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -154,7 +171,7 @@ class Chat(Body):
 class Race(Body):
     """A text round by round: `drafts` that take part, all without it, and whether the target writes it `alone`, too."""
 
-    drafts: list[str] | None = None
+    drafts: Items[str] | None = None
     alone: bool | None = None
 
 
@@ -166,9 +183,6 @@ class ChatRace(Chat, Race):
     """`POST /v1/race/chat/completions`."""
 
 
-B = TypeVar("B", bound=Body)
-
-
 def read(kind: type[B], data: bytes) -> B:
     """The body of a request. Raises `RequestError`, with the field's name, for whatever isn't one or can't be honoured."""
     try:
@@ -178,6 +192,8 @@ def read(kind: type[B], data: bytes) -> B:
     _refuse_unknown(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is for streams. Leave it out, or set stream to true.", "stream_options")
+    if (size := sum(map(len, body.stops))) > STOPS:
+        raise RequestError(f"stop has {size} characters in all; this server compares texts with up to {STOPS}.", "stop")
     if isinstance(body, Chat):
         _check_chat(body)
     if isinstance(body, Race):
@@ -277,8 +293,8 @@ def _prompts(body: Completion | Chat) -> list[Prompt]:
 
 
 def _check_size(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> None:
-    """Raises `RequestError` for a prompt that is too long for the model whatever its ids are. To read it would take seconds, and
-    others would wait for that.
+    """Raises `RequestError` for a prompt that is too long for the model whatever its ids are. To read it may take seconds, for
+    which others would have to wait.
     """
     window = context_window(xt.model)
     if window is None:
