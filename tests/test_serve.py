@@ -39,6 +39,7 @@ from xtok.serve.command import _bound
 from xtok.serve.doors import LOG
 from xtok.serve.events import Cut, borders
 from xtok.serve.processors import Grammar, matcher_of
+from xtok.serve.race import Track
 from xtok.serve.requests import Chat, Completion, Limits, RequestError, read, texts_of
 
 NAME = "tiny"
@@ -1122,6 +1123,48 @@ def test_next_is_the_text_that_took_least_and_seconds_are_each_ones_own(monkeypa
     in_turn = [one["run"] for one in events]
     assert in_turn == ["slow", *["quick"] * 3, "slow", *["quick"] * 3, "slow"]
     assert [one["seconds"] for one in events] == [3.0, 1.0, 2.0, 3.0, 6.0, 4.0, 5.0, 5.0, 6.0]
+
+
+def test_a_race_ends_where_its_reader_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile trial: others waited for a client that began a race and read nothing."""
+    now = [0.0]
+    monkeypatch.setattr(race, "perf_counter", lambda: now[0])
+
+    def rounds() -> race.Rounds:
+        while True:
+            yield WrittenRound([], [], ())
+
+    told = []
+    for event in race.race({"drafted": rounds(), "alone": rounds()}, 25.0):
+        told.append(event["run"])
+        now[0] += 10
+    assert told == ["drafted", "drafted", "drafted", "alone"]
+
+
+def test_a_race_does_not_wait_for_a_client_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race_app, "_SENDING", 0.01)
+    body = iter([json.dumps({"prompt": "a", "max_tokens": 5}).encode()])
+
+    async def receive() -> dict[str, Any]:
+        if (data := next(body, None)) is None:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": data}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def raced() -> Track:
+        service = Service(NAME, xt=ALONE, engine=engine)
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/race/completions", "headers": headers, "query_string": b""}
+        await asyncio.wait_for(app_of(service)(scope, receive, send), PATIENCE)
+        return service.track
+
+    with Engine(ALONE) as engine:
+        track = asyncio.run(raced())
+    assert track.entered == 0
+    assert not track.turn.locked()
 
 
 @pytest.mark.parametrize("path", ["", "page/main.js", "page/style.css", "page/tints"])

@@ -38,6 +38,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 _COMPILING = 2
 """How many grammars are compiled at a time."""
+_SENDING = 20.0
+"""Seconds that a race waits for a client to read on: others wait for the race."""
 _LATER = {"Retry-After": "1"}
 _POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _FRESH = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
@@ -217,7 +219,7 @@ async def _raced(service: Service, request: Request, body: CompletionRace | Chat
             yield _line(failure(seen, error).told)
         yield "[DONE]"
 
-    return EventSourceResponse(streamed(), sep="\n")
+    return EventSourceResponse(streamed(), sep="\n", send_timeout=_SENDING)
 
 
 async def _prepared(service: Service, request: Request, body: Body, prepare: Callable[[Any, T, Limits], R], writers: T) -> R:
