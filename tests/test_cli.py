@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -255,6 +256,20 @@ def test_what_has_no_effect_or_makes_no_sense_is_refused(arguments: tuple[str, .
     assert error.startswith("xtok: ")
     assert words in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("memory", ["inf", "1e300"])
+def test_memory_without_bounds_is_refused(memory: str) -> None:
+    told = f"xtok: --memory is {float(memory)}; give a finite number of GiB, as 8, or leave it out for any.\n"
+    assert run("serve", "--port", "0", "--memory", memory, code=1) == ("", told)
+
+
+@pytest.mark.parametrize("command", [("generate", "-"), ("inspect", "--text", "-")], ids=" ".join)
+def test_a_stdin_that_is_closed_is_told_in_one_line(command: tuple[str, ...]) -> None:
+    shown = shlex.join([sys.executable, "-m", "xtok", *command])
+    done = subprocess.run(["sh", "-c", f"exec {shown} <&-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "xtok: stdin can't be read: it is closed. Give a text or a file, or pipe one in.\n"
 
 
 def test_text_that_is_not_utf_8_is_refused() -> None:

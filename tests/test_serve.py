@@ -33,13 +33,14 @@ from xtok import Engine, WrittenRound, XTokAssisted, cli
 from xtok.models.prompts import prompt_ids
 from xtok.pair import DRAFT, TARGET, prompts
 from xtok.serve import app as race_app
-from xtok.serve import race
+from xtok.serve import compiling, processors, race
 from xtok.serve.app import Service, app_of
 from xtok.serve.command import _bound
 from xtok.serve.doors import LOG
-from xtok.serve.events import Cut
-from xtok.serve.processors import Grammar, grammar_of, matcher_of
-from xtok.serve.requests import Chat, Completion, Limits, read, texts_of
+from xtok.serve.events import Cut, borders
+from xtok.serve.processors import Grammar, matcher_of
+from xtok.serve.race import Track
+from xtok.serve.requests import Chat, Completion, Limits, RequestError, read, texts_of
 
 NAME = "tiny"
 TEMPLATE = (
@@ -409,7 +410,7 @@ def test_a_tokenizer_whose_last_call_padded_is_read_as_any_other() -> None:
     padding(["a", "b b b b"], padding="max_length", truncation=True, max_length=3)
     allowed = []
     for tokens in (TOKENS, padding):
-        matcher = matcher_of(tokens, 2, grammar_of(tokens, 2, {"enum": ["名前"]}))
+        matcher = matcher_of(tokens, 2, {"enum": ["名前"]})
         scores = Grammar(matcher, 0)(torch.zeros((1, 0), dtype=torch.int64), torch.zeros((1, len(tokens))))
         allowed.append(scores.isfinite())
     assert allowed[0].any()
@@ -419,6 +420,77 @@ def test_a_tokenizer_whose_last_call_padded_is_read_as_any_other() -> None:
 def test_any_json_object_may_be_asked_for(server: Server) -> None:
     found = server.ask(prompt="a", max_tokens=4, response_format={"type": "json_object"}).json()["choices"][0]["text"]
     assert found.lstrip().startswith("{")
+
+
+def held_to(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def test_a_schema_that_takes_too_long_to_compile_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile trial: these took llguidance minutes. What was refused for that isn't compiled here."""
+    monkeypatch.setattr(compiling, "SECONDS", 1.0)
+    for schema in ({"multipleOf": 100_000_007}, {"anyOf": [{"type": "integer", "multipleOf": 9001 + i} for i in range(20)]}):
+        answer = server.ask(prompt="a", **held_to({"type": "integer", **schema}))
+        told(answer, 400, "response_format")
+        assert "more than 1 seconds" in answer.json()["error"]["message"]
+
+
+def test_a_schema_that_ends_llguidance_ends_no_server(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    crashes = tmp_path / "crashes.py"
+    crashes.write_text("import os; os.abort()")
+    monkeypatch.setattr(compiling, "__file__", str(crashes))
+    told(server.ask(prompt="a", **held_to({"enum": ["ends llguidance"]})), 400, "response_format")
+
+
+def test_texts_do_not_wait_for_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile trial: as many schemas as there were threads, and no text was written any more."""
+    still, compiled = threading.Event(), list[str]()
+
+    def slowly(grammar: str) -> None:
+        compiled.append(grammar)
+        still.wait(PATIENCE)
+
+    monkeypatch.setattr(processors, "check_compiles", slowly)
+    asked = {"prompt": "a", "max_tokens": 1, **held_to({"enum": ["a"]})}
+    with serving() as one, ThreadPoolExecutor(50) as pool:
+        answers = [pool.submit(one.ask, **asked) for _ in range(50)]
+        wait_for(lambda: len(compiled) == 2)
+        assert one.ask(prompt="a", max_tokens=1).status_code == 200
+        assert len(compiled) == 2
+        still.set()
+        assert {answer.result().status_code for answer in answers} == {200}
+
+
+def test_a_schema_is_compiled_once_for_all_texts_of_a_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = counted(monkeypatch, "xtok.serve.requests.matcher_of")
+    asked = {"prompt": ["a", "b"], "n": 2, "temperature": 1.0, "max_tokens": 60, **held_to({"enum": ["吾輩", "猫", 5]})}
+    choices = server.ask(**asked).json()["choices"]
+    assert all(json.loads(one["text"]) in ["吾輩", "猫", 5] for one in choices)
+    assert (len(choices), len(compiled)) == (4, 1)
+
+
+def test_what_is_wrong_with_a_pattern_is_told(server: Server) -> None:
+    for pattern in ("(", "(" + "a" * 5000):
+        message = server.ask(prompt="a", **held_to({"type": "string", "pattern": pattern})).json()["error"]["message"]
+        assert "regex parse error" in message
+        assert message.endswith("unclosed group")
+        assert "\n" not in message
+        assert len(message) < 500
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_schema_that_gets_too_hard_is_told_to_be_the_cause(server: Server, streamed: bool) -> None:
+    """Found by a hostile trial: a pattern on which llguidance gives up behind some ids was told as a fault of the server."""
+    pattern = r"^((.*\w.{9})|(.*\d.{11})|(.*\s.{13})|(.+.{15}x)){30}$"
+    answer = server.ask(
+        prompt="a", max_tokens=100, temperature=1, seed=3, stream=streamed, **held_to({"type": "string", "pattern": pattern})
+    )
+    found = re.findall(r"^data: (.*)\n\n", answer.text, re.MULTILINE)[-2] if streamed else answer.text
+    assert answer.status_code == (200 if streamed else 400)
+    error = json.loads(found)["error"]
+    assert (error["param"], error["type"]) == ("response_format", "invalid_request_error")
+    assert "can't be held to this response_format any further: " in error["message"]
+    assert "<state>" not in error["message"]
 
 
 ENDLESS: list[dict[str, Any]] = [
@@ -453,11 +525,12 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "seed": 2**64}, "seed"),
     ({"prompt": "a", "stop": ""}, "stop"),
     ({"prompt": "a", "stop": ["a"] * 17}, "stop"),
+    ({"prompt": "a", "stop": ["a" * 8193] * 2}, "stop"),
     ({"prompt": "a", "logprobs": 21}, "logprobs"),
     ({"prompt": "a", "logit_bias": {"-1": 5}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"99999": 5}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"٣": 5}}, "logit_bias"),
-    ({"prompt": "a", "logit_bias": {"1": 500}}, "logit_bias"),
+    *(({"prompt": "a", "logit_bias": {"1": value}}, "logit_bias") for value in (500, True, "5", float("nan"), None)),
     ({"prompt": "a", "logit_bias": {"0" * 5000 + "1": 5}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"9" * 5000: 5}}, "logit_bias"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
@@ -520,6 +593,52 @@ def test_what_cannot_be_honoured_is_refused_by_the_fields_name(strict: Server, b
     headers = {**AUTHORIZED, "Content-Type": "application/json"}
     told(httpx.post(f"{strict.url}/v1/{path}", content=json.dumps(body), headers=headers), 400, param)
     assert strict.engine.stats.running + strict.engine.stats.waiting == 0
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Any]:
+    """What the functions of these names are called with from now on."""
+    called = list[Any]()
+
+    def counting(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: called.append(given) or real(*given)
+
+    for name in names:
+        module, _, function = name.rpartition(".")
+        monkeypatch.setattr(name, counting(getattr(sys.modules[module], function)))
+    return called
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": "名前" * 2}, {"messages": [{"role": "user", "content": "名前" * 2}]}, {**CHAT, "tools": [{"a": ["名前" * 2]}]}],
+)
+def test_a_prompt_that_is_too_long_in_any_case_is_not_read(monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]) -> None:
+    """Found by a hostile trial: others waited for seconds while a prompt of 4 MB was read, only to be refused."""
+    xt = XTokAssisted((LM, CHAT_TOKENS))
+    monkeypatch.setattr("xtok.serve.requests.context_window", lambda _: 1)
+    monkeypatch.setitem(xt.target.vocabulary.__dict__, "longest", 11)
+    called = counted(monkeypatch, "xtok.serve.requests.prompt_ids")
+    asked = read(Chat if "messages" in body else Completion, json.dumps(body).encode())
+    with pytest.raises(RequestError) as refused:
+        texts_of(asked, xt, Limits())
+    assert refused.value.told["error"]["code"] == "context_length_exceeded"
+    assert "up to 11 bytes" in str(refused.value)
+    assert not called
+
+
+def test_no_prompt_is_longer_than_what_its_ids_may_spell() -> None:
+    tokens = XTokAssisted((LM, CHAT_TOKENS)).target.vocabulary
+    names = [*CHAT_TOKENS.get_added_vocab()]
+    for text in [*TEXTS, *names]:
+        assert len(text.encode()) <= tokens.longest * len(CHAT_TOKENS(text, add_special_tokens=False).input_ids)
+
+
+def test_a_prompt_is_read_once_for_all_of_its_texts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = counted(monkeypatch, "xtok.serve.requests.prompt_ids", "xtok.hf.prompt_ids")
+    server.ask(prompt=["a", "b"], n=3, max_tokens=1)
+    assert len(called) == 2
+    server.ask("chat/completions", **CHAT, n=3, max_tokens=1)
+    assert len(called) == 3
 
 
 def test_none_is_as_if_it_were_not_there(server: Server) -> None:
@@ -1006,6 +1125,48 @@ def test_next_is_the_text_that_took_least_and_seconds_are_each_ones_own(monkeypa
     assert [one["seconds"] for one in events] == [3.0, 1.0, 2.0, 3.0, 6.0, 4.0, 5.0, 5.0, 6.0]
 
 
+def test_a_race_ends_where_its_reader_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile trial: others waited for a client that began a race and read nothing."""
+    now = [0.0]
+    monkeypatch.setattr(race, "perf_counter", lambda: now[0])
+
+    def rounds() -> race.Rounds:
+        while True:
+            yield WrittenRound([], [], ())
+
+    told = []
+    for event in race.race({"drafted": rounds(), "alone": rounds()}, 25.0):
+        told.append(event["run"])
+        now[0] += 10
+    assert told == ["drafted", "drafted", "drafted", "alone"]
+
+
+def test_a_race_does_not_wait_for_a_client_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race_app, "_SENDING", 0.01)
+    body = iter([json.dumps({"prompt": "a", "max_tokens": 5}).encode()])
+
+    async def receive() -> dict[str, Any]:
+        if (data := next(body, None)) is None:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": data}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def raced() -> Track:
+        service = Service(NAME, xt=ALONE, engine=engine)
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/race/completions", "headers": headers, "query_string": b""}
+        await asyncio.wait_for(app_of(service)(scope, receive, send), PATIENCE)
+        return service.track
+
+    with Engine(ALONE) as engine:
+        track = asyncio.run(raced())
+    assert track.entered == 0
+    assert not track.turn.locked()
+
+
 @pytest.mark.parametrize("path", ["", "page/main.js", "page/style.css", "page/tints"])
 def test_the_page_is_there_while_models_are_loaded_and_needs_no_key(path: str) -> None:
     with Server(Service(NAME), key="secret") as one:
@@ -1026,7 +1187,7 @@ def test_the_page_is_there_while_models_are_loaded_and_needs_no_key(path: str) -
 )
 def test_a_cut_text_is_that_before_the_first_stop_whatever_its_pieces(pieces: list[str], stops: list[str]) -> None:
     """Of stops that overlap, the one that is complete first decides, as it does where a text is ended."""
-    cut = Cut(stops)
+    cut = Cut([(stop, borders(stop)) for stop in stops])
     found = "".join([cut.add(piece) for piece in pieces] + [cut.add("", final=True)])
     text = "".join(pieces)
     assert text.startswith(found)

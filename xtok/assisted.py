@@ -48,7 +48,7 @@ from xtok.models.layers import doubled
 from xtok.models.load import DEFAULT, Source, check_places, draft_model, target_model
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Placement, placements
 from xtok.models.probe import computes_in_half, fits_trees, takes_slots, takes_trees, tolerance
-from xtok.models.prompts import Chat, Prompt, is_several
+from xtok.models.prompts import Chat, KnownPrompt, Prompt, is_several
 from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Pool, Seat
 from xtok.models.slots import rounded
@@ -406,7 +406,7 @@ class XTokAssisted:
         """Yield the new tokens as they are committed, each with who guessed it: `generate(...).tokens`, returned likewise."""
         return self._streamed(prompt, arguments, lambda _, tokens: iter(tokens))
 
-    def stream_rounds(self, prompt: Prompt, **arguments: Any) -> Generator[WrittenRound, None, Generation]:
+    def stream_rounds(self, prompt: Prompt | KnownPrompt, **arguments: Any) -> Generator[WrittenRound, None, Generation]:
         """Yield each round as it is committed, with all that was guessed: `generate(...).written`, returned likewise."""
         view, names = self.target.vocabulary.view, (*self.names, _PREDICTION)
 
@@ -416,7 +416,7 @@ class XTokAssisted:
         return self._streamed(prompt, arguments, rounds)
 
     def _streamed(
-        self, prompt: Prompt, arguments: dict[str, Any], show: Callable[[Round, list[Token]], Iterator[T]]
+        self, prompt: Prompt | KnownPrompt, arguments: dict[str, Any], show: Callable[[Round, list[Token]], Iterator[T]]
     ) -> Generator[T, None, Generation]:
         """What is to be shown of each round of a text. Checked at once, written as it is asked for, under the modes of now."""
         asked, modes = self.asked(prompt, arguments), current()
@@ -514,7 +514,7 @@ class XTokAssisted:
         return max(most, 1 + seen - ceil(positions))
 
     @own_modes
-    def asked(self, prompt: Prompt, arguments: dict[str, Any]) -> Begun:
+    def asked(self, prompt: Prompt | KnownPrompt, arguments: dict[str, Any]) -> Begun:
         """One text, checked, and what begins it.
 
         Errors are those of `generate`.

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Generator
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -290,6 +291,8 @@ def serve(
     from xtok.engines.engine import Engine
 
     name = "xtok-pair" if target == OWN_TARGET else Path(target).resolve().name if Path(target).exists() else target
+    if memory is not None and not isfinite(memory * 1024**3):
+        raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, as 8, or leave it out for any.")
     size = None if memory is None else int(memory * 1024**3)
     shown = list(SAMPLES)[::-1] if target == OWN_TARGET else []
     run(

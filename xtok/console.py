@@ -124,6 +124,8 @@ def holds_heads(draft: str) -> bool:
 def text_of(path: Path) -> str:
     """A file as text, "-" for stdin. Raises `InvalidInputError` for what can't be read or isn't in UTF-8."""
     name = "stdin" if path == STDIN else str(path)
+    if path == STDIN and sys.stdin is None:
+        raise InvalidInputError("stdin can't be read: it is closed. Give a text or a file, or pipe one in.")
     try:
         return (sys.stdin.buffer.read() if path == STDIN else path.read_bytes()).decode("utf-8-sig")
     except OSError as error:

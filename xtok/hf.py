@@ -35,7 +35,7 @@ from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CachedModel, device_of, ids_read
 from xtok.models.probe import check_cache
-from xtok.models.prompts import is_ids, prompt_ids, template_arguments
+from xtok.models.prompts import KnownPrompt, is_ids, prompt_ids, template_arguments
 from xtok.models.rope import dynamic_boundary, longrope_boundary
 from xtok.models.target import Target
 from xtok.noise import Noise, noise
@@ -129,7 +129,10 @@ def prepare(target: Target, prompt: Any, arguments: dict[str, Any], *, several: 
     arguments = {name: value for name, value in arguments.items() if value is not None or name not in _NAMED}
     prediction = _taken_prediction(arguments)
     template = template_arguments(arguments)
-    read = prompt_ids(target.vocabulary.tokenizer, prompt, arguments.pop("split_special_tokens", None), template)
+    splits = arguments.pop("split_special_tokens", None)
+    known = isinstance(prompt, KnownPrompt)
+    read = prompt.ids if known else prompt_ids(target.vocabulary.tokenizer, prompt, splits, template)
+    prompt = prompt.prompt if known else prompt
     asked = None if is_ids(prompt) else prompt
     ids = torch.tensor([read], dtype=torch.int64, device=device_of(target.model))
     stop_strings = _take_stop_strings(target.model, arguments)

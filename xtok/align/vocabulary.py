@@ -34,6 +34,11 @@ class Vocabulary:
         return encoder(self.tokenizer, self.view)
 
     @cached_property
+    def longest(self) -> int:
+        """How many bytes of a text one id stands for at most; a control token stands for its name."""
+        return max(self.view.longest, *(len(name.encode()) for name in self.tokenizer.get_added_vocab()), 1)
+
+    @cached_property
     def keys(self) -> Tensor:
         """The keys of the ids for noise, (size,), int64."""
         return spelling_keys(self.view, self.size)

@@ -18,7 +18,7 @@ from xtok.decode import step
 from xtok.engines.ticket import Ticket
 from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.probe import position_bytes
-from xtok.models.prompts import Prompt
+from xtok.models.prompts import KnownPrompt, Prompt
 from xtok.models.seats import Caches, Seat
 from xtok.models.slots import CHUNK
 from xtok.modes import current, within
@@ -98,7 +98,7 @@ class Engine:
         self._thread.start()
         atexit.register(self.close, cancel=True)
 
-    def submit(self, prompt: Prompt, **arguments: Any) -> Ticket:
+    def submit(self, prompt: Prompt | KnownPrompt, **arguments: Any) -> Ticket:
         """Hand in one prompt, and go on at once. What a prompt may be, and `arguments`, are those of `xt.generate`.
 
         `max_time` counts from here. Logits processors and stopping criteria that keep a state are for one text: give each its

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from numbers import Integral
 from threading import Lock
 from typing import Any
@@ -16,6 +17,15 @@ Message = Mapping[str, Any]
 Chat = Sequence[Message]
 Prompt = str | Chat | Sequence[int] | Tensor | Mapping[str, Any]
 """A text, a chat, token ids, or a tokenizer's encoding."""
+
+
+@dataclass(frozen=True)
+class KnownPrompt:
+    """A text or a chat with its ids, for several texts: `prompt_ids` isn't called again."""
+
+    prompt: Prompt
+    ids: list[int]
+
 
 _OF_CHATS = ("tools", "enable_thinking")
 """Arguments of chat templates that have a name of their own. All others are given as `chat_template_kwargs`."""

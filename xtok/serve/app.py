@@ -3,12 +3,13 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from json import dumps
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any
+from typing import Any, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
@@ -31,8 +32,14 @@ from xtok.serve.events import Event, events
 from xtok.serve.metrics import Metrics
 from xtok.serve.processors import Picked
 from xtok.serve.race import Parts, Track, race, runs_of, served, steps
-from xtok.serve.requests import Asked, B, Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read, texts_of
+from xtok.serve.requests import Asked, B, Body, Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read, texts_of
 
+T = TypeVar("T")
+R = TypeVar("R")
+_COMPILING = 2
+"""How many grammars are compiled at a time."""
+_SENDING = 20.0
+"""Seconds that a race waits for a client to read on: others wait for the race."""
 _LATER = {"Retry-After": "1"}
 _POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _FRESH = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
@@ -61,6 +68,11 @@ class Service:
     def parts(self) -> Parts:
         """What races are written by."""
         return Parts(self.ready()[0])
+
+    @cached_property
+    def compiling(self) -> CapacityLimiter:
+        """The threads that prepare texts with a grammar."""
+        return CapacityLimiter(_COMPILING)
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -189,7 +201,7 @@ async def _raced(service: Service, request: Request, body: CompletionRace | Chat
     seen = visit(request)
     seen.leave = service.track.leave
     seen.told |= {"completion_tokens": 0, "finish_reasons": []}
-    runs = await run_in_threadpool(runs_of, body, service.parts, service.limits)
+    runs = await _prepared(service, request, body, runs_of, service.parts)
 
     def lines() -> Generator[str, None, None]:
         for event in race(runs, service.limits.seconds):
@@ -207,7 +219,17 @@ async def _raced(service: Service, request: Request, body: CompletionRace | Chat
             yield _line(failure(seen, error).told)
         yield "[DONE]"
 
-    return EventSourceResponse(streamed(), sep="\n")
+    return EventSourceResponse(streamed(), sep="\n", send_timeout=_SENDING)
+
+
+async def _prepared(service: Service, request: Request, body: Body, prepare: Callable[[Any, T, Limits], R], writers: T) -> R:
+    """What `prepare` makes of a request, in another thread. Requests that need a grammar have few threads of their own, so that
+    others needn't wait for them. Raises `ClientDisconnect` where the client goes away meanwhile.
+    """
+    limiter = service.compiling if body.has_format else None
+    work = partial(prepare, body, writers, service.limits)
+    prepared: R = await unless_gone(request, partial(to_thread.run_sync, work, limiter=limiter))
+    return prepared
 
 
 def _full(error: EngineFullError) -> RequestError:
@@ -239,7 +261,7 @@ class _PageFiles(StaticFiles):
 async def _written(service: Service, request: Request, body: Completion | Chat) -> Response:
     """What a request is answered with. Raises `RequestError` before anything is sent."""
     xt, engine = service.ready()
-    asked = await run_in_threadpool(texts_of, body, xt, service.limits)
+    asked = await _prepared(service, request, body, texts_of, xt)
     writing = _Writing(service, request, body, asked, xt)
     await run_in_threadpool(_submit, engine, asked, visit(request).tickets)
     visit(request).leave = writing.leave
@@ -253,7 +275,7 @@ def _submit(engine: Engine, asked: Sequence[Asked], tickets: list[Ticket]) -> No
     """Hand in the texts. Raises `RequestError` where one of them can't be; whoever has the tickets ends the others."""
     try:
         for one in asked:
-            tickets.append(engine.submit(one.prompt, **one.arguments))  # noqa: PERF401  (it may stop in between)
+            tickets.append(engine.submit(one.known, **one.arguments))  # noqa: PERF401  (it may stop in between)
     except EngineFullError as error:
         raise _full(error) from error
     except EngineClosedError as error:

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xtok.engines.ticket import Ticket
+from xtok.serve.processors import GrammarError
 from xtok.serve.requests import RequestError
 
 LOG = logging.getLogger("xtok.serve")
@@ -50,8 +51,10 @@ def visit(request: Request) -> Visit:
 
 
 def failure(seen: Visit, error: Exception) -> RequestError:
-    """What ended a text is told by its kind alone; the log has the rest."""
+    """What ended a text is told by its kind alone, and the log has the rest; of a schema, the client is told all."""
     seen.told["error"] = f"{type(error).__name__}: {error}"
+    if isinstance(error, GrammarError):
+        return RequestError(f"The text can't be held to this response_format any further: {error}", "response_format")
     return RequestError(f"{type(error).__name__} ended the text. The server's log tells more.", status=500, kind="server_error")
 
 

@@ -10,7 +10,7 @@ from xtok.align.text import characters
 from xtok.align.tokenbytes import TokenBytes
 from xtok.engines.ticket import Ticket
 from xtok.generation import Generation
-from xtok.serve.processors import Picked
+from xtok.serve.processors import Picked, Record
 from xtok.serve.requests import Asked
 
 
@@ -29,11 +29,11 @@ class Cut:
     """Ends a text before the first of some `stops` to be completed. What may be the beginning of one is held back until that is
     known. The work is linear in the length of the text.
 
-    `size`: how many bytes were let pass.
+    `stops`: each with its borders. `size`: how many bytes were let pass.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [(stop, _borders(stop)) for stop in stops]
+    def __init__(self, stops: Sequence[tuple[str, Sequence[int]]]) -> None:
+        self._stops = stops
         self._begun = [0] * len(stops)
         self._held = ""
         self.size, self.found = 0, False
@@ -64,12 +64,12 @@ def _advanced(stop: str, borders: Sequence[int], begun: int, character: str) -> 
     return begun + (stop[begun] == character)
 
 
-def _borders(stop: str) -> list[int]:
+def borders(stop: str) -> list[int]:
     """How many characters of a stop end each of its beginnings, itself not counted (Knuth, Morris and Pratt 1977)."""
-    borders = [0, 0]
+    found = [0, 0]
     for character in stop[1:]:
-        borders.append(_advanced(stop, borders, borders[-1], character))
-    return borders
+        found.append(_advanced(stop, found, found[-1], character))
+    return found
 
 
 class _Shown:
@@ -94,10 +94,11 @@ class _Shown:
 async def events(asked: Sequence[Asked], tickets: Sequence[Ticket], view: TokenBytes) -> AsyncGenerator[Event, None]:
     """What comes of all texts. `view`: what the target's ids spell. Raises what ended one of them."""
     told: asyncio.Queue[Event | Exception] = asyncio.Queue()
+    stops = [(stop, borders(stop)) for stop in asked[0].stops]  # all texts of a request have the same
 
     async def tell(choice: int) -> None:
         try:
-            async for event in _events(choice, asked[choice], tickets[choice], view):
+            async for event in _events(choice, asked[choice].record, tickets[choice], Cut(stops), view):
                 told.put_nowait(event)
         except Exception as error:
             told.put_nowait(error)
@@ -116,10 +117,9 @@ async def events(asked: Sequence[Asked], tickets: Sequence[Ticket], view: TokenB
             task.cancel()
 
 
-async def _events(choice: int, asked: Asked, ticket: Ticket, view: TokenBytes) -> AsyncIterator[Event]:
+async def _events(choice: int, record: Record | None, ticket: Ticket, cut: Cut, view: TokenBytes) -> AsyncIterator[Event]:
     """Those of one text. What was picked last is recorded with the pick behind it, so then a piece waits for the next one."""
-    record, late = asked.record, ""
-    cut, shown = Cut(asked.stops), _Shown([] if record is None else record.picked, view)
+    late, shown = "", _Shown([] if record is None else record.picked, view)
     pieces: Any = aiter(ticket)
     async with aclosing(pieces):
         async for piece in pieces:

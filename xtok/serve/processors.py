@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xtok.serve.compiling import check_compiles
+
 
 class Picked(NamedTuple):
     """An id with its log-probability, and the likeliest ids with theirs, the best first. `offset`: where it begins in the text,
@@ -74,7 +76,7 @@ class Grammar:
         self._matcher, self._read = matcher, start
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """`ids`: (1, length). `scores`: (1, vocabulary). Raises `ValueError` if the grammar can't be followed further."""
+        """`ids`: (1, length). `scores`: (1, vocabulary). Raises `GrammarError` if the grammar can't be followed further."""
         for token in ids[0, self._read :].tolist():
             self._matcher.consume_token(token)
         self._read = ids.shape[1]
@@ -85,25 +87,33 @@ class Grammar:
         return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -torch.inf)
 
 
-def grammar_of(tokenizer: Any, end: int | None, schema: Any) -> str:
-    """The grammar of llguidance for a JSON schema. Raises `ValueError` for what is none, or what it can't hold a text to.
+class GrammarError(ValueError):
+    """A schema that llguidance can't follow."""
 
+
+def matcher_of(tokenizer: Any, end: int | None, schema: Any) -> Any:
+    """The matcher that llguidance makes of a JSON schema, at the beginning of a text. Each text needs its own `deep_copy`.
+
+    Raises `ValueError` for a tokenizer that llguidance can't read, and for a schema that is none or can't be followed.
     Some of that, such as a schema that is nothing but a reference to itself, llguidance finds out only while a text is written.
     So the beginning of a text is written, from the first id that is allowed each time.
     """
     from llguidance import LLMatcher
 
+    read = _read_by_llguidance(tokenizer, end)
     grammar: str = LLMatcher.grammar_from_json_schema(dumps(schema))
-    fault: str = LLMatcher.validate_grammar(grammar, _read_by_llguidance(tokenizer, end))
-    if fault:
-        raise ValueError(fault.strip().partition("\n")[0])
-    matcher = matcher_of(tokenizer, end, grammar)
+    try:
+        check_compiles(grammar)
+    except ValueError as error:
+        raise GrammarError(_in_one_line(str(error))) from None
+    matcher = LLMatcher(read, grammar)
+    tried = matcher.deep_copy()
     for _ in range(_WRITTEN):
-        allowed = np.flatnonzero(_allowed(matcher))
-        if matcher.is_stopped() or not len(allowed):
+        allowed = np.flatnonzero(_allowed(tried))
+        if tried.is_stopped() or not len(allowed):
             break
-        matcher.consume_token(int(allowed[0]))
-    return grammar
+        tried.consume_token(int(allowed[0]))
+    return matcher
 
 
 _WRITTEN = 8
@@ -111,18 +121,20 @@ _WRITTEN = 8
 
 
 def _allowed(matcher: Any) -> Any:
-    """Which ids may come next, 1 or 0 for each id of the tokenizer. Raises `ValueError` if the grammar can't be followed."""
+    """Which ids may come next, 1 or 0 for each id of the tokenizer. Raises `GrammarError` if the grammar can't be followed."""
     allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
     if matcher.is_error():
-        raise ValueError(str(matcher.get_error()).partition("\n")[0])
+        raise GrammarError(_in_one_line(matcher.get_error()))
     return allowed
 
 
-def matcher_of(tokenizer: Any, end: int | None, grammar: str) -> Any:
-    """One that begins. Raises `ValueError` for a tokenizer that llguidance can't read."""
-    from llguidance import LLMatcher
+def _in_one_line(error: str) -> str:
+    """What llguidance says is wrong, without its state and the grammar, and without the middle of what is long."""
+    told = " ".join(error.partition("\n<state>")[0].split())
+    return told if len(told) <= 2 * _SHOWN else f"{told[:_SHOWN]} … {told[-_SHOWN:]}"
 
-    return LLMatcher(_read_by_llguidance(tokenizer, end), grammar)
+
+_SHOWN = 150
 
 
 @lru_cache(maxsize=8)

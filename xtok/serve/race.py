@@ -63,7 +63,7 @@ class Parts:
 
 def race(runs: Mapping[str, Rounds], most: float | None = None) -> Generator[dict[str, Any], None, None]:
     """The rounds of texts as JSON has them, each with the `run` that it is of and its `seconds` so far; the `end` of each is
-    its trace. One that takes longer than `most` seconds has none.
+    its trace. One that takes more than `most` seconds has none. Those in which the reader wasn't ready for more count for each.
 
     They go in turns, none while another does, and next is always the one that took least so far. So the seconds of each are
     those that it would take alone on this machine, and who has less of them is ahead.
@@ -71,14 +71,16 @@ def race(runs: Mapping[str, Rounds], most: float | None = None) -> Generator[dic
     with ExitStack() as stack:
         for rounds in runs.values():
             stack.enter_context(closing(rounds))
-        seconds = dict.fromkeys(runs, 0.0)
+        seconds, unread = dict.fromkeys(runs, 0.0), 0.0
         while seconds:
             name = min(seconds, key=lambda one: seconds[one])
             start = perf_counter()
             one = _next(runs[name])
             took = seconds[name] = seconds[name] + perf_counter() - start
+            start = perf_counter()
             yield {"run": name, "end" if isinstance(one, Generation) else "round": one.to_dict(), "seconds": took}
-            if isinstance(one, Generation) or (most is not None and took > most):
+            unread += perf_counter() - start
+            if isinstance(one, Generation) or (most is not None and took + unread > most):
                 del seconds[name]
 
 
@@ -137,6 +139,6 @@ def _rounds(body: CompletionRace | ChatRace, xt: XTokAssisted, limits: Limits) -
     arguments = dict(texts[0].arguments)
     arguments.pop("max_time", None)  # the turns of the other would count
     try:
-        return xt.stream_rounds(texts[0].prompt, **arguments)
+        return xt.stream_rounds(texts[0].known, **arguments)
     except ValueError as error:
         raise RequestError(str(error)) from error

@@ -1,20 +1,20 @@
 """What clients may ask: OpenAI's fields, checked, as arguments of `Engine.submit`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from json import JSONDecodeError, loads
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from xtok.assisted import XTokAssisted
 from xtok.drafts.lookup import Prediction as Foreseen
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import context_window, vocabulary_size
-from xtok.models.prompts import Prompt, is_several, prompt_ids
-from xtok.serve.processors import Grammar, Penalties, Record, grammar_of, matcher_of
+from xtok.models.prompts import KnownPrompt, Prompt, is_several, prompt_ids
+from xtok.serve.processors import Grammar, Penalties, Record, matcher_of
 
 COMPLETION_TOKENS = 16
 """How many new tokens a completion has where the request doesn't say: OpenAI's. A chat has as many as there is room for."""
@@ -22,6 +22,13 @@ COLDEST = 1e-3
 """Of temperatures above 0, the lowest."""
 MOST = 128
 """How many texts a request may ask for."""
+STOPS = 16_384
+"""How many characters its stops may have in all: each of a text is compared with them."""
+
+Item = TypeVar("Item")
+B = TypeVar("B", bound="Body")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list of which the first fault alone is told: a body has room for a million, and to tell all takes half a minute."""
 
 
 class RequestError(Exception):
@@ -79,7 +86,7 @@ class Prediction(Fields):
     """What much of the text is foreseen to be."""
 
     type: Literal["content"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[dict[str, Any]]
 
 
 class ResponseFormat(Fields):
@@ -89,6 +96,16 @@ class ResponseFormat(Fields):
     json_schema: Schema | None = None
 
 
+def _check_biases(given: dict[str, Any]) -> dict[str, float]:
+    """Raises `ValueError` for the first that is none."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ValueError(f"{name[:40]!r} has {shown(value)}; biases are numbers from -100 to 100")
+    return given
+
+
+Biases = Annotated[dict[str, Any], AfterValidator(_check_biases)]
+"""Checked by a function because not every pydantic can end at the first fault of a dict."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1)]
 Top = Annotated[int, Field(ge=0, le=20)]
@@ -109,7 +126,7 @@ class Body(Fields):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -122,6 +139,11 @@ class Body(Fields):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     @property
+    def has_format(self) -> bool:
+        """Whether texts are held to a format, for which a grammar is compiled."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with how many tokens there were."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -130,18 +152,18 @@ class Body(Fields):
 class Completion(Body):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     logprobs: Top | None = None
 
 
 class Chat(Body):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -149,7 +171,7 @@ class Chat(Body):
 class Race(Body):
     """A text round by round: `drafts` that take part, all without it, and whether the target writes it `alone`, too."""
 
-    drafts: list[str] | None = None
+    drafts: Items[str] | None = None
     alone: bool | None = None
 
 
@@ -161,9 +183,6 @@ class ChatRace(Chat, Race):
     """`POST /v1/race/chat/completions`."""
 
 
-B = TypeVar("B", bound=Body)
-
-
 def read(kind: type[B], data: bytes) -> B:
     """The body of a request. Raises `RequestError`, with the field's name, for whatever isn't one or can't be honoured."""
     try:
@@ -173,6 +192,8 @@ def read(kind: type[B], data: bytes) -> B:
     _refuse_unknown(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is for streams. Leave it out, or set stream to true.", "stream_options")
+    if (size := sum(map(len, body.stops))) > STOPS:
+        raise RequestError(f"stop has {size} characters in all; this server compares texts with up to {STOPS}.", "stop")
     if isinstance(body, Chat):
         _check_chat(body)
     if isinstance(body, Race):
@@ -230,6 +251,11 @@ class Asked:
     stops: list[str]
     record: Record | None
 
+    @property
+    def known(self) -> KnownPrompt:
+        """The prompt with its ids."""
+        return KnownPrompt(self.prompt, self.ids)
+
 
 def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[Asked]:
     """The texts of a request: `n` for each of its prompts, in order. Number i of a prompt has the request's `seed` + i.
@@ -239,11 +265,12 @@ def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[
     field = "messages" if isinstance(body, Chat) else "prompt"
     template = _template(body)
     told = {"chat_template_kwargs": template} if template else {}
-    grammar, foreseen = _grammar(body, xt), _foreseen(body)
+    matcher, foreseen = _matcher(body, xt), _foreseen(body)
     prompts, found = _prompts(body), list[Asked]()
     if len(prompts) * (body.n or 1) > MOST:
         raise RequestError(f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n")
     for prompt in prompts:
+        _check_size(prompt, template, xt, field)
         try:
             ids = prompt_ids(xt.tokenizer, prompt, None, template)
         except InvalidInputError as error:
@@ -252,7 +279,7 @@ def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[
         shared = {**told, **_sampling(body), **lengths, **foreseen, "stop_strings": body.stops or None}
         for number in range(body.n or 1):
             record = _record(body)
-            own = _processors(body, xt, record, len(ids), grammar)
+            own = _processors(body, xt, record, len(ids), matcher)
             found.append(Asked(prompt, ids, {**shared, **own, **_seed(body, number)}, body.stops, record))
     return found
 
@@ -263,6 +290,33 @@ def _prompts(body: Completion | Chat) -> list[Prompt]:
     given = body.prompt
     prompts: list[Any] = list(given) if given and is_several(given) else [given]
     return prompts
+
+
+def _check_size(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> None:
+    """Raises `RequestError` for a prompt that is too long for the model whatever its ids are. To read it may take seconds, for
+    which others would have to wait.
+    """
+    window = context_window(xt.model)
+    if window is None:
+        return
+    size, most = sum(_sizes([prompt, template])), window * xt.target.vocabulary.longest
+    if size > most:
+        raise RequestError(
+            f"The prompt has {size} bytes; the model reads {window} tokens in all, which have up to {most} bytes.",
+            field,
+            code="context_length_exceeded",
+        )
+
+
+def _sizes(given: Any) -> Iterator[int]:
+    """How many bytes each text has in what JSON may hold, names of fields not counted."""
+    left = [given]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield len(one.encode(errors="surrogatepass"))
+        elif isinstance(one, list | dict):
+            left += one.values() if isinstance(one, dict) else one
 
 
 def _foreseen(body: Body) -> dict[str, Any]:
@@ -363,7 +417,7 @@ def _record(body: Completion | Chat) -> Record | None:
     return None if body.logprobs is None else Record(body.logprobs)
 
 
-def _processors(body: Body, xt: XTokAssisted, record: Record | None, start: int, grammar: str | None) -> dict[str, Any]:
+def _processors(body: Body, xt: XTokAssisted, record: Record | None, start: int, matcher: Any) -> dict[str, Any]:
     """Those of one text, in transformers' order. What records stands in front: it is shown the target's own logits."""
     repetition = body.repetition_penalty or xt.model.generation_config.repetition_penalty or 1.0
     made: list[Any] = [] if record is None else [record]
@@ -373,8 +427,8 @@ def _processors(body: Body, xt: XTokAssisted, record: Record | None, start: int,
         made.append(RepetitionPenaltyLogitsProcessor(repetition))
     if body.frequency_penalty or body.presence_penalty:
         made.append(Penalties(start, body.frequency_penalty or 0.0, body.presence_penalty or 0.0))
-    if grammar is not None:
-        made.append(Grammar(matcher_of(xt.tokenizer, _end(xt), grammar), start))
+    if matcher is not None:
+        made.append(Grammar(matcher.deep_copy(), start))
     return {"repetition_penalty": 1.0, "logits_processor": LogitsProcessorList(made)}
 
 
@@ -386,16 +440,16 @@ def _bias(given: Mapping[str, float], size: int) -> list[list[Any]]:
     return [[[int(name)], float(value)] for name, value in given.items()]
 
 
-def _grammar(body: Body, xt: XTokAssisted) -> str | None:
-    """What holds texts to a format. Raises `RequestError` where nothing can."""
+def _matcher(body: Body, xt: XTokAssisted) -> Any:
+    """What holds texts to a format, None for any text. Raises `RequestError` where nothing can."""
     asked = body.response_format
-    if asked is None or asked.type == "text":
+    if asked is None or not body.has_format:
         return None
     schema = {"type": "object"} if asked.type == "json_object" else asked.json_schema and asked.json_schema.schema_
     if schema is None:
         raise RequestError("response_format of type json_schema needs json_schema.schema.", "response_format")
     try:
-        return grammar_of(xt.tokenizer, _end(xt), schema)
+        return matcher_of(xt.tokenizer, _end(xt), schema)
     except (ImportError, ValueError) as error:
         raise RequestError(f"Texts can't be held to this response_format: {error}", "response_format") from error
 
