@@ -1,5 +1,8 @@
 """Recurrent layers: several ids at once are to be computed by the formula of one id, for that is how generation goes on."""
 
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from math import inf
 from random import Random
 from typing import Any
 
@@ -16,7 +19,7 @@ from xtok.arguments import CACHE
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.models.cache import new_cache
 from xtok.models.prompts import prompt_ids
-from xtok.models.recurrent import without_step_limits
+from xtok.models.recurrent import lift_step_limits, without_step_limits
 
 MAMBA2 = ["nemotron_h", *deep("falcon_h1", "granitemoehybrid")]
 OTHERS = deep("bailing_hybrid", "kimi_linear", "lfm2_moe", "lfm3", "olmo_hybrid", "qwen3_5", "qwen3_next", "qwen4_exp", "zaya")
@@ -86,18 +89,21 @@ def test_several_ids_at_once_have_the_logits_that_they_have_one_by_one(name: str
     adversarial(lm)
     ids = torch.randint(3, len(TOKENS), (1, 24), generator=torch.Generator().manual_seed(1))
 
-    def logits(model: Any, sizes: list[int]) -> torch.Tensor:
+    lift_step_limits(lm)
+
+    def logits(sizes: list[int]) -> torch.Tensor:
         cache, parts = new_cache(lm), list[torch.Tensor]()
         lm(input_ids=ids[:, :12], **{CACHE: cache}, use_cache=True)
         for size in sizes:
             start = 12 + sum(len(part) for part in parts)
-            part = model(input_ids=ids[:, start : start + size], **{CACHE: cache}, use_cache=True).logits[0]
+            with without_step_limits():
+                part = lm(input_ids=ids[:, start : start + size], **{CACHE: cache}, use_cache=True).logits[0]
             parts.append(part[-size:])
         return torch.cat(parts)
 
-    one_by_one = logits(lm, [1] * 12)
+    one_by_one = logits([1] * 12)
     for sizes in ([5, 7], [1, 4, 1, 6]):
-        assert float((logits(without_step_limits(lm), sizes) - one_by_one).abs().max() / one_by_one.std()) < 1e-3
+        assert float((logits(sizes) - one_by_one).abs().max() / one_by_one.std()) < 1e-3
 
 
 def test_transformers_still_limits_the_steps_of_several_ids_alone() -> None:
@@ -111,14 +117,48 @@ def test_transformers_still_limits_the_steps_of_several_ids_alone() -> None:
     assert at_once != wanted
 
 
+def scale_a_layer(lm: Any) -> None:
+    """By a hook, after the first use."""
+    lm.model.layers[0].register_forward_hook(lambda _, inputs, output: output * 1.5)
+
+
+def replace_the_head(lm: Any) -> None:
+    torch.manual_seed(1)
+    lm.lm_head.weight = torch.nn.Parameter(torch.randn_like(lm.lm_head.weight))
+
+
+def load_other_weights(lm: Any) -> None:
+    lm.load_state_dict({name: weight * 0.8 for name, weight in lm.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [scale_a_layer, replace_the_head, load_other_weights])
+def test_a_model_that_changes_after_its_first_use_checks_guesses_as_it_is_now(change: Any) -> None:
+    lm = tiny("nemotron_h", len(TOKENS) + 5)
+    read, wanted = ids_of(lm, TEXTS[0])
+    xt = XTokAssisted((lm, TOKENS), [ScriptedDrafter(lambda context: wanted[len(context.ids) - len(read) :][:4])])
+    assert xt.generate(TEXTS[0], **GREEDY).token_ids == wanted
+    before = wanted
+    change(lm)
+    _, wanted = ids_of(lm, TEXTS[0])
+    assert wanted != before
+    found = xt.generate(TEXTS[0], **GREEDY)
+    assert found.token_ids == wanted and found.stats.accepted > LENGTH / 3
+
+
+def test_limits_are_lifted_in_the_thread_that_checks_guesses_alone() -> None:
+    lm = tiny("nemotron_h", len(TOKENS) + 5)
+    narrow_limits(lm)
+    lift_step_limits(lm)
+    (layer,) = [module for module in lm.modules() if hasattr(module, "time_step_limit")]
+    with without_step_limits(), ThreadPoolExecutor() as other:
+        assert layer.time_step_limit == (0.0, inf)
+        assert other.submit(lambda: layer.time_step_limit).result() == (0.001, 0.1)
+    assert layer.time_step_limit == deepcopy(layer).time_step_limit == (0.001, 0.1)
+    layer.time_step_limit = (0.002, 0.1)
+    assert layer.time_step_limit == (0.002, 0.1)
+
+
 def test_a_model_without_such_limits_is_taken_as_it_is() -> None:
     lm = tiny("qwen3_next", len(TOKENS) + 5)
-    assert without_step_limits(lm) is lm
-
-
-def test_a_copy_shares_the_weights_and_is_made_once() -> None:
-    lm = tiny("nemotron_h", len(TOKENS) + 5)
-    copied = without_step_limits(lm)
-    assert copied is not lm and copied is without_step_limits(lm)
-    pairs = zip(lm.parameters(), copied.parameters(), strict=True)
-    assert all(mine is theirs for mine, theirs in pairs)
+    lift_step_limits(lm)
+    assert not any("time_step_limit" in vars(type(module)) for module in lm.modules())
