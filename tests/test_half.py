@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
 from test_stable import ARCHITECTURES, DTYPES, WAYS, target
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 from worlds import deep, examples
 
 from xtok import PromptLookup, XTokAssisted
@@ -24,6 +24,7 @@ from xtok.arguments import CACHE
 from xtok.costs import Cost
 from xtok.errors import UnstableWarning
 from xtok.ledger import Account, Ledger, Proposal
+from xtok.models.probe import tolerance
 from xtok.models.prompts import prompt_ids
 from xtok.tree import chain
 
@@ -176,6 +177,36 @@ def test_where_transformers_writes_another_text_there_was_a_near_tie(
     assert first is None or first in positions
     assert positions == sorted(set(positions))
     assert all(one.margin >= found.stats.min_margin for one in found.stats.near_ties)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_tolerance_covers_what_was_measured_with_room_to_spare(dtype: str) -> None:
+    """In SmolLM2 135M a gap changed by 65 roundings of the largest logit in float32, by 2.8 in float16."""
+    lm = target("Llama", dtype)
+    XTokAssisted((lm, TOKENS))
+    with torch.no_grad():
+        logits = lm(input_ids=torch.tensor([[3, 5, 7, 11]])).logits
+    largest = float(logits.float().abs().amax(dim=-1)[0, 1:].mean())
+    roundings = tolerance(lm) / (torch.finfo(lm.dtype).eps * largest)
+    assert roundings > {"float32": 65, "float16": 2.8, "bfloat16": 2.0}[dtype] * 1.4
+
+
+class Doubles(LogitsProcessor):
+    """A processor that nobody knows."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores * 2
+
+
+def test_no_near_ties_and_unknown_ones_are_told_apart() -> None:
+    xt = XTokAssisted((target("Llama", "float32"), TOKENS), (UNRELATED, BYTES))
+    known = xt.generate(TEXTS[0], **WAYS["greedy"])
+    unknown = xt.generate(TEXTS[0], logits_processor=[Doubles()], **WAYS["greedy"])
+    assert known.stats.near_ties == () and known.to_dict()["stats"]["near_ties"] == []
+    assert unknown.stats.near_ties is None and unknown.to_dict()["stats"]["near_ties"] is None
+    assert "near-tie" not in unknown.to_html()
+    cut = xt.generate(TEXTS[0], do_sample=True, top_k=5, seed=1, max_new_tokens=4)
+    assert cut.stats.near_ties is None and cut.stats.min_margin is None
 
 
 def test_near_ties_are_reported_with_their_positions_and_margins() -> None:

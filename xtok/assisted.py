@@ -94,10 +94,10 @@ class XTokAssisted:
 
     Law: in float32 and float64 greedy ids equal those of `target.generate(...)` with the same arguments; sampled ids are draws
     from the target's own distribution, and equal those of `XTokAssisted(target)`, which has no draft and is the reference
-    sampler, for the same seed. In half precision both equal those of `XTokAssisted(target)` in every bit that decides, and
-    those of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how fast they come. One instance
-    may serve several threads. The models and tokenizers handed in are never changed. `names`: what its drafts are called where
-    it is told who guessed a token.
+    sampler, for the same seed. In half precision both equal those of `XTokAssisted(target)` in every bit that decides, and very
+    likely those of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how fast they come. One
+    instance may serve several threads. The models and tokenizers handed in are never changed. `names`: what its drafts are
+    called where it is told who guessed a token.
     """
 
     @own_modes
@@ -127,7 +127,7 @@ class XTokAssisted:
         `acceptance`, of sampled texts. "match": a guess is accepted where it is what the target draws; draft and target look at
         the same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by the draft's distribution,
         projected onto the target's ids by bytes, in chains of the budget's depth; what comes out are draws from the target's
-        own distribution, too, but they depend on the draft and that depth.
+        own distribution, too, but they depend on the draft and that depth, so `stats.exact` is False.
 
         "typical", **lossy**: any guess is accepted that isn't too unlikely, above min(`posterior_threshold`,
         `posterior_alpha` * exp(-entropy)) (Medusa, Cai et al. 2024). Sampled texts are then no draws from the target's
@@ -543,8 +543,8 @@ class XTokAssisted:
         guesses = bool(self._drafts or prepared.prediction)
         branches = not guesses or (self._branches and fits_trees(self.model, prepared.cache))
         slot = self._slot(prepared, seat)
-        lossy = bool(self._acceptance.typical and prepared.samples)
-        is_exact = not lossy and (self._is_fixed(prepared) or not computes_in_half(self.model))
+        judges = prepared.samples and self._acceptance != Acceptance()
+        is_exact = not judges and (self._is_fixed(prepared) or not computes_in_half(self.model))
         meter = Meter(chains_only=not branches, exact=is_exact, shared_forwards=slot.shares)
         picker = Picker(
             prepared.processors,

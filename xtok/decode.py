@@ -215,8 +215,7 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, known: Known) -> tuple[li
             break
         path.append(node)
         block.append(token)
-        if (near := text.picker.near_tie(len(text.new_ids))) is not None:
-            text.meter.near_ties.append(near)
+        text.picker.note_near_tie(len(text.text.ids) - text.text.prompt_length)
         text.append(token)
         node = tree.child(node, block[-1])
     text.catch_up()

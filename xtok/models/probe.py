@@ -22,17 +22,17 @@ from xtok.models.single import HALF, in_single
 from xtok.models.slots import Slots
 from xtok.modes import plain
 
-_ROUNDINGS = {True: 2, False: 64}
-"""By how many roundings of the largest logit the gap of two ids changes at most between forward passes over one row and over
-many, in half precision and above: in SmolLM2 135M, 2.0 in bfloat16, 2.8 in float16 and 65 in float32 of 864 gaps each; 0.6 and
-5 on the average.
+_ROUNDINGS = {True: 4, False: 128}
+"""By how many roundings of the largest logit the gap of two ids may change between forward passes over one row and over many,
+in half precision and above: an estimate. In SmolLM2 135M it was 2.0 in bfloat16, 2.8 in float16 and 65 in float32 at most, of 864
+gaps each; 0.6 and 5 on the average.
 """
 _LARGEST: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
 
 
 def tolerance(model: PreTrainedModel) -> float:
-    """How near a tie, in logits, two ids are to be for forward passes of another shape to change which one is better. 0 for a
-    model that wasn't tried.
+    """How near a tie, in logits, two ids are likely to be if forward passes of another shape change which one is better: an
+    estimate. 0 for a model that wasn't tried.
     """
     half = computes_in_half(model)
     if half:
