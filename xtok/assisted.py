@@ -544,7 +544,8 @@ class XTokAssisted:
         branches = not guesses or (self._branches and fits_trees(self.model, prepared.cache))
         slot = self._slot(prepared, seat)
         judges = prepared.samples and self._acceptance != Acceptance()
-        is_exact = not judges and (self._is_fixed(prepared) or not computes_in_half(self.model))
+        half = computes_in_half(self.model)
+        is_exact = not judges and (self._is_fixed(prepared) or not half)
         meter = Meter(chains_only=not branches, exact=is_exact, shared_forwards=slot.shares)
         picker = Picker(
             prepared.processors,
@@ -552,7 +553,7 @@ class XTokAssisted:
             noise,
             None if noise is None else vocabulary.keys.to(prepared.ids.device),
             self._acceptance,
-            tolerance(self.model),
+            tolerance(self.model, half=half),
             prepared.records("output_scores"),
             prepared.records("output_logits"),
         )
@@ -564,7 +565,7 @@ class XTokAssisted:
             picker=picker,
             criteria=prepared.criteria,
             config=prepared.config,
-            session=self._session(prepared, start, noise, meter, seat),
+            session=self._session(prepared, start, noise, meter, seat, half=half),
             budget=self._budget_of(prepared, branches=branches),
             deepest=positions(self.model, slot),
             meter=meter,
@@ -583,7 +584,9 @@ class XTokAssisted:
         """Whether the forward passes of a text have fixed shapes."""
         return self._shapes is not None and prepared.is_plain and not prepared.keeps_cache
 
-    def _session(self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
+    def _session(
+        self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat, *, half: bool
+    ) -> Session | None:
         """The drafting of one text, which shares what all of this instance learn of costs and gains; unless that, by the shapes
         of forward passes, might change the text of a call that is repeated.
         """
@@ -602,7 +605,7 @@ class XTokAssisted:
             seat=seat,
         )
         drafts, ledger = self._drafts, self._ledger
-        if computes_in_half(self.model) and self._made["stable"] is not False and not self._is_fixed(prepared):
+        if half and self._made["stable"] is not False and not self._is_fixed(prepared):
             drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
             ledger = self._ledger_without_a_clock()
         if prepared.prediction is None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import zip_longest
 from numbers import Integral
 from typing import Any
@@ -81,7 +82,7 @@ class Prepared:
         criteria = StoppingCriteriaList(own.get(id(one), one) for one in self.criteria)
         return replace(self, processors=processors, criteria=criteria, shared=())
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether ids are all that the model reads: beside them there is padding at most, and positions that count them."""
         others = {name for name, value in self.inputs.items() if value is not None} - _COUNTED

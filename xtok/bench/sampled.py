@@ -80,10 +80,12 @@ def compare_sampled(
 class _ModeAssisted(XTokAssisted):
     """Guesses the draft's likeliest text, whatever the noise."""
 
-    def _session(self, prepared: Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat) -> Session | None:
+    def _session(
+        self, prepared: Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat, *, half: bool
+    ) -> Session | None:
         config = deepcopy(prepared.config)
         config.do_sample = False
-        return super()._session(replace(prepared, config=config), text, None, meter, seat)
+        return super()._session(replace(prepared, config=config), text, None, meter, seat, half=half)
 
 
 def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, Sampler]:

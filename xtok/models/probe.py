@@ -4,7 +4,7 @@ from contextlib import suppress
 from copy import deepcopy
 from math import inf
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,21 +20,21 @@ from xtok.models.recurrent import cached_model
 from xtok.models.rope import dynamic_boundary, longrope_boundary
 from xtok.models.single import HALF, in_single
 from xtok.models.slots import Slots
+from xtok.models.verdicts import Verdicts
 from xtok.modes import plain
 
 _ROUNDINGS = {True: 4, False: 128}
 """By how many roundings of the largest logit the gap of two ids may change between forward passes over one row and over many,
-in half precision and above: an estimate. In SmolLM2 135M it was 2.0 in bfloat16, 2.8 in float16 and 65 in float32 at most, of 864
-gaps each; 0.6 and 5 on the average.
+in half precision and above: an estimate. In SmolLM2 135M it was 2.0 in bfloat16, 2.8 in float16 and 65 in float32 at most, of
+864 gaps each; 0.6 and 5 on the average.
 """
 _LARGEST: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
 
 
-def tolerance(model: PreTrainedModel) -> float:
+def tolerance(model: PreTrainedModel, *, half: bool) -> float:
     """How near a tie, in logits, two ids are likely to be if forward passes of another shape change which one is better: an
-    estimate. 0 for a model that wasn't tried.
+    estimate. 0 for a model that wasn't tried. `half`: whether it computes in half precision.
     """
-    half = computes_in_half(model)
     if half:
         dtype = model.dtype if model.dtype in HALF else torch.bfloat16  # by autocast, or within quantised layers
     else:
@@ -253,11 +253,11 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
     layers, which isn't taken back (Qwen4 in transformers before 5.23). Each model is tried once, by four ids; one with
     recurrent layers by six.
     """
-    if model in _CONTINUES or (context_window(model) or _TRIED) < _TRIED:
+    if (context_window(model) or _TRIED) < _TRIED:
         return
     name = type(model).__name__
     try:
-        causal, continues, able = _continues(model)
+        causal, continues, able = _CONTINUES.of(model, _continues)
     except FloatingPointError as error:
         raise UnsupportedModelError(
             f"{name} gives logits that are NaN or infinite for the ids {error}, so nothing can be picked from them. Look "
@@ -281,10 +281,9 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
         )
     if not able:
         raise UnsupportedModelError(_REMEMBERS.format(name, role))
-    _CONTINUES.add(model)
 
 
-_CONTINUES: WeakSet[PreTrainedModel] = WeakSet()
+_CONTINUES = Verdicts[tuple[bool, bool, bool]]()
 _TRIED = 4
 """By how many ids a model is tried out."""
 
