@@ -169,6 +169,14 @@ def test_weights_that_are_fetched_for_each_forward_are_converted_as_they_come() 
             check_continues(lm, "target")
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", *deep("zamba")])
+def test_a_compiled_model_in_half_precision_is_judged_as_one_that_isnt(name: str) -> None:
+    lm: Any = half(name, 0, torch.bfloat16)
+    lm.forward = torch.compile(lm.forward, backend="eager", dynamic=True)
+    with pytest.raises(UnsupportedModelError) if name == "zamba" else nullcontext():
+        check_continues(lm, "target")
+
+
 def test_transformers_still_limits_the_steps_of_several_ids_alone() -> None:
     """Where it doesn't any more, `without_step_limits` has nothing to do, and can go."""
     lm = tiny("nemotron_h", len(TOKENS) + 5)

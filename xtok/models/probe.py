@@ -305,7 +305,7 @@ def _continues(model: PreTrainedModel) -> tuple[bool, bool, bool]:
     ids = (whole.abs() < torch.finfo(whole.dtype).max / 2).all(dim=0)  # the others are masked
     _LARGEST[model] = float(whole[:, ids].float().abs().amax(dim=1).mean())
     if recurrent and any(part.dtype in HALF for part in (*model.parameters(), *model.buffers())):
-        with suppress(Exception):  # of kernels for half precision alone
+        with suppress(Exception):  # of kernels for half precision alone, and of replaced forwards
             single = in_single(model)
             return _judged(single, text, ids, _whole(single, text), recurrent=True)
     return _judged(model, text, ids, whole, recurrent=recurrent)

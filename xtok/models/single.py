@@ -19,6 +19,7 @@ def in_single(model: PreTrainedModel) -> PreTrainedModel:
 
     What it computes is free of the rounding of half precision, so that it shows by which formula a model computes. Its modules
     are new ones, with hooks and attributes of `model`'s, which stays as it is. Quantised weights aren't converted.
+    Raises `ValueError` where a module's forward was replaced by what can't be called for another module.
     """
     modules = list(model.modules())
     own: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
@@ -28,6 +29,7 @@ def in_single(model: PreTrainedModel) -> PreTrainedModel:
         vars(made).update({name: copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()})
         made._modules = {name: own.get(id(child), child) for name, child in module._modules.items()}
         made._parameters, made._buffers = _Converted(module._parameters), _Converted(module._buffers)
+        vars(made)["_compiled_call_impl"] = None
         for name in {"forward", "_old_forward"} & vars(module).keys():
             vars(made)[name] = _bound(vars(module)[name], module, made)
         if (config := vars(module).get("config")) is not None:
@@ -37,13 +39,17 @@ def in_single(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _bound(function: Any, module: nn.Module, made: nn.Module) -> Any:
-    """A forward that accelerate or a user bound to a module, bound to the one that was made of it."""
+    """A forward that accelerate or a user bound to a module, bound to the one that was made of it, and not compiled.
+
+    Raises `ValueError` for one that may be bound to anything.
+    """
+    function = getattr(function, "_torchdynamo_orig_callable", function)
     if isinstance(function, MethodType) and function.__self__ is module:
         return MethodType(function.__func__, made)
     if isinstance(function, partial):
         arguments = (made if one is module else one for one in function.args)
         return partial(function.func, *arguments, **function.keywords)
-    return function
+    raise ValueError(f"The forward of {type(module).__name__} was replaced by {function!r}.")
 
 
 def _in_any_precision(config: Any) -> Any:
