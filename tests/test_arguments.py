@@ -107,6 +107,31 @@ class Breaks(BaseStreamer):
         return list(range(3, 99))
 
 
+class EndsAsIteratorsDo(BaseStreamer):
+    """By the third ids that it is given."""
+
+    given = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.given += 1
+        if self.given == 3:
+            raise StopIteration("enough")
+
+    def end(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("way", ["generate", "custom_generate"])
+def test_what_a_streamer_raises_arrives_unchanged_even_if_iterators_end_by_it(xt: XTokAssisted, way: str) -> None:
+    """Found here: raised within a generator, it became a RuntimeError."""
+    with pytest.raises(StopIteration, match="enough"):
+        if way == "generate":
+            xt.generate(PROMPT, streamer=EndsAsIteratorsDo(), **GREEDY)
+        else:
+            TARGET.generate(**encoded(PROMPT), custom_generate=xt, streamer=EndsAsIteratorsDo(), **GREEDY)
+    assert xt.generate(PROMPT, **GREEDY).token_ids == truth()
+
+
 @pytest.mark.parametrize(
     ("place", "way"),
     [

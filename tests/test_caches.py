@@ -26,7 +26,7 @@ from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import CachedModel, context_window, new_cache
 from xtok.models.forwards import Answer, Ask, Slot, answered
 from xtok.models.load import draft_model, target_model
-from xtok.models.probe import check_continues
+from xtok.models.probe import check_continues, tolerance
 from xtok.models.recurrent import cached_model
 from xtok.models.slots import Slots
 from xtok.stats import Meter
@@ -365,3 +365,39 @@ def test_what_a_cache_keeps_beside_its_layers_is_found_out() -> None:
     other.register_forward_pre_hook(keeps, with_kwargs=True)
     with pytest.raises(UnsupportedModelError, match="The cache of LlamaForCausalLM can't be rolled back"):
         check_continues(other, "target")
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min])
+def test_ids_that_a_model_masks_widen_no_tolerance(value: float) -> None:
+    """Nor what passes for rounding: here a model that isn't causal, with masked ids."""
+    plain, masked = (deepcopy(model("Llama", VOCABULARY, 0, torch.float32)) for _ in range(2))
+
+    def mask(_: Any, inputs: Any, logits: Any) -> Any:
+        return logits.index_fill(-1, torch.tensor([1, 4]), value)
+
+    masked.lm_head.register_forward_hook(mask)
+    for one in (plain, masked):
+        check_continues(one, "target")
+    assert 0 < tolerance(masked, half=False) <= tolerance(plain, half=False)
+
+    def looks_ahead(_: Any, inputs: Any, states: Any) -> Any:
+        return states + states.mean(dim=1, keepdim=True)
+
+    other = deepcopy(masked)
+    other.model.embed_tokens.register_forward_hook(looks_ahead)
+    with pytest.raises(UnsupportedModelError, match="isn't causal"):
+        check_continues(other, "target")
+
+
+def test_a_model_whose_layers_are_replaced_is_tried_again() -> None:
+    lm = deepcopy(model("Llama", VOCABULARY, 0, torch.float32))
+    check_continues(lm, "target")
+
+    class LooksAhead(torch.nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            states = super().forward(ids)
+            return states + states.mean(dim=1, keepdim=True)
+
+    lm.model.embed_tokens = LooksAhead(*lm.model.embed_tokens.weight.shape)
+    with pytest.raises(UnsupportedModelError, match="isn't causal"):
+        check_continues(lm, "target")

@@ -281,6 +281,46 @@ PROMPTS: dict[str, Refused] = {
         InvalidInputError,
         r"logits_processor is <.*Uncopiable.*>; give a list of callables: logits_processor=\[…\]",
     ),
+    "a processor that is in no list, for several prompts": (
+        lambda: XT.generate([PROMPT, "a"], logits_processor=Uncopiable(), **GREEDY),
+        InvalidInputError,
+        r"logits_processor is <.*Uncopiable.*>; give a list of callables: logits_processor=\[…\]",
+    ),
+    "a criterion that is in no list, for several prompts": (
+        lambda: XT.generate([PROMPT, "a"], stopping_criteria=lambda ids, scores: False, **GREEDY),
+        InvalidInputError,
+        r"stopping_criteria is <function .*; give a list of callables: stopping_criteria=\[…\]",
+    ),
+    "positions in a list": (
+        lambda: XT.generate([5, 6, 7], position_ids=[0, 1, 2], **GREEDY),
+        InvalidInputError,
+        r"position_ids is \[0, 1, 2\]; give a tensor of shape \(1, ids of the prompt\)",
+    ),
+    "positions without rows": (
+        lambda: XT.generate([5, 6, 7], position_ids=torch.arange(3), **GREEDY),
+        InvalidInputError,
+        r"position_ids is tensor\(\[0, 1, 2\]\); give a tensor of shape",
+    ),
+    "a penalty on the length of a text without an end": (
+        lambda: XT.generate(PROMPT, exponential_decay_length_penalty=(3, 1.2), **{**GREEDY, "eos_token_id": None}),
+        InvalidInputError,
+        r"transformers can't use one of .*exponential_decay_length_penalty.*Give each what its documentation",
+    ),
+    "half a penalty on the length": (
+        lambda: XT.generate(PROMPT, exponential_decay_length_penalty=(3,), **GREEDY),
+        InvalidInputError,
+        r"transformers can't use one of .*exponential_decay_length_penalty.*Give each what its documentation",
+    ),
+    "a switch for a number": (
+        lambda: XT.generate(PROMPT, no_repeat_ngram_size=True, **GREEDY),
+        InvalidInputError,
+        r"no_repeat_ngram_size is True; give a number",
+    ),
+    "a number that no tensor holds": (
+        lambda: XT.generate(PROMPT, guidance_scale=10**20, **GREEDY),
+        InvalidInputError,
+        r"guidance_scale is 100000000000000000000; give a number below 2\*\*63",
+    ),
     "a criterion that is none": (
         lambda: XT.generate(PROMPT, stopping_criteria=[5], **GREEDY),
         InvalidInputError,

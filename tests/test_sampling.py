@@ -393,6 +393,14 @@ def test_typical_acceptance_is_lossy_and_says_so() -> None:
     assert generation.stats.accepted > 2 * exact.stats.accepted
 
 
+def test_under_rejection_sampled_ids_depend_on_the_draft_and_stats_say_so() -> None:
+    with_draft, reference = (XTokAssisted((TARGET, TOKENS), draft, acceptance="rejection") for draft in (DRAFT, None))
+    pairs = [[xt.generate("吾輩は", **{**SETTINGS, "seed": seed}) for xt in (with_draft, reference)] for seed in range(8)]
+    assert any(mine.token_ids != other.token_ids for mine, other in pairs)
+    assert not any(mine.stats.exact for mine, _ in pairs)
+    assert with_draft.generate("吾輩は", do_sample=False, max_new_tokens=8).stats.exact
+
+
 def test_typical_acceptance_leaves_greedy_texts_alone() -> None:
     with pytest.warns(LossyWarning):
         xt = XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="typical")

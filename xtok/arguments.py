@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin
 
@@ -15,8 +16,9 @@ _CACHES = ("cache", "past_key_values")
 CACHE = _CACHES["cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
 """The argument, and the output, that holds a model's cache: `cache` from transformers 5.24 on, `past_key_values` before."""
 
+_LIMITS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time")
 _NUMBERS = (
-    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time"),
+    *_LIMITS,
     *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "guidance_scale"),
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
 )
@@ -46,6 +48,8 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
         value = arguments.get(name)
         if value is not None and not _is_number(value, alone=name == "max_time"):
             raise InvalidInputError(f"{name} is {shown(value)}; give a number.")
+        if name not in _LIMITS and isinstance(value, int) and abs(value) >= 1 << 63:
+            raise InvalidInputError(f"{name} is {shown(value)}; give a number below 2**63.")
     for name in _COUNTS:
         if name in arguments and not (_is_whole(arguments[name]) and 1 <= arguments[name] < 1 << 31):
             raise InvalidInputError(f"{name} is {shown(arguments[name])}; it must be a whole number, 1 or more.")
@@ -63,7 +67,7 @@ def _is_number(value: Any, *, alone: bool) -> bool:
     """`alone`: whether a tensor that holds one is none."""
     if isinstance(value, Tensor) and not alone:
         return value.numel() == 1 and not value.is_complex() and bool(value == value)
-    return isinstance(value, Real) and float(value) == float(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) == float(value)
 
 
 def _is_whole(value: Any) -> bool:
@@ -82,9 +86,9 @@ def handed_on(arguments: Iterable[str]) -> Iterator[None]:
     """What transformers doesn't check, and stumbles over, in an error that names the arguments it was handed."""
     try:
         yield
-    except XTokError:
+    except (XTokError, torch.OutOfMemoryError):
         raise
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise InvalidInputError(
             f"transformers can't use one of {', '.join(sorted(arguments)) or 'its own settings'} "
             f"({type(error).__name__}: {reason(error)}). Give each what its documentation of generate asks for."

@@ -93,10 +93,10 @@ class XTokAssisted:
 
     Law: in float32 and float64 greedy ids equal those of `target.generate(...)` with the same arguments; sampled ids are draws
     from the target's own distribution, and equal those of `XTokAssisted(target)`, which has no draft and is the reference
-    sampler, for the same seed. In half precision both equal those of `XTokAssisted(target)` in every bit that decides, and
-    those of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how fast they come. One instance
-    may serve several threads. The models and tokenizers handed in are never changed. `names`: what its drafts are called where
-    it is told who guessed a token.
+    sampler, for the same seed. In half precision both equal those of `XTokAssisted(target)` in every bit that decides, and very
+    likely those of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how fast they come. One
+    instance may serve several threads. The models and tokenizers handed in are never changed. `names`: what its drafts are
+    called where it is told who guessed a token.
     """
 
     @own_modes
@@ -126,7 +126,7 @@ class XTokAssisted:
         `acceptance`, of sampled texts. "match": a guess is accepted where it is what the target draws; draft and target look at
         the same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by the draft's distribution,
         projected onto the target's ids by bytes, in chains of the budget's depth; what comes out are draws from the target's
-        own distribution, too, but they depend on the draft and that depth.
+        own distribution, too, but they depend on the draft and that depth, so `stats.exact` is False.
 
         "typical", **lossy**: any guess is accepted that isn't too unlikely, above min(`posterior_threshold`,
         `posterior_alpha` * exp(-entropy)) (Medusa, Cai et al. 2024). Sampled texts are then no draws from the target's
@@ -562,9 +562,10 @@ class XTokAssisted:
         guesses = bool(self._drafts or prepared.prediction)
         branches = not guesses or (self._branches and fits_trees(self.model, prepared.cache))
         slot = self._slot(prepared, seat, shapes)
-        lossy = bool(self._acceptance.typical and prepared.samples)
-        is_fixed = shapes is not None and slot.fixed
-        is_exact = not lossy and (is_fixed or not computes_in_half(self.model))
+        judges = prepared.samples and self._acceptance != Acceptance()
+        half = computes_in_half(self.model)
+        varies = half and not (shapes is not None and slot.fixed)
+        is_exact = not judges and not varies
         meter = Meter(chains_only=not branches, exact=is_exact, shared_forwards=slot.shares)
         picker = Picker(
             prepared.processors,
@@ -572,7 +573,7 @@ class XTokAssisted:
             noise,
             None if noise is None else vocabulary.keys.to(prepared.ids.device),
             self._acceptance,
-            tolerance(self.model),
+            tolerance(self.model, half=half),
             prepared.records("output_scores"),
             prepared.records("output_logits"),
         )
@@ -584,7 +585,7 @@ class XTokAssisted:
             picker=picker,
             criteria=prepared.criteria,
             config=prepared.config,
-            session=self._session(prepared, start, noise, meter, seat, fixed=is_fixed),
+            session=self._session(prepared, start, noise, meter, seat, varies=varies),
             budget=self._budget_of(prepared, branches=branches),
             deepest=positions(self.model, slot),
             meter=meter,
@@ -604,10 +605,10 @@ class XTokAssisted:
         return self._shapes is not None and prepared.is_plain and not prepared.keeps_cache
 
     def _session(
-        self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat, *, fixed: bool
+        self, prepared: hf.Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat, *, varies: bool
     ) -> Session | None:
         """The drafting of one text, which shares what all of this instance learn of costs and gains; unless that, by the shapes
-        of forward passes, might change the text of a call that is repeated.
+        of forward passes, might change the text of a call that is repeated (it `varies`: bits depend on shapes).
         """
         if not (self._drafts or prepared.prediction):
             return None
@@ -624,7 +625,7 @@ class XTokAssisted:
             seat=seat,
         )
         drafts, ledger = self._drafts, self._ledger
-        if computes_in_half(self.model) and self._made["stable"] is not False and not fixed:
+        if varies and self._made["stable"] is not False:
             drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
             ledger = self._ledger_without_a_clock()
         if prepared.prediction is None:

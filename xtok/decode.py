@@ -4,11 +4,11 @@ Every committed id is the target's own pick from its own logits on the committed
 forward yields.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,14 +32,11 @@ class Known(NamedTuple):
     picks: list[tuple[int, float]]
 
 
-def drain(
-    target: Target, texts: Iterable[Sequence], most: int, on_round: Callable[[], Any] = lambda: None
-) -> Iterator[tuple[int, Sequence]]:
+def drain(target: Target, texts: Iterable[Sequence], most: int) -> Iterator[tuple[int, Sequence]]:
     """Write texts to their ends, `most` of them at a time, and give each with its number as it ends, be it by an error."""
     waiting, running = enumerate(texts), list[tuple[int, Sequence]]()
     while running := [*running, *islice(waiting, most - len(running))]:
         step(target, [text for _, text in running])
-        on_round()
         for number, text in running:
             if text.finish_reason is not None:
                 yield number, text
@@ -215,8 +212,7 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, known: Known) -> tuple[li
             break
         path.append(node)
         block.append(token)
-        if (near := text.picker.near_tie(len(text.new_ids))) is not None:
-            text.meter.near_ties.append(near)
+        text.picker.note_near_tie(len(text.text.ids) - text.text.prompt_length)
         text.append(token)
         node = tree.child(node, block[-1])
     text.catch_up()

@@ -77,7 +77,7 @@ class Generation:
             "stats": {
                 **asdict(self.stats),
                 "accepted_by_draft": list(self.stats.accepted_by_draft),
-                "near_ties": [one._asdict() for one in self.stats.near_ties],
+                "near_ties": None if self.stats.near_ties is None else [one._asdict() for one in self.stats.near_ties],
                 "tokens_per_forward": self.stats.tokens_per_forward,
                 "acceptance_rate": self.stats.acceptance_rate,
             },

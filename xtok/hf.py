@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import zip_longest
 from numbers import Integral
 from typing import Any
@@ -30,9 +31,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.align.vocabulary import Vocabulary
 from xtok.arguments import CACHE, check_kinds, handed_on, with_cache_renamed
-from xtok.decode import drain
+from xtok.decode import drain, step
 from xtok.drafts.lookup import Prediction
-from xtok.errors import InvalidInputError, UnsupportedArgumentError
+from xtok.errors import InvalidInputError, UnsupportedArgumentError, shown
 from xtok.models.cache import CachedModel, device_of, ids_read
 from xtok.models.probe import check_cache
 from xtok.models.prompts import KnownPrompt, is_ids, prompt_ids, template_arguments
@@ -81,7 +82,7 @@ class Prepared:
         criteria = StoppingCriteriaList(own.get(id(one), one) for one in self.criteria)
         return replace(self, processors=processors, criteria=criteria, shared=())
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether ids are all that the model reads: beside them there is padding at most, and positions that count them."""
         others = {name for name, value in self.inputs.items() if value is not None} - _COUNTED
@@ -175,6 +176,7 @@ def rows(
     keeps_cache: bool,
 ) -> list[Prepared]:
     """A batch as texts of their own. `inputs` are the model's, (rows, …) where they are tensors."""
+    check_positions(inputs.get("position_ids"))
     check_config(config, inputs, rows=len(ids))
     check_ids(ids, ids_read(model))
     check_boundary(model, ids, inputs, config.max_length)
@@ -222,6 +224,7 @@ def with_stop_strings(vocabulary: Vocabulary, criteria: StoppingCriteriaList, st
 
 def check_several(arguments: Mapping[str, Any]) -> None:
     """Raises `UnsupportedArgumentError` for what several prompts can't be given: each needs its own state."""
+    check_arguments(arguments)
     if CACHE in with_cache_renamed(arguments):
         raise UnsupportedArgumentError(f"{CACHE} holds one text. Call generate once per prompt.")
     _copied(_stateful(arguments))
@@ -327,6 +330,12 @@ def check_ids(ids: Tensor, size: int) -> None:
             f"The prompt has the id {least if least < 0 else most}, and the target reads those from 0 to {size - 1}. "
             "Encode it with the target's own tokenizer."
         )
+
+
+def check_positions(positions: Any) -> None:
+    """Raises `InvalidInputError` for what are none."""
+    if positions is not None and not (isinstance(positions, Tensor) and positions.dim() > 1):
+        raise InvalidInputError(f"position_ids is {shown(positions)}; give a tensor of shape (1, ids of the prompt).")
 
 
 def check_boundary(model: PreTrainedModel, ids: Tensor, inputs: Mapping[str, Any], longest: int) -> None:
@@ -445,26 +454,29 @@ def callers(name: str) -> Any:
 def written(target: Target, texts: Iterable[Sequence], most: int, streamer: Any) -> Iterator[tuple[int, Sequence]]:
     """Texts with their numbers as they end, `most` of them at a time.
 
-    A streamer is handed what transformers hands it: ids of all rows at a time, then the end. Then all are written at once.
+    A streamer is handed what transformers hands it: ids of all rows at a time, then the end. Then all are written at once, and
+    not in a generator, which would change a StopIteration of the streamer into another error.
     """
-    if streamer is None:
-        for number, text in drain(target, texts, most):
-            stop_recording(text)
-            yield number, text
-        return
-    sent, texts = 0, list(texts)
+    if streamer is not None:
+        _stream(target, texts := list(texts), streamer)
+        return iter([(number, _recorded(text)) for number, text in enumerate(texts)])
+    return ((number, _recorded(text)) for number, text in drain(target, texts, most))
 
-    def feed() -> None:
-        nonlocal sent
+
+def _stream(target: Target, texts: list[Sequence], streamer: Any) -> None:
+    sent, running = 0, texts
+    while running:
+        step(target, running)
         while (column := _column(texts, sent)) is not None:
             streamer.put(column)
             sent += 1
-
-    ended = list(drain(target, texts, len(texts), feed))
+        running = [text for text in running if text.finish_reason is None]
     streamer.end()
-    for number, text in ended:
-        stop_recording(text)
-        yield number, text
+
+
+def _recorded(text: Sequence) -> Sequence:
+    stop_recording(text)
+    return text
 
 
 def _column(texts: list[Sequence], index: int) -> Tensor | None:

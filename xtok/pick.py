@@ -68,6 +68,8 @@ class Picker:
         whole = len(self.processors) - (known_cuts(self.processors) if late else 0)
         self._first, self.cuts = LogitsProcessorList(self.processors[:whole]), self.processors[whole:]
         self.stretch = None if self.judges else stretch(self.processors)
+        if self.stretch is None:
+            self.meter.near_ties = None
         self.swing = None if self.judges or self._records else stretch(self._first)
 
     @property
@@ -181,10 +183,11 @@ class Picker:
             self.margin = margin if self.margin is None or not margin > self.margin else self.margin
         return token
 
-    def near_tie(self, position: int) -> NearTie | None:
-        """The latest pick, at that position, if it is a near-tie. Each pick is asked for once."""
+    def note_near_tie(self, position: int) -> None:
+        """Record the latest pick, at that position among the new ids, if it is a near-tie. Each pick is noted once."""
         margin, self.latest = self.latest, None
-        return NearTie(position, margin) if margin is not None and not margin > self.tolerance else None
+        if margin is not None and self.meter.near_ties is not None and not margin > self.tolerance:
+            self.meter.near_ties.append(NearTie(position, margin))
 
 
 class Ahead(NamedTuple):

@@ -60,15 +60,19 @@ class Stats:
     `exact`: whether the ids are those that the target alone picks, run the same way: in float32 and float64 as forward passes
     of any shape give them but for `near_ties`, in half precision by forward passes of fixed shapes, which are the same in every
     bit without drafts. False in half precision without fixed shapes (`stable`), and for sampled texts under
-    `acceptance="typical"`. `near_ties`: the picks at which `model.generate`, whose forward passes have other shapes, may have
-    picked another id; if there are none, the text is also the one that it gives (greedily). `shared_forwards`: whether the
-    target's forwards can be shared with other texts; the seconds of those that are count for each text by its share.
-    `target_replays`: how many of all were replayed CUDA graphs.
+    `acceptance="rejection"`, whose ids depend on the draft and the budget's depth, and `acceptance="typical"`.
+
+    `near_ties`: the picks at which `model.generate`, whose forward passes have other shapes, may have picked another id, by an
+    estimate of how far those change logits. Where there are none, (), a greedy text is very likely the one that it gives. None
+    where that isn't known, as `min_margin` is.
+
+    `shared_forwards`: whether the target's forwards can be shared with other texts; the seconds of those that are count for
+    each text by its share. `target_replays`: how many of all were replayed CUDA graphs.
 
     `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
     penalty stretches is taken back. Where it is above twice what forwards of several rows and of one differ in, the ids are
     surely the target's own. None where no gap says so: under processors that cut a distribution or are of unknown kinds, and
-    where guesses are accepted by a distribution; then near-ties aren't reported either.
+    where guesses are accepted by a distribution; there `near_ties` is None, too.
     """
 
     new_tokens: int
@@ -89,7 +93,7 @@ class Stats:
     target_replays: int = 0
     accepted_by_draft: tuple[int, ...] = ()
     min_margin: float | None = None
-    near_ties: tuple[NearTie, ...] = ()
+    near_ties: tuple[NearTie, ...] | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -135,7 +139,7 @@ class Meter:
     shared_forwards: bool = True
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     rounds: list[Round] = field(default_factory=list)
-    near_ties: list[NearTie] = field(default_factory=list)
+    near_ties: list[NearTie] | None = field(default_factory=list)
     _drafted: list[Cost] = field(default_factory=list)
     _away: float = 0.0
     _shared: Cost = field(default_factory=lambda: Cost(0, 0.0))
@@ -221,5 +225,5 @@ class Meter:
             target_replays=self.target_replays,
             accepted_by_draft=tuple(self.accepted_by_draft),
             min_margin=min_margin,
-            near_ties=tuple(self.near_ties),
+            near_ties=None if self.near_ties is None else tuple(self.near_ties),
         )

@@ -86,8 +86,8 @@ class Row:
     `identical`: how many texts are those of the target alone, run the same way: of xtok those of `XTokAssisted(target)`, of
     transformers those of its own `generate`; None for sampled ones of transformers, whose draws differ. `as_transformers`: how
     many greedy ones are those of transformers' own `generate`. `near_ties`: how many picks of xtok were so near a tie that it
-    may have picked another id there. `speed`: the median over prompts of the seconds per new token of
-    the target alone ÷ its own. `lost_per_round`: tokens of the target's own text that lie wholly inside the bytes that the
+    may have picked another id there; None where nothing says so. `speed`: the median over prompts of the seconds per new token
+    of the target alone ÷ its own. `lost_per_round`: tokens of the target's own text that lie wholly inside the bytes that the
     draft guessed right and yet were not accepted, per round. `split`: the shares of the time that its parts take; the shares of
     the two models' forwards are the ceiling, at which all else would be free. Both are known for xtok alone.
     """
@@ -279,6 +279,12 @@ def _counting(model: Any) -> Iterator[list[None]]:
         hook.remove()
 
 
+def _near_ties(stats: list[Stats]) -> int | None:
+    """How many there are; None where that isn't known of each text."""
+    known = [one.near_ties for one in stats if one.near_ties is not None]
+    return sum(map(len, known)) if known and len(known) == len(stats) else None
+
+
 def _row(name: str, runs: dict[str, list[Timed]], view: Any, *, sampled: bool) -> Row:
     own = runs[name]
     tokens = sum(len(run.ids) for run in own)
@@ -294,7 +300,7 @@ def _row(name: str, runs: dict[str, list[Timed]], view: Any, *, sampled: bool) -
         system=name,
         identical=None if sampled and not generations else same(NONE if generations else ALONE),
         as_transformers=None if sampled else same(ALONE),
-        near_ties=sum(len(one.near_ties) for one in stats) if stats else None,
+        near_ties=_near_ties(stats),
         prompts=len(own),
         new_tokens=tokens,
         tokens_per_forward=tokens / forwards,

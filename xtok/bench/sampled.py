@@ -81,11 +81,11 @@ class _ModeAssisted(XTokAssisted):
     """Guesses the draft's likeliest text, whatever the noise."""
 
     def _session(
-        self, prepared: Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat, *, fixed: bool
+        self, prepared: Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat, *, varies: bool
     ) -> Session | None:
         config = deepcopy(prepared.config)
         config.do_sample = False
-        return super()._session(replace(prepared, config=config), text, None, meter, seat, fixed=fixed)
+        return super()._session(replace(prepared, config=config), text, None, meter, seat, varies=varies)
 
 
 def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, Sampler]:

@@ -121,7 +121,6 @@ class CachedModel:
         self._prompt = prompt
         self._lead = 0
         self._model: Any = model
-        self._after_prompts: Any = model
         self._turn = turns(model)
         rows = {"logits_to_keep": 1} if keeps_rows(model) else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
@@ -260,7 +259,7 @@ class CachedModel:
         if self._shows_hidden:
             inputs["output_hidden_states"] = True
         with self._turn():
-            outputs = self._after_prompts(**inputs, return_dict=True)
+            outputs = self._model(**inputs, return_dict=True)
         self._adopt(outputs)
         self.hidden = outputs.hidden_states[-1][0, -rows:] if self._shows_hidden else None
         self.forwards += 1

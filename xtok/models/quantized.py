@@ -5,8 +5,7 @@ Both are measured on the model itself, because libraries name their layers, weig
 
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import device_of, new_cache, vocabulary_size
 from xtok.models.recurrent import cached_model
+from xtok.models.verdicts import Verdicts
 from xtok.modes import plain
 
 
@@ -25,8 +25,6 @@ def check_rows(model: PreTrainedModel, role: str) -> None:
     Then the target's logits for an id depend on the ids that are forwarded with it, so no guess can be checked. Models that
     have only plain layers aren't forwarded.
     """
-    if model in _INDEPENDENT:
-        return
     if (layer := mixing_layer(model)) is not None:
         raise UnsupportedModelError(
             f"{layer} in {type(model).__name__} quantises its input by the range or the outliers of all rows of a forward "
@@ -34,46 +32,47 @@ def check_rows(model: PreTrainedModel, role: str) -> None:
             "its activations, or whose activations are quantised row by row (in bitsandbytes: load_in_8bit=True with "
             "llm_int8_threshold=0.0)."
         )
-    _INDEPENDENT.add(model)
-
-
-_INDEPENDENT: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def mixing_layer(model: PreTrainedModel) -> str | None:
-    """The class of a quantised linear layer whose rows depend on one another by more than rounding; None if there is none.
-
-    Each such layer forwards a few rows alone, and again with a row of outliers.
-    """
-    layers = [layer for layer in _linear_layers(model) if not _is_plain(layer)]
-    found = list[str]()
-
-    def compare(layer: nn.Module, states: Tensor, output: Tensor) -> None:
-        if states.shape[:-1] == output.shape[:-1] and _mixes(layer, states):
-            found.append(type(layer).__name__)
-
-    if layers:
-        _forward(model, layers, compare)
-    return next(iter(found), None)
+    """The class of a quantised linear layer whose rows depend on one another by more than rounding; None if there is none."""
+    return _TRIED.of(model, _try_layers).mixing
 
 
 def rounds_input(model: PreTrainedModel) -> bool:
     """Whether a quantised layer rounds its input as coarsely as half precision or coarser, whatever dtype it takes and gives:
     because it computes in half precision, or because it quantises activations.
 
-    There a difference in the last bit of float32 may become one that changes picks. Models that have only plain layers aren't
-    forwarded; others once.
+    There a difference in the last bit of float32 may become one that changes picks.
     """
-    if model not in _ROUNDS:
-        layers = [layer for layer in _linear_layers(model) if not _is_plain(layer)]
-        found = list[bool]()
-        if layers:
-            _forward(model, layers, lambda layer, states, output: found.append(_rounds(layer, states)))
-        _ROUNDS[model] = any(found)
-    return _ROUNDS[model]
+    return _TRIED.of(model, _try_layers).rounds
 
 
-_ROUNDS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+class _Layers(NamedTuple):
+    """What quantised layers of a model do: see `mixing_layer` and `rounds_input`."""
+
+    mixing: str | None
+    rounds: bool
+
+
+_TRIED = Verdicts[_Layers]()
+
+
+def _try_layers(model: PreTrainedModel) -> _Layers:
+    """Forward a model once, if it has layers that aren't plain. Each of them forwards a few rows alone, and again with a row of
+    outliers; and values that half precision would round away.
+    """
+    layers = [layer for layer in _linear_layers(model) if not _is_plain(layer)]
+    mixing, rounding = list[str](), list[bool]()
+
+    def compare(layer: nn.Module, states: Tensor, output: Tensor) -> None:
+        rounding.append(_rounds(layer, states))
+        if states.shape[:-1] == output.shape[:-1] and _mixes(layer, states):
+            mixing.append(type(layer).__name__)
+
+    if layers:
+        _forward(model, layers, compare)
+    return _Layers(next(iter(mixing), None), any(rounding))
 
 
 def _rounds(layer: nn.Module, like: Tensor) -> bool:

@@ -1,11 +1,12 @@
 """Models with recurrent layers, whose states can't be taken back position by position."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass
 from math import inf
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,33 +36,55 @@ def cached_model(
     return CachedModel(model, cache, inputs, shows_hidden=shows_hidden, prompt=prompt)
 
 
-def without_step_limits(model: PreTrainedModel) -> PreTrainedModel:
-    """`model`, or a copy that shares its weights and computes several ids as it computes one.
+def lift_step_limits(model: PreTrainedModel) -> None:
+    """Let `model` compute several ids as it computes one, within `without_step_limits`.
 
     transformers' Mamba-2 layers keep the time steps of several ids within `time_step_limit`, and that of one id after a state
     not (`selective_state_update` has no limits). Generation reads a prompt the one way and goes on the other way, so that is
-    how guesses are to be checked.
+    how guesses are to be checked. The layers' classes are given a `time_step_limit` that looks whether limits are lifted; the
+    model itself stays as it is, so nothing can be out of date when its weights or hooks change, and other threads see its
+    limits.
     """
-    if all(_has_no_limits(module) for module in model.modules()):
-        return model
-    modules = tuple(map(id, model.modules()))
-    if model not in _UNLIMITED or _UNLIMITED[model][0] != modules:
-        tensors = (*model.parameters(), *model.buffers())
-        copied: Any = deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        for module in copied.modules():
-            if not _has_no_limits(module):
-                module.time_step_limit = (0.0, inf)
-        _UNLIMITED[model] = modules, copied
-    return _UNLIMITED[model][1]
+    for kind in {type(module) for module in model.modules() if not _has_no_limits(module)}:
+        if not isinstance(vars(kind).get(_LIMIT), _StepLimit):
+            setattr(kind, _LIMIT, _StepLimit())
 
 
-_UNLIMITED: WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...], PreTrainedModel]] = WeakKeyDictionary()
+@contextmanager
+def without_step_limits() -> Iterator[None]:
+    """In this thread, layers whose limits `lift_step_limits` prepared have none."""
+    before = _LIFTED.set(True)
+    try:
+        yield
+    finally:
+        _LIFTED.reset(before)
+
+
+_LIMIT = "time_step_limit"
+_LIFTED: ContextVar[bool] = ContextVar("lifted", default=False)
+
+
+class _StepLimit:
+    """The limits of a layer's time steps: its own, unless they are lifted."""
+
+    def __get__(self, module: Any, kind: type | None = None) -> Any:
+        if module is None:
+            return self
+        if _LIMIT not in vars(module):
+            raise AttributeError(_LIMIT)
+        return (0.0, inf) if _LIFTED.get() else vars(module)[_LIMIT]
+
+    def __set__(self, module: Any, limits: Any) -> None:
+        vars(module)[_LIMIT] = limits
+
+    def __delete__(self, module: Any) -> None:
+        del vars(module)[_LIMIT]
 
 
 def _has_no_limits(module: Any) -> bool:
     """Whether no time step, which is above 0, is out of a module's limits."""
-    least, most = getattr(module, "time_step_limit", None) or (0.0, inf)
-    return least <= 0 and most == inf
+    least, most = vars(module).get(_LIMIT) or (0.0, inf)
+    return bool(least <= 0 and most == inf)
 
 
 @dataclass(frozen=True)
@@ -90,7 +113,7 @@ class RecurrentModel(CachedModel):
         prompt: tuple[Tensor, Any] | None,
     ) -> None:
         super().__init__(model, cache, inputs, shows_hidden=shows_hidden, prompt=prompt)
-        self._after_prompts = without_step_limits(model)
+        lift_step_limits(model)
         self._ids = torch.zeros((1, 0), dtype=torch.int64, device=self.device)
         self._most = snapshots
         self._snapshots: list[_Snapshot] = []
@@ -149,6 +172,10 @@ class RecurrentModel(CachedModel):
         if self._held and not (self._snapshots and self._snapshots[-1].length == self._held):
             self._snapshots.append(_Snapshot(self._held, [_states(layer) for layer in self.cache.layers]))
             del self._snapshots[: -self._most]
+
+    def _forward(self, inputs: dict[str, Any], rows: int) -> Tensor:
+        with without_step_limits():
+            return super()._forward(inputs, rows)
 
     def _crop(self, excess: int) -> None:
         self._ids = self._ids[:, : self.length - excess]

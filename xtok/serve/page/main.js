@@ -172,9 +172,10 @@ function verdict(drafted, alone) {
 
 // Near-ties: where two texts part in half precision without fixed shapes, and where model.generate might part from both.
 function aboutTies(drafted, alone, same, place) {
-  const ties = drafted.end.stats.near_ties;
-  if (same) return ties.length ? [words.ties(ties.length, ties[0].position + 1, ties[0].margin)] : drafted.end.seed === null ? [words.noTies] : [];
-  const tie = [...ties, ...alone.end.stats.near_ties].find((one) => one.position === place);
+  const ties = drafted.end.stats.near_ties; // null where nothing says so
+  if (same && ties?.length) return [words.ties(ties.length, ties[0].position + 1, ties[0].margin)];
+  if (same) return ties && drafted.end.seed === null ? [words.noTies] : [];
+  const tie = [...(ties ?? []), ...(alone.end.stats.near_ties ?? [])].find((one) => one.position === place);
   return tie ? [words.parted(tie.margin)] : [];
 }
 

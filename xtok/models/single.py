@@ -1,0 +1,82 @@
+"""A model computing in single precision, without a second set of weights."""
+
+from copy import copy
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+HALF = (torch.bfloat16, torch.float16)
+_ATTENTION = ("eager", "sdpa")
+"""The kinds of attention that compute in any precision."""
+
+
+def in_single(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with weights that are converted to float32 whenever they are read: one of them at a time takes memory.
+
+    What it computes is free of the rounding of half precision, so that it shows by which formula a model computes. Its modules
+    are new ones, with hooks and attributes of `model`'s, which stays as it is. Quantised weights aren't converted.
+    Raises `ValueError` where a module's forward was replaced by what can't be called for another module.
+    """
+    modules = list(model.modules())
+    own: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
+    configs: dict[int, Any] = {}
+    for module in modules:
+        made = own[id(module)]
+        vars(made).update({name: copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()})
+        made._modules = {name: own.get(id(child), child) for name, child in module._modules.items()}
+        made._parameters, made._buffers = _Converted(module._parameters), _Converted(module._buffers)
+        vars(made)["_compiled_call_impl"] = None
+        for name in {"forward", "_old_forward"} & vars(module).keys():
+            vars(made)[name] = _bound(vars(module)[name], module, made)
+        if (config := vars(module).get("config")) is not None:
+            made.config = configs.setdefault(id(config), _in_any_precision(config))
+    found: PreTrainedModel = own[id(model)]
+    return found
+
+
+def _bound(function: Any, module: nn.Module, made: nn.Module) -> Any:
+    """A forward that accelerate or a user bound to a module, bound to the one that was made of it, and not compiled.
+
+    Raises `ValueError` for one that may be bound to anything.
+    """
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    if isinstance(function, MethodType) and function.__self__ is module:
+        return MethodType(function.__func__, made)
+    if isinstance(function, partial):
+        arguments = (made if one is module else one for one in function.args)
+        return partial(function.func, *arguments, **function.keywords)
+    raise ValueError(f"The forward of {type(module).__name__} was replaced by {function!r}.")
+
+
+def _in_any_precision(config: Any) -> Any:
+    made = copy(config)
+    if getattr(config, "_attn_implementation", None) not in (None, *_ATTENTION):
+        vars(made)["_attn_implementation_internal"] = _ATTENTION[0]
+    return made
+
+
+def _single(tensor: Any) -> Any:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in HALF:
+        return tensor
+    made = tensor.detach().float()
+    return nn.Parameter(made, requires_grad=False) if type(tensor) is nn.Parameter else made
+
+
+class _Converted(dict[str, Any]):
+    """A module's tensors by their names, converted as they are read."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _single(super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return _single(super().get(name, default))
+
+    def values(self) -> Any:
+        return map(self.__getitem__, self)
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self)
