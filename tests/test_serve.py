@@ -23,6 +23,7 @@ import torch
 import uvicorn
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from test_batches import MADE, TEXTS, TREE, UNRELATED
 from test_engine import BYTES, LM, PATIENCE, TOKENS, held
 from transformers import LogitsProcessorList
@@ -40,7 +41,7 @@ from xtok.serve.doors import LOG
 from xtok.serve.events import Cut, borders
 from xtok.serve.processors import Grammar, matcher_of
 from xtok.serve.race import Track
-from xtok.serve.requests import Chat, Completion, Limits, RequestError, read, texts_of
+from xtok.serve.requests import Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read, texts_of
 
 NAME = "tiny"
 TEMPLATE = (
@@ -624,6 +625,32 @@ def test_a_prompt_that_is_too_long_in_any_case_is_not_read(monkeypatch: pytest.M
     assert refused.value.told["error"]["code"] == "context_length_exceeded"
     assert "up to 11 bytes" in str(refused.value)
     assert not called
+
+
+MANY: dict[str, Any] = {
+    "prompt": [{}] * 1000,
+    "messages": [5] * 1000,
+    "tools": [5] * 1000,
+    "stop": [""] * 1000,
+    "drafts": [5] * 1000,
+    "prediction": {"type": "content", "content": [5] * 1000},
+    "logit_bias": {str(i): "a" for i in range(1000)},
+}
+
+
+@pytest.mark.parametrize("field", [*MANY, "ids"])
+def test_of_many_faults_few_are_told(field: str) -> None:
+    """Found by a hostile trial: a body of 4 MB, of which each item is wrong, held up everybody for half a minute."""
+    body = {"prompt": [[{}] * 1000] * 1000} if field == "ids" else {field: MANY[field]}
+    with pytest.raises(ValidationError) as found:
+        (ChatRace if field in ("messages", "tools") else CompletionRace).model_validate_json(json.dumps(body))
+    assert found.value.error_count() < 40
+
+
+def test_stops_are_made_ready_once_for_all_texts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = counted(monkeypatch, "xtok.serve.events.borders")
+    assert server.ask(prompt=["a", "b"], n=3, stop=["zz", "z" * 8000], max_tokens=2).status_code == 200
+    assert called == [("zz",), ("z" * 8000,)]
 
 
 def test_no_prompt_is_longer_than_what_its_ids_may_spell() -> None:
