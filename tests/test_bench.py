@@ -42,7 +42,7 @@ from xtok.bench.sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, 
 from xtok.bench.sampled import TREE as TREE_SAMPLED
 from xtok.bench.stretch import blocks_of, shortened, sized, stretch, stretched_to, with_pieces, with_vocabulary
 from xtok.bench.vocabulary import compare_vocabularies
-from xtok.cli import app
+from xtok.cli.commands import app
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
 from xtok.models.cache import ids_read, vocabulary_size
 from xtok.models.load import load

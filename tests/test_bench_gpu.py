@@ -22,7 +22,7 @@ from xtok.bench.compare import ALONE, NONE, XTOK, asked_for
 from xtok.bench.report import print_gpu
 from xtok.bench.stretch import blocks_of
 from xtok.bench.widen import Shape, shaped, widened
-from xtok.cli import app
+from xtok.cli.commands import app
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.cache import vocabulary_size
 from xtok.models.load import load, parameters

@@ -18,7 +18,7 @@ from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
-from xtok.arguments import CACHE
+from xtok.decoding.arguments import CACHE
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.scripted import ScriptedDrafter
@@ -29,7 +29,7 @@ from xtok.models.load import draft_model, target_model
 from xtok.models.probe import check_continues, tolerance
 from xtok.models.recurrent import cached_model
 from xtok.models.slots import Slots
-from xtok.stats import Meter
+from xtok.results.stats import Meter
 
 VOCABULARY = 40
 TOKENS = tokenizer("byte-level BPE")

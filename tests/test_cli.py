@@ -16,8 +16,10 @@ from transformers import MambaConfig
 from typer.testing import CliRunner
 from worlds import CORPUS, FAMILIES, deep, tokenizer
 
-from xtok import XTokAssisted, __version__, cli, demo
+from xtok import XTokAssisted, __version__
 from xtok.align.fit import fit
+from xtok.cli import commands as cli
+from xtok.cli import demo
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
 from xtok.pair import DRAFT, HEADS, TARGET, prompts
@@ -212,7 +214,7 @@ def test_a_terminal_of_another_encoding_shows_what_it_can(encoding: str) -> None
 
 
 def test_json_is_json_in_any_encoding() -> None:
-    program = "from xtok.console import as_json; print(as_json({'text': '🍣は'}))"
+    program = "from xtok.cli.console import as_json; print(as_json({'text': '🍣は'}))"
     assert json.loads(piped(program, PYTHONIOENCODING="ascii")) == {"text": "🍣は"}
     assert "🍣は" in piped(program, PYTHONIOENCODING="utf-8")
 
@@ -369,7 +371,7 @@ def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
     def faulty() -> list[str]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("xtok.console.prompts", faulty)
+    monkeypatch.setattr("xtok.cli.console.prompts", faulty)
     result = CliRunner().invoke(cli.app, ["inspect"])
     assert isinstance(result.exception, ZeroDivisionError)
 
@@ -409,7 +411,7 @@ def test_the_demo_shows_both_texts_side_by_side_on_a_terminal(short: list[str], 
 
 
 def test_the_demo_fails_aloud_where_a_token_differs(short: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.demo.by_transformers", lambda *_, **__: SimpleNamespace(ids=[5, 5, 5, 5]))
+    monkeypatch.setattr("xtok.cli.demo.by_transformers", lambda *_, **__: SimpleNamespace(ids=[5, 5, 5, 5]))
     told, _ = run("demo", code=1)
     assert told.count("identical to the target alone: NO\n") == 2
     assert len(re.findall(r"│ +NO │", told)) == 6

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, TREE, UNRELATED, greedily, target
 from worlds import budgets, examples, make_dear, scaled, tokenizer
 
-from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted, stats
+from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted
+from xtok.drafts.policy.ledger import Ledger
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
-from xtok.engines import drafting
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedTokenizerError
-from xtok.ledger import Ledger
 from xtok.models.prompts import prompt_ids
+from xtok.results import stats
+from xtok.serving import drafting
 
 TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
 LM = target("Llama")

@@ -13,19 +13,20 @@ from test_tune import Killed, killed_at
 from typer.testing import CliRunner
 from worlds import deep, fitting, tokenizer
 
-from xtok import Budget, HeadsDrafter, XTokAssisted, hf, pair, train_heads
+from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
-from xtok.cli import app
-from xtok.decode import step
-from xtok.drafts import Request
+from xtok.cli.commands import app
+from xtok.decoding import prepare as hf
+from xtok.decoding.rounds import step
+from xtok.drafts.base import Request
 from xtok.drafts.heads import Heads, Trained, described, save_heads
+from xtok.drafts.policy.ledger import Account, Ledger
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError
-from xtok.ledger import Account, Ledger
 from xtok.models.forwards import together
 from xtok.models.load import load
 from xtok.models.seats import Caches
-from xtok.stats import Meter
+from xtok.results.stats import Meter
 from xtok.tune.heads import TrainedHeads, _Row, batch_of, loss_of
 
 TOKENS = tokenizer("SentencePiece BPE")

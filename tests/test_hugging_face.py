@@ -25,7 +25,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
 from worlds import fitting
 
 from xtok import Budget, XTokAssisted
-from xtok.arguments import CACHE
+from xtok.decoding.arguments import CACHE
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 
 xt = each_draft

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from worlds import deep
 
 from xtok import Budget, Context, XTokAssisted
-from xtok.arguments import CACHE
+from xtok.decoding.arguments import CACHE
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import new_cache

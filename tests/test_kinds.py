@@ -21,10 +21,10 @@ from xtok import (
     train_heads,
     tune_draft,
 )
-from xtok.arguments import CACHE
-from xtok.engines.vllm import XTokProposer
+from xtok.decoding.arguments import CACHE
 from xtok.errors import InvalidInputError, XTokError
 from xtok.pair import HEADS
+from xtok.serving.vllm import XTokProposer
 
 PAIR, DRAFT = (TARGET, TOKENS), (OTHER, BYTES)
 XT = XTokAssisted(PAIR, DRAFT, budget=Budget(4, width=4, schedule="constant"))

@@ -62,7 +62,7 @@ XTokAssisted((model, tokenizer), Counts())
 XTokAssisted(5)
 xt.generate(5)
 """
-GENERATION, LIST = "xtok.generation.Generation", "list[xtok.generation.Generation]"
+GENERATION, LIST = "xtok.results.generation.Generation", "list[xtok.results.generation.Generation]"
 REVEALED = [
     *(GENERATION, LIST, LIST, LIST, GENERATION, GENERATION, LIST, "float", "list[int]", "str", GENERATION),
     "tuple[tuple[float, ...], ...]",

@@ -27,11 +27,11 @@ from worlds import fitting
 
 from xtok import Budget, Generation, XTokAssisted
 from xtok.bench.widen import SERVED, shaped
-from xtok.console import load_pair
-from xtok.demo import SAMPLES
-from xtok.page import TINTS
+from xtok.cli.console import load_pair
+from xtok.cli.demo import SAMPLES
 from xtok.pair import DRAFT, TARGET, prompts
-from xtok.serve.app import Service
+from xtok.results.page import TINTS
+from xtok.serving.http.app import Service
 
 CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
 if not (CHROMIUM and DRIVER):

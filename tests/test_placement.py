@@ -15,8 +15,9 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from xtok import Budget, HeadsDrafter, XTokAssisted, cli
-from xtok.console import load_pair
+from xtok import Budget, HeadsDrafter, XTokAssisted
+from xtok.cli import commands as cli
+from xtok.cli.console import load_pair
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.placement import best_device
 from xtok.pair import DRAFT, HEADS, TARGET, prompts

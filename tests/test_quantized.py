@@ -30,12 +30,12 @@ from worlds import alone, examples, fitting, tokenizer
 
 from xtok import Budget, Context, Tree, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
+from xtok.drafts.tree import Trie
 from xtok.errors import UnsupportedModelError
 from xtok.models import quantized
 from xtok.models.probe import computes_in_half, tolerance
 from xtok.models.quantized import mixing_layer
 from xtok.pair import TARGET, prompts
-from xtok.tree import Trie
 
 TABLE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- quantised: begin -->\n", "<!-- quantised: end -->"

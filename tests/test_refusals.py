@@ -14,9 +14,9 @@ from worlds import alone, model
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
-from xtok.arguments import CACHE
 from xtok.bench.compare import asked_for, compare
 from xtok.bench.sampled import compare_sampled
+from xtok.decoding.arguments import CACHE
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
 from xtok.pair import HEADS

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from worlds import CORPUS, examples, tokenizer
 
 from xtok import Budget, Context, XTokAssisted
-from xtok.arguments import CACHE
+from xtok.decoding.arguments import CACHE
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids

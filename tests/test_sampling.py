@@ -13,8 +13,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, tokenizer
 
 from xtok import Budget, Context, XTokAssisted, pair
+from xtok.decoding.sampling.draws import typical
 from xtok.drafts.scripted import ScriptedDrafter
-from xtok.draws import typical
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids
 

@@ -30,18 +30,19 @@ from transformers import LogitsProcessorList
 from typer.testing import CliRunner
 from worlds import deep, examples
 
-from xtok import Engine, WrittenRound, XTokAssisted, cli
+from xtok import Engine, WrittenRound, XTokAssisted
+from xtok.cli import commands as cli
 from xtok.models.prompts import prompt_ids
 from xtok.pair import DRAFT, TARGET, prompts
-from xtok.serve import app as race_app
-from xtok.serve import compiling, processors, race
-from xtok.serve.app import Service, app_of
-from xtok.serve.command import _bound
-from xtok.serve.doors import LOG
-from xtok.serve.events import Cut, borders
-from xtok.serve.processors import Grammar, matcher_of
-from xtok.serve.race import Track
-from xtok.serve.requests import Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read, texts_of
+from xtok.serving.http import app as race_app
+from xtok.serving.http import compiling, processors, race
+from xtok.serving.http.app import Service, app_of
+from xtok.serving.http.command import _bound
+from xtok.serving.http.doors import LOG
+from xtok.serving.http.events import Cut, borders
+from xtok.serving.http.processors import Grammar, matcher_of
+from xtok.serving.http.race import Track
+from xtok.serving.http.requests import Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read, texts_of
 
 NAME = "tiny"
 TEMPLATE = (
@@ -463,7 +464,7 @@ def test_texts_do_not_wait_for_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_schema_is_compiled_once_for_all_texts_of_a_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = counted(monkeypatch, "xtok.serve.requests.matcher_of")
+    compiled = counted(monkeypatch, "xtok.serving.http.requests.matcher_of")
     asked = {"prompt": ["a", "b"], "n": 2, "temperature": 1.0, "max_tokens": 60, **held_to({"enum": ["吾輩", "猫", 5]})}
     choices = server.ask(**asked).json()["choices"]
     assert all(json.loads(one["text"]) in ["吾輩", "猫", 5] for one in choices)
@@ -616,9 +617,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Any]:
 def test_a_prompt_that_is_too_long_in_any_case_is_not_read(monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]) -> None:
     """Found by a hostile trial: others waited for seconds while a prompt of 4 MB was read, only to be refused."""
     xt = XTokAssisted((LM, CHAT_TOKENS))
-    monkeypatch.setattr("xtok.serve.requests.context_window", lambda _: 1)
+    monkeypatch.setattr("xtok.serving.http.requests.context_window", lambda _: 1)
     monkeypatch.setitem(xt.target.vocabulary.__dict__, "longest", 11)
-    called = counted(monkeypatch, "xtok.serve.requests.prompt_ids")
+    called = counted(monkeypatch, "xtok.serving.http.requests.prompt_ids")
     asked = read(Chat if "messages" in body else Completion, json.dumps(body).encode())
     with pytest.raises(RequestError) as refused:
         texts_of(asked, xt, Limits())
@@ -648,7 +649,7 @@ def test_of_many_faults_few_are_told(field: str) -> None:
 
 
 def test_stops_are_made_ready_once_for_all_texts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = counted(monkeypatch, "xtok.serve.events.borders")
+    called = counted(monkeypatch, "xtok.serving.http.events.borders")
     assert server.ask(prompt=["a", "b"], n=3, stop=["zz", "z" * 8000], max_tokens=2).status_code == 200
     assert called == [("zz",), ("z" * 8000,)]
 
@@ -661,7 +662,7 @@ def test_no_prompt_is_longer_than_what_its_ids_may_spell() -> None:
 
 
 def test_a_prompt_is_read_once_for_all_of_its_texts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = counted(monkeypatch, "xtok.serve.requests.prompt_ids", "xtok.hf.prompt_ids")
+    called = counted(monkeypatch, "xtok.serving.http.requests.prompt_ids", "xtok.decoding.prepare.prompt_ids")
     server.ask(prompt=["a", "b"], n=3, max_tokens=1)
     assert len(called) == 2
     server.ask("chat/completions", **CHAT, n=3, max_tokens=1)
@@ -813,7 +814,7 @@ class Fails:
 def test_a_text_that_fails_is_told_as_a_fault_and_harms_nobody(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("xtok.serve.requests.Penalties", lambda *_: Fails())
+    monkeypatch.setattr("xtok.serving.http.requests.Penalties", lambda *_: Fails())
     whole = server.ask(prompt="a", frequency_penalty=1)
     told(whole, 500, None)
     stream = server.ask(prompt="a", frequency_penalty=1, stream=True)
@@ -827,7 +828,7 @@ def test_a_text_that_fails_is_told_as_a_fault_and_harms_nobody(
 
 
 def test_the_log_has_a_line_for_each_request_and_no_texts(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="xtok.serve"):
+    with caplog.at_level(logging.INFO, logger="xtok.serving.http"):
         asked = {"prompt": TEXTS[0], "max_tokens": 5, "user": "someone"}
         answer = httpx.post(f"{server.url}/v1/completions", json=asked | {"temperature": 0}, headers={"X-Request-Id": "mine-1"})
         other = server.ask(prompt=TEXTS[0], max_tokens=5, stream=True)
@@ -849,7 +850,7 @@ def test_the_log_has_a_line_for_each_request_and_no_texts(server: Server, caplog
 
 def test_the_log_has_texts_where_they_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     chat = [{"role": "user", "content": TEXTS[1]}]
-    with serving() as one, caplog.at_level(logging.INFO, logger="xtok.serve"):
+    with serving() as one, caplog.at_level(logging.INFO, logger="xtok.serving.http"):
         one.service.logs_texts = True
         text = one.ask(prompt=TEXTS[0], max_tokens=5, n=2, stream=True)
         answer = one.ask("chat/completions", messages=chat, max_tokens=5)
@@ -1224,8 +1225,8 @@ def test_a_cut_text_is_that_before_the_first_stop_whatever_its_pieces(pieces: li
 
 
 def test_what_serves_is_imported_only_when_it_is_asked_for() -> None:
-    names = ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "xtok.serve")
-    code = f"import sys, xtok, xtok.cli; print([name for name in {names} if name in sys.modules])"
+    names = ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "xtok.serving.http")
+    code = f"import sys, xtok, xtok.cli.commands; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -26,21 +26,21 @@ from xtok import Budget, Context, Generation, PromptLookup, TokenRecycling, Tree
 from xtok.align.projection import same_ids
 from xtok.align.tokenbytes import same_tokens, token_bytes
 from xtok.align.vocabulary import Vocabulary
-from xtok.costs import _MEMORY, Cost
-from xtok.drafts import Drafter, Request
+from xtok.decoding.sampling.noise import noise
+from xtok.drafts.base import Drafter, Request
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
 from xtok.drafts.model import ModelDraft
+from xtok.drafts.policy.latency import _MEMORY, Cost
+from xtok.drafts.policy.ledger import Account, Company, Crowd, Ledger, Pace, Proposal
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
+from xtok.drafts.tree import Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
-from xtok.ledger import Account, Company, Crowd, Ledger, Pace, Proposal
 from xtok.models.forwards import Asking, together
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
-from xtok.noise import noise
-from xtok.stats import Meter
-from xtok.tree import Trie
+from xtok.results.stats import Meter
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -669,7 +669,7 @@ def judged(generations: Sequence[Generation], length: int) -> int:
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which all takes equally long: nothing is far off, and so nothing is forgotten."""
     ticks = count()
-    monkeypatch.setattr("xtok.stats.perf_counter", lambda: next(ticks) / 1e3)
+    monkeypatch.setattr("xtok.results.stats.perf_counter", lambda: next(ticks) / 1e3)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from worlds import FAMILIES, fitting, tokenizer
 from xtok import XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
+from xtok.decoding.stops import StopStrings
 from xtok.errors import InvalidInputError
-from xtok.stops import StopStrings
 
 STOPS = st.text(alphabet="猫はaん。 \n🐱</s>", max_size=3)
 ids_of_texts = st.lists(st.integers(0, 299), min_size=1, max_size=12)

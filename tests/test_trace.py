@@ -17,7 +17,7 @@ from worlds import FAMILIES, budgets, examples, fitting, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, chain
 from xtok.drafts.scripted import ScriptedDrafter
-from xtok.trace import Token
+from xtok.results.trace import Token
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 TREE = Budget(3, width=3, nodes=12, schedule="constant")

@@ -22,7 +22,7 @@ from xtok import XTokAssisted, pair, tune, tune_draft
 from xtok.align.encoding import encoder
 from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import TokenBytes, token_bytes
-from xtok.cli import app
+from xtok.cli.commands import app
 from xtok.drafts.lessons import NOT_LEARNT, Written, batch, lessons
 from xtok.errors import InvalidInputError
 from xtok.models.load import draft_model, load

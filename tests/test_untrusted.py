@@ -23,9 +23,10 @@ from typer.testing import CliRunner
 from worlds import alone, examples, fitting, texts, tokenizer
 
 import xtok
-from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted, cli
+from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
-from xtok.arguments import CACHE
+from xtok.cli import commands as cli
+from xtok.decoding.arguments import CACHE
 from xtok.drafts.heads import Heads, described, save_heads
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedModelError, XTokError
 from xtok.models.load import _check_plain

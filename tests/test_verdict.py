@@ -10,11 +10,11 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 from worlds import CORPUS, tokenizer
 
-from xtok import cli
 from xtok.align.fit import Fit, fit
 from xtok.align.verdict import verdict
 from xtok.bench.choice import compare_drafts
 from xtok.bench.compare import Timed
+from xtok.cli import commands as cli
 from xtok.models.load import from_config, load, parameters
 from xtok.pair import DRAFT, TARGET, TUNED, prompts
 

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok import Budget, XTokAssisted
-from xtok.budget import Schedule
-from xtok.costs import ForwardCost
+from xtok.drafts.policy.latency import ForwardCost
+from xtok.drafts.policy.settings import Schedule
 
 SHARED = Path(os.environ.get("XTOK_SHARED", Path(__file__).parents[2] / "shared"))
 

@@ -8,18 +8,18 @@ from xtok.version import __version__
 
 if TYPE_CHECKING:
     from xtok.assisted import XTokAssisted
-    from xtok.budget import Budget
-    from xtok.drafts import Context, Draft, Drafter, Request
+    from xtok.drafts.base import Context, Draft, Drafter, Request
     from xtok.drafts.heads import HeadsDrafter
     from xtok.drafts.lookup import PromptLookup
+    from xtok.drafts.policy.settings import Budget
     from xtok.drafts.recycling import TokenRecycling
-    from xtok.engines.drafting import DraftedText, DraftEngine
-    from xtok.engines.engine import Engine, EngineStats
-    from xtok.engines.ticket import Ticket
-    from xtok.generation import Generation
-    from xtok.stats import Round, Stats
-    from xtok.trace import Token, WrittenRound
-    from xtok.tree import Tree, chain
+    from xtok.drafts.tree import Tree, chain
+    from xtok.results.generation import Generation
+    from xtok.results.stats import Round, Stats
+    from xtok.results.trace import Token, WrittenRound
+    from xtok.serving.drafting import DraftedText, DraftEngine
+    from xtok.serving.engine import Engine, EngineStats
+    from xtok.serving.ticket import Ticket
     from xtok.tune import TrainedHeads, Tuned, train_heads, tune_draft
 
 __all__ = [
@@ -55,18 +55,18 @@ __all__ = [
 
 _HOMES = {
     "xtok.assisted": ("XTokAssisted",),
-    "xtok.budget": ("Budget",),
-    "xtok.drafts": ("Context", "Draft", "Drafter", "Request"),
+    "xtok.drafts.policy.settings": ("Budget",),
+    "xtok.drafts.base": ("Context", "Draft", "Drafter", "Request"),
     "xtok.drafts.heads": ("HeadsDrafter",),
     "xtok.drafts.lookup": ("PromptLookup",),
     "xtok.drafts.recycling": ("TokenRecycling",),
-    "xtok.engines.drafting": ("DraftEngine", "DraftedText"),
-    "xtok.engines.engine": ("Engine", "EngineStats"),
-    "xtok.engines.ticket": ("Ticket",),
-    "xtok.generation": ("Generation",),
-    "xtok.stats": ("Round", "Stats"),
-    "xtok.trace": ("Token", "WrittenRound"),
-    "xtok.tree": ("Tree", "chain"),
+    "xtok.serving.drafting": ("DraftEngine", "DraftedText"),
+    "xtok.serving.engine": ("Engine", "EngineStats"),
+    "xtok.serving.ticket": ("Ticket",),
+    "xtok.results.generation": ("Generation",),
+    "xtok.results.stats": ("Round", "Stats"),
+    "xtok.results.trace": ("Token", "WrittenRound"),
+    "xtok.drafts.tree": ("Tree", "chain"),
     "xtok.tune": ("TrainedHeads", "Tuned", "train_heads", "tune_draft"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,5 +1,5 @@
 """`python -m xtok`."""
 
-from xtok.cli import main
+from xtok.cli.commands import main
 
 main()

@@ -16,17 +16,22 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from xtok import hf
 from xtok.align.text import Text
-from xtok.arguments import CACHE
-from xtok.budget import Budget, check_budget
-from xtok.decode import step
-from xtok.drafts import Draft, Drafter, Request
+from xtok.decoding import prepare as hf
+from xtok.decoding.arguments import CACHE
+from xtok.decoding.rounds import step
+from xtok.decoding.sampling.noise import Noise
+from xtok.decoding.sampling.pick import Acceptance, Picker
+from xtok.decoding.sampling.processors import warpers
+from xtok.decoding.sequence import Sequence
 from xtok.drafts.adapt import Adapter
+from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.given import as_draft, as_list, guesses, without_a_model
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
+from xtok.drafts.policy.ledger import WITHOUT_A_MODEL, Account, Ledger
+from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.reader import DraftModel
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
@@ -39,13 +44,12 @@ from xtok.errors import (
     XTokError,
     shown,
 )
-from xtok.generation import Generation
-from xtok.ledger import WITHOUT_A_MODEL, Account, Ledger
 from xtok.models.cache import device_of, positions, weights
 from xtok.models.forwards import Slot
 from xtok.models.graphs import captures, takes_graphs
 from xtok.models.layers import doubled
 from xtok.models.load import DEFAULT, Source, check_places, draft_model, target_model
+from xtok.models.modes import Modes, current, own_modes, within
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Placement, placements
 from xtok.models.probe import computes_in_half, fits_trees, takes_slots, takes_trees, tolerance
 from xtok.models.prompts import Chat, KnownPrompt, Prompt, is_several
@@ -53,14 +57,10 @@ from xtok.models.recurrent import cached_model
 from xtok.models.seats import Caches, Pool, Seat
 from xtok.models.slots import rounded
 from xtok.models.stable import StableShapes
-from xtok.modes import Modes, current, own_modes, within
-from xtok.noise import Noise
-from xtok.pick import Acceptance, Picker
-from xtok.processors import warpers
-from xtok.progress import bar
-from xtok.sequence import Sequence
-from xtok.stats import Meter, Round
-from xtok.trace import Committed, Token, WrittenRound, told, written
+from xtok.results.generation import Generation
+from xtok.results.progress import bar
+from xtok.results.stats import Meter, Round
+from xtok.results.trace import Committed, Token, WrittenRound, told, written
 
 T = TypeVar("T")
 BATCH = 8

@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "xtok": {
         "speculative_config": {
             "method": "custom_class",
-            "model": "xtok.engines.vllm.XTokProposer",
+            "model": "xtok.serving.vllm.XTokProposer",
             "num_speculative_tokens": LONGEST,
         },
         "additional_config": {"xtok": {"draft": str(DRAFT)}},

@@ -21,9 +21,9 @@ from vllm.v1.sample import rejection_sampler
 from xtok import Budget, DraftedText, DraftEngine, Tree, XTokAssisted
 from xtok.bench.chi_square import chi_square
 from xtok.drafts.session import Session
-from xtok.engines.vllm import XTokProposer
 from xtok.errors import DraftFailedWarning
 from xtok.pair import DRAFT, TARGET, prompts
+from xtok.serving.vllm import XTokProposer
 
 LONGEST = 6
 SEATS = 32
@@ -38,7 +38,7 @@ def engine(budget: dict[str, Any] | None = CONSTANT, *, guesses: bool = True, **
     drafted = {
         "speculative_config": {
             "method": "custom_class",
-            "model": "xtok.engines.vllm.XTokProposer",
+            "model": "xtok.serving.vllm.XTokProposer",
             "num_speculative_tokens": LONGEST,
         },
         "additional_config": {"xtok": {"draft": str(DRAFT), **({"budget": budget} if budget else {})}},
@@ -217,7 +217,7 @@ def test_a_fault_of_xtok_is_counted_and_told_once(
         patched.setattr(drafting, "propose", lambda texts, longest: [][1])
         assert written(drafted, RAGGED[:8]) == written(plain, RAGGED[:8])
     assert proposer(drafted).failures > before + 8
-    assert [one.name for one in caplog.records].count("xtok.engines.vllm") == 1
+    assert [one.name for one in caplog.records].count("xtok.serving.vllm") == 1
     with without_failures(drafted):
         assert written(drafted, RAGGED[:8]) == written(plain, RAGGED[:8])
 

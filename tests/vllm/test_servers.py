@@ -24,7 +24,7 @@ from xtok.pair import DRAFT, TARGET, prompts
 PATIENCE = 150.0
 """Seconds until a server that doesn't answer fails."""
 NAME, LENGTH = "pair", 32
-PROPOSER = {"method": "custom_class", "model": "xtok.engines.vllm.XTokProposer", "num_speculative_tokens": 5}
+PROPOSER = {"method": "custom_class", "model": "xtok.serving.vllm.XTokProposer", "num_speculative_tokens": 5}
 SERVER = [
     *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET), "--served-model-name", NAME),
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8"),

@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Sequence
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.tree import Tree
+from xtok.drafts.tree import Tree
 
 
 class Text:

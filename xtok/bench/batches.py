@@ -13,7 +13,7 @@ import torch
 from xtok.assisted import XTokAssisted
 from xtok.bench.compare import Setting, check_prompts, in_turns
 from xtok.models.prompts import prompt_ids
-from xtok.progress import bar
+from xtok.results.progress import bar
 
 BATCHED, NONE, TURNS, XTOK = "transformers' batches", "xtok, no draft", "xtok, one after another", "xtok"
 _BATCHES = 2

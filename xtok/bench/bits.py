@@ -8,8 +8,8 @@ from typing import Any
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.compare import Setting, check_prompts
-from xtok.generation import Generation
-from xtok.progress import bar
+from xtok.results.generation import Generation
+from xtok.results.progress import bar
 
 _WARM = 8
 """How many texts are written before any are measured."""

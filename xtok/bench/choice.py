@@ -6,7 +6,7 @@ from typing import Any
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.compare import Timed, asked_for, by_transformers, by_xtok, check_prompts, speed
-from xtok.progress import bar
+from xtok.results.progress import bar
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from xtok.console import (
+from xtok.cli.console import (
     EVERY,
     OWN_DRAFT,
     OWN_TARGET,
@@ -23,7 +23,7 @@ from xtok.console import (
 )
 from xtok.errors import InvalidInputError
 from xtok.pair import HEADS, TUNED, prompts, quoting, technical
-from xtok.progress import busy
+from xtok.results.progress import busy
 
 GUESS_LENGTH = 5
 ADDED = 8

@@ -16,15 +16,15 @@ import torch
 from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
 from xtok.bench.stretch import forward_seconds, stretch, stretched_to
-from xtok.budget import Budget
 from xtok.drafts.given import without_a_model
 from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
-from xtok.generation import Generation
 from xtok.models.load import from_config, load
 from xtok.models.prompts import prompt_ids
-from xtok.progress import bar
-from xtok.stats import Stats
+from xtok.results.generation import Generation
+from xtok.results.progress import bar
+from xtok.results.stats import Stats
 
 __all__ = ["compare", "stretch", "tuned", "useless_drafts"]
 

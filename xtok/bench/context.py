@@ -8,11 +8,11 @@ import torch
 from transformers import LlamaConfig
 
 from xtok.assisted import XTokAssisted
-from xtok.budget import Budget
+from xtok.drafts.policy.settings import Budget
 from xtok.models.load import from_config
 from xtok.models.prompts import prompt_ids
-from xtok.progress import bar
-from xtok.stats import Stats
+from xtok.results.progress import bar
+from xtok.results.stats import Stats
 
 SIZES = (256, 2048, 8192, 32000)
 BUDGETS = {

@@ -16,7 +16,7 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import prompt_ids
-from xtok.progress import bar
+from xtok.results.progress import bar
 
 Prompt = str | tuple[str, str]
 """A prompt, or a prompt and its answer."""

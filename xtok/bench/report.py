@@ -16,7 +16,7 @@ from xtok.bench.gpu import GpuFigures, LevelRow, ListRow
 from xtok.bench.sampled import SampledRow
 from xtok.bench.server import ServerFigures
 from xtok.bench.vocabulary import VocabularyRow
-from xtok.console import as_json
+from xtok.cli.console import as_json
 
 Found = TypeVar("Found")
 

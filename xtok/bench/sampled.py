@@ -12,14 +12,14 @@ from xtok.align.text import Text
 from xtok.assisted import XTokAssisted
 from xtok.bench.chi_square import chi_square
 from xtok.bench.compare import PLAIN, Timed, by_transformers, by_xtok, check_prompts, uag
-from xtok.budget import Budget
+from xtok.decoding.prepare import Prepared
+from xtok.decoding.sampling.noise import Noise
+from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
-from xtok.hf import Prepared
 from xtok.models.prompts import prompt_ids
 from xtok.models.seats import Seat
-from xtok.noise import Noise
-from xtok.progress import bar
-from xtok.stats import Meter
+from xtok.results.progress import bar
+from xtok.results.stats import Meter
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 SHARED, TREE, MODE, REJECTION = "shared noise", "shared noise, tree", "the draft's mode", "rejection"

@@ -19,9 +19,9 @@ from typing import Any
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.compare import check_prompts, in_turns
-from xtok.engines.engine import Engine
 from xtok.errors import InvalidInputError
-from xtok.progress import bar
+from xtok.results.progress import bar
+from xtok.serving.engine import Engine
 
 XTOK, NONE, TRANSFORMERS = "xtok serve", "xtok serve --draft none", "transformers serve"
 _EACH = 3
@@ -203,7 +203,7 @@ def _in_thread(xt: XTokAssisted) -> Iterator[tuple[Engine, int]]:
     """An engine, and the port of a server over it, in this process."""
     import uvicorn
 
-    from xtok.serve.app import Service, app_of
+    from xtok.serving.http.app import Service, app_of
 
     listening = socket.create_server(("127.0.0.1", 0))
     with Engine(xt) as engine:

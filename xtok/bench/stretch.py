@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
-from xtok.arguments import CACHE
+from xtok.decoding.arguments import CACHE
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
 from xtok.models.cache import output_embeddings
 from xtok.models.load import from_config

@@ -22,7 +22,7 @@ from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.lessons import Lesson, Written, batch, lessons
 from xtok.drafts.reader import DraftModel
 from xtok.errors import DraftFailedWarning, InvalidInputError, reason
-from xtok.modes import Modes, plain, within
+from xtok.models.modes import Modes, plain, within
 
 SHARE = 0.03
 """How much of the time of all generations learning may take."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from xtok.drafts import Draft, Drafter, Request
+from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.recycling import TokenRecycling
 

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.budget import Budget
-from xtok.drafts import Asker, Context, Request, check_request
+from xtok.drafts.base import Asker, Context, Request, check_request
 from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, root, tree_of
+from xtok.drafts.policy.settings import Budget
+from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, reason, shown
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
-from xtok.modes import plain
-from xtok.stats import Meter
-from xtok.tree import Tree
+from xtok.models.modes import plain
+from xtok.results.stats import Meter
 
 
 class Heads(nn.Module):

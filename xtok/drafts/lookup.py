@@ -6,12 +6,12 @@ from typing import Any
 
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import Encoder
-from xtok.budget import Budget
-from xtok.drafts import Context, Request, check_request
+from xtok.drafts.base import Context, Request, check_request
 from xtok.drafts.corpus import Corpus
+from xtok.drafts.policy.settings import Budget
 from xtok.drafts.repeats import Repeats
+from xtok.drafts.tree import Tree, Trie, chain
 from xtok.errors import InvalidInputError
-from xtok.tree import Tree, Trie, chain
 
 _LONGEST = 8
 _PRIOR = (0.0, 0.2, 0.5, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9)

@@ -9,8 +9,8 @@ from xtok.align.continuation import Continuation
 from xtok.align.projection import Projection, projection, same_ids
 from xtok.align.tokenbytes import same_tokens
 from xtok.align.vocabulary import Vocabulary
-from xtok.drafts import Drafter, Request
 from xtok.drafts.adapt import Adapter
+from xtok.drafts.base import Drafter, Request
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.projected import ProjectedDrafter

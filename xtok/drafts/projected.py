@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.budget import Budget
-from xtok.drafts import Asker, Context
+from xtok.decoding.sampling.draws import race
+from xtok.decoding.sampling.noise import GUESS, states_of
+from xtok.drafts.base import Asker, Context
 from xtok.drafts.candidates import Candidates, summed
 from xtok.drafts.growth import (
     CHILDREN,
@@ -25,12 +26,11 @@ from xtok.drafts.growth import (
     root,
     tree_of,
 )
+from xtok.drafts.policy.settings import Budget
 from xtok.drafts.reader import DraftModel, Reader
-from xtok.draws import race
+from xtok.drafts.tree import Distribution, Tree, chain
 from xtok.models.forwards import Asking
-from xtok.noise import GUESS, states_of
-from xtok.stats import Meter
-from xtok.tree import Distribution, Tree, chain
+from xtok.results.stats import Meter
 
 _PENDING = 3
 """The bytes of an unfinished character, at most."""

@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 from xtok.align.reencode import Reencoder
 from xtok.align.vocabulary import Vocabulary
-from xtok.drafts import Context
+from xtok.drafts.base import Context
 from xtok.models.cache import positions
 from xtok.models.forwards import Answer, Ask, Asking, Slot
 from xtok.models.probe import takes_trees
 from xtok.models.seats import Seat
-from xtok.stats import Meter
+from xtok.results.stats import Meter
 
 
 @dataclass(frozen=True)

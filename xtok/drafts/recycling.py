@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.align.vocabulary import Vocabulary
-from xtok.budget import Budget
-from xtok.drafts import Asker, Context, Request, check_request
+from xtok.decoding.sampling.largest import largest
+from xtok.drafts.base import Asker, Context, Request, check_request
 from xtok.drafts.growth import SHARPNESS, IdPath, grown, looked_at, next_ids, root, tree_of
-from xtok.largest import largest
+from xtok.drafts.policy.settings import Budget
+from xtok.drafts.tree import Tree
 from xtok.models.forwards import Asking
-from xtok.stats import Meter, timed
-from xtok.tree import Tree
+from xtok.results.stats import Meter, timed
 
 _KEPT = 16
 """How many ids are remembered behind each."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from xtok.budget import Budget
-from xtok.drafts import Context
-from xtok.tree import Tree, chain
+from xtok.drafts.base import Context
+from xtok.drafts.policy.settings import Budget
+from xtok.drafts.tree import Tree, chain
 
 
 class ScriptedDrafter:

@@ -9,14 +9,14 @@ from operator import index
 from torch import Tensor
 
 from xtok.align.text import Text
-from xtok.budget import Budget
-from xtok.costs import Cost
-from xtok.drafts import Asker, Context, Draft, Drafter, Request
+from xtok.decoding.sampling.noise import Noise
+from xtok.drafts.base import Asker, Context, Draft, Drafter, Request
+from xtok.drafts.policy.latency import Cost
+from xtok.drafts.policy.ledger import Company, Ledger, Limit, Pace, Proposal
+from xtok.drafts.policy.settings import Budget
+from xtok.drafts.tree import HINTED, Distribution, Tree, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError
-from xtok.ledger import Company, Ledger, Limit, Pace, Proposal
 from xtok.models.forwards import Asking
-from xtok.noise import Noise
-from xtok.tree import HINTED, Distribution, Tree, Trie
 
 _READING = 12
 """More rows of a text than that are a draft's reading."""

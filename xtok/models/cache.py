@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from xtok.arguments import CACHE
-from xtok.costs import Cost
+from xtok.decoding.arguments import CACHE
+from xtok.drafts.policy.latency import Cost
 from xtok.models.forwards import Answer, Ask, Slot, wait_for
 from xtok.models.rope import turns
-from xtok.stats import timed
+from xtok.results.stats import timed
 
 
 def new_cache(model: PreTrainedModel) -> Cache:

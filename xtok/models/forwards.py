@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from xtok.costs import Cost
-from xtok.largest import listed
-from xtok.stats import timed
+from xtok.decoding.sampling.largest import listed
+from xtok.drafts.policy.latency import Cost
+from xtok.results.stats import timed
 
 Result = TypeVar("Result")
 

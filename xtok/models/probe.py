@@ -11,17 +11,17 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from xtok.arguments import CACHE
+from xtok.decoding.arguments import CACHE
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import CachedModel, context_window, device_of, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Ask
+from xtok.models.modes import plain
 from xtok.models.quantized import mixing_layer, rounds_input
 from xtok.models.recurrent import cached_model
 from xtok.models.rope import dynamic_boundary, longrope_boundary
 from xtok.models.single import HALF, in_single
 from xtok.models.slots import Slots
 from xtok.models.verdicts import Verdicts
-from xtok.modes import plain
 
 _ROUNDINGS = {True: 4, False: 128}
 """By how many roundings of the largest logit the gap of two ids may change between forward passes over one row and over many,

@@ -14,9 +14,9 @@ from transformers.pytorch_utils import Conv1D
 
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import device_of, new_cache, vocabulary_size
+from xtok.models.modes import plain
 from xtok.models.recurrent import cached_model
 from xtok.models.verdicts import Verdicts
-from xtok.modes import plain
 
 
 def check_rows(model: PreTrainedModel, role: str) -> None:

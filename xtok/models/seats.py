@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from xtok.models.cache import new_cache
 from xtok.models.forwards import Slot
 from xtok.models.graphs import Graphs, state_of, takes_graphs
+from xtok.models.modes import Modes
 from xtok.models.probe import takes_slots
 from xtok.models.recurrent import cached_model
 from xtok.models.slots import Shapes, Slots
-from xtok.modes import Modes
 
 _SNAPSHOTS = 16
 """Of two rounds: what a draft reads in one may be read otherwise in the next."""

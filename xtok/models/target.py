@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from xtok.align.vocabulary import Vocabulary
+from xtok.drafts.tree import Tree
 from xtok.models.forwards import Answer, Ask, Slot, answered
-from xtok.tree import Tree
 
 
 @dataclass(frozen=True)

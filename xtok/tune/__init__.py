@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from xtok.align.projection import projection
 from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
-from xtok.budget import Budget
 from xtok.drafts.lessons import lessons
+from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load
-from xtok.modes import plain
-from xtok.progress import busy
+from xtok.models.modes import plain
+from xtok.results.progress import busy
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import train
 from xtok.tune.work import Settings, begun, check, check_out, digest, name, per_forward, per_way, split

@@ -15,15 +15,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from xtok.assisted import XTokAssisted
-from xtok.budget import Budget
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
 from xtok.drafts.lessons import NOT_LEARNT, Written
+from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.load import Source, target_model
+from xtok.models.modes import plain
 from xtok.models.prompts import prompt_ids
-from xtok.modes import plain
-from xtok.progress import busy
+from xtok.results.progress import busy
 from xtok.tune.training import fit
 from xtok.tune.work import Settings, begun, check, check_out, check_trains, digest, name, per_forward, split
 from xtok.tune.writing import beginnings, write

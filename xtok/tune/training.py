@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from xtok.align.projection import Projection
 from xtok.drafts.adapt import with_lora
 from xtok.drafts.lessons import Lesson, batch
-from xtok.progress import console
+from xtok.results.progress import console
 from xtok.tune.loss import guessing_loss
 
 _MEASURED = "tokens_per_forward"

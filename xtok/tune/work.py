@@ -11,11 +11,11 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from xtok.arguments import listed_texts
 from xtok.assisted import XTokAssisted
+from xtok.decoding.arguments import listed_texts
 from xtok.errors import InvalidInputError, shown
 from xtok.models.load import Source
-from xtok.stats import Stats
+from xtok.results.stats import Stats
 from xtok.tune.writing import PENALTY, beginnings, called, save, way
 
 _MOST = 40

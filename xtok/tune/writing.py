@@ -18,7 +18,7 @@ from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.drafts.lessons import Written
 from xtok.models.cache import device_of
 from xtok.models.prompts import prompt_ids
-from xtok.progress import bar
+from xtok.results.progress import bar
 
 _BATCH = 16
 PENALTY = 1.2

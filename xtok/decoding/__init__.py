@@ -1,0 +1,1 @@
+"""From a prompt to a sequence, and its rounds until it ends."""

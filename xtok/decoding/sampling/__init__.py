@@ -1,0 +1,1 @@
+"""Picks: processors, noise, and draws from the target's logits."""

@@ -1,0 +1,121 @@
+"""One text while it is written."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+from xtok.align.text import Text
+from xtok.decoding.sampling.pick import Picker
+from xtok.decoding.stops import StopStrings
+from xtok.drafts.policy.settings import Budget
+from xtok.drafts.session import Session
+from xtok.models.forwards import Slot
+from xtok.models.modes import as_called
+from xtok.models.seats import Seat
+from xtok.results.stats import Meter
+
+_LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
+_KNOWN = (MaxLengthCriteria, EosTokenCriteria, StopStrings)
+"""Answered here by the ids alone: asking them would take a transfer from the device for each id."""
+
+
+@dataclass(repr=False, eq=False)
+class Sequence:
+    """The state of one generation: its text, its slot in the target, how it is picked, drafted and ended.
+
+    `ids`: what processors and criteria read, (1, length), padding included. `deepest`: how many positions the
+    target has, where that is known. `seat`: where it has this slot and those in drafts. `seed`: what the noise of a sampled
+    text comes from. `drafts`: their names. `read`: how many of its ids were forwarded. `error`: what ended it, where
+    `finish_reason` is "error".
+    """
+
+    slot: Slot
+    ids: Tensor
+    text: Text
+    picker: Picker
+    criteria: StoppingCriteriaList
+    config: Any
+    session: Session | None
+    budget: Budget
+    deepest: int | None
+    meter: Meter
+    seat: Seat
+    seed: int | None = None
+    drafts: tuple[str, ...] = ()
+    finish_reason: str | None = None
+    error: BaseException | None = None
+    read: int = 0
+    _limit: int | None = field(init=False)
+    _ends: frozenset[int] = field(init=False)
+    _stops: list[StopStrings] = field(init=False)
+    _length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        limits = [one.max_length for one in self.criteria if type(one) is MaxLengthCriteria]
+        ends = [one.eos_token_id.reshape(-1).tolist() for one in self.criteria if type(one) is EosTokenCriteria]
+        self._limit, self._ends = min(limits, default=None), frozenset(token for some in ends for token in some)
+        self._stops = [one for one in self.criteria if type(one) is StopStrings]
+        self.criteria = StoppingCriteriaList(one for one in self.criteria if type(one) not in _KNOWN)
+        self._length = self.ids.shape[1]
+
+    @property
+    def new_ids(self) -> list[int]:
+        """What was committed so far."""
+        return self.text.new_ids
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was committed."""
+        return len(self.text.ids) > self.text.prompt_length
+
+    def unread(self) -> list[int]:
+        """What is to be forwarded next: committed ids, no more of them than the slot takes at once."""
+        size = self.slot.takes(self.left, self.text.prompt_length - self.read)
+        return list(self.text.ids[self.read : self.read + size])
+
+    @property
+    def left(self) -> int:
+        """How many committed ids are yet to be forwarded."""
+        return len(self.text.ids) - self.read
+
+    def room(self) -> int:
+        """How many nodes of a tree can be forwarded with what is unread; 0 where not all of that is."""
+        return self.slot.guesses(self.left) if self.slot.takes(self.left, 0) == self.left else 0
+
+    def end(self) -> None:
+        """Let go of its drafters, and make room for other texts."""
+        if self.session is not None:
+            self.session.close()
+        self.seat.leave()
+
+    def fail(self, error: BaseException) -> None:
+        """End it by an error."""
+        self.finish_reason, self.error = "error", error
+        self.end()
+
+    def append(self, token: int) -> None:
+        """Commit an id, and ask whether to stop."""
+        self.text.append(token)
+        if self.picker.processors or self.criteria:
+            self.catch_up()
+        with as_called():
+            fired = [one for one in self.criteria if bool(torch.as_tensor(one(self.ids, self.picker.scores)).any())]
+        ends = token in self._ends or any(stops.completed(self.text.ids) for stops in self._stops)
+        ends = ends or not all(isinstance(criterion, _LIMITS) for criterion in fired)
+        if ends or fired or (self._limit is not None and self._size >= self._limit):
+            self.finish_reason = "stop" if ends else "length"
+
+    @property
+    def _size(self) -> int:
+        """How many ids there are, padding included."""
+        return self._length + len(self.text.ids) - self.text.prompt_length
+
+    def catch_up(self) -> None:
+        """Bring the committed ids to where processors and criteria read them."""
+        if missing := self._size - self.ids.shape[1]:
+            new = torch.tensor([self.text.ids[-missing:]], dtype=torch.int64, device=self.ids.device)
+            self.ids = torch.cat([self.ids, new], dim=-1)

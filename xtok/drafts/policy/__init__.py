@@ -1,0 +1,1 @@
+"""How much is guessed: settings, what forward passes take, and what pays."""

@@ -1,0 +1,101 @@
+"""What a prompt was answered with, and its trace: who each token is from, and what else was guessed."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from xtok.results.page import page, section
+from xtok.results.stats import Round, Stats
+from xtok.results.trace import Committed, Token, WrittenRound, told, written
+
+
+@dataclass(frozen=True, repr=False)
+class Generation:
+    """What a prompt was answered with.
+
+    `finish_reason` is "length" where a limit of length or time ended the text, else "stop". `rounds` tells what happened.
+    `seed` gives the texts of a call again, by any draft or none; it is None for greedy ones.
+    `scores` and `logits`, one of shape (1, vocabulary) per new id: where `return_dict_in_generate` and `output_scores`
+    or `output_logits` ask for them.
+    `drafts`: their names; rounds tell of them by their places here. `pieces`: the bytes of each new id, none for a control
+    token. `spelled`: those of guessed ids.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats
+    rounds: tuple[Round, ...]
+    seed: int | None = None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    drafts: tuple[str, ...] = ()
+    pieces: tuple[bytes, ...] = ()
+    spelled: Mapping[int, bytes] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        told = f"{len(self.token_ids)} tokens, {self.stats.target_forwards} target forwards, {self.finish_reason!r}"
+        return f"Generation({self.text!r}, {told})"
+
+    @property
+    def tokens(self) -> list[Token]:
+        """The new tokens, and who each is from.
+
+        Law: their texts joined are `text`.
+        """
+        return [token for _, tokens in told(self._committed(), self.drafts) for token in tokens]
+
+    @property
+    def written(self) -> Iterator[WrittenRound]:
+        """The rounds, with the tokens that came of each."""
+        for one, tokens in told(self._committed(), self.drafts):
+            yield written(one, tokens, self.drafts, lambda token: self.spelled.get(token, b""))
+
+    def _committed(self) -> Iterator["Committed"]:
+        end = 0
+        for one in self.rounds:
+            start, end = end, end + one.committed
+            yield Committed(one, self.token_ids[start:end], self.pieces[start:end], end == len(self.token_ids))
+
+    def to_dict(self) -> dict[str, Any]:
+        r"""All but `scores` and `logits`, in values that JSON has. Bytes that are no whole characters are written as `\xe3`.
+
+        A round's `guessed` is a tree: a guess's `parent` is the number of an earlier one, or -1. `right`: the numbers of
+        those that came true, in order.
+        """
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "drafts": list(self.drafts),
+            "stats": {
+                **asdict(self.stats),
+                "accepted_by_draft": list(self.stats.accepted_by_draft),
+                "near_ties": None if self.stats.near_ties is None else [one._asdict() for one in self.stats.near_ties],
+                "tokens_per_forward": self.stats.tokens_per_forward,
+                "acceptance_rate": self.stats.acceptance_rate,
+            },
+            "tokens": [one._asdict() for one in self.tokens],
+            "rounds": [
+                {"offset": one.offset, "committed": one.committed, "right": each["right"], "guessed": each["guessed"]}
+                for one, each in zip(self.rounds, map(WrittenRound.to_dict, self.written), strict=True)
+            ],
+        }
+
+    def save_trace(self, file: str | PathLike[str]) -> None:
+        """Write `to_dict` to a file, as JSON."""
+        Path(file).write_text(json.dumps(self.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def to_html(self) -> str:
+        """A page for a browser, all in one file: the text tinted by who guessed it, each round's guesses, and the counts."""
+        return page(self.written, self.drafts, self.stats)
+
+    def _repr_html_(self) -> str:
+        """As `to_html`, for notebooks."""
+        return section(self.written, self.drafts, self.stats)

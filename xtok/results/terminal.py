@@ -1,0 +1,36 @@
+"""Tokens on a terminal, tinted by who guessed them."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from xtok.results.page import tints
+from xtok.results.trace import Token
+
+_INK = "#1b1b1b"
+
+
+def tinted(tokens: Iterable[Token], drafts: Sequence[str]) -> Text:
+    """The text of some tokens; what the target picked by itself has no colour."""
+    styles = _styles(drafts)
+    return Text.assemble(*((token.text, styles[token.draft]) for token in tokens))
+
+
+def legend(tokens: Sequence[Token], drafts: Sequence[str]) -> Text:
+    """How many tokens are from whom, each in its colour: a legend."""
+    styles, counts = _styles(drafts), Counter(token.draft for token in tokens)
+    told = [(f" {name or 'the target'} {counts[name]} ", styles[name]) for name in (*drafts, None)]
+    return Text("  ").join(Text(*one) for one in told)
+
+
+def show(console: Console, tokens: Iterator[Token], drafts: Sequence[str]) -> None:
+    """Print tokens as they come."""
+    for token in tokens:
+        console.print(tinted([token], drafts), end="", soft_wrap=True)
+    console.print()
+
+
+def _styles(drafts: Sequence[str]) -> dict[str | None, str]:
+    return {None: ""} | {name: f"{_INK} on {tint}" for name, tint in tints(drafts).items()}

@@ -1,0 +1,83 @@
+"""The rounds of a text: the tokens that each committed, who guessed them, and what else was guessed."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from xtok.align.text import characters
+from xtok.results.stats import Round
+
+
+class Token(NamedTuple):
+    """A new token. `text`: the whole characters that it completes. `draft`: who guessed it; None for the target's own pick."""
+
+    id: int
+    text: str
+    draft: str | None
+
+
+class Guess(NamedTuple):
+    """A guessed token. `parent`: the number of the guess before it, or -1. `probability`: what the draft gives it, and all
+    before it; None where it gives none. `draft`: who guessed it; None for what the target's forward before told all but surely.
+    """
+
+    id: int
+    text: str
+    parent: int
+    probability: float | None
+    draft: str | None
+
+
+class WrittenRound(NamedTuple):
+    """One forward of the target: the `tokens` that it committed, what was guessed, and the numbers of the guesses that came
+    true, each behind the one before it.
+    """
+
+    tokens: list[Token]
+    guesses: list[Guess]
+    right: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """In values that JSON has."""
+        return {
+            "tokens": [token._asdict() for token in self.tokens],
+            "guessed": [guess._asdict() for guess in self.guesses],
+            "right": list(self.right),
+        }
+
+
+class Committed(NamedTuple):
+    """A round, the ids that it committed and their bytes, and whether the text ends there."""
+
+    round: Round
+    ids: Sequence[int]
+    pieces: Sequence[bytes]
+    is_last: bool
+
+
+def told(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[Round, list[Token]]]:
+    """The tokens of each round as soon as it is there. The last of a text has what is left of an unfinished character."""
+    decoder = characters()
+    for one in rounds:
+        known = [_name(drafts, one.round.drafts[node]) for node in one.round.right]
+        sources = known + [None] * (len(one.ids) - len(known))
+        texts = [decoder.decode(piece) for piece in one.pieces]
+        texts[-1] += decoder.decode(b"", final=one.is_last)
+        yield one.round, [Token(*each) for each in zip(one.ids, texts, sources, strict=True)]
+
+
+def written(one: Round, tokens: list[Token], drafts: Sequence[str], spelled: Callable[[int], bytes]) -> WrittenRound:
+    """A round with the tokens that came of it."""
+    return WrittenRound(tokens, _guessed(one, drafts, spelled), one.right)
+
+
+def _guessed(one: Round, drafts: Sequence[str], spelled: Callable[[int], bytes]) -> list[Guess]:
+    r"""What was guessed in a round. Bytes that are no whole characters are written as `\xe3`."""
+    masses = one.tree.masses or [None] * len(one.tree)
+    return [
+        Guess(token, spelled(token).decode(errors="backslashreplace"), parent, mass, _name(drafts, draft))
+        for token, parent, mass, draft in zip(one.tree.tokens, one.tree.parents, masses, one.drafts, strict=True)
+    ]
+
+
+def _name(drafts: Sequence[str], draft: int | None) -> str | None:
+    return None if draft is None else drafts[draft]

@@ -1,0 +1,1 @@
+"""The engine, guesses for other engines, and OpenAI's API over HTTP."""

@@ -1,0 +1,306 @@
+"""Drafting for texts that another engine writes: that one schedules, checks and commits, and here is only what guesses."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from operator import index
+from time import perf_counter
+from typing import Any
+
+from xtok.align.tokenbytes import token_bytes
+from xtok.align.vocabulary import Vocabulary
+from xtok.drafts.base import Draft, Drafter, Request
+from xtok.drafts.given import as_draft, as_list, guesses
+from xtok.drafts.heads import HeadsDrafter
+from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.model import ModelDraft
+from xtok.drafts.policy.latency import Cost
+from xtok.drafts.policy.ledger import Account, Company, Ledger
+from xtok.drafts.policy.settings import Budget, check_budget
+from xtok.drafts.recycling import TokenRecycling
+from xtok.drafts.session import Session
+from xtok.drafts.tree import Tree
+from xtok.errors import InvalidInputError, shown
+from xtok.models.forwards import together
+from xtok.models.graphs import captures
+from xtok.models.load import Source, draft_model
+from xtok.models.modes import plain
+from xtok.models.seats import Caches, Seat
+from xtok.results.stats import Meter
+
+CHAINS = Budget(width=2)
+"""How much is guessed at most. A second path lets the likeliest one be found; of the pair that ships chains by two paths have
+1.90 ids per step, by one 1.78, and by eight 1.89, in half as much time again.
+"""
+_USUAL = 0.2
+"""The weight of a step in what drafting usually takes."""
+_MIXED = 16
+"""Of so many steps that have other work in them the shortest is taken for one without, where there is none without."""
+
+
+@dataclass(eq=False)
+class DraftedText:
+    """A text that another engine writes, as its `DraftEngine` knows it.
+
+    `ids`: what is committed of it so far, prompt included. `session`: who drafts it. `seat`: where it has its slots in drafts.
+    """
+
+    ids: list[int]
+    session: Session = field(repr=False)
+    seat: Seat = field(repr=False)
+    _told: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._told = len(self.ids)
+
+    def tell(self) -> None:
+        """Let those who draft it know what was committed since."""
+        if self._told < len(self.ids):
+            self.session.extend(self.ids[self._told :])
+            self._told = len(self.ids)
+
+
+@dataclass
+class _Step:
+    """A step of the engine that writes, from the end of a proposal at `start` on; `seconds`, once something came of it.
+
+    `rows`: how many ids of each text that may have been guessed for its forward has; nothing else, where it `is_pure`.
+    `company`: all that were proposed for; where it guesses, drafts were asked, for `drafting` seconds. `told`: how many ids
+    came of each text. `late`: those of them that a step without a guess may have had a part in.
+    """
+
+    rows: dict[DraftedText, int] = field(default_factory=dict)
+    company: Company = field(default_factory=lambda: Company(0, guesses=False))
+    drafting: float = 0.0
+    start: float = 0.0
+    seconds: float | None = None
+    is_pure: bool = True
+    told: dict[DraftedText, int] = field(default_factory=dict)
+    late: set[DraftedText] = field(default_factory=set)
+
+
+class DraftEngine:
+    """Guesses what follows texts that another engine writes, as many together as it names, by forwards that they share.
+
+    Laws: a guess is a chain, the likeliest path of what all drafts guess together. It decides how fast a text comes, never
+    what it says, as long as whoever writes commits the target's own picks. A draft that raises is told of by a
+    `DraftFailedWarning` and not asked again for that text. Memory doesn't grow with the number of texts that came and went.
+
+        engine = DraftEngine(tokenizer, "cyberagent/open-calm-small")
+        text = engine.add(prompt_ids)
+        while not done:
+            (guess,) = engine.propose([text], longest=8)
+            engine.observe(text, verify(guess.tokens))  # the target's own picks along the guess, and one behind it
+        engine.drop(text)
+
+    For one thread. Unless the budget is constant, how much is guessed depends on what that gained, and on the time between the
+    end of `propose` and the first `observe` behind it, which is taken for a forward of the target over all texts proposed for.
+    """
+
+    @plain
+    def __init__(
+        self,
+        tokenizer: Any,
+        draft: Source | Draft | Drafter | list[Any],
+        *,
+        size: int | None = None,
+        ends: Collection[int] = (),
+        budget: Budget | None = None,
+    ) -> None:
+        """`tokenizer`: the target's, of transformers; nothing else of it is needed. `draft`: as for `XTokAssisted`, a model
+        among them guesses together with what the text repeats. `size`: how many ids the target has logits for; None for as
+        many as the tokenizer has. `ends`: those that end a text, behind which nothing is guessed; none for the tokenizer's.
+        `budget`: without one, two paths for a chain, and of those as much as pays.
+
+        Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
+        """
+        check_budget(budget)
+        self._budget = budget or CHAINS
+        ends = _ends(ends)
+        self._vocabulary = _vocabulary(tokenizer, size, ends)
+        own = tokenizer.eos_token_id
+        self._end = next(iter(ends), None) if own is None or (ends and own not in ends) else own
+        given = as_list(draft, beside=[PromptLookup()] if self._budget.width > 1 else [])
+        if not given or any(isinstance(one, HeadsDrafter | TokenRecycling) for one in given):
+            raise InvalidInputError(f"draft is {draft!r}; give what guesses from ids alone: a model, or PromptLookup(), say.")
+        models = {i: draft_model(one) for i, one in enumerate(given) if not guesses(one)}
+        self._drafts = [
+            ModelDraft(models[i], self._vocabulary) if i in models else as_draft(one) for i, one in enumerate(given)
+        ]
+        self._ledger = Ledger([Account() for _ in given])
+        self._caches = Caches(captures=captures(None, (one.model for one in models.values())))
+        self._texts: dict[DraftedText, None] = {}
+        self._drafting, self._shortest, self._mixed = 0.0, inf, 0
+        self._step = _Step(is_pure=False)
+
+    @property
+    def texts(self) -> list[DraftedText]:
+        """Those that were added and not dropped."""
+        return list(self._texts)
+
+    @plain
+    def add(self, ids: Sequence[int]) -> DraftedText:
+        """A text to guess for. `ids`: the target's, of all that is committed, without padding; its prompt, say.
+
+        Raises `InvalidInputError` for what are no ids of the target.
+        """
+        ids = self._checked(ids)
+        if not ids:
+            raise InvalidInputError("The text has no ids. Give at least one, as the token that begins texts.")
+        self._step.is_pure = False  # its prompt is read in this step, or it has no part in it
+        seat = Seat(self._caches)
+        request = Request(self._vocabulary, Meter(), end=self._end, seat=seat)
+        text = DraftedText(ids, Session(self._drafts, request, self._ledger, ids), seat)
+        self._texts[text] = None
+        return text
+
+    @plain
+    def observe(self, text: DraftedText, ids: Sequence[int]) -> None:
+        """Take in what was committed of a text by one step: what of its guess was right, and the id behind it.
+
+        None: the step read more of its prompt. A text that had steps without a proposal is told of each, or of all of them at
+        once and then of the last: what of them was guessed isn't known, and nothing is learnt from that.
+
+        Raises `InvalidInputError` for what are no ids of the target, and for a text that was dropped.
+        """
+        self._check(text)
+        ids, step = self._checked(ids), self._step
+        if step.seconds is None:
+            step.seconds = perf_counter() - step.start
+        if not ids or text in step.told or text not in step.rows:
+            step.is_pure = False
+            step.late.add(text)
+        step.told[text] = len(ids)
+        text.ids += ids
+        if step.company.guesses:
+            text.tell()
+
+    def drop(self, text: DraftedText) -> None:
+        """Forget a text, be it done or not. Raises `InvalidInputError` for one that was dropped."""
+        self._check(text)
+        del self._texts[text]
+        text.session.close()
+        text.seat.leave()
+
+    @plain
+    def propose(self, texts: Sequence[DraftedText], longest: int) -> list[Tree]:
+        """What the target is to check behind each of some texts in its next forward: chains of at most `longest` of its ids.
+
+        They may be empty, and always are for the first step of all, where guessing goes by costs: those aren't known yet.
+        Texts that aren't proposed for have no part in that forward.
+
+        Raises `InvalidInputError` for a text that was dropped or is there twice, and for a length that is none.
+        """
+        if not isinstance(longest, int) or isinstance(longest, bool) or longest < 0:
+            raise InvalidInputError(f"longest is {longest!r}; it must be a whole number, 0 or more.")
+        if not isinstance(texts, Sequence) or isinstance(texts, str | bytes):
+            raise InvalidInputError(f"texts is {shown(texts)}; give a list of the texts that add gave.")
+        for text in texts:
+            self._check(text)
+        if len(set(texts)) < len(texts):
+            raise InvalidInputError("A text is proposed for twice. Name each once.")
+        self._learn()
+        start, limit = perf_counter(), replace(self._budget, longest=min(self._budget.longest, longest))
+        going = [text for text in texts if longest and text.ids[-1] not in self._vocabulary.ends]
+        by_cost = limit.schedule == "cost"
+        company = self._ledger.crowds.company(len(texts), explores=True) if by_cost else Company(len(texts), explores=True)
+        trees = self._guessed(going, limit, company) if company.guesses else {}
+        rows = {text: 1 + len(trees.get(text, ())) for text in going}
+        end = perf_counter()
+        self._step = _Step(rows, company, end - start, end)
+        return [trees.get(text, Tree()) for text in texts]
+
+    def _guessed(self, texts: Sequence[DraftedText], limit: Budget, company: Company) -> dict[DraftedText, Tree]:
+        """What is guessed of texts, in a company that may have more."""
+        for text in texts:
+            text.tell()
+        trees = together([text.session.propose(limit, company, chained=True) for text in texts])
+        return dict(zip(texts, trees, strict=True))
+
+    def _learn(self) -> None:
+        """Let drafts learn from the step that is over. What isn't pure measures no forward, and yet tells what came true."""
+        step, self._step = self._step, _Step(is_pure=False)
+        told = [text for text in step.told if text not in step.late]
+        if step.seconds is not None and not step.is_pure and not self._ledger.ready():
+            self._estimate(max(1, len(told)), step.seconds)
+        if step.seconds is None or not (step.is_pure or self._ledger.ready()):
+            return
+        cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
+        if step.is_pure and len(told) == step.company.texts and self._budget.schedule == "cost":
+            self._judge(step, reads=step.company.guesses and any(text.session.reads for text in told))
+        if not step.company.guesses:
+            self._ledger.measure(cost)
+            return
+        for text in told:  # they alone were forwarded: others were put off, or had ended
+            text.session.observe(cost)
+            cost = cost._replace(told=True)
+
+    def _judge(self, step: _Step, *, reads: bool) -> None:
+        """Whether guessing pays is seen by whole steps, once drafts had a few to find out what they cost and gain. Where a
+        draft `reads` a prompt, it is taken to have drafted as long as usual.
+        """
+        if step.company.guesses and not reads:
+            self._drafting += _USUAL * (step.drafting - self._drafting)
+        drafting = min(step.drafting, self._drafting) if reads else step.drafting
+        self._ledger.crowds.judge(step.company, sum(step.told.values()), drafting + (step.seconds or 0.0))
+
+    def _estimate(self, texts: int, seconds: float) -> None:
+        """Where all steps have other work in them, the shortest of a few is taken for one without."""
+        self._shortest, self._mixed = min(self._shortest, seconds / texts), self._mixed + 1
+        if self._mixed == _MIXED:
+            self._ledger.measure(Cost(texts, self._shortest * texts, texts))
+
+    def _check(self, text: Any) -> None:
+        if not (isinstance(text, DraftedText) and text in self._texts):
+            raise InvalidInputError("The text isn't drafted for here, or was dropped. Add it first.")
+
+    def _checked(self, ids: Any) -> list[int]:
+        """`ids` as a list. Raises `InvalidInputError` where they can't be the target's."""
+        try:
+            found = _whole(ids)
+        except TypeError as error:
+            raise InvalidInputError(f"The ids are {shown(ids)}; give a list of whole numbers.") from error
+        wrong = [token for token in found if not 0 <= token < self._vocabulary.size]
+        if wrong:
+            raise InvalidInputError(f"The ids hold {wrong[0]}, and the target's are 0 to {self._vocabulary.size - 1}.")
+        return found
+
+
+def _whole(given: Any) -> list[int]:
+    """Whole numbers as a list. Raises `TypeError` for anything else, bytes among it."""
+    if isinstance(given, str | bytes):
+        raise TypeError
+    return [index(token) for token in given]
+
+
+def _ends(given: Any) -> list[int]:
+    """Ids that end a text. Raises `InvalidInputError` for what are none."""
+    try:
+        found = _whole(given)
+    except TypeError as error:
+        raise InvalidInputError(
+            f"ends is {shown(given)}; give a list of ids, or leave it out for the tokenizer's own."
+        ) from error
+    if wrong := [token for token in found if token < 0]:
+        raise InvalidInputError(f"ends holds {wrong[0]}; ids are 0 or more. Leave it out for the tokenizer's own.")
+    return found
+
+
+def _vocabulary(tokenizer: Any, size: Any, ends: Collection[int]) -> Vocabulary:
+    """Raises `UnsupportedTokenizerError` or `InvalidInputError` for what can't be a target's."""
+    if not callable(getattr(tokenizer, "get_vocab", None)):
+        raise InvalidInputError(f"tokenizer is {type(tokenizer).__name__}; give the target's, as AutoTokenizer loads it.")
+    size = len(tokenizer) if size is None else size
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InvalidInputError(f"size is {size!r}; it must be a whole number, 1 or more: how many ids the target has.")
+    own, view = tokenizer.eos_token_id, token_bytes(tokenizer)
+    last = max((token for token, piece in enumerate(view.table) if piece), default=-1)
+    if last >= size:
+        raise InvalidInputError(
+            f"size is {size:,}, and the tokenizer writes ids up to {last:,}. Give how many ids the target has logits for, "
+            "which is no less than that, or the tokenizer that it was trained with."
+        )
+    found = frozenset(ends) or frozenset([] if own is None else [own])
+    vocabulary = Vocabulary(tokenizer, view, size, found)
+    _ = vocabulary.encoder  # refused here if it can't be had, and not in the first text
+    return vocabulary

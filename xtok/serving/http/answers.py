@@ -1,0 +1,137 @@
+"""What clients are told: OpenAI's objects, of whole texts and of streams."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xtok.align.tokenbytes import TokenBytes
+from xtok.results.generation import Generation
+from xtok.serving.http.processors import Picked
+from xtok.serving.http.requests import Asked
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How texts of one request are told. `spelled`: a token's text, and its bytes."""
+
+    id: str
+    model: str
+    created: int
+    chat: bool
+    spelled: Callable[[int], tuple[str, bytes]]
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], timings: dict[str, Any]) -> dict[str, Any]:
+        """All of it."""
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": usage, "timings": timings}
+
+    def choice(self, index: int, text: str, picked: list[Picked] | None, finish_reason: str) -> dict[str, Any]:
+        """A whole text. `picked` is None where nothing is recorded."""
+        told = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        return {"index": index, **told, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """A piece of a stream."""
+        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices, **more}
+
+    def begin(self, index: int) -> dict[str, Any]:
+        """What a chat's stream begins with."""
+        return self._delta(index, {"role": "assistant", "content": ""}, None, None)
+
+    def piece(self, index: int, text: str, picked: list[Picked] | None) -> dict[str, Any]:
+        """Further text."""
+        return self._delta(index, {"content": text}, self._logprobs(picked), None)
+
+    def end(self, index: int, finish_reason: str) -> dict[str, Any]:
+        """That a text has ended."""
+        return self._delta(index, {}, None, finish_reason)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _delta(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+        told = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+        return {"index": index, **told, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, picked: list[Picked] | None) -> dict[str, Any] | None:
+        if picked is None:
+            return None
+        return self._of_chat(picked) if self.chat else self._of_completion(picked)
+
+    def _of_chat(self, picked: list[Picked]) -> dict[str, Any]:
+        def told(token: int, logprob: float) -> dict[str, Any]:
+            text, data = self.spelled(token)
+            return {"token": text, "logprob": logprob, "bytes": list(data)}
+
+        content = [
+            {**told(one.id, one.logprob), "top_logprobs": [told(token, logprob) for token, logprob in one.top]}
+            for one in picked
+        ]
+        return {"content": content, "refusal": None}
+
+    def _of_completion(self, picked: list[Picked]) -> dict[str, Any]:
+        return {
+            "tokens": [self.spelled(one.id)[0] for one in picked],
+            "token_logprobs": [one.logprob for one in picked],
+            "top_logprobs": [{self.spelled(token)[0]: logprob for token, logprob in one.top} for one in picked],
+            "text_offset": [one.offset for one in picked],
+        }
+
+
+def speller(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, bytes]]:
+    r"""What a token is called, and its bytes: what it spells, as OpenAI writes what is no whole characters (`bytes:\xe3\x81`),
+    and of one that spells nothing its name.
+    """
+
+    def spelled(token: int) -> tuple[str, bytes]:
+        data = view[token]
+        if data is None:
+            name = str(tokenizer.convert_ids_to_tokens(token))
+            return name, b""
+        try:
+            return data.decode(), data
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
+
+    return spelled
+
+
+def usage(asked: Sequence[Asked], ended: Sequence[Generation], n: int) -> dict[str, Any]:
+    """How many tokens there were. A prompt that has several answers counts once. Of those that a request foresaw, how many came
+    true, and how many were guessed and didn't.
+    """
+    read, written = sum(len(one.ids) for one in asked[::n]), sum(len(one.token_ids) for one in ended)
+    counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    if not asked[0].arguments.get("prediction"):
+        return counts
+    accepted, guessed = (sum(column) for column in zip((0, 0), *map(_foreseen, ended), strict=True))
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": guessed - accepted}
+    return {**counts, "completion_tokens_details": details}
+
+
+def _foreseen(one: Generation) -> tuple[int, int]:
+    """How many ids of a prediction, the last draft of a text, came true, and how many were guessed."""
+    last = len(one.drafts) - 1
+    guessed = sum(each.drafts.count(last) for each in one.rounds)
+    return sum(each.drafts[node] == last for each in one.rounds for node in each.right), guessed
+
+
+def timings(read: int, ended: Sequence[Generation], until_first: float, behind: float) -> dict[str, float]:
+    """What llama.cpp's server tells under these names. `read`: ids of prompts. `until_first`: seconds from the request to its
+    first text, waiting included; `behind`: from there to the end.
+    """
+    return {
+        **_pace("prompt", read, until_first),
+        **_pace("predicted", sum(len(one.token_ids) for one in ended), behind),
+        "draft_n": sum(one.stats.proposed for one in ended),
+        "draft_n_accepted": sum(one.stats.accepted for one in ended),
+    }
+
+
+def _pace(name: str, count: int, seconds: float) -> dict[str, float]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": seconds * 1000,
+        f"{name}_per_token_ms": seconds * 1000 / count if count else 0.0,
+        f"{name}_per_second": count / seconds if seconds else 0.0,
+    }

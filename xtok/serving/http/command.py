@@ -1,0 +1,109 @@
+"""`xtok serve`: listens at once, loads the models, and ends by finishing what runs."""
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Thread
+
+import uvicorn
+from sse_starlette.sse import AppStatus
+
+from xtok.assisted import XTokAssisted
+from xtok.errors import InvalidInputError, reason
+from xtok.serving.engine import Engine
+from xtok.serving.http.app import Service, app_of
+from xtok.serving.http.doors import LOG
+
+
+def run(
+    service: Service,
+    load: Callable[[], XTokAssisted],
+    start: Callable[[XTokAssisted], Engine],
+    *,
+    host: str,
+    port: int,
+    key: str | None,
+    origins: Sequence[str],
+    drain_seconds: int,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. Then no more is taken, and what runs is given `drain_seconds` to end.
+
+    `load` makes what generates, and `start` its engine; meanwhile clients are told so. `port` 0: any that is free.
+    Raises `InvalidInputError` where the port can't be had, and whatever `load` and `start` raise.
+    """
+    listening = _bound(host, port)
+    AppStatus.enable_automatic_graceful_drain = False  # else streams would be cut off at once
+    app = app_of(service, key=key, origins=origins)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=drain_seconds
+    )
+    server = uvicorn.Server(config)
+    Thread(target=_begin, args=(service, load, start, server, _url(listening)), name="xtok loading", daemon=True).start()
+    with _logging_to_stderr(), _outliving_sigterm(), suppress(KeyboardInterrupt):
+        server.run(sockets=[listening])
+    if service.engine is not None:
+        service.engine.close(cancel=True)
+    if service.error is not None:
+        raise service.error
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises `InvalidInputError` where there can be none."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        told = f"{host} port {port} can't be listened on: {reason(error)}. Give another --port, or --host."
+        raise InvalidInputError(told) from error
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@contextmanager
+def _logging_to_stderr() -> Iterator[None]:
+    """Requests as lines of JSON, and nothing else around them."""
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # it complains of what it cut off itself
+    handler = logging.StreamHandler(sys.stderr)
+    level, LOG.propagate = LOG.level, False
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.setLevel(level)
+        LOG.propagate = True
+
+
+@contextmanager
+def _outliving_sigterm() -> Iterator[None]:
+    """Uvicorn hands a signal on when it is done, and there is more to do."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _begin(
+    service: Service,
+    load: Callable[[], XTokAssisted],
+    start: Callable[[XTokAssisted], Engine],
+    server: uvicorn.Server,
+    url: str,
+) -> None:
+    """Load the models while clients are told to wait. What fails ends the server, which raises it."""
+    print(f"xtok: {service.name} will be at {url}/v1 when it is loaded", file=sys.stderr, flush=True)
+    try:
+        service.xt = load()
+        service.engine = start(service.xt)
+    except BaseException as error:
+        service.error = error
+        server.should_exit = True
+    else:
+        print(f"xtok: {service.name} is at {url}/v1\nxtok: its page is at {url}/", file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""Texts of a request while they are written: what comes when, in the order in which it comes."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from math import inf
+from typing import Any, NamedTuple
+
+from xtok.align.text import characters
+from xtok.align.tokenbytes import TokenBytes
+from xtok.results.generation import Generation
+from xtok.serving.http.processors import Picked, Record
+from xtok.serving.http.requests import Asked
+from xtok.serving.ticket import Ticket
+
+
+class Event(NamedTuple):
+    """A further piece of text number `choice`, what was `picked` for it where that is recorded, and behind the last piece what
+    the text is in all.
+    """
+
+    choice: int
+    text: str
+    picked: list[Picked]
+    ended: Generation | None = None
+
+
+class Cut:
+    """Ends a text before the first of some `stops` to be completed. What may be the beginning of one is held back until that is
+    known. The work is linear in the length of the text.
+
+    `stops`: each with its borders. `size`: how many bytes were let pass.
+    """
+
+    def __init__(self, stops: Sequence[tuple[str, Sequence[int]]]) -> None:
+        self._stops = stops
+        self._begun = [0] * len(stops)
+        self._held = ""
+        self.size, self.found = 0, False
+
+    def add(self, piece: str, *, final: bool = False) -> str:
+        """What surely belongs to the text."""
+        if self.found:
+            return ""
+        self._held += piece
+        kept = len(self._held)
+        for place, character in enumerate(piece if self._stops else "", start=kept - len(piece) + 1):
+            self._begun = [_advanced(*stop, begun, character) for stop, begun in zip(self._stops, self._begun, strict=True)]
+            complete = [begun for (stop, _), begun in zip(self._stops, self._begun, strict=True) if begun == len(stop)]
+            if complete:
+                self.found, kept = True, place - max(complete)
+                break
+        if not self.found and not final:
+            kept -= max(self._begun, default=0)
+        passed, self._held = self._held[:kept], "" if self.found else self._held[kept:]
+        self.size += len(passed.encode())
+        return passed
+
+
+def _advanced(stop: str, borders: Sequence[int], begun: int, character: str) -> int:
+    """How many characters of a stop the end of a text spells after one more character, where it spelled `begun` of them."""
+    while begun and stop[begun] != character:
+        begun = borders[begun]
+    return begun + (stop[begun] == character)
+
+
+def borders(stop: str) -> list[int]:
+    """How many characters of a stop end each of its beginnings, itself not counted (Knuth, Morris and Pratt 1977)."""
+    found = [0, 0]
+    for character in stop[1:]:
+        found.append(_advanced(stop, found, found[-1], character))
+    return found
+
+
+class _Shown:
+    """Hands out what was picked together with the text that it spells."""
+
+    def __init__(self, picked: list[Picked], view: TokenBytes) -> None:
+        self._picked, self._view, self._decoder = picked, view, characters()
+        self._sent = self._size = self._characters = 0
+
+    def until(self, size: float) -> list[Picked]:
+        """What begins within the first `size` bytes, and wasn't handed out yet."""
+        found = []
+        while self._sent < len(self._picked) and self._size < size:
+            one = self._picked[self._sent]
+            data = self._view[one.id] or b""
+            found.append(one._replace(offset=self._characters))
+            self._sent, self._size = self._sent + 1, self._size + len(data)
+            self._characters += len(self._decoder.decode(data))
+        return found
+
+
+async def events(asked: Sequence[Asked], tickets: Sequence[Ticket], view: TokenBytes) -> AsyncGenerator[Event, None]:
+    """What comes of all texts. `view`: what the target's ids spell. Raises what ended one of them."""
+    told: asyncio.Queue[Event | Exception] = asyncio.Queue()
+    stops = [(stop, borders(stop)) for stop in asked[0].stops]  # all texts of a request have the same
+
+    async def tell(choice: int) -> None:
+        try:
+            async for event in _events(choice, asked[choice].record, tickets[choice], Cut(stops), view):
+                told.put_nowait(event)
+        except Exception as error:
+            told.put_nowait(error)
+
+    tasks = [asyncio.create_task(tell(choice)) for choice in range(len(asked))]
+    left = len(tasks)
+    try:
+        while left:
+            event = await told.get()
+            if isinstance(event, Exception):
+                raise event
+            left -= event.ended is not None
+            yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _events(choice: int, record: Record | None, ticket: Ticket, cut: Cut, view: TokenBytes) -> AsyncIterator[Event]:
+    """Those of one text. What was picked last is recorded with the pick behind it, so then a piece waits for the next one."""
+    late, shown = "", _Shown([] if record is None else record.picked, view)
+    pieces: Any = aiter(ticket)
+    async with aclosing(pieces):
+        async for piece in pieces:
+            late, piece = (late, piece) if record is None else (piece, late)
+            if text := cut.add(piece):
+                yield Event(choice, text, shown.until(cut.size))
+    ended = ticket.result()
+    if record is not None:
+        record.end(ended.token_ids[-1])
+    text = cut.add(late, final=True)
+    yield Event(choice, text, shown.until(cut.size if cut.found else inf), ended)

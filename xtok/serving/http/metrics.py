@@ -1,0 +1,73 @@
+"""What Prometheus is told, under names that say what vLLM's of the same names say."""
+
+from collections import Counter as Counts
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from xtok.results.generation import Generation
+from xtok.serving.engine import EngineStats
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """Those of one server, in a registry of its own."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        """`stats`: the engine's, None until there is one."""
+        self.registry = CollectorRegistry()
+        self._gauge("num_requests_running", "Texts that are written.", lambda: getattr(stats(), "running", 0))
+        self._gauge("num_requests_waiting", "Texts that wait.", lambda: getattr(stats(), "waiting", 0))
+        self._gauge("cache_positions", "Positions in the target's cache.", lambda: getattr(stats(), "positions", 0))
+        self._prompts = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._generated = self._counter("generation_tokens", "New tokens.")
+        self._ended = self._counter("request_success", "Texts by what ended them.", "finished_reason")
+        self._first = self._histogram("time_to_first_token_seconds", "From a request to its first text.", _LONG)
+        self._each = self._histogram("request_time_per_output_token_seconds", "Behind the first one.", _SHORT)
+        self._whole = self._histogram("e2e_request_latency_seconds", "From a request to the end of its texts.", _LONG)
+        self._drafts = self._counter("spec_decode_num_drafts", "Rounds that a draft guessed in.", "draft")
+        self._guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that it guessed.", "draft")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Those that were right.", "draft")
+
+    def _gauge(self, name: str, told: str, read: Callable[[], float]) -> None:
+        Gauge(f"xtok_{name}", told, registry=self.registry).set_function(read)
+
+    def _counter(self, name: str, told: str, *labels: str) -> Counter:
+        return Counter(f"xtok_{name}", told, labels, registry=self.registry)
+
+    def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"xtok_{name}", told, buckets=buckets, registry=self.registry)
+
+    def reads(self, tokens: int) -> None:
+        """A request was accepted, whose prompts have so many tokens."""
+        self._prompts.inc(tokens)
+
+    def begins(self, seconds: float) -> None:
+        """The first text of a request came, so long behind it."""
+        self._first.observe(seconds)
+
+    def ends(self, text: Generation) -> None:
+        """A text has ended."""
+        self._generated.inc(len(text.token_ids))
+        self._ended.labels(text.finish_reason).inc()
+        rounds, guessed, accepted = Counts[int | None](), Counts[int | None](), Counts[int | None]()
+        for one in text.rounds:
+            rounds.update(set(one.drafts))
+            guessed.update(one.drafts)
+            accepted.update(one.drafts[node] for node in one.right)
+        for number, name in enumerate(text.drafts):
+            self._drafts.labels(name).inc(rounds[number])
+            self._guessed.labels(name).inc(guessed[number])
+            self._accepted.labels(name).inc(accepted[number])
+
+    def aborts(self, texts: int, reason: str) -> None:
+        """So many texts came to nothing: "abort" where the client went away, "error" where they failed."""
+        self._ended.labels(reason).inc(texts)
+
+    def answers(self, seconds: float, behind: float, tokens: int) -> None:
+        """A request was answered in so many seconds, `behind` of them after its first text, by so many tokens."""
+        self._whole.observe(seconds)
+        if tokens > 1:
+            self._each.observe(behind / (tokens - 1))

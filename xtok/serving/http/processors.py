@@ -1,0 +1,145 @@
+"""Logits processors of what OpenAI defines and transformers has none for. Each is for one text."""
+
+from functools import lru_cache
+from json import dumps
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xtok.serving.http.compiling import check_compiles
+
+
+class Picked(NamedTuple):
+    """An id with its log-probability, and the likeliest ids with theirs, the best first. `offset`: where it begins in the text,
+    in characters, once that is known.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int = 0
+
+
+class Record:
+    """Keeps the log-probabilities of the ids that are picked, by the logits that it is shown, and of the `top` likeliest.
+
+    Changes nothing. `picked`: those of all ids but the last, which is known by the one that follows, or by `end`.
+    """
+
+    def __init__(self, top: int) -> None:
+        self.picked: list[Picked] = []
+        self._top = top
+        self._row: Tensor | None = None
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """`ids`: (1, length). `scores`: (1, vocabulary), given back as they are."""
+        if self._row is not None:
+            self.end(int(ids[0, -1]))
+        self._row = scores[0].float().log_softmax(dim=-1)
+        return scores
+
+    def end(self, token: int) -> None:
+        """The last id is `token`."""
+        if self._row is not None:
+            best = self._row.topk(min(self._top, len(self._row)))
+            top = zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True)
+            self.picked.append(Picked(token, _finite(float(self._row[token])), tuple(top)))
+            self._row = None
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity. This is what others write."""
+    return max(logprob, -9999.0)
+
+
+class Penalties:
+    """OpenAI's penalties: of each id, `frequency` for each time that it was generated, and `presence` if it was.
+
+    What is in the prompt, the first `start` ids, isn't counted.
+    """
+
+    def __init__(self, start: int, frequency: float, presence: float) -> None:
+        self._start, self._frequency, self._presence = start, frequency, presence
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """`ids`: (1, length). `scores`: (1, vocabulary)."""
+        counts = torch.bincount(ids[0, self._start :], minlength=scores.shape[-1])
+        return scores - counts * self._frequency - (counts > 0) * self._presence
+
+
+class Grammar:
+    """Lets pass what a grammar allows. `matcher`: llguidance's, of this text alone; `start`: how many ids the prompt has."""
+
+    def __init__(self, matcher: Any, start: int) -> None:
+        self._matcher, self._read = matcher, start
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """`ids`: (1, length). `scores`: (1, vocabulary). Raises `GrammarError` if the grammar can't be followed further."""
+        for token in ids[0, self._read :].tolist():
+            self._matcher.consume_token(token)
+        self._read = ids.shape[1]
+        allowed = _allowed(self._matcher)
+        forbidden = np.ones(scores.shape[-1], dtype=bool)  # logits may be more than the tokenizer has ids
+        size = min(len(allowed), len(forbidden))
+        forbidden[:size] = allowed[:size] == 0
+        return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -torch.inf)
+
+
+class GrammarError(ValueError):
+    """A schema that llguidance can't follow."""
+
+
+def matcher_of(tokenizer: Any, end: int | None, schema: Any) -> Any:
+    """The matcher that llguidance makes of a JSON schema, at the beginning of a text. Each text needs its own `deep_copy`.
+
+    Raises `ValueError` for a tokenizer that llguidance can't read, and for a schema that is none or can't be followed.
+    Some of that, such as a schema that is nothing but a reference to itself, llguidance finds out only while a text is written.
+    So the beginning of a text is written, from the first id that is allowed each time.
+    """
+    from llguidance import LLMatcher
+
+    read = _read_by_llguidance(tokenizer, end)
+    grammar: str = LLMatcher.grammar_from_json_schema(dumps(schema))
+    try:
+        check_compiles(grammar)
+    except ValueError as error:
+        raise GrammarError(_in_one_line(str(error))) from None
+    matcher = LLMatcher(read, grammar)
+    tried = matcher.deep_copy()
+    for _ in range(_WRITTEN):
+        allowed = np.flatnonzero(_allowed(tried))
+        if tried.is_stopped() or not len(allowed):
+            break
+        tried.consume_token(int(allowed[0]))
+    return matcher
+
+
+_WRITTEN = 8
+"""How many ids of a text are written to see whether llguidance can follow a grammar."""
+
+
+def _allowed(matcher: Any) -> Any:
+    """Which ids may come next, 1 or 0 for each id of the tokenizer. Raises `GrammarError` if the grammar can't be followed."""
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    if matcher.is_error():
+        raise GrammarError(_in_one_line(matcher.get_error()))
+    return allowed
+
+
+def _in_one_line(error: str) -> str:
+    """What llguidance says is wrong, without its state and the grammar, and without the middle of what is long."""
+    told = " ".join(error.partition("\n<state>")[0].split())
+    return told if len(told) <= 2 * _SHOWN else f"{told[:_SHOWN]} … {told[-_SHOWN:]}"
+
+
+_SHOWN = 150
+
+
+@lru_cache(maxsize=8)
+def _read_by_llguidance(tokenizer: Any, end: int | None) -> Any:
+    """It takes a second for a vocabulary of real size."""
+    from llguidance import hf
+
+    return hf.from_tokenizer(tokenizer, eos_token=end)

@@ -1,0 +1,144 @@
+"""A text round by round, beside the same one by the target alone: what the page shows."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from secrets import randbelow
+from threading import Lock
+from time import perf_counter
+from typing import Any, TypeVar
+
+from xtok.assisted import XTokAssisted
+from xtok.errors import EngineFullError
+from xtok.models.cache import context_window
+from xtok.results.generation import Generation
+from xtok.results.trace import WrittenRound
+from xtok.serving.http.requests import ChatRace, CompletionRace, Limits, RequestError, texts_of
+
+Rounds = Generator[WrittenRound, None, Generation]
+T = TypeVar("T")
+_WAITING = 8
+"""How many races may wait."""
+_PARTS = 4
+"""How many mixtures of drafts are kept."""
+
+
+class Track:
+    """One race at a time, so that its seconds are its own; a few wait. `entered`: how many run or wait."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.entered = 0
+
+    def enter(self) -> None:
+        """Raises `EngineFullError` where no more may wait."""
+        if self.entered > _WAITING:
+            raise EngineFullError(f"{_WAITING} races wait already, as many as may. Try again later.")
+        self.entered += 1
+
+    def leave(self) -> None:
+        """One is over, or was given up."""
+        self.entered -= 1
+
+
+class Parts:
+    """What races are written by: the same models as those of `xt`, with some of its drafts, and what pays learnt apart. The
+    latest few are kept.
+    """
+
+    def __init__(self, xt: XTokAssisted) -> None:
+        self._xt, self.names = xt, xt.names
+        self._made: dict[frozenset[str], XTokAssisted] = {}
+        self._lock = Lock()
+
+    def of(self, names: Collection[str]) -> XTokAssisted:
+        """That of some drafts."""
+        with self._lock:
+            found = self._made.pop(frozenset(names), None) or self._xt.with_drafts(names)
+            self._made[frozenset(names)] = found
+            if len(self._made) > _PARTS:
+                del self._made[next(iter(self._made))]
+        return found
+
+
+def race(runs: Mapping[str, Rounds], most: float | None = None) -> Generator[dict[str, Any], None, None]:
+    """The rounds of texts as JSON has them, each with the `run` that it is of and its `seconds` so far; the `end` of each is
+    its trace. One that takes more than `most` seconds has none. Those in which the reader wasn't ready for more count for each.
+
+    They go in turns, none while another does, and next is always the one that took least so far. So the seconds of each are
+    those that it would take alone on this machine, and who has less of them is ahead.
+    """
+    with ExitStack() as stack:
+        for rounds in runs.values():
+            stack.enter_context(closing(rounds))
+        seconds, unread = dict.fromkeys(runs, 0.0), 0.0
+        while seconds:
+            name = min(seconds, key=lambda one: seconds[one])
+            start = perf_counter()
+            one = _next(runs[name])
+            took = seconds[name] = seconds[name] + perf_counter() - start
+            start = perf_counter()
+            yield {"run": name, "end" if isinstance(one, Generation) else "round": one.to_dict(), "seconds": took}
+            unread += perf_counter() - start
+            if isinstance(one, Generation) or (most is not None and took + unread > most):
+                del seconds[name]
+
+
+def _next(rounds: Rounds) -> WrittenRound | Generation:
+    """The next round; behind the last, the whole text."""
+    try:
+        return next(rounds)
+    except StopIteration as end:
+        whole: Generation = end.value
+        return whole
+
+
+async def steps(events: Generator[T, None, None]) -> AsyncGenerator[T, None]:
+    """The same from another thread, step by step: nobody is kept waiting by it, and it ends where its reader goes away."""
+    with closing(events):
+        while (event := await _whole(asyncio.to_thread(next, events, None))) is not None:
+            yield event
+
+
+async def _whole(work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. Where that is cancelled, it is waited for all the same: a thread can't be stopped."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):  # it may come again and again
+                await asyncio.wait([task])
+        raise
+
+
+def served(xt: XTokAssisted, name: str, limits: Limits, prompts: Sequence[str]) -> dict[str, Any]:
+    """What the page has to know: which model, which drafts, how many new tokens a text may have, and what to begin with."""
+    window, chats = context_window(xt.model), bool(xt.tokenizer.chat_template)
+    tokens = limits.tokens if window is None else min(limits.tokens, window)
+    return {"model": name, "drafts": list(xt.names), "tokens": tokens, "chats": chats, "prompts": list(prompts)}
+
+
+def runs_of(body: CompletionRace | ChatRace, parts: Parts, limits: Limits) -> dict[str, Rounds]:
+    """What a request asks to see: by its drafts, and by the target alone. Raises `RequestError`."""
+    if body.temperature != 0 and body.seed is None:
+        body = body.model_copy(update={"seed": randbelow(2**63)})  # the same for both
+    names = parts.names if body.drafts is None else body.drafts
+    if wrong := [name for name in names if name not in parts.names]:
+        raise RequestError(f"There is no draft {wrong[0]!r}; there are {list(parts.names)}.", "drafts")
+    found = {"drafted": _rounds(body, parts.of(names), limits)}
+    if body.alone:
+        found["alone"] = _rounds(body.model_copy(update={"prediction": None}), parts.of(()), limits)
+    return found
+
+
+def _rounds(body: CompletionRace | ChatRace, xt: XTokAssisted, limits: Limits) -> Rounds:
+    texts = texts_of(body, xt, limits)
+    if len(texts) > 1:
+        raise RequestError("A race has one text. Give one prompt, and leave n out.", "n")
+    arguments = dict(texts[0].arguments)
+    arguments.pop("max_time", None)  # the turns of the other would count
+    try:
+        return xt.stream_rounds(texts[0].known, **arguments)
+    except ValueError as error:
+        raise RequestError(str(error)) from error

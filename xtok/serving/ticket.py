@@ -1,0 +1,109 @@
+"""What a caller holds of a text that an engine writes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
+from numbers import Real
+from threading import TIMEOUT_MAX, Condition
+
+from xtok.errors import InvalidInputError, shown
+from xtok.results.generation import Generation
+
+
+class Ticket:
+    """A text that was submitted: its result, and its pieces as they come. Any number of readers, threads or tasks, may wait."""
+
+    def __init__(self, on_cancel: Callable[[], None]) -> None:
+        """`on_cancel`: what tells the engine."""
+        self._future: Future[Generation] = Future()
+        self._pieces: list[str] = []
+        self._changed = Condition()
+        self._listeners: list[Callable[[], None]] = []
+        self._on_cancel = on_cancel
+        self.cancelled = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the text has ended, whatever by."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """What the prompt was answered with, as `generate` gives it.
+
+        Raises what ended the text, `concurrent.futures.CancelledError` where it was cancelled, and `TimeoutError` if it takes
+        longer than `timeout` seconds; `InvalidInputError` for a timeout that is no number.
+        """
+        if timeout is not None and not (isinstance(timeout, Real) and timeout == timeout):
+            raise InvalidInputError(f"timeout is {shown(timeout)}; give a number of seconds, or None to wait for the end.")
+        if not wait([self._future], timeout if timeout is None else min(float(timeout), TIMEOUT_MAX)).done:
+            raise TimeoutError(f"The text hasn't ended within {timeout} seconds.")
+        return self._future.result()
+
+    def cancel(self) -> bool:
+        """End the text before the next round. False where it has ended already."""
+        if self.done:
+            return False
+        self.cancelled = True
+        self._on_cancel()
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        """The new text in pieces as they are committed, never half a character. Then it raises what `result` raises."""
+        sent = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda before=sent: len(self._pieces) > before or self.done)  # type: ignore[misc]
+                pieces, ended = self._pieces[sent:], self.done
+            yield from pieces
+            sent += len(pieces)
+            if ended:
+                self.result()
+                return
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """The same for `async for`."""
+        loop, event, sent = asyncio.get_running_loop(), asyncio.Event(), 0
+
+        def listener() -> None:
+            with suppress(RuntimeError):  # the loop was closed, and nobody waits any more
+                loop.call_soon_threadsafe(event.set)
+
+        self._listeners.append(listener)
+        try:
+            while True:
+                event.clear()
+                ended, pieces = self.done, self._pieces[sent:]
+                for piece in pieces:
+                    yield piece
+                sent += len(pieces)
+                if ended:
+                    self.result()
+                    return
+                if len(self._pieces) == sent:
+                    await event.wait()
+        finally:
+            self._listeners.remove(listener)
+
+    def add(self, piece: str) -> None:
+        """For the engine: a further piece."""
+        self._tell(lambda: self._pieces.append(piece))
+
+    def end(self, result: Generation | BaseException) -> None:
+        """For the engine, of which it lets go: the text has ended."""
+        self._on_cancel = lambda: None
+        if isinstance(result, BaseException):
+            self._tell(lambda: self._future.set_exception(result))
+        else:
+            self._tell(lambda: self._future.set_result(result))
+
+    def end_cancelled(self) -> None:
+        """For the engine: it was cancelled."""
+        self.end(CancelledError("The text was cancelled."))
+
+    def _tell(self, change: Callable[[], None]) -> None:
+        with self._changed:
+            change()
+            self._changed.notify_all()
+        for listener in list(self._listeners):
+            listener()

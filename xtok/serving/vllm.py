@@ -1,0 +1,147 @@
+"""xtok inside vLLM: a proposer for its `custom_class`. vLLM schedules, checks and commits; no part of it is imported here
+before it runs.
+
+    LLM(
+        model="llm-jp/llm-jp-13b-v1.0",
+        speculative_config={
+            "method": "custom_class",
+            "model": "xtok.serving.vllm.XTokProposer",
+            "num_speculative_tokens": 8,
+        },
+        additional_config={"xtok": {"draft": "cyberagent/open-calm-small"}},
+    )
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from logging import getLogger
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from xtok.drafts.policy.settings import Budget
+from xtok.errors import InvalidInputError, shown
+from xtok.serving.drafting import CHAINS, DraftedText, DraftEngine
+
+_log = getLogger(__name__)
+
+
+class XTokProposer:
+    """What vLLM asks for guesses, of all requests of a step at once.
+
+    Laws: ids are vLLM's own, whatever this returns. Nothing that fails behind `load_model` is raised, for that would end vLLM:
+    it is counted in `failures`, logged once, and nothing is guessed in that step. State is that of the requests of the step,
+    and no more.
+
+    vLLM names no requests, and moves them between rows: a row is known by its ids. Rows of equal ids are as good as each other.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Raises `InvalidInputError` for settings that make no sense; vLLM doesn't start then."""
+        try:
+            self._longest: int = vllm_config.speculative_config.num_speculative_tokens
+            given = vllm_config.additional_config
+        except AttributeError as error:
+            raise InvalidInputError(
+                f"vllm_config is {shown(vllm_config)}; it is vLLM that makes a proposer, by its own."
+            ) from error
+        self._config = vllm_config
+        self._draft, self._budget = _settings(given)
+        self._engine: DraftEngine | None = None
+        self._known = dict[bytes, list[DraftedText]]()
+        self.failures = 0
+
+    def load_model(self, *_: Any) -> None:
+        """Load the draft, on the first rank alone, whose guesses count. Raises what `DraftEngine` raises."""
+        if import_module("vllm.distributed").get_tensor_model_parallel_rank():
+            return
+        model = self._config.model_config
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=False
+        )
+        generation = model.try_get_generation_config()
+        ends = generation.get("eos_token_id")
+        ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        self._engine = DraftEngine(tokenizer, self._draft, size=model.get_vocab_size(), ends=ends, budget=self._budget)
+
+    def propose(
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        """Guesses for each row, at most `num_speculative_tokens` ids.
+
+        `sampled_token_ids`: what this step committed of each row; none where its prompt isn't read to its end.
+        `token_ids_cpu`: ids of the rows, (rows or more, positions), int32; of each row `num_tokens_no_spec` are committed.
+        """
+        if self._engine is None:
+            return []
+        try:
+            rows = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in range(len(sampled_token_ids))]
+            return self._guesses(self._engine, rows, [len(new) for new in sampled_token_ids])
+        except Exception as error:
+            self._fail(self._engine, error)
+            return [[] for _ in sampled_token_ids]
+
+    def _guesses(self, engine: DraftEngine, rows: Sequence[Any], sizes: Sequence[int]) -> list[list[int]]:
+        texts = self._followed(engine, rows, sizes)
+        going = [text for text, size in zip(texts, sizes, strict=True) if size]
+        guesses = dict(zip(going, engine.propose(going, self._longest), strict=True))
+        return [list(guesses[text].tokens) if size else [] for text, size in zip(texts, sizes, strict=True)]
+
+    def _followed(self, engine: DraftEngine, rows: Sequence[Any], sizes: Sequence[int]) -> list[DraftedText]:
+        """The text of each row, as far as the row goes now. Those without a row are dropped, before others are added."""
+        data = [row.tobytes() for row in rows]
+        widths = [size * row.itemsize for row, size in zip(rows, sizes, strict=True)]
+        found = [self._take(one[: len(one) - width]) for one, width in zip(data, widths, strict=True)]
+        # vLLM asks for no guesses where one request is near its longest: then a row has more than this step's ids
+        found = [text or self._take(self._beginning(one)) for text, one in zip(found, data, strict=True)]
+        for text in (text for texts in self._known.values() for text in texts):
+            engine.drop(text)
+        self._known = {}
+        followed = [self._text(engine, *one) for one in zip(found, rows, sizes, strict=True)]
+        for one, text in zip(data, followed, strict=True):
+            self._known.setdefault(one, []).append(text)
+        return followed
+
+    def _take(self, ids: bytes | None) -> DraftedText | None:
+        """A known text of just these ids, which is anybody's no more."""
+        texts = self._known.get(ids, []) if ids is not None else []
+        return texts.pop() if texts else None
+
+    def _beginning(self, ids: bytes) -> bytes | None:
+        """The longest known text that some ids begin with."""
+        return max((known for known, texts in self._known.items() if texts and ids.startswith(known)), key=len, default=None)
+
+    @staticmethod
+    def _text(engine: DraftEngine, known: DraftedText | None, row: Any, size: int) -> DraftedText:
+        """A row's text. `size`: how many of its ids are of this step."""
+        if known is None:
+            return engine.add(row.tolist())
+        before = len(row) - size
+        if before > len(known.ids):
+            engine.observe(known, row[len(known.ids) : before].tolist())
+        engine.observe(known, row[before:].tolist())
+        return known
+
+    def _fail(self, engine: DraftEngine, error: Exception) -> None:
+        """Count a failure, and begin anew."""
+        if not self.failures:
+            _log.warning("xtok guesses nothing in this step, and tells of no further failures.", exc_info=error)
+        self.failures += 1
+        self._known = {}
+        for text in engine.texts:
+            engine.drop(text)
+
+
+def _settings(given: Any) -> tuple[Any, Budget]:
+    """The draft, and the budget. Raises `InvalidInputError`."""
+    asked = given.get("xtok") if isinstance(given, Mapping) else None
+    if not isinstance(asked, Mapping) or not asked.get("draft") or not set(asked) <= {"draft", "budget"}:
+        raise InvalidInputError(
+            f"additional_config is {given!r}; it must name a draft: {{'xtok': {{'draft': 'cyberagent/open-calm-small'}}}}, and "
+            "may hold a 'budget' beside it, such as {'depth': 5}."
+        )
+    try:
+        return asked["draft"], replace(CHAINS, **asked.get("budget", {}))
+    except TypeError as error:
+        raise InvalidInputError(f"budget is {asked['budget']!r}; give settings of xtok.Budget: {error}.") from error
