@@ -67,7 +67,7 @@ def test_generate_samples_the_same_text_for_the_same_seed_with_and_without_a_dra
 
 
 def test_what_takes_long_to_import_is_not_imported_for_the_version_help_and_completion() -> None:
-    told = "import sys\nfrom typer.testing import CliRunner\nfrom xtok import cli\n"
+    told = "import sys\nfrom typer.testing import CliRunner\nfrom xtok.cli import commands as cli\n"
     for asked in (["--version"], ["--help"], ["generate", "--help"], ["bench", "--help"], ["bench", "sampled", "--help"]):
         told += f"assert CliRunner().invoke(cli.app, {asked}).exit_code == 0\n"
     told += "print([name for name in ('torch', 'transformers', 'matplotlib') if name in sys.modules])"
@@ -203,9 +203,9 @@ def test_a_closed_pipe_ends_in_silence(asked: list[str]) -> None:
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp932", "latin-1"])
 def test_a_terminal_of_another_encoding_shows_what_it_can(encoding: str) -> None:
-    program = "from xtok import cli; print('🍣は' if cli.main.__doc__ else '')"
+    program = "print('🍣は' if cli.main.__doc__ else '')"
     done = subprocess.run(
-        [sys.executable, "-c", f"from xtok import cli\ncli.app = lambda **_: None\ncli.main()\n{program}"],
+        [sys.executable, "-c", f"from xtok.cli import commands as cli\ncli.app = lambda **_: None\ncli.main()\n{program}"],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": encoding},
         check=True,

@@ -41,7 +41,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(type(lm), "forward", forward)
-    for module in ("stats", "models.stable"):
+    for module in ("results.stats", "models.stable"):
         monkeypatch.setattr(f"xtok.{module}.perf_counter", lambda: float(len(found)))
     yield found
 

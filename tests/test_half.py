@@ -48,7 +48,7 @@ def a_noisy_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         now += random.expovariate(1.0) * random.choice([1e-4, 1e-3, 1e-1])
         return now
 
-    for module in ("stats", "models.stable"):
+    for module in ("results.stats", "models.stable"):
         monkeypatch.setattr(f"xtok.{module}.perf_counter", read)
     yield
 
@@ -277,3 +277,11 @@ def test_a_model_with_few_positions_waits_with_picks_after_branches() -> None:
     shapes = StableShapes(lm)
     shapes.served(1e9)
     assert shapes.spread == inf
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+def test_who_lets_ids_depend_on_the_draft_isnt_warned_of_shapes(acceptance: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """Found by a new user: the warning promised what only acceptance='match' holds."""
+    xt = XTokAssisted((target("Llama", "bfloat16"), TOKENS), (UNRELATED, BYTES), acceptance=acceptance)
+    assert not xt.generate(TEXTS[0], **WAYS["sampled"]).stats.exact
+    assert not [one for one in recwarn if issubclass(one.category, UnstableWarning)]

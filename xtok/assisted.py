@@ -67,9 +67,10 @@ BATCH = 8
 """How many texts of a list are written at a time."""
 _UNSTABLE = (
     "{} computes in {}, so the last bits of its logits depend on what else is in a forward pass, and its forward passes can't "
-    "have fixed shapes: {} The same call gives the same text, unless a draft learns between calls; but at near-ties "
-    "(stats.near_ties) that may be another text than without a draft, in a batch, or by model.generate. Load the target in "
-    "float32 if the text has to be the same in all of these cases, or pass stable=False to silence this warning."
+    "have fixed shapes. The reason: {} The same call gives the same text, unless a draft learns between calls; but where the "
+    "two best logits are nearly equal (stats.near_ties), it may differ from the text without a draft, in a batch, or from "
+    "model.generate. Load the target in float32 if the text has to be the same in all of these cases. stable=False silences "
+    "this warning, but then the same call may give another text, too."
 )
 Written = tuple[int, Sequence]
 """A text that has ended, and its number."""
@@ -93,10 +94,12 @@ class XTokAssisted:
 
     Law: in float32 and float64 greedy ids equal those of `target.generate(...)` with the same arguments; sampled ids are draws
     from the target's own distribution, and equal those of `XTokAssisted(target)`, which has no draft and is the reference
-    sampler, for the same seed. In half precision both equal those of `XTokAssisted(target)` in every bit that decides, and very
-    likely those of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how fast they come. One
-    instance may serve several threads. The models and tokenizers handed in are never changed. `names`: what its drafts are
-    called where it is told who guessed a token.
+    sampler, for the same seed. In half precision with fixed shapes (`stable`) both equal those of `XTokAssisted(target)`, and
+    greedy ids are very likely those of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how
+    fast they come.
+
+    One instance may serve several threads. The models and tokenizers handed in are never changed. `names`: what its drafts are
+    called where the source of a token is given.
     """
 
     @own_modes
@@ -144,11 +147,11 @@ class XTokAssisted:
 
         xtok finds such shapes by a few extra forward passes when one is first needed. For a single sequence that takes at most
         a tenth of the time spent generating. What was found is kept in a cache folder (`XTOK_CACHE`, else xtok in the user's).
-        Mixtures of experts, models whose forward
-        passes can't be shared, numbers of threads that are no power of two, and acceptance other than "match" can't be held so.
-        There, in half precision, an `UnstableWarning` says what isn't promised: the same call still gives the same text, for
-        what is guessed then follows from ids and counts and not from a clock, but near-ties (`stats.near_ties`) may fall
-        otherwise than without a draft or beside other texts.
+        Mixtures of experts, models whose forward passes can't be shared, and numbers of threads that are no power of two can't
+        be held so, nor can acceptance other than "match", where ids depend on the draft anyway. For such targets in half
+        precision, an `UnstableWarning` says what isn't promised: the same call still gives the same text, for what is guessed
+        then follows from ids and counts and not from a clock, but near-ties (`stats.near_ties`) may fall otherwise than without
+        a draft or beside other texts.
 
         `compile`: forwards are captured as CUDA graphs by their shapes, and replayed, so that a small model's take what its
         kernels take and not what launching them does. None: not, until that was measured on a GPU. True: for each model that is
@@ -195,7 +198,8 @@ class XTokAssisted:
         beside = device_of(self.model)
         models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not guesses(one)}
         self._check_drafts(given, list(models.values()), adapt=adapt)
-        wanted = stable or (stable is None and computes_in_half(self.model))
+        matches = self._acceptance == Acceptance()  # by others, ids depend on the draft in any precision
+        wanted = stable or (stable is None and matches and computes_in_half(self.model))
         self._shapes = self._shapes_of(self.model) if wanted else None
         self.adapter = Adapter(next(iter(models.values())), self.target.vocabulary.view) if adapt else None
         self._drafts = [self._draft(one, models.get(i)) for i, one in enumerate(given)]
@@ -263,7 +267,7 @@ class XTokAssisted:
     def _unstable(self, error: XTokError, *, stacklevel: int) -> None:
         """Warn that forward passes can't have fixed shapes. Raises the reason if they were asked for."""
         if self._made["stable"]:
-            raise type(error)(f"{error} Leave stable=True out to do without.") from error
+            raise type(error)(f"{error} Or leave out stable=True, and ids may depend on the batch and the draft.") from error
         message = _UNSTABLE.format(type(self.model).__name__, self.model.dtype, error)
         warnings.warn(message, UnstableWarning, stacklevel=stacklevel)
 

@@ -118,7 +118,7 @@ def demonstrate() -> bool:
         _race(console, prompt, list(raced.values()), truth[prompt])
         for name, run in raced.items():
             runs[name].append(run)
-    console.print("Now the same texts by the other systems: some ten seconds …\n")  # a spinner would take some of the time
+    console.print("Now the same texts are timed, which takes some ten seconds …\n")  # a spinner would take some of the time
     for name in [name for name in systems if not runs[name]]:
         runs[name] = [_finished([Run(systems[name], prompt)])[0] for prompt in SAMPLES]
     return _concluded(console, runs, list(truth.values()))
@@ -184,7 +184,7 @@ def _concluded(console: Console, runs: dict[System, list[Run]], truth: list[list
     same = {name: all(run.gives(ids) for run, ids in zip(some, truth, strict=True)) for name, some in runs.items()}
     speeds = {name: _seconds(runs[name[0], ALONE]) / _seconds(some) for name, some in runs.items()}
     table = Table(title=f"The same {len(truth)} texts, measured just now")
-    for title in ("target", "by", "tokens per forward", "by draft", "by others", "speed", "identical"):
+    for title in ("target", "by", "tokens per forward", "by draft", "by other guesses", "speed", "identical"):
         named = title in ("target", "by")
         table.add_column(title, justify="left" if named else "right", no_wrap=named)
     for (target, by), some in runs.items():

@@ -396,6 +396,6 @@ def _check_threads(device: torch.device) -> None:
     threads = torch.get_num_threads()
     if device.type == "cpu" and threads & (threads - 1):
         raise InvalidInputError(
-            f"torch computes with {threads} threads, and numbers that are no power of two cut tensors so that bits depend on "
-            f"what else is forwarded: call torch.set_num_threads({1 << threads.bit_length() - 1})."
+            f"torch uses {threads} threads, and results are independent of the rest of a batch only with a power of two. Call "
+            f"torch.set_num_threads({1 << threads.bit_length() - 1})."
         )
