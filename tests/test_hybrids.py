@@ -128,7 +128,10 @@ def half(name: str, seed: int, dtype: torch.dtype) -> PreTrainedModel:
 def test_another_formula_for_several_ids_is_refused_in_any_precision(name: str, dtype: torch.dtype) -> None:
     """Found here: in half precision a third of such models passed for ones that round."""
     for seed in range(6):
-        with pytest.raises(UnsupportedModelError, match=r"keeps no cache that several ids at once|NaN or infinite|forwarded behind its own cache"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"keeps no cache that several ids at once|NaN or infinite|forwarded behind its own cache",
+        ):
             check_continues(half(name, seed, dtype), "target")
 
 
