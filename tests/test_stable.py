@@ -175,6 +175,7 @@ prompts = st.lists(st.one_of(st.sampled_from(TEXTS), st.sampled_from(LENGTHS).ma
 @example("GPT2", "float32", [TEXTS[2]], "cut", "misleading", TREES, 2, 2)
 @example("Llama", HALF, [long(505), long(511)], "greedy", "misleading", TREES, 2, 0)
 @example("Gemma2", HALF, [long(1010), TEXTS[0]], "cut", "misleading", Budget(), 2, 1)
+@example("Qwen2", HALF, [long(2)], "greedy", "misleading", Budget(1, 1, 2), 1, 0)
 def test_bits_are_those_of_the_text_alone_without_a_draft_in_any_precision(
     architecture: str, dtype: str, prompts: list[str], way: str, kind: str, budget: Budget, batch_size: int, seed: int
 ) -> None:

@@ -44,7 +44,9 @@ _TIMES, _OUTPUTS = 2, 200_000
 of a small model few bits differ, if any.
 """
 _SMALL = 4096
-"""Products of fewer multiplications have other kernels in half precision, which only a few bits betray."""
+"""Products of no more multiplications than 16 * 16 * 16 aren't given to oneDNN by torch (`mkldnn_gemm_min_size` in ATen), and
+have other bits in half precision, of which only a few differ.
+"""
 _READ = 64
 """How many ids a cache is filled with for trying, over and over."""
 _UNEQUAL = (
@@ -169,7 +171,7 @@ class StableShapes(Shapes):
         """
         if (rows, width) == (1, USUAL):
             return True
-        if rows * width * self._least < _SMALL:
+        if rows * width * self._least <= _SMALL:
             return False
         if rows > 1 and seen != _TRIED and not self._agrees(rows, width, _TRIED):
             return False
