@@ -166,11 +166,11 @@ def test_texts_share_the_drafts_forwards() -> None:
 
 
 def state(engine: DraftEngine) -> tuple[int, ...]:
-    """How much it holds: numbers of its caches' tensors, rows, and sessions alive."""
+    """How much it holds: numbers of its caches' tensors, rows, texts, and its sessions alive."""
     gc.collect()
     slots = list(engine._caches._slots.values())
     held = [part.numel() for one in slots for layer in one._layers for part in (layer.keys, layer.values) if part is not None]
-    sessions = sum(type(one) is Session for one in gc.get_objects())
+    sessions = sum(type(one) is Session and one.ledger is engine._ledger for one in gc.get_objects())
     return sum(held), sum(len(one._rows) for one in slots), len(engine.texts), sessions
 
 
