@@ -31,7 +31,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.align.vocabulary import Vocabulary
 from xtok.decoding.arguments import CACHE, check_kinds, handed_on, with_cache_renamed
-from xtok.decoding.rounds import drain, step
+from xtok.decoding.rounds import drain, in_rounds
 from xtok.decoding.sampling.noise import Noise, noise
 from xtok.decoding.sequence import Sequence
 from xtok.decoding.stops import StopStrings
@@ -459,18 +459,16 @@ def written(target: Target, texts: Iterable[Sequence], most: int, streamer: Any)
     """
     if streamer is not None:
         _stream(target, texts := list(texts), streamer)
-        return iter([(number, _recorded(text)) for number, text in enumerate(texts)])
-    return ((number, _recorded(text)) for number, text in drain(target, texts, most))
+    ended = drain(target, texts, most) if streamer is None else enumerate(texts)
+    return ((number, _recorded(text)) for number, text in ended)
 
 
 def _stream(target: Target, texts: list[Sequence], streamer: Any) -> None:
-    sent, running = 0, texts
-    while running:
-        step(target, running)
+    sent = 0
+    for _ in in_rounds(target, texts, len(texts)):
         while (column := _column(texts, sent)) is not None:
             streamer.put(column)
             sent += 1
-        running = [text for text in running if text.finish_reason is None]
     streamer.end()
 
 

@@ -6,7 +6,7 @@ forward yields.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from math import ceil
 from typing import NamedTuple
 
@@ -32,15 +32,20 @@ class Known(NamedTuple):
     picks: list[tuple[int, float]]
 
 
-def drain(target: Target, texts: Iterable[Sequence], most: int) -> Iterator[tuple[int, Sequence]]:
-    """Write texts to their ends, `most` of them at a time, and give each with its number as it ends, be it by an error."""
+def in_rounds(target: Target, texts: Iterable[Sequence], most: int) -> Iterator[list[tuple[int, Sequence]]]:
+    """Write texts to their ends, `most` of them at a time. After each round it gives those that ended in it, be it by an error,
+    with their numbers.
+    """
     waiting, running = enumerate(texts), list[tuple[int, Sequence]]()
     while running := [*running, *islice(waiting, most - len(running))]:
         step(target, [text for _, text in running])
-        for number, text in running:
-            if text.finish_reason is not None:
-                yield number, text
+        yield [one for one in running if one[1].finish_reason is not None]
         running = [one for one in running if one[1].finish_reason is None]
+
+
+def drain(target: Target, texts: Iterable[Sequence], most: int) -> Iterator[tuple[int, Sequence]]:
+    """As `in_rounds`, each text as it ends."""
+    return chain.from_iterable(in_rounds(target, texts, most))
 
 
 def step(target: Target, texts: list[Sequence]) -> list[list[int]]:

@@ -211,21 +211,21 @@ class StableShapes(Shapes):
             self._spent += perf_counter() - start
             self._lock.release()
 
-    def _state(self) -> tuple[object, ...]:
+    def _state(self) -> tuple[Any, ...]:
         """All that bits depend on beside the model and the machine: two equal ones have the same."""
         device = device_of(self._model)
         attention = str(self._model.config.get_text_config(decoder=True)._attn_implementation)
         return device, self._model.dtype, attention, torch.get_num_threads(), *_kernels(device.type)
 
-    def _find(self, state: tuple[object, ...]) -> _Known:
+    def _find(self, state: tuple[Any, ...]) -> _Known:
         """What other processes found out; or else try whether ids have the bits at once that they have in parts or before a
         branch.
         """
-        known = _Known(
-            Findings(described(self._model, state)), even=state[2] == "sdpa"
-        )  # others get as few queries as there are
+        device, _, attention, *_ = state
+        even = attention == "sdpa"  # others get as few queries as there are
+        known = _Known(Findings(described(self._model, state)), even)
         try:
-            _check_threads(device_of(self._model))
+            _check_threads(device)
             if not known.findings.load():
                 self._check_bits(known)
             known.learn()
