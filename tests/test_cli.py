@@ -271,7 +271,9 @@ def test_a_stdin_that_is_closed_is_told_in_one_line(command: tuple[str, ...]) ->
     shown = shlex.join([sys.executable, "-m", "xtok", *command])
     done = subprocess.run(["sh", "-c", f"exec {shown} <&-"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "xtok: stdin can't be read: it is closed. Give a text or a file, or pipe one in.\n"
+    lines = done.stderr.splitlines()  # other libraries may warn first: transformers imports torchao if it is installed
+    assert lines[-1] == "xtok: stdin can't be read: it is closed. Give a text or a file, or pipe one in."
+    assert not any(line.startswith("Traceback") for line in lines)
 
 
 def test_text_that_is_not_utf_8_is_refused() -> None:
