@@ -17,11 +17,11 @@ from worlds import ARCHITECTURES, examples, model
 
 from xtok import XTokAssisted, pair
 from xtok.bench import gpu
-from xtok.bench.commands import _large_on
 from xtok.bench.compare import ALONE, NONE, XTOK, asked_for
 from xtok.bench.report import print_gpu
 from xtok.bench.stretch import blocks_of
 from xtok.bench.widen import Shape, shaped, widened
+from xtok.cli.bench import _large_on
 from xtok.cli.commands import app
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.cache import vocabulary_size
@@ -204,7 +204,7 @@ def test_without_a_gpu_the_command_says_so_and_ends_well(monkeypatch: pytest.Mon
 
 def test_the_command_saves_the_figures_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("xtok.bench.commands._large_on", lambda device: figures())
+    monkeypatch.setattr("xtok.cli.bench._large_on", lambda device: figures())
     file = tmp_path / "figures.json"
     result = CliRunner().invoke(app, ["bench", "gpu", "--save", str(file), "--markdown"])
     assert result.exit_code == 0, result.output
@@ -235,7 +235,7 @@ def test_a_gpu_that_is_too_small_is_told_of(monkeypatch: pytest.MonkeyPatch) -> 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("xtok.bench.commands.load_pair", full)
+    monkeypatch.setattr("xtok.cli.bench.load_pair", full)
     result = CliRunner().invoke(app, ["bench", "gpu"])
     assert result.exit_code == 1
     assert "don't fit the GPU" in result.output

@@ -18,18 +18,17 @@ from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
-from xtok.decoding.arguments import CACHE
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
+from xtok.drafts.meter import Meter
 from xtok.drafts.reader import Reader
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
-from xtok.models.cache import CachedModel, context_window, new_cache
+from xtok.models.cache import CACHE, CachedModel, context_window, new_cache
 from xtok.models.forwards import Answer, Ask, Slot, answered
 from xtok.models.load import draft_model, target_model
 from xtok.models.probe import check_continues, tolerance
 from xtok.models.recurrent import cached_model
 from xtok.models.slots import Slots
-from xtok.results.stats import Meter
 
 VOCABULARY = 40
 TOKENS = tokenizer("byte-level BPE")

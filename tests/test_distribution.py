@@ -25,20 +25,20 @@ from xtok.align.projection import Projection, projection
 from xtok.align.text import Text
 from xtok.align.tokenbytes import TokenBytes
 from xtok.bench.chi_square import chi_square
+from xtok.decoding.pick import Acceptance, Picker
 from xtok.decoding.rounds import drain
-from xtok.decoding.sampling.noise import Noise, gumbel, noise
-from xtok.decoding.sampling.pick import Acceptance, Picker
 from xtok.decoding.sequence import Sequence as Written
 from xtok.drafts.candidates import Candidates
-from xtok.drafts.policy.latency import Cost
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.ledger import Account, Ledger
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.session import Session
 from xtok.models.forwards import Answer, Ask, Asking
+from xtok.models.roles import Target as Checking
 from xtok.models.seats import Seat
-from xtok.models.target import Target as Checking
-from xtok.results.stats import Meter
+from xtok.models.timing import Cost
+from xtok.sampling.noise import Noise, gumbel, noise
 
 SEEDS, FEWER, LENGTH, GUESS_LENGTH = scaled(20_000), scaled(8_000), 5, 3
 ENOUGH, SUBTLE = 2_000, 6_000
@@ -302,7 +302,7 @@ def test_noise_repeated_across_control_tokens_is_found_out(monkeypatch: pytest.M
 
 @pytest.mark.deep
 def test_a_residual_of_the_wrong_distribution_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.decoding.sampling.pick.residual", lambda scores, distribution: scores)
+    monkeypatch.setattr("xtok.decoding.pick.residual", lambda scores, distribution: scores)
     assert p_value(texts_of("rejection", seeds=ENOUGH)) < FAILS
 
 

@@ -16,17 +16,17 @@ from xtok.align.encoding import encoder
 from xtok.align.keys import spelling_keys
 from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import token_bytes
-from xtok.decoding.sampling.noise import noise
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
-from xtok.drafts.policy.latency import Cost
+from xtok.drafts.meter import Meter
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.reader import Reader
 from xtok.models.cache import CachedModel, new_cache
 from xtok.models.forwards import Answer, Ask, Slot
 from xtok.models.load import draft_model
 from xtok.models.slots import Row, Slots
-from xtok.results.stats import Meter
+from xtok.models.timing import Cost
+from xtok.sampling.noise import noise
 
 TEXT = "吾輩は猫である。名前はまだ無い。どこで生れたか"
 END = 2

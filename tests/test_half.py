@@ -23,15 +23,15 @@ from worlds import deep, examples
 
 from xtok import PromptLookup, XTokAssisted
 from xtok.align.text import Text
-from xtok.decoding.arguments import CACHE
 from xtok.decoding.prepare import Prepared
-from xtok.drafts.policy.latency import Cost
 from xtok.drafts.policy.ledger import Account, Ledger, Proposal
 from xtok.drafts.tree import chain
 from xtok.errors import UnstableWarning
+from xtok.models.cache import CACHE
 from xtok.models.probe import tolerance
 from xtok.models.prompts import prompt_ids
 from xtok.models.stable import StableShapes
+from xtok.models.timing import Cost
 
 HALVES = [name for name, dtype in DTYPES.items() if dtype.itemsize == 2]
 UNFIXED = ["mixtral", "bloom", "qwen3_next", *deep("dbrx", "gpt_oss", "falcon_h1")]

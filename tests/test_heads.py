@@ -20,13 +20,13 @@ from xtok.decoding import prepare as hf
 from xtok.decoding.rounds import step
 from xtok.drafts.base import Request
 from xtok.drafts.heads import Heads, Trained, described, save_heads
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.ledger import Account, Ledger
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError
 from xtok.models.forwards import together
 from xtok.models.load import load
 from xtok.models.seats import Caches
-from xtok.results.stats import Meter
 from xtok.tune.heads import TrainedHeads, _Row, batch_of, loss_of
 
 TOKENS = tokenizer("SentencePiece BPE")

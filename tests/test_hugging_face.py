@@ -25,8 +25,8 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
 from worlds import fitting
 
 from xtok import Budget, XTokAssisted
-from xtok.decoding.arguments import CACHE
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
+from xtok.models.cache import CACHE
 
 xt = each_draft
 

@@ -26,10 +26,10 @@ from xtok import Budget, Context, Tree, XTokAssisted
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
-from xtok.decoding.arguments import CACHE
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.tree import Trie
 from xtok.errors import DraftFailedWarning, UnsupportedArgumentError
+from xtok.models.cache import CACHE
 from xtok.models.prompts import prompt_ids
 
 CLOSE_CALL = {torch.float32: 1e-5, torch.float64: 1e-6}

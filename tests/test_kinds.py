@@ -21,8 +21,8 @@ from xtok import (
     train_heads,
     tune_draft,
 )
-from xtok.decoding.arguments import CACHE
 from xtok.errors import InvalidInputError, XTokError
+from xtok.models.cache import CACHE
 from xtok.pair import HEADS
 from xtok.serving.vllm import XTokProposer
 

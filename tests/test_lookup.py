@@ -17,13 +17,13 @@ from xtok.drafts.base import Request
 from xtok.drafts.corpus import Corpus
 from xtok.drafts.given import as_draft
 from xtok.drafts.lookup import Belief, Lookup
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.ledger import Account, Ledger
 from xtok.drafts.repeats import Repeats
 from xtok.drafts.session import Session
 from xtok.drafts.tree import chain
 from xtok.errors import InvalidInputError
 from xtok.models.forwards import together
-from xtok.results.stats import Meter
 
 WORDS = tokenizer("byte-level BPE")
 few_ids = st.lists(st.integers(0, 3), max_size=40)

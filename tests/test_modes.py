@@ -20,14 +20,14 @@ from worlds import examples
 import xtok
 from xtok import Budget, DraftEngine, Engine, HeadsDrafter, PromptLookup, TokenRecycling, XTokAssisted, pair
 from xtok.align.keys import spelling_key
-from xtok.decoding.arguments import CACHE
-from xtok.decoding.sampling.draws import draws
-from xtok.decoding.sampling.noise import gumbel, near_exponential, states_of
 from xtok.drafts import adapt
 from xtok.errors import DraftFailedWarning, LossyWarning
+from xtok.models.cache import CACHE
 from xtok.models.load import load
 from xtok.models.modes import current, within
 from xtok.results.generation import Generation
+from xtok.sampling.draws import draws
+from xtok.sampling.noise import gumbel, near_exponential, states_of
 
 SAMPLED: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 30, "top_p": 0.95, "seed": 3}
 WAYS: dict[str, dict[str, Any]] = {"greedy": GREEDY, "sampled": SAMPLED, "penalty": {**GREEDY, "repetition_penalty": 1.3}}

@@ -11,7 +11,7 @@ from worlds import CORPUS, alone, deep, fitting, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
-from xtok.decoding.arguments import CACHE
+from xtok.models.cache import CACHE
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 10}
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"

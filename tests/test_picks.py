@@ -13,12 +13,12 @@ from transformers.generation.logits_process import (
 )
 from worlds import examples
 
-import xtok.decoding.sampling.largest
-from xtok.decoding.sampling.draws import draw, draws, race
-from xtok.decoding.sampling.largest import best, largest, listed
-from xtok.decoding.sampling.noise import gumbel, noise, states_of
-from xtok.decoding.sampling.processors import known_cuts, stretch
+import xtok.sampling.largest
 from xtok.errors import InvalidInputError
+from xtok.sampling.draws import draw, draws, race
+from xtok.sampling.largest import best, largest, listed
+from xtok.sampling.noise import gumbel, noise, states_of
+from xtok.sampling.processors import known_cuts, stretch
 
 SIZES = st.sampled_from([1, 2, 7, 4096, 4097, 5000, 8192, 20011, 48586])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -60,7 +60,7 @@ def test_numbers_are_listed_as_they_are_wherever_they_come_from(monkeypatch: pyt
     parts = torch.arange(6).view(2, 3), torch.tensor([0.1, -torch.inf]), torch.empty(0, 3), torch.tensor([[2**52 + 1]])
     expected = [part.tolist() for part in parts]
     assert listed(*parts) == expected
-    monkeypatch.setattr(xtok.decoding.sampling.largest, "on_host", lambda device: False)
+    monkeypatch.setattr(xtok.sampling.largest, "on_host", lambda device: False)
     assert listed(*parts) == expected
 
 

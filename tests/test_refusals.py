@@ -16,9 +16,9 @@ from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.bench.compare import asked_for, compare
 from xtok.bench.sampled import compare_sampled
-from xtok.decoding.arguments import CACHE
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
+from xtok.models.cache import CACHE
 from xtok.pair import HEADS
 from xtok.pair import TARGET as SAVED
 from xtok.tune import check_tunable, split

@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from worlds import CORPUS, examples, tokenizer
 
 from xtok import Budget, Context, XTokAssisted
-from xtok.decoding.arguments import CACHE
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedArgumentError
+from xtok.models.cache import CACHE
 from xtok.models.prompts import prompt_ids
 
 TOKENS = tokenizer("characters")

@@ -13,10 +13,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, tokenizer
 
 from xtok import Budget, Context, XTokAssisted, pair
-from xtok.decoding.sampling.draws import typical
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids
+from xtok.sampling.draws import typical
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)

@@ -26,12 +26,12 @@ from xtok import Budget, Context, Generation, PromptLookup, TokenRecycling, Tree
 from xtok.align.projection import same_ids
 from xtok.align.tokenbytes import same_tokens, token_bytes
 from xtok.align.vocabulary import Vocabulary
-from xtok.decoding.sampling.noise import noise
 from xtok.drafts.base import Drafter, Request
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
+from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.policy.latency import _MEMORY, Cost
+from xtok.drafts.policy.latency import _MEMORY
 from xtok.drafts.policy.ledger import Account, Company, Crowd, Ledger, Pace, Proposal
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
@@ -40,7 +40,8 @@ from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgume
 from xtok.models.forwards import Asking, together
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
-from xtok.results.stats import Meter
+from xtok.models.timing import Cost
+from xtok.sampling.noise import noise
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)

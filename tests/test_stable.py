@@ -26,19 +26,19 @@ from worlds import budgets, deep, examples
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted
 from xtok.decoding import rounds as decode
-from xtok.decoding.arguments import CACHE
 from xtok.decoding.prepare import Prepared
-from xtok.decoding.sampling.draws import draw, draws, sure_draw, sure_margins
-from xtok.decoding.sampling.noise import states_of
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.models import stable
+from xtok.models.cache import CACHE
 from xtok.models.forwards import Answer, Ask, Asking
 from xtok.models.layers import EvenKeys
 from xtok.models.probe import takes_slots
 from xtok.models.prompts import prompt_ids
 from xtok.models.slots import FixedRow, Slots, rounded
 from xtok.models.stable import StableShapes
+from xtok.sampling.draws import draw, draws, sure_draw, sure_margins
+from xtok.sampling.noise import states_of
 
 LENGTH = 24
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0, "eos_token_id": None}

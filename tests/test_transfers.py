@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import LogitsProcessorList
 from worlds import make_dear
 
-import xtok.decoding.sampling.draws
-import xtok.decoding.sampling.largest
-import xtok.decoding.sampling.pick
+import xtok.decoding.pick
 import xtok.models.stable
+import xtok.sampling.draws
+import xtok.sampling.largest
 from xtok import Budget, PromptLookup, TokenRecycling, XTokAssisted
 from xtok.drafts import recycling
 from xtok.drafts.scripted import ScriptedDrafter
@@ -56,7 +56,7 @@ class Waits(TorchFunctionMode):
 
 
 def taken_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (xtok.decoding.sampling.draws, xtok.decoding.sampling.pick):
+    for module in (xtok.sampling.draws, xtok.decoding.pick):
         monkeypatch.setattr(module, "on_host", lambda device: False)
 
 
@@ -67,9 +67,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
 
     def listed(*parts: torch.Tensor) -> Any:
         with found.counted_once():
-            return xtok.decoding.sampling.largest.listed(*parts)
+            return xtok.sampling.largest.listed(*parts)
 
-    for module in (xtok.decoding.sampling.draws, xtok.decoding.sampling.pick, forwards):
+    for module in (xtok.sampling.draws, xtok.decoding.pick, forwards):
         monkeypatch.setattr(module, "listed", listed)
     taken_for_an_accelerator(monkeypatch)
     monkeypatch.setattr(xtok.models.stable, "_SHARE", 1e9)  # what is tried, is tried for the first text
@@ -172,7 +172,7 @@ def test_a_transfer_that_fails_costs_drafts_only(monkeypatch: pytest.MonkeyPatch
         count += 1
         if count in fails:
             raise torch.OutOfMemoryError("simulated")
-        return xtok.decoding.sampling.largest.listed(*parts)
+        return xtok.sampling.largest.listed(*parts)
 
     monkeypatch.setattr(forwards, "listed", listed)
     with warnings.catch_warnings():

@@ -16,13 +16,14 @@ from worlds import ARCHITECTURES, examples, fitting, make_dear, model, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import Path, grown
-from xtok.drafts.policy.latency import Cost, ForwardCost
+from xtok.drafts.policy.latency import ForwardCost
 from xtok.drafts.policy.ledger import Account, Calibration, Crowd, Crowds, Ledger, Limit, Pace, Proposal
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.tree import HINTED, Trie, chain
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Asking, together
 from xtok.models.probe import takes_trees
+from xtok.models.timing import Cost
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
 guesses = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.floats(0.01, 0.2)), min_size=1, max_size=5)

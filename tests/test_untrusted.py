@@ -26,9 +26,9 @@ import xtok
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.cli import commands as cli
-from xtok.decoding.arguments import CACHE
 from xtok.drafts.heads import Heads, described, save_heads
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedModelError, XTokError
+from xtok.models.cache import CACHE
 from xtok.models.load import _check_plain
 from xtok.models.prompts import prompt_ids
 

@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from xtok import errors
-from xtok.version import __version__
 
 if TYPE_CHECKING:
     from xtok.assisted import XTokAssisted
+    from xtok.decoding.sequence import Round
     from xtok.drafts.base import Context, Draft, Drafter, Request
     from xtok.drafts.heads import HeadsDrafter
     from xtok.drafts.lookup import PromptLookup
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from xtok.drafts.recycling import TokenRecycling
     from xtok.drafts.tree import Tree, chain
     from xtok.results.generation import Generation
-    from xtok.results.stats import Round, Stats
+    from xtok.results.stats import Stats
     from xtok.results.trace import Token, WrittenRound
     from xtok.serving.drafting import DraftedText, DraftEngine
     from xtok.serving.engine import Engine, EngineStats
@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 
+__version__ = "0.1.0"
 _HOMES = {
     "xtok.assisted": ("XTokAssisted",),
     "xtok.drafts.policy.settings": ("Budget",),
@@ -64,7 +65,8 @@ _HOMES = {
     "xtok.serving.engine": ("Engine", "EngineStats"),
     "xtok.serving.ticket": ("Ticket",),
     "xtok.results.generation": ("Generation",),
-    "xtok.results.stats": ("Round", "Stats"),
+    "xtok.decoding.sequence": ("Round",),
+    "xtok.results.stats": ("Stats",),
     "xtok.results.trace": ("Token", "WrittenRound"),
     "xtok.drafts.tree": ("Tree", "chain"),
     "xtok.tune": ("TrainedHeads", "Tuned", "train_heads", "tune_draft"),

@@ -18,21 +18,18 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.align.text import Text
 from xtok.decoding import prepare as hf
-from xtok.decoding.arguments import CACHE
+from xtok.decoding.pick import Acceptance, Picker
 from xtok.decoding.rounds import step
-from xtok.decoding.sampling.noise import Noise
-from xtok.decoding.sampling.pick import Acceptance, Picker
-from xtok.decoding.sampling.processors import warpers
-from xtok.decoding.sequence import Sequence
+from xtok.decoding.sequence import Round, Sequence
 from xtok.drafts.adapt import Adapter
 from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.given import as_draft, as_list, guesses, without_a_model
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.ledger import WITHOUT_A_MODEL, Account, Ledger
 from xtok.drafts.policy.settings import Budget, check_budget
-from xtok.drafts.reader import DraftModel
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
 from xtok.errors import (
@@ -44,7 +41,7 @@ from xtok.errors import (
     XTokError,
     shown,
 )
-from xtok.models.cache import device_of, positions, weights
+from xtok.models.cache import CACHE, device_of, positions, weights
 from xtok.models.forwards import Slot
 from xtok.models.graphs import captures, takes_graphs
 from xtok.models.layers import doubled
@@ -54,13 +51,16 @@ from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Placement
 from xtok.models.probe import computes_in_half, fits_trees, takes_slots, takes_trees, tolerance
 from xtok.models.prompts import Chat, KnownPrompt, Prompt, is_several
 from xtok.models.recurrent import cached_model
+from xtok.models.roles import DraftModel
 from xtok.models.seats import Caches, Pool, Seat
 from xtok.models.slots import rounded
 from xtok.models.stable import StableShapes
 from xtok.results.generation import Generation
 from xtok.results.progress import bar
-from xtok.results.stats import Meter, Round
+from xtok.results.stats import stats
 from xtok.results.trace import Committed, Token, WrittenRound, told, written
+from xtok.sampling.noise import Noise
+from xtok.sampling.processors import warpers
 
 T = TypeVar("T")
 BATCH = 8
@@ -443,7 +443,7 @@ class XTokAssisted:
                 block = step(self.target, [text])[0]
             if block:
                 is_last = text.finish_reason is not None
-                yield Committed(text.meter.rounds[-1], block, text.text.pieces[-len(block) :], is_last)
+                yield Committed(text.rounds[-1], block, text.text.pieces[-len(block) :], is_last)
 
     def _ended(self, text: Sequence) -> Generation:
         """What a text that was streamed is handed out as."""
@@ -663,8 +663,8 @@ class XTokAssisted:
             text=text.text.new_data.decode(errors="replace"),
             token_ids=text.new_ids,
             finish_reason=text.finish_reason or "stop",
-            stats=text.meter.stats(text.slot.forwards, text.picker.margin),
-            rounds=tuple(text.meter.rounds),
+            stats=stats(text),
+            rounds=tuple(text.rounds),
             seed=text.seed,
             scores=text.picker.scores,
             logits=text.picker.logits,
@@ -676,7 +676,7 @@ class XTokAssisted:
     def _spelled(self, text: Sequence) -> dict[int, bytes]:
         """The bytes of all ids that were guessed."""
         view = self.target.vocabulary.view
-        return {token: view[token] or b"" for one in text.meter.rounds for token in one.tree.tokens}
+        return {token: view[token] or b"" for one in text.rounds for token in one.tree.tokens}
 
 
 def _made_again(kind: type[XTokAssisted], arguments: dict[str, Any]) -> XTokAssisted:

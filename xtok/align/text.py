@@ -4,7 +4,6 @@ import codecs
 from collections.abc import Sequence
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.tree import Tree
 
 
 class Text:
@@ -38,10 +37,10 @@ class Text:
         """Where the next id stands, for noise: how many bytes, and how many ids that spell nothing, the new text has so far."""
         return len(self.data) - self.prompt_size, self.controls
 
-    def places(self, tree: Tree, count: int) -> list[tuple[int, int]]:
-        """Where the ids behind the text and behind the nodes of a tree stand, as `place` says it: the first `count` of them."""
+    def places(self, tokens: Sequence[int], parents: Sequence[int], count: int) -> list[tuple[int, int]]:
+        """Where the ids after the text and after the nodes of a tree are, as `place` says it: the first `count` of them."""
         found, written = [self.place], [b""]
-        for token, parent in zip(tree.tokens[: count - 1], tree.parents, strict=False):
+        for token, parent in zip(tokens[: count - 1], parents, strict=False):
             before, (offset, controls) = written[parent + 1], found[parent + 1]
             piece = self._view.to_bytes([token], before=before or self.data)
             found.append((offset + len(piece), controls + (not piece)))

@@ -20,8 +20,9 @@ from xtok.drafts.policy.settings import Budget
 from xtok.models.forwards import wait_for
 from xtok.models.graphs import takes_graphs
 from xtok.models.load import parameters
+from xtok.models.timing import timed
 from xtok.results.progress import bar
-from xtok.results.stats import Stats, timed
+from xtok.results.stats import Stats
 
 LARGE, SMALL = Shape(5120, 40, 13824, 40, 50688), Shape(768, 12, 3072, 12, 52096)
 """The shapes of llm-jp-13B, of 13.2e9 parameters, and of open-calm-small, of 165e6."""

@@ -1,7 +1,6 @@
 """What the benchmarks found, as tables."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -16,17 +15,6 @@ from xtok.bench.gpu import GpuFigures, LevelRow, ListRow
 from xtok.bench.sampled import SampledRow
 from xtok.bench.server import ServerFigures
 from xtok.bench.vocabulary import VocabularyRow
-from xtok.cli.console import as_json
-
-Found = TypeVar("Found")
-
-
-def tell(found: Found, show: Callable[[Found], None], json_told: bool) -> None:
-    """Print what was found, as JSON or as tables."""
-    if json_told:
-        typer.echo(as_json(found))
-    else:
-        show(found)
 
 
 def print_drafters(rows: list[DrafterRow]) -> None:

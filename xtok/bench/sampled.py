@@ -13,13 +13,13 @@ from xtok.assisted import XTokAssisted
 from xtok.bench.chi_square import chi_square
 from xtok.bench.compare import PLAIN, Timed, by_transformers, by_xtok, check_prompts, uag
 from xtok.decoding.prepare import Prepared
-from xtok.decoding.sampling.noise import Noise
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
 from xtok.models.prompts import prompt_ids
 from xtok.models.seats import Seat
 from xtok.results.progress import bar
-from xtok.results.stats import Meter
+from xtok.sampling.noise import Noise
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 SHARED, TREE, MODE, REJECTION = "shared noise", "shared noise, tree", "the draft's mode", "rejection"

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
-from xtok.decoding.arguments import CACHE
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
-from xtok.models.cache import output_embeddings
+from xtok.models.cache import CACHE, output_embeddings
 from xtok.models.load import from_config
 
 _OUTPUTS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj", "out_proj", "fc2")

@@ -23,17 +23,17 @@ from xtok.align.vocabulary import Vocabulary
 from xtok.bench.compare import build_seconds
 from xtok.bench.context import random_model
 from xtok.bench.stretch import with_pieces
-from xtok.decoding.sampling.largest import best
-from xtok.decoding.sampling.noise import noise
-from xtok.decoding.sampling.pick import Picker
+from xtok.decoding.pick import Picker
 from xtok.drafts.base import Context, Request
+from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
 from xtok.results.progress import bar
-from xtok.results.stats import Meter
+from xtok.sampling.largest import best
+from xtok.sampling.noise import noise
 
 SIZES = ((8_000, 4_096), (48_586, 16_000), (256_000, 151_000))
 _TEMPERATURE = 0.8

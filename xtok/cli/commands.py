@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xtok.bench.commands import app as bench
+from xtok import __version__
+from xtok.cli.bench import app as bench
 from xtok.cli.console import (
     OWN_DRAFT,
     OWN_TARGET,
@@ -39,7 +40,6 @@ from xtok.cli.console import (
 )
 from xtok.errors import InvalidInputError
 from xtok.results.progress import busy
-from xtok.version import __version__
 
 if TYPE_CHECKING:
     from xtok.align.fit import Fit, Side

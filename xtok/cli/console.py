@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +15,7 @@ from xtok.pair import DRAFT, TARGET, prompts
 
 T = TypeVar("T")
 R = TypeVar("R")
+Found = TypeVar("Found")
 SHIPPED = "the pair that ships"
 OWN_TARGET, OWN_DRAFT = str(TARGET), str(DRAFT)
 TargetOption = Annotated[str, typer.Option(help="Hub id or path of the model whose output you want.", show_default=SHIPPED)]
@@ -163,3 +164,11 @@ def as_json(found: Any, indent: int | None = 2) -> str:
     """JSON of dataclasses and the like. Where the output has no room for all characters, they are escaped."""
     plain = "utf" in (sys.stdout.encoding or "").lower()
     return json.dumps(found, ensure_ascii=not plain, indent=indent, default=asdict)
+
+
+def tell(found: Found, show: Callable[[Found], None], json_told: bool) -> None:
+    """Print what was found, as JSON or as tables."""
+    if json_told:
+        typer.echo(as_json(found))
+    else:
+        show(found)

@@ -17,10 +17,10 @@ from xtok.bench.compare import by_transformers
 from xtok.bench.stretch import forward_seconds, stretch
 from xtok.cli.console import keeping
 from xtok.models.load import load
+from xtok.models.timing import timed
 from xtok.pair import DRAFT, TARGET, TUNED
 from xtok.results.generation import Generation
 from xtok.results.progress import busy
-from xtok.results.stats import timed
 from xtok.results.terminal import legend, tinted
 from xtok.results.trace import Token
 

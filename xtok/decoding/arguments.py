@@ -1,6 +1,5 @@
 """Kinds of arguments, told before any work is done."""
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -8,13 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, GenerationMixin
+from transformers import Cache, GenerationConfig
 
 from xtok.errors import InvalidInputError, XTokError, reason, shown
-
-_CACHES = ("cache", "past_key_values")
-CACHE = _CACHES["cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
-"""The argument, and the output, that holds a model's cache: `cache` from transformers 5.24 on, `past_key_values` before."""
+from xtok.models.cache import CACHE, CACHE_NAMES
 
 _LIMITS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time")
 _NUMBERS = (
@@ -35,10 +31,10 @@ _OBJECTS = {
 
 def with_cache_renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments, a cache under the name that this release of transformers has for it. Raises `InvalidInputError` for two."""
-    given = [name for name in _CACHES if arguments.get(name) is not None]
+    given = [name for name in CACHE_NAMES if arguments.get(name) is not None]
     if len(given) > 1:
         raise InvalidInputError("cache and past_key_values are two names of one argument. Give one of them.")
-    renamed = {name: value for name, value in arguments.items() if name not in _CACHES}
+    renamed = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
     return {**renamed, CACHE: arguments[given[0]]} if given else renamed
 
 

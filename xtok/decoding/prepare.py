@@ -30,18 +30,18 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.align.vocabulary import Vocabulary
-from xtok.decoding.arguments import CACHE, check_kinds, handed_on, with_cache_renamed
+from xtok.decoding.arguments import check_kinds, handed_on, with_cache_renamed
 from xtok.decoding.rounds import drain, in_rounds
-from xtok.decoding.sampling.noise import Noise, noise
 from xtok.decoding.sequence import Sequence
 from xtok.decoding.stops import StopStrings
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, shown
-from xtok.models.cache import CachedModel, device_of, ids_read
+from xtok.models.cache import CACHE, CachedModel, device_of, ids_read
 from xtok.models.probe import check_cache
 from xtok.models.prompts import KnownPrompt, is_ids, prompt_ids, template_arguments
+from xtok.models.roles import Target
 from xtok.models.rope import dynamic_boundary, longrope_boundary
-from xtok.models.target import Target
+from xtok.sampling.noise import Noise, noise
 
 _COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
 """What a model may be given beside ids that follows from those, and from where there is padding."""

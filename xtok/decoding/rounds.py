@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xtok.decoding.sampling.pick import Ahead, picks
-from xtok.decoding.sequence import Sequence
+from xtok.decoding.pick import Ahead, picks
+from xtok.decoding.sequence import Round, Sequence
 from xtok.drafts.policy.ledger import Company, Crowds
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
-from xtok.models.forwards import Answer, Asking, together
-from xtok.models.target import Target
-from xtok.results.stats import Round, timed
+from xtok.models.forwards import Answer, Ask, Asking, answered, together
+from xtok.models.roles import Target
+from xtok.models.timing import timed
 
 
 class Known(NamedTuple):
@@ -79,7 +79,12 @@ def _crowds(texts: list[Sequence]) -> Crowds | None:
 def _verified(target: Target, texts: list[Sequence], trees: list[Tree]) -> list[list[int]]:
     """Let the target verify what was guessed, and commit what was right. Returns that of each."""
     unread = [text.unread() for text in texts]
-    checked = target.verify([(text.slot, *one) for text, one in zip(texts, zip(unread, trees, strict=True), strict=True)])
+    checked = answered(
+        [
+            Ask(text.slot, [*ids, *tree.tokens], 1 + len(tree), tree.parents)
+            for text, ids, tree in zip(texts, unread, trees, strict=True)
+        ]
+    )
     read = [len(ids) for ids in unread]
     known = _picked_ahead(texts, read, trees, checked)
     return [_checked(target, *one) for one in zip(texts, read, trees, checked, known, strict=True)]
@@ -162,7 +167,7 @@ def _picked(asked: list[Ahead]) -> list[list[tuple[int, float]] | Exception]:
 def _ahead(text: Sequence, tree: Tree, answer: Answer) -> Ahead:
     with text.meter.timing("all"):
         scores = text.picker.ahead(text.ids, answer.logits)
-        places = text.text.places(tree, len(scores)) if text.picker.noise is not None else []
+        places = text.text.places(tree.tokens, tree.parents, len(scores)) if text.picker.noise is not None else []
         in_place = _in_place(text, tree)
         return Ahead(text.picker, scores, places, 1 + in_place, text.slot.spread if in_place < len(tree) else 0.0)
 
@@ -187,7 +192,7 @@ def _commit(target: Target, text: Sequence, tree: Tree, checked: Answer, known: 
     read = [*text.text.ids[-1:], *tree.tokens]
     block, path, hint = _walk(text, tree, checked, known)
     kept = [node for node in path[1:] if node < _in_place(text, tree)]
-    target.keep(text.slot, kept)
+    text.slot.keep(kept)
     text.read += len(kept)
     if text.session is not None:
         text.session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1], hint)
@@ -223,7 +228,7 @@ def _walk(text: Sequence, tree: Tree, checked: Answer, known: Known) -> tuple[li
     text.catch_up()
     right = (*path[1:], *([] if node is None else [node]))
     guess = replace(tree, distributions=()) if tree.distributions else tree
-    text.meter.rounds.append(Round(offset, guess, drafts, right, len(block)))
+    text.rounds.append(Round(offset, guess, drafts, right, len(block)))
     return block, path, hint
 
 

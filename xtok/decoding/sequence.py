@@ -9,18 +9,45 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.align.text import Text
-from xtok.decoding.sampling.pick import Picker
+from xtok.decoding.pick import Picker
 from xtok.decoding.stops import StopStrings
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
+from xtok.drafts.tree import Tree
 from xtok.models.forwards import Slot
 from xtok.models.modes import as_called
 from xtok.models.seats import Seat
-from xtok.results.stats import Meter
 
 _LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
 _KNOWN = (MaxLengthCriteria, EosTokenCriteria, StopStrings)
 """Answered here by the ids alone: asking them would take a transfer from the device for each id."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One forward of the target: what was guessed, and what of it was right.
+
+    `offset`: how many bytes of new text there were before. `tree`: the guesses, in ids of the target. `drafts`: which draft
+    guessed each node, the cheapest of several; None for what the forward before told all but surely. `right`: the nodes that
+    were accepted, each the parent of the next. `committed`: how many ids.
+    """
+
+    offset: int
+    tree: Tree
+    drafts: tuple[int | None, ...]
+    right: tuple[int, ...]
+    committed: int
+
+    @property
+    def proposed(self) -> int:
+        """How many ids were guessed."""
+        return len(self.tree)
+
+    @property
+    def accepted(self) -> int:
+        """How many of them were right."""
+        return len(self.right)
 
 
 @dataclass(repr=False, eq=False)
@@ -49,6 +76,7 @@ class Sequence:
     finish_reason: str | None = None
     error: BaseException | None = None
     read: int = 0
+    rounds: list[Round] = field(default_factory=list)
     _limit: int | None = field(init=False)
     _ends: frozenset[int] = field(init=False)
     _stops: list[StopStrings] = field(init=False)

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.lessons import Lesson, Written, batch, lessons
-from xtok.drafts.reader import DraftModel
 from xtok.errors import DraftFailedWarning, InvalidInputError, reason
 from xtok.models.modes import Modes, plain, within
+from xtok.models.roles import DraftModel
 
 SHARE = 0.03
 """How much of the time of all generations learning may take."""

@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.align.vocabulary import Vocabulary
-from xtok.decoding.sampling.noise import Noise
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, shown
 from xtok.models.forwards import Asking, together
 from xtok.models.seats import Seat
-from xtok.results.stats import Meter
+from xtok.sampling.noise import Noise
 
 __all__ = ["Context", "Draft", "Drafter", "Request"]
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from xtok.align.projection import Projection
-from xtok.decoding.sampling.largest import largest
 from xtok.drafts.growth import SHARPNESS
-from xtok.drafts.tree import Distribution
+from xtok.sampling.draws import Distribution
+from xtok.sampling.largest import largest
 
 _RACING, _CONTINUED = 40, 64
 """Among how many of the draft's ids the best are looked for, and behind how many of them longer ones."""

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from xtok.align.continuation import Continuation
-from xtok.decoding.sampling.largest import largest
 from xtok.drafts.base import Asker, Context
 from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, check_numbers, grown, looked_at
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.reader import DraftModel, Reader
+from xtok.drafts.reader import Reader
 from xtok.drafts.tree import Tree, Trie
 from xtok.models.forwards import Asking
-from xtok.results.stats import Meter
+from xtok.models.roles import DraftModel
+from xtok.sampling.largest import largest
 
 _SEEN = 64
 """Of how many ids the probabilities are told: the others have next to none, once they are sharpened."""

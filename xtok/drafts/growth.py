@@ -11,13 +11,13 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.decoding.sampling.largest import largest
-from xtok.decoding.sampling.noise import PICK, near_exponential, states_of
 from xtok.drafts.base import Context
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree, Trie
 from xtok.models.forwards import Asking, Look, Looked
-from xtok.results.stats import Meter
+from xtok.sampling.largest import largest
+from xtok.sampling.noise import PICK, near_exponential, states_of
 
 CHILDREN = 8
 """How many continuations of a guess are looked at."""

@@ -18,13 +18,13 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.base import Asker, Context, Request, check_request
 from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, root, tree_of
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, reason, shown
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Asking
 from xtok.models.modes import plain
-from xtok.results.stats import Meter
 
 
 class Heads(nn.Module):

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError
 from xtok.models.cache import context_window
+from xtok.models.roles import DraftModel
 
 NOT_LEARNT = -100
 """What transformers takes for a label to be left out."""

@@ -14,9 +14,10 @@ from xtok.drafts.base import Drafter, Request
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.projected import ProjectedDrafter
-from xtok.drafts.reader import DraftModel, IdReader, Reader
+from xtok.drafts.reader import IdReader, Reader
 from xtok.models.cache import device_of
 from xtok.models.prompts import chat_ids, is_chat
+from xtok.models.roles import DraftModel
 
 
 class ModelDraft:

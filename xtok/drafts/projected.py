@@ -10,8 +10,6 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.decoding.sampling.draws import race
-from xtok.decoding.sampling.noise import GUESS, states_of
 from xtok.drafts.base import Asker, Context
 from xtok.drafts.candidates import Candidates, summed
 from xtok.drafts.growth import (
@@ -26,11 +24,14 @@ from xtok.drafts.growth import (
     root,
     tree_of,
 )
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.reader import DraftModel, Reader
-from xtok.drafts.tree import Distribution, Tree, chain
+from xtok.drafts.reader import Reader
+from xtok.drafts.tree import Tree, chain
 from xtok.models.forwards import Asking
-from xtok.results.stats import Meter
+from xtok.models.roles import DraftModel
+from xtok.sampling.draws import Distribution, race
+from xtok.sampling.noise import GUESS, states_of
 
 _PENDING = 3
 """The bytes of an unfinished character, at most."""

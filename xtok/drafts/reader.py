@@ -1,34 +1,16 @@
 """A draft model that reads what the target writes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from xtok.align.reencode import Reencoder
-from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Context
+from xtok.drafts.meter import Meter
 from xtok.models.cache import positions
 from xtok.models.forwards import Answer, Ask, Asking, Slot
-from xtok.models.probe import takes_trees
+from xtok.models.roles import DraftModel
 from xtok.models.seats import Seat
-from xtok.results.stats import Meter
-
-
-@dataclass(frozen=True)
-class DraftModel:
-    """A draft model and its tables, shared by all texts. `lead`: the ids that its tokenizer puts in front of every text."""
-
-    model: PreTrainedModel
-    vocabulary: Vocabulary
-    lead: tuple[int, ...]
-
-    @cached_property
-    def branches(self) -> bool:
-        """Whether one forward can continue several guesses."""
-        return takes_trees(self.model)
 
 
 class Reader:

@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.align.vocabulary import Vocabulary
-from xtok.decoding.sampling.largest import largest
 from xtok.drafts.base import Asker, Context, Request, check_request
 from xtok.drafts.growth import SHARPNESS, IdPath, grown, looked_at, next_ids, root, tree_of
+from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.forwards import Asking
-from xtok.results.stats import Meter, timed
+from xtok.models.timing import timed
+from xtok.sampling.largest import largest
 
 _KEPT = 16
 """How many ids are remembered behind each."""

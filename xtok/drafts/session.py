@@ -9,14 +9,15 @@ from operator import index
 from torch import Tensor
 
 from xtok.align.text import Text
-from xtok.decoding.sampling.noise import Noise
 from xtok.drafts.base import Asker, Context, Draft, Drafter, Request
-from xtok.drafts.policy.latency import Cost
 from xtok.drafts.policy.ledger import Company, Ledger, Limit, Pace, Proposal
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.tree import HINTED, Distribution, Tree, Trie
+from xtok.drafts.tree import HINTED, Tree, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Asking
+from xtok.models.timing import Cost
+from xtok.sampling.draws import Distribution
+from xtok.sampling.noise import Noise
 
 _READING = 12
 """More rows of a text than that are a draft's reading."""

@@ -2,21 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from torch import Tensor
 
 from xtok.errors import InvalidInputError, shown
+from xtok.sampling.draws import Distribution
 
 HINTED = 0.98
 """How probable a hint is: all of 155 that were looked at were right."""
-
-
-class Distribution(NamedTuple):
-    """What an id was drawn from: ids of the target, int64, each once, and their probabilities, float64."""
-
-    ids: Tensor
-    probabilities: Tensor
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """One model with its KV cache. Target and draft are both held by it."""
 
+import inspect
 import sys
 from collections.abc import Sequence
 from functools import cached_property
@@ -9,14 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from xtok.decoding.arguments import CACHE
-from xtok.drafts.policy.latency import Cost
 from xtok.models.forwards import Answer, Ask, Slot, wait_for
 from xtok.models.rope import turns
-from xtok.results.stats import timed
+from xtok.models.timing import Cost, timed
+
+CACHE_NAMES = ("cache", "past_key_values")
+CACHE = CACHE_NAMES["cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+"""The argument, and the output, that holds a model's cache: `cache` from transformers 5.24 on, `past_key_values` before."""
 
 
 def new_cache(model: PreTrainedModel) -> Cache:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from xtok.decoding.sampling.largest import listed
-from xtok.drafts.policy.latency import Cost
-from xtok.results.stats import timed
+from xtok.models.timing import Cost, timed
+from xtok.sampling.largest import listed
 
 Result = TypeVar("Result")
 

@@ -20,14 +20,13 @@ from transformers.utils.hub import cached_file
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
-from xtok.drafts.reader import DraftModel
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
 from xtok.models.cache import context_window, ids_read, output_embeddings, vocabulary_size
 from xtok.models.placement import Placement, best_device
 from xtok.models.probe import check_continues, check_rolls_back, takes_slots
 from xtok.models.prompts import leading, reading
 from xtok.models.quantized import check_rows
-from xtok.models.target import Target
+from xtok.models.roles import DraftModel, Target
 
 Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 """A hub id, a local path, or a (model, tokenizer) pair."""

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from xtok.decoding.arguments import CACHE
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
-from xtok.models.cache import CachedModel, context_window, device_of, new_cache, vocabulary_size, windows
+from xtok.models.cache import CACHE, CachedModel, context_window, device_of, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Ask
 from xtok.models.modes import plain
 from xtok.models.quantized import mixing_layer, rounds_input

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from xtok.decoding.arguments import CACHE
-from xtok.drafts.policy.latency import Cost
-from xtok.models.cache import device_of, keeps_rows, new_cache, vocabulary_size, windows
+from xtok.models.cache import CACHE, device_of, keeps_rows, new_cache, vocabulary_size, windows
 from xtok.models.forwards import Answer, Ask, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
 from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import KEPT, PADDING, Trees
-from xtok.results.stats import timed
+from xtok.models.timing import Cost, timed
 
 CHUNK = 512
 """How many ids of a prompt are forwarded at once."""

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from xtok.decoding.sequence import Round
 from xtok.results.page import page, section
-from xtok.results.stats import Round, Stats
+from xtok.results.stats import Stats
 from xtok.results.trace import Committed, Token, WrittenRound, told, written
 
 

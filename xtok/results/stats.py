@@ -1,51 +1,9 @@
-"""What happened in a generation: counts, times and rounds."""
+"""Figures of a generation."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from time import perf_counter
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from xtok.drafts.policy.latency import Cost
-from xtok.drafts.tree import Tree
-
-_PARTS = ("target", "draft", "propose", "reading", "align", "noise", "all")
-
-
-@dataclass(frozen=True)
-class Round:
-    """One forward of the target: what was guessed, and what of it was right.
-
-    `offset`: how many bytes of new text there were before. `tree`: the guesses, in ids of the target. `drafts`: which draft
-    guessed each node, the cheapest of several; None for what the forward before told all but surely. `right`: the nodes that
-    were accepted, each the parent of the next. `committed`: how many ids.
-    """
-
-    offset: int
-    tree: Tree
-    drafts: tuple[int | None, ...]
-    right: tuple[int, ...]
-    committed: int
-
-    @property
-    def proposed(self) -> int:
-        """How many ids were guessed."""
-        return len(self.tree)
-
-    @property
-    def accepted(self) -> int:
-        """How many of them were right."""
-        return len(self.right)
-
-
-class NearTie(NamedTuple):
-    """A pick that might have been another one by a forward pass of another shape.
-
-    `position`: its number among the new tokens, from 0. `margin`: by how much it beat the second, in logits.
-    """
-
-    position: int
-    margin: float
+from xtok.decoding.pick import NearTie
+from xtok.decoding.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -106,124 +64,27 @@ class Stats:
         return self.accepted / self.proposed if self.proposed else 0.0
 
 
-@dataclass
-class Span:
-    """A stretch of time."""
-
-    seconds: float = 0.0
-
-
-@contextmanager
-def timed() -> Iterator[Span]:
-    """How long the block takes; known behind it."""
-    span, start = Span(), perf_counter()
-    try:
-        yield span
-    finally:
-        span.seconds = perf_counter() - start
-
-
-@dataclass
-class Meter:
-    """Counts and times of one generation while it runs.
-
-    `seconds`: by part; of a forward that texts share, each has its share.
-    """
-
-    draft_forwards: int = 0
-    target_replays: int = 0
-    draft_error: str | None = None
-    chains_only: bool = False
-    exact: bool = True
-    accepted_by_draft: list[int] = field(default_factory=list)
-    shared_forwards: bool = True
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
-    rounds: list[Round] = field(default_factory=list)
-    near_ties: list[NearTie] | None = field(default_factory=list)
-    _drafted: list[Cost] = field(default_factory=list)
-    _away: float = 0.0
-    _shared: Cost = field(default_factory=lambda: Cost(0, 0.0))
-
-    def now(self) -> float:
-        """Seconds on the text's own clock, which stands still while others are served."""
-        return perf_counter() - self._away
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Let the text's clock stand still."""
-        left = perf_counter()
-        try:
-            yield
-        finally:
-            self._away += perf_counter() - left
-
-    def spend(self, seconds: float) -> None:
-        """Let the text's clock go on by its share of what texts had done together."""
-        self._away -= seconds
-
-    def drafts(self, cost: Cost) -> None:
-        """Count a forward of a draft."""
-        self.spend(cost.share)
-        self.seconds["reading"] += cost.share
-        self.draft_forwards += 1
-        self._shared = cost._replace(rows=self._shared.rows + cost.rows)
-
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """Tell the guess that is being timed what the block forwards and how long it takes, with all that it does with it: what
-        it is for the texts that share the forward, if each has as much to do.
-        """
-        self._shared, start = Cost(0, 0.0), self.now()
-        yield
-        self._drafted.append(self._shared._replace(seconds=(self.now() - start) * self._shared.texts))
-
-    def accepts(self, counts: Sequence[int]) -> None:
-        """Add how many guessed ids of each draft were accepted in a round."""
-        before = self.accepted_by_draft or [0] * len(counts)
-        self.accepted_by_draft = [old + new for old, new in zip(before, counts, strict=True)]
-
-    def add(self, seconds: float, *parts: str) -> None:
-        """Add seconds that were measured elsewhere to some parts."""
-        for part in parts:
-            self.seconds[part] += seconds
-
-    @contextmanager
-    def timing(self, part: str) -> Iterator[Span]:
-        """Add the seconds that the block takes to `part`; they are known behind it."""
-        span, start = Span(), self.now()
-        try:
-            yield span
-        finally:
-            span.seconds = self.now() - start
-            self.seconds[part] += span.seconds
-
-    @contextmanager
-    def proposing(self, drafted: list[Cost]) -> Iterator[Span]:
-        """Time a guess. What each `drafting` block in it takes is added to `drafted`."""
-        self._drafted = drafted
-        with self.timing("propose") as span:
-            yield span
-
-    def stats(self, target_forwards: int, min_margin: float | None = None) -> Stats:
-        """The figures so far."""
-        return Stats(
-            new_tokens=sum(one.committed for one in self.rounds),
-            target_forwards=target_forwards,
-            draft_forwards=self.draft_forwards,
-            proposed=sum(one.proposed for one in self.rounds),
-            accepted=sum(one.accepted for one in self.rounds),
-            seconds=self.seconds["all"],
-            seconds_target=self.seconds["target"],
-            seconds_draft=self.seconds["draft"] - self.seconds["align"],
-            seconds_draft_forwards=self.seconds["reading"],
-            seconds_align=self.seconds["align"],
-            seconds_noise=self.seconds["noise"],
-            draft_error=self.draft_error,
-            chains_only=self.chains_only,
-            exact=self.exact,
-            shared_forwards=self.shared_forwards,
-            target_replays=self.target_replays,
-            accepted_by_draft=tuple(self.accepted_by_draft),
-            min_margin=min_margin,
-            near_ties=None if self.near_ties is None else tuple(self.near_ties),
-        )
+def stats(sequence: Sequence) -> Stats:
+    """The figures of a sequence so far."""
+    meter, picker, rounds = sequence.meter, sequence.picker, sequence.rounds
+    return Stats(
+        new_tokens=sum(one.committed for one in rounds),
+        target_forwards=sequence.slot.forwards,
+        draft_forwards=meter.draft_forwards,
+        proposed=sum(one.proposed for one in rounds),
+        accepted=sum(one.accepted for one in rounds),
+        seconds=meter.seconds["all"],
+        seconds_target=meter.seconds["target"],
+        seconds_draft=meter.seconds["draft"] - meter.seconds["align"],
+        seconds_draft_forwards=meter.seconds["reading"],
+        seconds_align=meter.seconds["align"],
+        seconds_noise=meter.seconds["noise"],
+        draft_error=meter.draft_error,
+        chains_only=meter.chains_only,
+        exact=meter.exact,
+        shared_forwards=meter.shared_forwards,
+        target_replays=meter.target_replays,
+        accepted_by_draft=tuple(meter.accepted_by_draft),
+        min_margin=picker.margin,
+        near_ties=None if picker.near_ties is None else tuple(picker.near_ties),
+    )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from xtok.align.text import characters
-from xtok.results.stats import Round
+from xtok.decoding.sequence import Round
 
 
 class Token(NamedTuple):

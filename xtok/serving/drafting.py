@@ -13,8 +13,8 @@ from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.given import as_draft, as_list, guesses
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.policy.latency import Cost
 from xtok.drafts.policy.ledger import Account, Company, Ledger
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
@@ -26,7 +26,7 @@ from xtok.models.graphs import captures
 from xtok.models.load import Source, draft_model
 from xtok.models.modes import plain
 from xtok.models.seats import Caches, Seat
-from xtok.results.stats import Meter
+from xtok.models.timing import Cost
 
 CHAINS = Budget(width=2)
 """How much is guessed at most. A second path lets the likeliest one be found; of the pair that ships chains by two paths have

@@ -1,7 +1,6 @@
 """What forwards take and rounds bring, by what was measured. Seconds come in as numbers: there is no clock here."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 _MEMORY = 0.9
 """What a round keeps of its weight when the next one comes."""
@@ -13,24 +12,6 @@ _ENOUGH = 8
 """From how many measurements on a number of rows counts fully."""
 _ROW = 0.02
 """What a row more is taken to cost, as a share of a forward of one, until forwards of other numbers of rows were measured."""
-
-
-class Cost(NamedTuple):
-    """What a forward took: `rows`, the ids of all the `texts` that shared it, padding included, and `seconds`.
-
-    `told`: whether another of those texts tells of it. `replayed`: whether it was a CUDA graph.
-    """
-
-    rows: int
-    seconds: float
-    texts: int = 1
-    told: bool = False
-    replayed: bool = False
-
-    @property
-    def share(self) -> float:
-        """Seconds for each text."""
-        return self.seconds / self.texts
 
 
 def about(number: int) -> int:

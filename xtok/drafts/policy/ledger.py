@@ -10,9 +10,10 @@ from statistics import median
 from threading import RLock
 from typing import Any
 
-from xtok.drafts.policy.latency import Cost, ForwardCost, Throughput, about
+from xtok.drafts.policy.latency import ForwardCost, Throughput, about
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
+from xtok.models.timing import Cost
 
 _SHARE = 0.1
 """The weight of a measurement in a smoothed one."""

@@ -12,16 +12,26 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from xtok.decoding.sampling.draws import accepts, draw, draws, residual, sure_draw, sure_margins, typical
-from xtok.decoding.sampling.largest import best, listed, on_host
-from xtok.decoding.sampling.noise import ACCEPT, Noise, states_of
-from xtok.decoding.sampling.processors import known_cuts, stretch
-from xtok.drafts.tree import Distribution, Tree
+from xtok.drafts.meter import Meter
+from xtok.drafts.tree import Tree
 from xtok.models.modes import as_called
-from xtok.results.stats import Meter, NearTie
+from xtok.sampling.draws import Distribution, accepts, draw, draws, residual, sure_draw, sure_margins, typical
+from xtok.sampling.largest import best, listed, on_host
+from xtok.sampling.noise import ACCEPT, Noise, states_of
+from xtok.sampling.processors import known_cuts, stretch
 
 _FEW, _MANY = 2**18, 2**24
 """How many scores are drawn from at once: on a CPU what fits its caches, elsewhere what takes little memory."""
+
+
+class NearTie(NamedTuple):
+    """A pick that might have been another one by a forward pass of another shape.
+
+    `position`: its number among the new tokens, from 0. `margin`: by how much it beat the second, in logits.
+    """
+
+    position: int
+    margin: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Picker:
     logits: tuple[Tensor, ...] | None = None
     margin: float | None = None
     latest: float | None = None
+    near_ties: list[NearTie] | None = field(default_factory=list)
     cuts: list[Any] = field(init=False)
     _first: LogitsProcessorList = field(init=False)
     stretch: float | None = field(init=False)
@@ -69,7 +80,7 @@ class Picker:
         self._first, self.cuts = LogitsProcessorList(self.processors[:whole]), self.processors[whole:]
         self.stretch = None if self.judges else stretch(self.processors)
         if self.stretch is None:
-            self.meter.near_ties = None
+            self.near_ties = None
         self.swing = None if self.judges or self._records else stretch(self._first)
 
     @property
@@ -186,8 +197,8 @@ class Picker:
     def note_near_tie(self, position: int) -> None:
         """Record the latest pick, at that position among the new ids, if it is a near-tie. Each pick is noted once."""
         margin, self.latest = self.latest, None
-        if margin is not None and self.meter.near_ties is not None and not margin > self.tolerance:
-            self.meter.near_ties.append(NearTie(position, margin))
+        if margin is not None and self.near_ties is not None and not margin > self.tolerance:
+            self.near_ties.append(NearTie(position, margin))
 
 
 class Ahead(NamedTuple):

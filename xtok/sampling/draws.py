@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xtok.decoding.sampling.largest import largest, listed, on_host, with_rest
-from xtok.decoding.sampling.noise import gumbel, gumbel_of, mixed, states_of
-from xtok.decoding.sampling.processors import CUTS
-from xtok.drafts.tree import Distribution
 from xtok.errors import InvalidInputError
+from xtok.sampling.largest import largest, listed, on_host, with_rest
+from xtok.sampling.noise import gumbel, gumbel_of, mixed, states_of
+from xtok.sampling.processors import CUTS
 
 _AHEAD = 8
 """How many of the best are looked at for one that top-p leaves."""
@@ -29,6 +28,13 @@ _BLOCK, _BLOCKS = 16, 96
 """Long scores race in blocks of 16, of which 96 nearly always hold the best."""
 _ROUNDED = 1e-9
 """A bound on noise is off by rounding, by less than this."""
+
+
+class Distribution(NamedTuple):
+    """What an id was drawn from: ids of the target, int64, each once, and their probabilities, float64."""
+
+    ids: Tensor
+    probabilities: Tensor
 
 
 class Draw(NamedTuple):

@@ -20,6 +20,7 @@ from xtok.cli.console import (
     load_pair,
     model_draft,
     on_the_command_line,
+    tell,
 )
 from xtok.errors import InvalidInputError
 from xtok.pair import HEADS, TUNED, prompts, quoting, technical
@@ -141,7 +142,7 @@ def systems(
             plot,
         )
     found = {"build_seconds": compare.build_seconds(*pair), "titles": titles, "settings": settings}
-    report.tell(found, report.print_bench, json_told)
+    tell(found, report.print_bench, json_told)
 
 
 @app.command("sampled")
@@ -165,7 +166,7 @@ def sampling(
     texts = _measured(file, limit)
     pair = _enlarged(*load_pair(target, draft, device, dtype), ratio, large)
     rows = sampled.compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
-    report.tell(rows, report.print_sampled, json_told)
+    tell(rows, report.print_sampled, json_told)
 
 
 @app.command("drafters")
@@ -191,7 +192,7 @@ def ways_to_guess(
     pair = _enlarged(*pair, ratio, large)
     kinds: dict[str, Any] = {"prose": texts[:limit], "technical": technical()[:limit], "quoting": quoting(texts)[:limit]}
     rows = drafters.compare_drafters(pair[0], own, kinds, max_new_tokens=max_new_tokens)
-    report.tell(rows, report.print_drafters, json_told)
+    tell(rows, report.print_drafters, json_told)
 
 
 @app.command("contexts")
@@ -203,7 +204,7 @@ def lengths(
     from xtok.bench import context, report
 
     texts = _measured(file, None)
-    report.tell(context.compare_contexts(*_tokenizers(target, draft), texts), report.print_contexts, json_told)
+    tell(context.compare_contexts(*_tokenizers(target, draft), texts), report.print_contexts, json_told)
 
 
 @app.command("vocabularies")
@@ -212,7 +213,7 @@ def sizes(target: TargetOption = OWN_TARGET, draft: DraftOption = None, json_tol
     """What is computed over vocabularies beside the models, by their sizes."""
     from xtok.bench import report, vocabulary
 
-    report.tell(vocabulary.compare_vocabularies(*_tokenizers(target, draft)), report.print_vocabularies, json_told)
+    tell(vocabulary.compare_vocabularies(*_tokenizers(target, draft)), report.print_vocabularies, json_told)
 
 
 @app.command("batches")
@@ -239,7 +240,7 @@ def batches(
     ways, at_once, texts = _ways(setting, penalty), _sizes(batch), _measured(file, limit)
     pair = _enlarged(*load_pair(target, draft, device, dtype), ratio, large)
     rows = _of_lists(batches.compare_batches, pair, texts, ways, at_once, max_new_tokens=max_new_tokens, repeats=repeats)
-    report.tell(rows, report.print_batches, json_told)
+    tell(rows, report.print_batches, json_told)
 
 
 @app.command("bits")
@@ -266,7 +267,7 @@ def bits(
     ways, at_once, texts = _ways(setting, penalty), _sizes(batch), _measured(file, limit)
     pair = _enlarged(*load_pair(target, draft, device, dtype), ratio, large)
     rows = _of_lists(bits.compare_bits, pair, texts, ways, at_once, max_new_tokens=max_new_tokens, repeats=repeats)
-    report.tell(rows, report.print_bits, json_told)
+    tell(rows, report.print_bits, json_told)
 
 
 @app.command("gpu")
@@ -309,7 +310,7 @@ def servers(
     counts, texts = _sizes(clients), _measured(file, limit)
     with TemporaryDirectory() as folder:
         found = _served(folder, texts, counts, max_new_tokens=max_new_tokens, repeats=repeats)
-    report.tell(found, report.print_servers, json_told)
+    tell(found, report.print_servers, json_told)
 
 
 def _served(folder: str, texts: list[str], clients: list[int], **shape: int) -> Any:

@@ -1,1 +1,0 @@
-"""Picks: processors, noise, and draws from the target's logits."""

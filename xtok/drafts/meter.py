@@ -1,0 +1,90 @@
+"""Counts and times of one sequence while it runs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from xtok.models.timing import Cost, Span
+
+_PARTS = ("target", "draft", "propose", "reading", "align", "noise", "all")
+
+
+@dataclass
+class Meter:
+    """Counts and times of one generation while it runs.
+
+    `seconds`: by part; of a forward that texts share, each has its share.
+    """
+
+    draft_forwards: int = 0
+    target_replays: int = 0
+    draft_error: str | None = None
+    chains_only: bool = False
+    exact: bool = True
+    accepted_by_draft: list[int] = field(default_factory=list)
+    shared_forwards: bool = True
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    _drafted: list[Cost] = field(default_factory=list)
+    _away: float = 0.0
+    _shared: Cost = field(default_factory=lambda: Cost(0, 0.0))
+
+    def now(self) -> float:
+        """Seconds on the text's own clock, which stands still while others are served."""
+        return perf_counter() - self._away
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Let the text's clock stand still."""
+        left = perf_counter()
+        try:
+            yield
+        finally:
+            self._away += perf_counter() - left
+
+    def spend(self, seconds: float) -> None:
+        """Let the text's clock go on by its share of what texts had done together."""
+        self._away -= seconds
+
+    def drafts(self, cost: Cost) -> None:
+        """Count a forward of a draft."""
+        self.spend(cost.share)
+        self.seconds["reading"] += cost.share
+        self.draft_forwards += 1
+        self._shared = cost._replace(rows=self._shared.rows + cost.rows)
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Tell the guess that is being timed what the block forwards and how long it takes, with all that it does with it: what
+        it is for the texts that share the forward, if each has as much to do.
+        """
+        self._shared, start = Cost(0, 0.0), self.now()
+        yield
+        self._drafted.append(self._shared._replace(seconds=(self.now() - start) * self._shared.texts))
+
+    def accepts(self, counts: Sequence[int]) -> None:
+        """Add how many guessed ids of each draft were accepted in a round."""
+        before = self.accepted_by_draft or [0] * len(counts)
+        self.accepted_by_draft = [old + new for old, new in zip(before, counts, strict=True)]
+
+    def add(self, seconds: float, *parts: str) -> None:
+        """Add seconds that were measured elsewhere to some parts."""
+        for part in parts:
+            self.seconds[part] += seconds
+
+    @contextmanager
+    def timing(self, part: str) -> Iterator[Span]:
+        """Add the seconds that the block takes to `part`; they are known behind it."""
+        span, start = Span(), self.now()
+        try:
+            yield span
+        finally:
+            span.seconds = self.now() - start
+            self.seconds[part] += span.seconds
+
+    @contextmanager
+    def proposing(self, drafted: list[Cost]) -> Iterator[Span]:
+        """Time a guess. What each `drafting` block in it takes is added to `drafted`."""
+        self._drafted = drafted
+        with self.timing("propose") as span:
+            yield span

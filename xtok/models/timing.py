@@ -1,0 +1,42 @@
+"""What forward passes take."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+
+class Cost(NamedTuple):
+    """What a forward took: `rows`, the ids of all the `texts` that shared it, padding included, and `seconds`.
+
+    `told`: whether another of those texts tells of it. `replayed`: whether it was a CUDA graph.
+    """
+
+    rows: int
+    seconds: float
+    texts: int = 1
+    told: bool = False
+    replayed: bool = False
+
+    @property
+    def share(self) -> float:
+        """Seconds for each text."""
+        return self.seconds / self.texts
+
+
+@dataclass
+class Span:
+    """A stretch of time."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def timed() -> Iterator[Span]:
+    """How long the block takes; known behind it."""
+    span, start = Span(), perf_counter()
+    try:
+        yield span
+    finally:
+        span.seconds = perf_counter() - start

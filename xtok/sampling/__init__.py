@@ -1,0 +1,1 @@
+"""Draws from a distribution: noise, processors, and what a place's noise draws."""
