@@ -147,7 +147,7 @@ HF_ARGUMENTS: dict[str, Any] = {
 
 
 def guesses(generation: Any) -> list[Any]:
-    """How much was guessed and what was right in each round: the order of guesses hangs on rounding, which company changes."""
+    """How much was guessed and what was right in each round: the order of guesses hangs on rounding, which batch changes."""
     return [
         (one.offset, one.proposed, [one.tree.tokens[node] for node in one.right], one.committed) for one in generation.rounds
     ]

@@ -1,4 +1,4 @@
-"""Law 8: company changes nothing. Lists and padded batches, whose texts share forwards, beside each text alone."""
+"""Law 8: others changes nothing. Lists and padded batches, whose texts share forwards, beside each text alone."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -114,7 +114,7 @@ def test_a_text_is_the_same_alone_and_in_lists_of_any_order_written_by_any_numbe
     budget: Budget,
     dear: bool,
 ) -> None:
-    """Law 8: company changes nothing: a text's ids are the same alone, in any batch, in any order of joining and leaving."""
+    """Law 8: others changes nothing: a text's ids are the same alone, in any batch, in any order of joining and leaving."""
     prompts = [*prompts, *(prompts[index % len(prompts)] for index in again)]
     xt = XTokAssisted((target(architecture), TOKENS), MADE[draft](), budget=budget)
     if dear:
@@ -144,7 +144,7 @@ def long(size: int) -> str:
 def test_prompts_of_any_lengths_change_nothing_for_each_other(
     architecture: str, sizes: list[int], batch_size: int, way: str, draft: str
 ) -> None:
-    """Law 8: company changes nothing, be it read in chunks while others are written."""
+    """Law 8: others changes nothing, be it read in chunks while others are written."""
     prompts = [long(size) for size in sizes]
     xt = XTokAssisted((target(architecture), TOKENS), MADE[draft](), budget=TREE)
     assert ids_of(xt.generate(prompts, batch_size=batch_size, **WAYS[way])) == expected(architecture, prompts, way)
@@ -160,7 +160,7 @@ def test_prompts_of_any_lengths_change_nothing_for_each_other(
 def test_texts_that_end_at_different_times_make_room_for_those_that_wait(
     order: list[int], lengths: list[int], batch_size: int, draft: str
 ) -> None:
-    """Law 8: company changes nothing, though every text is told by its own ids where to end."""
+    """Law 8: others changes nothing, though every text is told by its own ids where to end."""
     ends = {tuple(greedily("Llama", TEXTS[row])[: length + 1]) for row, length in enumerate(lengths)}
 
     def stops(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -238,7 +238,7 @@ def test_heads_guess_for_each_text_by_what_the_target_thought_of_it(budget: Budg
     budget=st.sampled_from([Budget(), CHAIN, TREE]),
 )
 def test_a_padded_batch_is_what_transformers_makes_of_it(prompts: list[str], name: str, draft: str, budget: Budget) -> None:
-    """Law 8: company changes nothing, padding included. What keeps a state is shared by rows there, so it is left out."""
+    """Law 8: others changes nothing, padding included. What keeps a state is shared by rows there, so it is left out."""
     more = {} if name == "a processor with a state" else HF_ARGUMENTS[name]()
     inputs = encoded(*prompts)
     xt = XTokAssisted((TARGET, TOKENS), DRAFTS[draft], budget=budget)
@@ -441,7 +441,7 @@ def test_a_bar_of_progress_changes_no_text_and_is_shown_where_it_is_asked_for(
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @pytest.mark.parametrize("draft", sorted(MADE))
 def test_a_hundred_texts_in_one_list_are_what_each_is_alone(architecture: str, draft: str) -> None:
-    """Law 8: company changes nothing, for many that come and go."""
+    """Law 8: others changes nothing, for many that come and go."""
     prompts = [(CORPUS[i % len(CORPUS)] + CORPUS[(i * 7) % len(CORPUS)])[i % 23 : i % 23 + 1 + i * 3 % 61] for i in range(100)]
     xt = XTokAssisted((target(architecture), TOKENS), MADE[draft](), budget=Budget(4, width=3))
     for way in WAYS:

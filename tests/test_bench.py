@@ -402,7 +402,7 @@ def test_a_larger_vocabulary_changes_no_logits_and_its_ids_are_improbable(role: 
     assert (new[..., : old.shape[-1]].argmax(-1) == old.argmax(-1)).all()
     added = new.double().softmax(-1)[..., old.shape[-1] :].sum(-1)
     assert float(added.max()) < 1e-4
-    assert float(new[..., old.shape[-1] :].std(-1).min()) > 0.5  # spread as the others are
+    assert float(new[..., old.shape[-1] :].std(-1).min()) > 0.5  # tolerance as the others are
 
 
 @cache

@@ -34,7 +34,7 @@ from xtok.drafts.policy.ledger import Account, Ledger
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.session import Session
-from xtok.models.forwards import Answer, Ask, Asking
+from xtok.models.forwards import Answer, Ask, Steps
 from xtok.models.roles import Target as Checking
 from xtok.models.seats import Seat
 from xtok.models.timing import Cost
@@ -65,7 +65,7 @@ class TableModel:
     """What the loop asks of a slot in a target, from a table: the logits behind the last id."""
 
     vocabulary, device, chunk, shares, most = len(TARGET), torch.device("cpu"), None, False, None
-    fixed, spread = False, 0.0
+    fixed, tolerance = False, 0.0
 
     def __init__(self) -> None:
         self.server = self
@@ -113,11 +113,11 @@ class TableReader(Reader):
     def holds(self, tokens: int) -> bool:
         return True
 
-    def logits(self, rows: int, rest: Sequence[int] = ()) -> Asking[torch.Tensor]:
+    def logits(self, rows: int, rest: Sequence[int] = ()) -> Steps[torch.Tensor]:
         yield from ()
         return DRAFT_LOGITS[[self.seen]]
 
-    def branch(self, tokens: list[int], parents: list[int]) -> Asking[torch.Tensor]:
+    def branch(self, tokens: list[int], parents: list[int]) -> Steps[torch.Tensor]:
         yield from ()
         return DRAFT_LOGITS[tokens]
 
@@ -190,7 +190,7 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
     assert ended is text
     if text.error is not None:
         raise text.error
-    LONGEST[mode] = max(LONGEST[mode], *(one.accepted for one in meter.rounds))
+    LONGEST[mode] = max(LONGEST[mode], *(one.accepted for one in text.rounds))
     return tuple(text.new_ids)
 
 
@@ -276,7 +276,7 @@ def test_rejection_is_exact_with_a_draft_that_fails_behind_one_of_its_own_guesse
     """Found in review: a guess that is thrown away because of what it says leaves others to be accepted too often."""
     right = TableReader.branch
 
-    def fails(self: TableReader, tokens: list[int], parents: list[int]) -> Asking[torch.Tensor]:
+    def fails(self: TableReader, tokens: list[int], parents: list[int]) -> Steps[torch.Tensor]:
         if tokens == [2]:
             raise MemoryError("simulated")
         return (yield from right(self, tokens, parents))

@@ -22,8 +22,8 @@ from xtok.drafts.policy.ledger import Ledger
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedTokenizerError
+from xtok.models import timing
 from xtok.models.prompts import prompt_ids
-from xtok.results import stats
 from xtok.serving import drafting
 
 TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
@@ -340,7 +340,7 @@ def test_guessing_goes_on_where_the_company_changes_right_behind_a_first_guess(c
     engine.observe(first, picks(first.ids))
     second = engine.add(prompt(TEXTS[1]))
     steps(engine, [first, second], clock, lambda rows: 9 + 0.001 * rows, 6)
-    assert engine._step.company.guesses or engine._ledger.crowds.crowd(2)._plain
+    assert engine._step.batch.guesses or engine._ledger.batch_gates.batch_gate(2)._plain
 
 
 def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> None:
@@ -351,7 +351,7 @@ def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> N
     second, asked = engine.add(prompt(TEXTS[1])), 0
     for _ in range(40):
         guesses = engine.propose([first, second], 8)
-        asked += engine._step.company.guesses
+        asked += engine._step.batch.guesses
         clock.now += 9.0
         for text, guess in zip([first, second], guesses, strict=True):
             engine.observe(text, picks(text.ids, guess.tokens))
@@ -370,10 +370,10 @@ class Sure:
 
     def propose(self, context: Context, budget: Budget) -> Tree:
         self.clock.now += self.cost
-        masses = (0.7, 0.49, 0.34, 0.24)
-        count = budget.verified(masses)
+        probabilities = (0.7, 0.49, 0.34, 0.24)
+        count = budget.verified(probabilities)
         tokens = tuple(7 if self.random.random() < self.right() else 8 for _ in range(count))
-        return Tree(tokens, tuple(range(-1, count - 1)), masses=masses[:count])
+        return Tree(tokens, tuple(range(-1, count - 1)), probabilities=probabilities[:count])
 
 
 def served(
@@ -392,7 +392,7 @@ def served(
     `seconds`: of a step of so many texts with so many guesses. `right`: how often a guess comes true, by the step. `joins`: how
     often another text comes in place of the oldest.
     """
-    monkeypatch.setattr(stats, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(timing, "perf_counter", lambda: clock.now)
     step, took, plain, random = [0], 0.0, 0.0, Random(2)
     engine = DraftEngine(TOKENS, Sure(clock, lambda: right(step[0]), cost), size=SIZE)
     running = [engine.add([5, 6, 7]) for _ in range(texts)]

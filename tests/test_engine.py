@@ -141,7 +141,7 @@ def alone(prompt: str, way: str) -> list[int]:
 def test_texts_from_several_threads_are_what_each_is_alone(
     prompts: list[tuple[str, str]], threads: int, batch_size: int, draft: str, budget: Budget, dear: bool
 ) -> None:
-    """Law 8: company changes nothing: the same alone and beside any others, greedy or sampled."""
+    """Law 8: others changes nothing: the same alone and beside any others, greedy or sampled."""
     xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=budget)
     if dear:
         make_dear(xt)
@@ -169,7 +169,7 @@ FATES = ("ends", "is cancelled", "is cancelled at once", "fails")
 def test_a_text_is_the_same_beside_others_that_join_end_fail_and_are_cancelled(
     given_texts: list[tuple[str, str, str, int]], batch_size: int, draft: str, budget: Budget
 ) -> None:
-    """Law 8: company changes nothing: a text's ids are the same alone, in any batch, in any order of joining and leaving,
+    """Law 8: others changes nothing: a text's ids are the same alone, in any batch, in any order of joining and leaving,
     beside texts that fail or are cancelled.
     """
     xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=budget)
@@ -419,7 +419,7 @@ def test_a_script_that_ends_while_texts_are_written_ends_as_it_says(ending: str)
 
 @pytest.mark.parametrize("when", [0, 1, 5])
 def test_a_draft_that_fails_in_a_shared_forward_ends_no_text(when: int) -> None:
-    """Law 7 in company: failing guesses cost speed only."""
+    """Law 7 in others: failing guesses cost speed only."""
     calls: list[int] = []
 
     def fail(*_: Any) -> None:
@@ -816,8 +816,8 @@ def test_memory_is_kept_whatever_guesses(drafts: list[Any], batch_size: int) -> 
     memory = 2**22
     with Engine(XTokAssisted((LM, TOKENS), drafts, budget=TREE), batch_size=batch_size, memory=memory) as engine:
         for size in (40, 200, 330, 90):
-            foreseen = {"prediction": TEXTS[0] * 9}
-            tickets = [engine.submit(long(size), **GREEDY, **({} if drafts else foreseen)) for _ in range(batch_size)]
+            predicted = {"prediction": TEXTS[0] * 9}
+            tickets = [engine.submit(long(size), **GREEDY, **({} if drafts else predicted)) for _ in range(batch_size)]
             assert {tuple(ids(one)) for one in tickets} == {tuple(greedily("Llama", long(size)))}
             assert 0 < cache_bytes(engine) <= memory
 

@@ -277,7 +277,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, seconds: dict[Any, Callable[[], flo
         calls[model] += 1
         now[0] += seconds[model]()
 
-    monkeypatch.setattr("xtok.results.stats.perf_counter", lambda: now[0])
+    monkeypatch.setattr("xtok.models.timing.perf_counter", lambda: now[0])
     handles = [model.register_forward_hook(passes) for model in seconds]
     try:
         yield calls

@@ -41,7 +41,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(type(lm), "forward", forward)
-    for module in ("results.stats", "models.stable"):
+    for module in ("models.timing", "models.stable"):
         monkeypatch.setattr(f"xtok.{module}.perf_counter", lambda: float(len(found)))
     yield found
 
@@ -107,9 +107,9 @@ def test_variables_by_which_libraries_choose_kernels_are_told_apart(name: str, m
     assert described(lm, []) != before
 
 
-def kept(agreed: dict[Any, bool], spread: float | None = None, digest: str = "0" * 64) -> Findings:
+def kept(agreed: dict[Any, bool], tolerance: float | None = None, digest: str = "0" * 64) -> Findings:
     file = Findings(digest)
-    file.agreed, file.spread = dict(agreed), spread
+    file.agreed, file.tolerance = dict(agreed), tolerance
     file.save()
     return file
 
@@ -125,15 +125,15 @@ SENSELESS = [
     "[]",
     "null",
     '{"agreed": 3}',
-    '{"agreed": [[1]], "spread": null}',
+    '{"agreed": [[1]], "tolerance": null}',
     "\udcff",
-    '{"digest": "DIGEST", "agreed": [[1, 4, 1e999, true]], "spread": null}',
-    '{"digest": "DIGEST", "agreed": [], "spread": 1e999}',
-    '{"digest": "DIGEST", "agreed": [], "spread": -1.0}',
-    '{"digest": "DIGEST", "agreed": [], "spread": 0}',
-    '{"digest": "DIGEST", "agreed": [[1, 4, 128, "no"]], "spread": null}',
-    '{"digest": "DIGEST", "agreed": [[1, 4, -128, true]], "spread": null}',
-    '{"digest": "DIGEST", "agreed": [], "spread": ' + "[" * 100_000,
+    '{"digest": "DIGEST", "agreed": [[1, 4, 1e999, true]], "tolerance": null}',
+    '{"digest": "DIGEST", "agreed": [], "tolerance": 1e999}',
+    '{"digest": "DIGEST", "agreed": [], "tolerance": -1.0}',
+    '{"digest": "DIGEST", "agreed": [], "tolerance": 0}',
+    '{"digest": "DIGEST", "agreed": [[1, 4, 128, "no"]], "tolerance": null}',
+    '{"digest": "DIGEST", "agreed": [[1, 4, -128, true]], "tolerance": null}',
+    '{"digest": "DIGEST", "agreed": [], "tolerance": ' + "[" * 100_000,
 ]
 
 
@@ -145,7 +145,7 @@ def test_a_file_that_makes_no_sense_is_as_good_as_none(text: str, folder: Path) 
     assert loaded() is None
     file.save()
     found = loaded()
-    assert found is not None and (found.agreed, found.spread) == (SOME, 0.5)
+    assert found is not None and (found.agreed, found.tolerance) == (SOME, 0.5)
 
 
 def test_a_file_of_another_digest_isnt_read() -> None:
@@ -198,7 +198,7 @@ def test_what_another_process_found_is_kept() -> None:
     kept({(1, 4, 128): True}, 0.25)
     kept({(1, 8, 128): False})
     found = loaded()
-    assert found is not None and (found.agreed, found.spread) == ({(1, 4, 128): True, (1, 8, 128): False}, 0.25)
+    assert found is not None and (found.agreed, found.tolerance) == ({(1, 4, 128): True, (1, 8, 128): False}, 0.25)
 
 
 def test_shapes_that_were_refused_elsewhere_are_not_used() -> None:
@@ -233,7 +233,7 @@ def test_threads_that_want_shapes_at_once_try_each_well(monkeypatch: pytest.Monk
     for _ in range(3):
         shapes = StableShapes(target("Llama", HALF))
         with ThreadPoolExecutor(6) as pool:
-            list(pool.map(lambda new, shapes=shapes: (shapes.width(1, new, 128), shapes.spread), [3, 7, 15, 20, 30, 40]))
+            list(pool.map(lambda new, shapes=shapes: (shapes.width(1, new, 128), shapes.tolerance), [3, 7, 15, 20, 30, 40]))
         assert not shapes._known.failed and all(shapes._known.findings.agreed.values())
 
 

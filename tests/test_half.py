@@ -48,7 +48,7 @@ def a_noisy_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         now += random.expovariate(1.0) * random.choice([1e-4, 1e-3, 1e-1])
         return now
 
-    for module in ("results.stats", "models.stable"):
+    for module in ("models.timing", "models.stable"):
         monkeypatch.setattr(f"xtok.{module}.perf_counter", read)
     yield
 
@@ -245,7 +245,7 @@ def test_near_ties_are_reported_with_their_positions_and_margins() -> None:
 def test_no_second_reaches_what_a_ledger_without_a_clock_decides(rounds: list[tuple[int, int, bool]], seed: int) -> None:
     random, ledgers = Random(seed), [Ledger([Account(), Account()], nominal=[0.1, 0.01]) for _ in range(2)]
     for right, rows, asked in rounds:
-        tree = chain(range(6), masses=[0.9**depth for depth in range(1, 7)])
+        tree = chain(range(6), probabilities=[0.9**depth for depth in range(1, 7)])
         for ledger in ledgers:
             took = [random.expovariate(1.0) for _ in range(4)]
             proposals = [
@@ -276,7 +276,7 @@ def test_a_model_with_few_positions_waits_with_picks_after_branches() -> None:
     lm.config.max_position_embeddings = 65
     shapes = StableShapes(lm)
     shapes.served(1e9)
-    assert shapes.spread == inf
+    assert shapes.tolerance == inf
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])

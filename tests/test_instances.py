@@ -117,7 +117,7 @@ IN_FLOAT32 = fitting(TOKENS, "Llama", 0, dtype=torch.float32)
 
 @cache
 def in_float32(prompt: str, way: str) -> list[int]:
-    """What the target writes without a draft and without company."""
+    """What the target writes without a draft and without batch."""
     return XTokAssisted((IN_FLOAT32, TOKENS)).generate(prompt, **WAYS[way]).token_ids
 
 
@@ -135,7 +135,7 @@ def in_float32(prompt: str, way: str) -> list[int]:
 def test_a_text_is_the_same_beside_others_that_join_end_fail_and_are_closed(
     texts: list[tuple[str, str, str]], order: list[int], draft: str, budget: Budget
 ) -> None:
-    """Law 8: company changes nothing."""
+    """Law 8: batch changes nothing."""
     xt = XTokAssisted((IN_FLOAT32, TOKENS), DRAFTS[draft], budget=budget)
     ended: dict[int, list[int]] = {}
 
@@ -171,7 +171,7 @@ def test_a_text_is_the_same_beside_others_that_join_end_fail_and_are_closed(
     budget=budgets(),
 )
 def test_a_text_is_the_same_in_any_list_and_any_padded_batch(prompts: list[str], way: str, draft: str, budget: Budget) -> None:
-    """Law 8: company changes nothing."""
+    """Law 8: batch changes nothing."""
     xt = XTokAssisted((IN_FLOAT32, TOKENS), DRAFTS[draft], budget=budget)
     expected = [in_float32(prompt, way) for prompt in prompts]
     assert [one.token_ids for one in xt.generate(prompts, **WAYS[way])] == expected

@@ -163,12 +163,12 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "Tree": (
         Tree,
         {"tokens": (1,), "parents": (-1,)},
-        {"tokens": "a bytes [None] [a] {a}", "parents": "", "masses": "None a bytes [] [None] [a] {} {a}"},
+        {"tokens": "a bytes [None] [a] {a}", "parents": "", "probabilities": "None a bytes [] [None] [a] {} {a}"},
     ),
     "chain": (
         chain,
         {"tokens": (1,)},
-        {"tokens": "a bytes [] [None] [a] {} {a} generator", "masses": "a bytes [] [None] [a] {} {a} generator"},
+        {"tokens": "a bytes [] [None] [a] {} {a} generator", "probabilities": "a bytes [] [None] [a] {} {a} generator"},
     ),
     "train_heads": (
         train_heads,

@@ -163,17 +163,17 @@ def test_several_continuations_are_branches() -> None:
     )
     first = [spelled([token]) for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]
     assert len(first) == 2
-    assert sum(mass for mass, parent in zip(tree.masses, tree.parents, strict=True) if parent == -1) <= 1
+    assert sum(probability for probability, parent in zip(tree.probabilities, tree.parents, strict=True) if parent == -1) <= 1
 
 
 def test_a_lookup_learns_how_far_it_is_to_be_believed() -> None:
     def first_mass(ids: list[int]) -> float:
-        tokens, mass = tokenizer("byte-level BPE"), 0.0
+        tokens, probability = tokenizer("byte-level BPE"), 0.0
         guesser = Lookup(None, encoder(tokens, token_bytes(tokens)))
         for size in range(2, len(ids)):
             tree = guesser.propose(Context(ids[:size], b"", 0), Budget(width=1, longest=3, depth=5, schedule="constant"))
-            mass = tree.masses[0] if len(tree) else mass
-        return mass
+            probability = tree.probabilities[0] if len(tree) else probability
+        return probability
 
     random = Random(0)
     assert first_mass([4, 5, 6, 7] * 30) > 0.9
@@ -186,8 +186,8 @@ def test_masses_fall_along_a_continuation(history: list[tuple[list[int], int, li
     for ids, agreeing, new in history:
         belief.given = ids, agreeing
         belief.learn(new)
-        masses = belief.masses(agreeing, 9)
-        assert all(1 >= mass >= later > 0 for mass, later in pairwise(masses))
+        probabilities = belief.probabilities(agreeing, 9)
+        assert all(1 >= probability >= later > 0 for probability, later in pairwise(probabilities))
 
 
 def test_a_corpus_may_be_given_as_a_generator() -> None:

@@ -90,7 +90,7 @@ def helped(target: tuple[Any, Any], draft: tuple[Any, Any]) -> str:
 
 
 def stable(model: PreTrainedModel) -> str:
-    """Whether two texts in company, with guesses, are those of the target alone with `stable=True` in bfloat16, or why not."""
+    """Whether two texts in batch, with guesses, are those of the target alone with `stable=True` in bfloat16, or why not."""
     half = deepcopy(model).bfloat16()
     try:
         alone = XTokAssisted((half, TOKENS), stable=True)

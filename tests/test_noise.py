@@ -31,21 +31,21 @@ def bins(numbers: torch.Tensor, count: int) -> torch.Tensor:
     return (numbers * count).long()
 
 
-def spread(cells: torch.Tensor, count: int) -> float:
+def tolerance(cells: torch.Tensor, count: int) -> float:
     """The p-value of the hypothesis that all cells are equally likely."""
     return chi_square(torch.bincount(cells, minlength=count).double(), torch.full((count,), len(cells) / count))
 
 
 def test_it_is_uniform_over_tokens_at_each_place() -> None:
     numbers = torch.cat([uniform(KEYS, noise(0, 0, b"").at(offset, 0)) for offset in range(200)])
-    assert spread(bins(numbers, 1000), 1000) > PASSES
+    assert tolerance(bins(numbers, 1000), 1000) > PASSES
 
 
 def test_it_is_uniform_over_places_for_each_token() -> None:
     states = [noise(seed, 0, b"prompt").at(offset, 0) for seed, offset in product(range(100), range(100))]
     numbers = torch.stack([uniform(KEYS[:5], state) for state in states])
     for token in range(5):
-        assert spread(bins(numbers[:, token], 100), 100) > PASSES
+        assert tolerance(bins(numbers[:, token], 100), 100) > PASSES
 
 
 PLACES = {
@@ -63,24 +63,24 @@ def test_places_that_differ_in_one_thing_have_independent_noise(places: str) -> 
     """Pairs of numbers fill the unit square evenly."""
     numbers = [bins(uniform(KEYS[:1000], state), 20) for state in PLACES[places]]
     pairs = torch.cat([20 * one + other for one, other in pairwise(numbers)])
-    assert spread(pairs, 400) > PASSES
+    assert tolerance(pairs, 400) > PASSES
 
 
 def test_tokens_that_differ_in_one_byte_have_independent_noise() -> None:
     keys = torch.tensor([spelling_key(i.to_bytes(2, "big")) for i in range(2000)])
     numbers = torch.stack([bins(uniform(keys, state), 20) for state in PLACES["seeds"]])
-    assert spread((20 * numbers[:, :-1] + numbers[:, 1:]).flatten(), 400) > PASSES
+    assert tolerance((20 * numbers[:, :-1] + numbers[:, 1:]).flatten(), 400) > PASSES
 
 
 def test_the_tests_of_evenness_can_fail() -> None:
     numbers = torch.cat([uniform(KEYS, state) for state in PLACES["seeds"]])
-    assert spread(bins(numbers**1.03, 1000), 1000) < FAILS
-    assert spread(bins(numbers, 20) * 21, 400) < FAILS
+    assert tolerance(bins(numbers**1.03, 1000), 1000) < FAILS
+    assert tolerance(bins(numbers, 20) * 21, 400) < FAILS
 
 
 def test_gumbel_noise_has_gumbels_distribution() -> None:
     numbers = torch.cat([gumbel(KEYS, state) for state in PLACES["seeds"]])
-    assert spread(bins(torch.exp(-torch.exp(-numbers)), 1000), 1000) > PASSES
+    assert tolerance(bins(torch.exp(-torch.exp(-numbers)), 1000), 1000) > PASSES
 
 
 @given(st.integers(INT64.min, INT64.max), st.integers(0, 2**64 - 1))

@@ -24,8 +24,8 @@ SIZES = st.sampled_from([1, 2, 7, 4096, 4097, 5000, 8192, 20011, 48586])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 
 
-def scores_of(seed: int, rows: int, size: int, spread: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * spread
+def scores_of(seed: int, rows: int, size: int, tolerance: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * tolerance
 
 
 def keys_of(seed: int, size: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ def test_the_largest_are_those_of_topk(seed: int, rows: int, size: int, count: i
 def test_the_best_is_that_of_argmax_and_the_first_of_equal_ones(
     seed: int, rows: int, size: int, dtype: torch.dtype, broken: bool
 ) -> None:
-    scores = scores_of(seed, rows, size, spread=0.7).round().to(dtype)
+    scores = scores_of(seed, rows, size, tolerance=0.7).round().to(dtype)
     if broken:
         scores[0, size // 2 :] = torch.nan
     places, gaps = best(scores)
@@ -75,9 +75,9 @@ def test_numbers_are_listed_as_they_are_wherever_they_come_from(monkeypatch: pyt
     st.booleans(),
 )
 def test_a_race_ends_as_a_sort_of_all_scores_with_their_noise(
-    seed: int, rows: int, size: int, spread: float, count: int, banned: bool, whole: bool
+    seed: int, rows: int, size: int, tolerance: float, count: int, banned: bool, whole: bool
 ) -> None:
-    scores, keys = scores_of(seed, rows, size, spread), keys_of(seed, size)
+    scores, keys = scores_of(seed, rows, size, tolerance), keys_of(seed, size)
     if banned:
         scores[:, : size - size // 3] = -torch.inf
     states = states_of([noise(seed, 0, b"").at(3 + row, 0) for row in range(rows)], keys.device)
@@ -90,8 +90,8 @@ def test_a_race_ends_as_a_sort_of_all_scores_with_their_noise(
 
 
 def test_a_race_is_nearly_always_sure_of_the_best() -> None:
-    for spread in (0.3, 1.0, 3.0, 8.0):
-        scores, keys = scores_of(0, 100, 48586, spread), keys_of(0, 48586)
+    for tolerance in (0.3, 1.0, 3.0, 8.0):
+        scores, keys = scores_of(0, 100, 48586, tolerance), keys_of(0, 48586)
         _, _, sure = race(scores, keys, states_of(range(100), keys.device), 2)
         assert sure.all(dim=1).float().mean() > 0.95
 
@@ -108,9 +108,9 @@ CUTS = st.tuples(
 @example(0, 48586, 0.5, [TopPLogitsWarper(0.5)], False)  # more ids than are looked at fail the cut
 @example(0, 7, 0.0, [TopPLogitsWarper(0.1)], False)  # the cut parts equal scores
 def test_what_cuts_a_distribution_may_be_asked_of_the_draw_alone(
-    seed: int, size: int, spread: float, cuts: list[LogitsProcessor], tied: bool
+    seed: int, size: int, tolerance: float, cuts: list[LogitsProcessor], tied: bool
 ) -> None:
-    scores, keys = scores_of(seed, 1, size, spread), keys_of(seed, size)
+    scores, keys = scores_of(seed, 1, size, tolerance), keys_of(seed, size)
     scores = (scores * 2).round() / 2 if tied else scores
     state = noise(seed, 0, b"").at(3, 0)
     cut = LogitsProcessorList(cuts)(torch.zeros(1, 1, dtype=torch.int64), scores)
@@ -123,10 +123,10 @@ def test_what_cuts_a_distribution_may_be_asked_of_the_draw_alone(
 @examples(100)
 @given(st.integers(0, 999), st.integers(1, 5), SIZES, st.sampled_from([0.0, 0.5, 2.0, 6.0]), CUTS, st.booleans())
 def test_draws_of_several_rows_are_those_of_each(
-    seed: int, rows: int, size: int, spread: float, cuts: list[LogitsProcessor], tied: bool
+    seed: int, rows: int, size: int, tolerance: float, cuts: list[LogitsProcessor], tied: bool
 ) -> None:
     """With margins and all; and a row that is no distribution is left alone."""
-    scores, keys = scores_of(seed, rows, size, spread), keys_of(seed, size)
+    scores, keys = scores_of(seed, rows, size, tolerance), keys_of(seed, size)
     scores = (scores * 2).round() / 2 if tied else scores
     scores[0] = (torch.nan, torch.inf, -torch.inf)[seed % 3]
     states = [noise(seed, 0, b"").at(row, 0) for row in range(rows)]

@@ -19,7 +19,7 @@ LONG = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
 EDITS = ("whole", "from its middle on", "with a word changed", "of another text", "nonsense")
 
 
-def foreseen(truth: str, how: str) -> str:
+def predicted(truth: str, how: str) -> str:
     half = len(truth) // 2
     return {
         "whole": truth,
@@ -53,7 +53,9 @@ def test_a_prediction_changes_no_id(
     xt = XTokAssisted(target, MADE[draft](), budget=budget)
     if dear:
         make_dear(xt)
-    found = xt.generate(prompt, prediction=foreseen(truth.text, prediction) if prediction in EDITS else prediction, **WAYS[way])
+    found = xt.generate(
+        prompt, prediction=predicted(truth.text, prediction) if prediction in EDITS else prediction, **WAYS[way]
+    )
     assert found.token_ids == truth.token_ids
     assert found.stats.draft_error is None
 
@@ -71,7 +73,7 @@ def made(**more: Any) -> Generation:
 @pytest.mark.parametrize(("how", "least"), [("whole", 4.0), ("from its middle on", 1.3), ("with a word changed", 2.0)])
 def test_a_prediction_that_comes_true_saves_forwards_from_the_first_on(how: str, least: float) -> None:
     truth = made()
-    found = made(prediction=foreseen(truth.text, how))
+    found = made(prediction=predicted(truth.text, how))
     assert found.token_ids == truth.token_ids
     assert found.stats.tokens_per_forward > least
     assert found.drafts == ("prediction",)

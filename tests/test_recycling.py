@@ -44,9 +44,9 @@ def test_a_table_holds_what_was_likeliest_behind_each_id_the_last_time(
         wanted |= {token: [] for token in ids}
         for token, row in zip(ids, logits, strict=True):
             wanted[token].append(row[:SIZE])
-    known, ids_behind, logits_behind = table.behind(asked)
+    known, ids_after, logits_behind = table.behind(asked)
     assert known == [token in wanted for token in asked]
-    for token, found, values in zip([token for token in asked if token in wanted], ids_behind, logits_behind, strict=True):
+    for token, found, values in zip([token for token in asked if token in wanted], ids_after, logits_behind, strict=True):
         tops = [row.topk(16) for row in wanted[token]]  # of an id that comes twice in a forward, either
         assert any(torch.equal(found, top.indices) and torch.equal(values, top.values) for top in tops)
 
@@ -65,7 +65,7 @@ def test_ids_are_those_of_the_target_alone(budget: Budget, way: str, prompts: li
 
 @pytest.mark.parametrize(("way", "least"), [("greedy", 1.7), ("penalty", 1.4), ("sampled", 1.15)])
 def test_real_text_takes_fewer_forwards(way: str, least: float) -> None:
-    """What is drawn is foreseen, too: under the noise of its place."""
+    """What is drawn is predicted, too: under the noise of its place."""
     xt = XTokAssisted(pair.TARGET, TokenRecycling(), budget=TREE)
     made = xt.generate(pair.prompts()[:3], **{**WAYS[way], "max_new_tokens": 40, "eos_token_id": None})
     assert sum(one.stats.new_tokens for one in made) > least * sum(one.stats.target_forwards for one in made)

@@ -277,8 +277,8 @@ def test_a_prediction_is_guessed_from_and_what_came_of_it_is_told(server: Server
     with server.client() as client:
         truth = client.chat.completions.create(**asked)
         text = truth.choices[0].message.content
-        foreseen = [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}] if parts else text
-        found = client.chat.completions.create(**asked, prediction={"type": "content", "content": foreseen}, **usage)
+        predicted = [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}] if parts else text
+        found = client.chat.completions.create(**asked, prediction={"type": "content", "content": predicted}, **usage)
         chunks = [*found] if streamed else [found]
     if streamed:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == text

@@ -32,12 +32,12 @@ from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
 from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.latency import _MEMORY
-from xtok.drafts.policy.ledger import Account, Company, Crowd, Ledger, Pace, Proposal
+from xtok.drafts.policy.ledger import Account, Batch, BatchGate, Ledger, Pace, Proposal
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
-from xtok.models.forwards import Asking, together
+from xtok.models.forwards import Steps, together
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
 from xtok.models.timing import Cost
@@ -160,8 +160,8 @@ trees = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), 
 
 def tree_of(guesses: list[tuple[list[int], float]]) -> Tree:
     trie = Trie()
-    for tokens, mass in guesses:
-        trie.add(tokens, mass)
+    for tokens, probability in guesses:
+        trie.add(tokens, probability)
     return trie.best(len)
 
 
@@ -245,11 +245,11 @@ def test_each_draft_is_told_what_was_accepted_of_it() -> None:
 def test_a_draft_is_left_alone_where_cheaper_ones_are_sure_and_asked_where_they_are_not() -> None:
     """A speed law: judged over all rounds together it would pay, so it would be asked where it adds nothing, too."""
     ledger, asked = Ledger([Account(), Account()]), {0.0: 0, 0.9: 0}
-    tree = Tree((1,), (-1,), masses=(0.9,))
+    tree = Tree((1,), (-1,), probabilities=(0.9,))
     ledger.observe(Tree(), [1], Cost(1, 1.0), [Proposal(), Proposal()])
     for step in range(800):
         sure = 0.9 * (step % 2)
-        on = ledger.asks(1, sure, Company())
+        on = ledger.asks(1, sure, Batch())
         asked[sure] += on
         cheap = Proposal(tree, rest=1e-6, own=frozenset([0])) if sure else Proposal(Tree(), rest=1e-6)
         dear = Proposal(tree, sure, [Cost(1, 0.4)], own=frozenset() if sure else frozenset([0])) if on else Proposal()
@@ -264,7 +264,7 @@ def test_a_drafts_time_costs_the_picks_that_cheaper_drafts_would_make_in_it() ->
     three, four = (tree_of([(list(range(1, size + 1)), 0.9)]) for size in (3, 4))
     ledger.observe(Tree(), [1], Cost(1, 1.0), [Proposal(), Proposal()])
     for step in range(600):
-        on, right = ledger.asks(1, 0.0, Company()), step % 5 < 3
+        on, right = ledger.asks(1, 0.0, Batch()), step % 5 < 3
         asked += on
         cheap = Proposal(three, rest=1e-6, own=frozenset(range(3)))
         dear = Proposal(four, 0.0, [Cost(1, 0.4)], own=frozenset([3])) if on else Proposal()
@@ -277,14 +277,14 @@ def test_a_draft_that_earns_nothing_is_asked_ever_less_and_another_goes_on() -> 
     ledger, random = Ledger([Account(), Account()]), Random(0)
     asked = [0, 0]
     for _ in range(600):
-        tree = Tree((1,), (-1,), masses=(0.5,))
+        tree = Tree((1,), (-1,), probabilities=(0.5,))
         right = random.random() < 0.8
         shares = []
         for draft, account in enumerate(ledger.accounts):
             on = ledger.ready() and account.backoff(0.0).asks()
             asked[draft] += on
             own = frozenset([0]) if draft == 1 else frozenset()
-            guess = tree if draft == 1 else Tree((2,), (-1,), masses=(0.5,))
+            guess = tree if draft == 1 else Tree((2,), (-1,), probabilities=(0.5,))
             shares.append(Proposal(guess, 0.0, [Cost(1, 0.05)], own=own) if on else Proposal())
         ledger.observe(tree, [1, 5] if right else [3], Cost(2, 1.0), shares)
     assert asked[0] < 150
@@ -428,9 +428,9 @@ def test_the_heuristic_schedule_guesses_two_more_after_a_guess_that_was_right_to
 
 
 def test_a_draft_goes_on_only_behind_tokens_that_it_is_confident_of() -> None:
-    def expand(front: list[Path]) -> Asking[list[list[Path]]]:
+    def expand(front: list[Path]) -> Steps[list[list[Path]]]:
         yield from ()
-        return [[Path(path.mass * 0.5, 0, path.written + b"a", 0.5)] for path in front]
+        return [[Path(path.probability * 0.5, 0, path.written + b"a", 0.5)] for path in front]
 
     def grows(first: float, confidence: float) -> int:
         budget = Budget(9, confidence=confidence, width=4, schedule="constant")
@@ -468,10 +468,10 @@ def test_schedules_that_make_no_sense_are_refused(wrong: dict[str, Any], told: s
 @pytest.mark.parametrize(
     "odd",
     [
-        Tree((5,), (-1,), masses=(9000.0,)),
-        Tree((5, 6), (-1, 0), masses=(float("inf"), -3.0)),
-        Tree((torch.tensor(5),), (-1,), masses=(torch.tensor(0.5),)),  # type: ignore[arg-type]
-        Tree((5,), (-1,), masses=(0.0,)),
+        Tree((5,), (-1,), probabilities=(9000.0,)),
+        Tree((5, 6), (-1, 0), probabilities=(float("inf"), -3.0)),
+        Tree((torch.tensor(5),), (-1,), probabilities=(torch.tensor(0.5),)),  # type: ignore[arg-type]
+        Tree((5,), (-1,), probabilities=(0.0,)),
     ],
 )
 def test_masses_that_are_no_probabilities_are_taken_for_the_nearest(odd: Tree) -> None:
@@ -487,9 +487,9 @@ def test_masses_that_are_no_probabilities_are_taken_for_the_nearest(odd: Tree) -
 @pytest.mark.parametrize(
     "wrong",
     [
-        Tree((5, 6), (-1, -1), masses=(0.5, float("nan"))),
-        Tree((5,), (-1,), masses=("x",)),  # type: ignore[arg-type]
-        Tree((5,), (-1,), masses=(None,)),  # type: ignore[arg-type]
+        Tree((5, 6), (-1, -1), probabilities=(0.5, float("nan"))),
+        Tree((5,), (-1,), probabilities=("x",)),  # type: ignore[arg-type]
+        Tree((5,), (-1,), probabilities=(None,)),  # type: ignore[arg-type]
         Tree((5.5,), (-1,)),  # type: ignore[arg-type]
     ],
 )
@@ -520,13 +520,13 @@ def test_a_mass_is_never_more_than_its_parents_whatever_rounding_does() -> None:
     chain = Tree((1, 2), (-1, 0))
     trie.mix(chain, [0.49424636804294275, 0.4942463680284966])
     trie.mix(chain, [0.9999988675117493, 0.9999988675117493])
-    assert trie.best(lambda masses: 1).tokens == (1,)
+    assert trie.best(lambda probabilities: 1).tokens == (1,)
 
 
 def test_reading_a_long_prompt_is_no_reason_to_leave_a_draft_alone() -> None:
     """Found in review: lookup in a long prompt was banned for thousands of rounds for the time that reading it took."""
     ledger = Ledger([Account()])
-    tree = Tree((1,), (-1,), masses=(0.9,))
+    tree = Tree((1,), (-1,), probabilities=(0.9,))
     for generation in range(3):
         for turn in range(20):
             first = turn == 0
@@ -670,7 +670,7 @@ def judged(generations: Sequence[Generation], length: int) -> int:
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which all takes equally long: nothing is far off, and so nothing is forgotten."""
     ticks = count()
-    monkeypatch.setattr("xtok.results.stats.perf_counter", lambda: next(ticks) / 1e3)
+    monkeypatch.setattr("xtok.models.timing.perf_counter", lambda: next(ticks) / 1e3)
 
 
 @pytest.fixture
@@ -719,7 +719,7 @@ def test_drafts_guess_for_texts_that_share_forwards_where_whole_rounds_paid(
 ) -> None:
     decided, guessed, judged = list[bool](), list[bool](), list[tuple[int, int, bool]]()
 
-    def decides(_: Crowd) -> bool:
+    def decides(_: BatchGate) -> bool:
         decided.append(guesses[len(decided) % len(guesses)])
         return decided[-1]
 
@@ -727,13 +727,13 @@ def test_drafts_guess_for_texts_that_share_forwards_where_whole_rounds_paid(
         guessed.append(not decided or decided[-1])
         return [5]
 
-    def judges(_: Crowd, texts: int, picks: int, seconds: float, *, guessed: bool) -> None:
+    def judges(_: BatchGate, texts: int, picks: int, seconds: float, *, guessed: bool) -> None:
         assert seconds > 0
         judged.append((texts, picks, guessed))
 
     wanted = XTokAssisted((TARGET, TOKENS)).generate(PROMPTS[:texts], **GREEDY)
-    monkeypatch.setattr(Crowd, "asks", decides)
-    monkeypatch.setattr(Crowd, "judge", judges)
+    monkeypatch.setattr(BatchGate, "asks", decides)
+    monkeypatch.setattr(BatchGate, "judge", judges)
     made = XTokAssisted((TARGET, TOKENS), ScriptedDrafter(guess)).generate(PROMPTS[:texts], **GREEDY)
     assert [one.token_ids for one in made] == [one.token_ids for one in wanted]
     assert all(guessed) and bool(guessed) == (True in guesses or texts == 1)
@@ -749,12 +749,12 @@ def ended(pieces: Any, generations: list[Generation]) -> Iterator[str]:
 
 def test_no_round_of_any_thread_is_lost() -> None:
     ledger, threads, rounds = Ledger([Account(), Account()]), 8, scaled(2000)
-    tree = Tree((1, 2), (-1, 0), masses=(0.9, 0.5))
+    tree = Tree((1, 2), (-1, 0), probabilities=(0.9, 0.5))
 
     def play(thread: int) -> None:
         pace = Pace(ledger, ledger.accounts[0])
         for step in range(rounds):
-            ledger.asks(0, 0.0, Company()), pace.expanded(1, [0.9, 0.5]), pace.verified([0.9, 0.5]), ledger.masses(1, tree)
+            ledger.asks(0, 0.0, Batch()), pace.expanded(1, [0.9, 0.5]), pace.verified([0.9, 0.5]), ledger.probabilities(1, tree)
             asked = [Proposal(tree, 0.0, [Cost(1 << step % 6, 0.1)], own=frozenset([draft])) for draft in range(2)]
             ledger.observe(tree.within(step % 3), [1, 2, 3], Cost(3, 1.0), asked)
 
@@ -785,7 +785,7 @@ HINT = 4
 
 
 def behind_hint(guesses: list[tuple[list[int], float]]) -> Tree:
-    return tree_of([([HINT, *ids], mass) for ids, mass in guesses])
+    return tree_of([([HINT, *ids], probability) for ids, probability in guesses])
 
 
 def hinted(found: Sequence[Sequence[tuple[list[int], float]]], budget: Budget) -> tuple[Tree, Session]:
@@ -861,6 +861,6 @@ def test_behind_a_hint_is_guessed_what_is_guessed_once_it_is_committed(kind: str
             guessed += len(behind)
             if kind != "other ids":  # where the hint is read by itself, and once it is committed with what stands before it
                 assert set(paths_of(behind)) == set(paths_of(trees[1]))
-                assert sorted(behind.masses) == pytest.approx(sorted(trees[1].masses), rel=1e-3)
+                assert sorted(behind.probabilities) == pytest.approx(sorted(trees[1].probabilities), rel=1e-3)
             assert width > 1 or kind == "recycling" or len(trees[0]) == trees[0].depth, "a chain"
     assert guessed > 10

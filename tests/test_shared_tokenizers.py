@@ -157,7 +157,7 @@ def tiny(name: str, seed: int = 0) -> Any:
 def written(target: str, text: str) -> Written:
     lm, tokens = tiny(target)
     prompt = prompt_ids(tokens, PROMPT)
-    ids = reading(target).ids_behind(text) or reading(target).ids(text)
+    ids = reading(target).ids_after(text) or reading(target).ids(text)
     processors = LogitsProcessorList([Writes(len(prompt), ids)])
     arguments = {"max_new_tokens": len(ids), "do_sample": False, "logits_processor": processors}
     speaker = Speaker(target, prompt, ids)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from worlds import ARCHITECTURES, examples, model
 
-from xtok.models.forwards import Answer, Ask, Asking, answered, together
+from xtok.models.forwards import Answer, Ask, Steps, answered, together
 from xtok.models.slots import Row, Slots
 
 VOCABULARY = 40
@@ -131,7 +131,7 @@ def poison(slots: Slots, index: int, places: slice) -> None:
 
 
 class Sharing(RuleBasedStateMachine):
-    """Law 8: company changes nothing. Lists hold what the rows ought to hold.
+    """Law 8: batch changes nothing. Lists hold what the rows ought to hold.
 
     `forwards`: how often a model may be called where one forward answers all.
     """
@@ -486,7 +486,7 @@ def test_a_row_whose_first_forward_failed_may_move_to_another_place(place: str) 
 # what is written for one text
 
 
-def writes(slot: Row, ids: list[int], told: list[str]) -> Asking[list[int]]:
+def writes(slot: Row, ids: list[int], told: list[str]) -> Steps[list[int]]:
     """Reads some ids one by one; what fails it notes, and goes on behind it."""
     picks = []
     while ids:
@@ -527,7 +527,7 @@ def test_texts_that_ask_for_nothing_and_for_different_models_run_together() -> N
     other = model("Mistral", VOCABULARY, 1, torch.float64)
     slots, others = Slots(LM), Slots(other)
 
-    def silent() -> Asking[list[int]]:
+    def silent() -> Steps[list[int]]:
         return []
         yield
 

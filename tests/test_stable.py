@@ -31,7 +31,7 @@ from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.models import stable
 from xtok.models.cache import CACHE
-from xtok.models.forwards import Answer, Ask, Asking
+from xtok.models.forwards import Answer, Ask, Steps
 from xtok.models.layers import EvenKeys
 from xtok.models.probe import takes_slots
 from xtok.models.prompts import prompt_ids
@@ -144,7 +144,7 @@ def spied() -> Iterator[list[tuple[Any, int, bool, torch.Tensor]]]:
         yield seen
 
 
-def assert_bits(seen: list[tuple[Any, int, bool, torch.Tensor]], wanted: dict[tuple[int, ...], Any], spread: float) -> None:
+def assert_bits(seen: list[tuple[Any, int, bool, torch.Tensor]], wanted: dict[tuple[int, ...], Any], tolerance: float) -> None:
     """Logits in place are those of the text alone in every bit; behind branches they differ by less than is reckoned with."""
     for text, number, in_place, logits in seen:
         prompt = tuple(text.text.ids[: text.text.prompt_length])
@@ -152,7 +152,7 @@ def assert_bits(seen: list[tuple[Any, int, bool, torch.Tensor]], wanted: dict[tu
         if in_place:
             assert torch.equal(logits.float(), alone), f"pick {number} behind {len(prompt)} ids"
         else:
-            assert 2 * float((logits.float() - alone).abs().max()) <= spread
+            assert 2 * float((logits.float() - alone).abs().max()) <= tolerance
 
 
 prompts = st.lists(st.one_of(st.sampled_from(TEXTS), st.sampled_from(LENGTHS).map(long)), min_size=1, max_size=4, unique=True)
@@ -197,7 +197,7 @@ def check_bits(
     assert xt._shapes is not None
     with spied() as seen:
         found = xt.generate(prompts, batch_size=batch_size, **WAYS[way])
-    assert_bits(seen, wanted, xt._shapes.spread)
+    assert_bits(seen, wanted, xt._shapes.tolerance)
     assert ids_of(found) == ids_of([expected(architecture, dtype, one, way) for one in prompts])
     assert all(one.stats.draft_error is None for one in found)
 
@@ -249,7 +249,7 @@ def test_shapes_that_give_other_bits_are_found_out_and_left(change: Any, dtype: 
         assert xt._shapes is not None
         with spied() as seen:
             found = xt.generate(prompts, batch_size=3, **GREEDY)
-        assert_bits(seen, wanted, xt._shapes.spread)
+        assert_bits(seen, wanted, xt._shapes.tolerance)
     assert ids_of(found) == ids_of(list(wanted.values()))
     assert sum(one.stats.accepted for one in found) > LENGTH
 
@@ -288,7 +288,7 @@ class Untried(StableShapes):
 
     def __init__(self) -> None: ...
 
-    spread = 0.0
+    tolerance = 0.0
 
     def _agrees(self, rows: int, width: int, seen: int, *, share: float = 1.0) -> bool:
         return True
@@ -310,13 +310,13 @@ CUTS = st.tuples(st.sampled_from([0, 1, 3, 10]), st.sampled_from([None, 0.2, 0.7
     seed=st.integers(0, 10**6),
     size=st.sampled_from([5, 40, 9000]),
     cuts=CUTS,
-    spread=st.sampled_from([1e-4, 0.01, 0.3, 2.0, 400.0, float("inf")]),
+    tolerance=st.sampled_from([1e-4, 0.01, 0.3, 2.0, 400.0, float("inf")]),
     sharpness=st.sampled_from([0.3, 1.0, 4.0]),
 )
 def test_a_draw_that_is_sure_stays_the_same_however_scores_change(
-    seed: int, size: int, cuts: Any, spread: float, sharpness: float
+    seed: int, size: int, cuts: Any, tolerance: float, sharpness: float
 ) -> None:
-    """By up to half of the spread each, the other ids all against the drawn one, or at random."""
+    """By up to half of the tolerance each, the other ids all against the drawn one, or at random."""
     top_k, top_p, min_p = cuts
     cutters = [TopKLogitsWarper(top_k)] if top_k else []
     cutters += [TopPLogitsWarper(top_p)] if top_p else []
@@ -324,17 +324,17 @@ def test_a_draw_that_is_sure_stays_the_same_however_scores_change(
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(size, generator=generator) * sharpness
     keys = torch.randint(-(2**62), 2**62, (size,), generator=generator)
-    token, margin = sure_draw(scores, keys, seed, cutters, spread)
-    rows, spreads = scores.expand(2, -1), torch.full((2, 1), spread, dtype=torch.float64)
+    token, margin = sure_draw(scores, keys, seed, cutters, tolerance)
+    rows, tolerances = scores.expand(2, -1), torch.full((2, 1), tolerance, dtype=torch.float64)
     states = states_of([seed] * 2, keys.device)
     told = draws(rows, keys, states)[0] >= 0
-    for known, lead in zip(told, sure_margins(rows, keys, states, cutters, spreads), strict=True):
-        assert bool(lead > spread) == (known and margin > spread)
-    if not margin > spread:
+    for known, lead in zip(told, sure_margins(rows, keys, states, cutters, tolerances), strict=True):
+        assert bool(lead > tolerance) == (known and margin > tolerance)
+    if not margin > tolerance:
         return
-    against = torch.full((size,), spread / 2)
-    against[token] = -spread / 2
-    for change in (against, -against, torch.rand(size, generator=generator).sub(0.5) * spread):
+    against = torch.full((size,), tolerance / 2)
+    against[token] = -tolerance / 2
+    for change in (against, -against, torch.rand(size, generator=generator).sub(0.5) * tolerance):
         cut = torch.as_tensor(transformers.LogitsProcessorList(cutters)(torch.zeros(1, 1).long(), (scores + change)[None]))[0]
         drawn = draw(cut, keys, seed)
         assert drawn is not None and drawn.token == token
@@ -342,12 +342,12 @@ def test_a_draw_that_is_sure_stays_the_same_however_scores_change(
 
 def test_a_sure_draw_is_drawn_often() -> None:
     """Also behind the usual cuts: what is never sure would cost a forward each time."""
-    for spread, least in ((0.1, 60), (0.6, 30)):
+    for tolerance, least in ((0.1, 60), (0.6, 30)):
         sure = 0
         for seed in range(100):
             scores = torch.randn(2000, generator=torch.Generator().manual_seed(seed)) * 4
             cuts = [TopKLogitsWarper(50), TopPLogitsWarper(0.95)]
-            sure += sure_draw(scores, torch.arange(2000) * 7919, seed, cuts, spread).margin > spread
+            sure += sure_draw(scores, torch.arange(2000) * 7919, seed, cuts, tolerance).margin > tolerance
         assert sure > least
 
 
@@ -431,7 +431,7 @@ def test_a_pick_that_is_left_to_the_next_round_is_guessed_there(
         hints.extend((self._hint, ids[0]) for _ in ids[:1] if self._hint is not None)
         extend(self, ids, hidden, hint)
 
-    def proposed(self: Session, *given: Any, **named: Any) -> Asking[Tree]:
+    def proposed(self: Session, *given: Any, **named: Any) -> Steps[Tree]:
         tree = yield from propose(self, *given, **named)
         verified.append((tree, self._hint))
         return tree
@@ -461,10 +461,10 @@ def looked(tried: StableShapes) -> bool:
 def test_what_was_tried_counts_for_the_model_as_it_was() -> None:
     lm = target("Llama", "float32")
     tried = StableShapes(deepcopy(lm))
-    before = tried.spread
+    before = tried.tolerance
     tried._model.bfloat16()
     tried.refresh()
-    assert tried.spread > 100 * before
+    assert tried.tolerance > 100 * before
     torch.set_num_threads(2)
     try:
         assert looked(tried) and len(tried._found) == 3

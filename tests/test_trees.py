@@ -17,11 +17,11 @@ from worlds import ARCHITECTURES, examples, fitting, make_dear, model, tokenizer
 from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.policy.latency import ForwardCost
-from xtok.drafts.policy.ledger import Account, Calibration, Crowd, Crowds, Ledger, Limit, Pace, Proposal
+from xtok.drafts.policy.ledger import Account, BatchGate, BatchGates, Calibration, Ledger, Limit, Pace, Proposal
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.tree import HINTED, Trie, chain
 from xtok.errors import DraftFailedWarning, InvalidInputError
-from xtok.models.forwards import Asking, together
+from xtok.models.forwards import Steps, together
 from xtok.models.probe import takes_trees
 from xtok.models.timing import Cost
 
@@ -74,16 +74,16 @@ def test_a_target_that_takes_no_tree_checks_the_likeliest_chain(budget: Budget |
 @given(guesses=guesses, count=st.integers(0, 20))
 def test_the_likeliest_nodes_of_merged_guesses_are_a_tree(guesses: list[tuple[list[int], float]], count: int) -> None:
     trie, mass_of = Trie(), dict[tuple[int, ...], float]()
-    for tokens, mass in guesses:
-        trie.add(tokens, mass)
+    for tokens, probability in guesses:
+        trie.add(tokens, probability)
         for size in range(1, len(tokens) + 1):
-            mass_of[tuple(tokens[:size])] = mass_of.get(tuple(tokens[:size]), 0) + mass
-    tree = trie.best(lambda masses: min(count, len(masses)))
+            mass_of[tuple(tokens[:size])] = mass_of.get(tuple(tokens[:size]), 0) + probability
+    tree = trie.best(lambda probabilities: min(count, len(probabilities)))
     paths = paths_of(tree)
     assert len(set(paths)) == len(paths) == min(count, len(mass_of))
-    assert all(mass == pytest.approx(mass_of[path]) for mass, path in zip(tree.masses, paths, strict=True))
-    left = [mass for path, mass in mass_of.items() if path not in paths]
-    assert min(tree.masses, default=1) >= max(left, default=0) - 1e-9
+    assert all(probability == pytest.approx(mass_of[path]) for probability, path in zip(tree.probabilities, paths, strict=True))
+    left = [probability for path, probability in mass_of.items() if path not in paths]
+    assert min(tree.probabilities, default=1) >= max(left, default=0) - 1e-9
 
 
 @given(guesses=guesses, mixed=guesses)
@@ -91,20 +91,20 @@ def test_a_mass_stays_a_probability_and_falls_along_a_path_when_sources_are_mixe
     guesses: list[tuple[list[int], float]], mixed: list[tuple[list[int], float]]
 ) -> None:
     trie = Trie()
-    for tokens, mass in guesses:
-        trie.add(tokens, mass)
-    for tokens, mass in mixed:
-        trie.mix(chain(tokens), [mass**i for i in range(1, len(tokens) + 1)])
+    for tokens, probability in guesses:
+        trie.add(tokens, probability)
+    for tokens, probability in mixed:
+        trie.mix(chain(tokens), [probability**i for i in range(1, len(tokens) + 1)])
     tree = trie.best(len)
-    for mass, parent in zip(tree.masses, tree.parents, strict=True):
-        assert 0 <= mass <= (tree.masses[parent] if parent >= 0 else 1) + 1e-9
+    for probability, parent in zip(tree.probabilities, tree.parents, strict=True):
+        assert 0 <= probability <= (tree.probabilities[parent] if parent >= 0 else 1) + 1e-9
 
 
 @given(guesses=guesses, longest=st.integers(0, 6))
 def test_a_tree_within_a_depth_has_the_nodes_up_to_it(guesses: list[tuple[list[int], float]], longest: int) -> None:
     trie = Trie()
-    for tokens, mass in guesses:
-        trie.add(tokens, mass)
+    for tokens, probability in guesses:
+        trie.add(tokens, probability)
     tree = trie.best(len)
     assert paths_of(tree.within(longest)) == [path for path in paths_of(tree) if len(path) <= longest]
     first = tree.first_path(longest)
@@ -123,11 +123,12 @@ def test_the_likeliest_guesses_grow_wherever_they_branch_off() -> None:
     budget = Budget(depth=3, width=2, schedule="constant")
     calls = []
 
-    def expand(front: list[Path]) -> Asking[list[list[Path]]]:
+    def expand(front: list[Path]) -> Steps[list[list[Path]]]:
         yield from ()
         calls.append([path.written for path in front])
         return [
-            [Path(path.mass * share, 0, path.written + name) for share, name in ((0.6, b"a"), (0.3, b"b"))] for path in front
+            [Path(path.probability * share, 0, path.written + name) for share, name in ((0.6, b"a"), (0.3, b"b"))]
+            for path in front
         ]
 
     found = together([grown([Path(0.7, -1, b"x"), Path(0.2, -1, b"y")], budget, expand)])[0]
@@ -138,7 +139,7 @@ def test_the_likeliest_guesses_grow_wherever_they_branch_off() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [((5,), ()), ((5,), (0,)), ((5, 6), (-1, 1)), ((5,), (-2,)), ((5, 6), (-1, 0), b"", (), (0.5,))],
-    ids=["no parent", "its own parent", "a later parent", "a parent before the context", "half the masses"],
+    ids=["no parent", "its own parent", "a later parent", "a parent before the context", "half the probabilities"],
 )
 def test_what_is_no_tree_is_refused_and_costs_speed_only(wrong: tuple[Any, ...]) -> None:
     with pytest.raises(InvalidInputError, match="This is no tree"):
@@ -193,13 +194,13 @@ def simulated(
     random, (account, *others) = Random(seed), ledger.accounts
     budget, picks, seconds, drafted = Limit(8, 1, schedule="cost", pace=Pace(ledger, account)), 0, 0.0, 0
     for _ in range(rounds):
-        calls, masses = 0, list[float]()
+        calls, probabilities = 0, list[float]()
         asked = ledger.ready() and account.backoff(0.0).asks()
         if asked:
-            calls, masses = 1, [0.6]
-            while budget.expanded(calls, masses[-1:]):
-                calls, masses = calls + 1, [*masses, masses[-1] * 0.6]
-        tree = chain(range(budget.verified(masses)), masses=masses[: budget.verified(masses)])
+            calls, probabilities = 1, [0.6]
+            while budget.expanded(calls, probabilities[-1:]):
+                calls, probabilities = calls + 1, [*probabilities, probabilities[-1] * 0.6]
+        tree = chain(range(budget.verified(probabilities)), probabilities=probabilities[: budget.verified(probabilities)])
         path = [-1]
         while len(path) <= len(tree) and random.random() < right:
             path.append(len(path) - 1)
@@ -269,7 +270,7 @@ def test_what_a_drafter_says_is_corrected_by_what_comes_of_it() -> None:
 def test_where_nothing_was_picked_behind_a_guess_it_says_nothing_of_those_behind_it(
     parents: tuple[int, ...], data: st.DataObject
 ) -> None:
-    tree = Tree(tuple(range(len(parents))), parents, masses=tuple(data.draw(st.floats(0, 1)) for _ in parents))
+    tree = Tree(tuple(range(len(parents))), parents, probabilities=tuple(data.draw(st.floats(0, 1)) for _ in parents))
     right = [data.draw(st.integers(0, len(tree) - 1))]
     while parents[right[0]] >= 0:
         right.insert(0, parents[right[0]])
@@ -292,19 +293,23 @@ def test_what_is_guessed_behind_a_first_id_are_the_paths_that_begin_with_it(
     trie = Trie()
     trie.mix(Tree(tuple(data.draw(st.integers(0, 4)) for _ in parents), parents), [data.draw(st.floats(0, 1)) for _ in parents])
     tree = trie.best(len)
-    whole = dict(zip(paths_of(tree), tree.masses, strict=True))
-    behind = (tree if says else replace(tree, masses=())).behind_first(first)
+    whole = dict(zip(paths_of(tree), tree.probabilities, strict=True))
+    behind = (tree if says else replace(tree, probabilities=())).behind_first(first)
     assert paths_of(behind) == [path[1:] for path in whole if path[0] == first and path[1:]]
-    assert len(behind.masses) == (len(behind) if says else 0)
-    for path, mass in zip(paths_of(behind), behind.masses, strict=False):
-        assert mass * whole[first,] == pytest.approx(whole[(first, *path)], abs=1e-9) and 0 <= mass <= 1
+    assert len(behind.probabilities) == (len(behind) if says else 0)
+    for path, probability in zip(paths_of(behind), behind.probabilities, strict=False):
+        assert probability * whole[first,] == pytest.approx(whole[(first, *path)], abs=1e-9) and 0 <= probability <= 1
     again = behind.after(first)
     assert paths_of(again) == [(first,), *((first, *path) for path in paths_of(behind))]
-    assert again.masses == ((HINTED, *(HINTED * mass for mass in behind.masses)) if says or not behind else ())
+    assert again.probabilities == (
+        (HINTED, *(HINTED * probability for probability in behind.probabilities)) if says or not behind else ()
+    )
     assert again.behind_first(first).tokens == behind.tokens and again.behind_first(first).parents == behind.parents
 
 
-OFFERS = st.tuples(st.integers(1, 5), st.lists(st.floats(0, 1), max_size=12).map(lambda masses: sorted(masses, reverse=True)))
+OFFERS = st.tuples(
+    st.integers(1, 5), st.lists(st.floats(0, 1), max_size=12).map(lambda probabilities: sorted(probabilities, reverse=True))
+)
 
 
 @given(offers=st.lists(OFFERS, min_size=1, max_size=8), row=st.floats(0, 0.5), step=st.integers(1, 8))
@@ -320,27 +325,29 @@ def test_forwards_are_as_wide_as_gains_most_beyond_their_rows(
     price = len(offers) * ledger.rate * ledger.target.fit()[1]
 
     def gain(width: int) -> float:
-        return sum(sum(masses[: width - unread]) for unread, masses in offers) - price * ledger.padded(len(offers), width)
+        return sum(sum(probabilities[: width - unread]) for unread, probabilities in offers) - price * ledger.padded(
+            len(offers), width
+        )
 
     least = max(unread for unread, _ in offers)
     found = ledger.width(offers)
     assert found >= least
     assert gain(found) == pytest.approx(max(map(gain, range(least, 20))))
     assert all(gain(width) < gain(found) + 1e-9 for width in range(found, ledger.padded(len(offers), found) + 1))
-    for unread, masses in offers:
-        assert ledger.verified(masses, unread) == ledger.width([(unread, masses)]) - unread
+    for unread, probabilities in offers:
+        assert ledger.verified(probabilities, unread) == ledger.width([(unread, probabilities)]) - unread
 
 
-def crowded(crowd: Crowd, *, texts: int, right: float, guessing: float, rounds: int, seed: int = 0) -> float:
+def crowded(batch_gate: BatchGate, *, texts: int, right: float, guessing: float, rounds: int, seed: int = 0) -> float:
     """The speed of rounds of texts, as a multiple of that without guesses, where a round with guesses takes `guessing` times as
     long and each text has `right` picks more of it on the average, 3 at most.
     """
     random, picks, seconds = Random(seed), 0, 0.0
     for _ in range(rounds):
-        asks = crowd.asks()
+        asks = batch_gate.asks()
         took = texts * (guessing if asks else 1.0) * random.choice((0.9, 1.0, 1.1))
         brought = texts + (sum(random.random() < right / 3 for _ in range(3 * texts)) if asks else 0)
-        crowd.judge(texts, brought, took, guessed=asks)
+        batch_gate.judge(texts, brought, took, guessed=asks)
         picks, seconds = picks + brought, seconds + took
     return picks / seconds
 
@@ -353,7 +360,7 @@ def crowded(crowd: Crowd, *, texts: int, right: float, guessing: float, rounds: 
 @example(1, 0.375, 1.5, 0)
 @example(1, 0.0, 1.09375, 0)
 def test_a_crowd_guesses_where_that_pays_and_next_to_never_else(texts: int, right: float, guessing: float, seed: int) -> None:
-    speed = crowded(Crowd(), texts=texts, right=right, guessing=guessing, rounds=1200, seed=seed)
+    speed = crowded(BatchGate(), texts=texts, right=right, guessing=guessing, rounds=1200, seed=seed)
     gain = (1 + right) / guessing
     assert speed > (0.94 if gain < 0.8 else 0.88), "a loss of less than rounds differ by is hard to see"
     if gain > 1.3:
@@ -374,18 +381,18 @@ def test_a_hiccup_where_nothing_was_measured_yet_is_soon_forgotten() -> None:
 
 
 def test_a_first_round_that_took_long_is_soon_forgotten() -> None:
-    crowd = Crowd()
-    crowd.judge(8, 8, 80.0, guessed=False)
-    assert crowded(crowd, texts=8, right=0.1, guessing=1.5, rounds=600) > 0.93
+    batch_gate = BatchGate()
+    batch_gate.judge(8, 8, 80.0, guessed=False)
+    assert crowded(batch_gate, texts=8, right=0.1, guessing=1.5, rounds=600) > 0.93
 
 
 def test_a_crowd_begins_with_what_is_known_of_one_of_about_its_size() -> None:
-    crowds, asked = Crowds(), dict[int, int]()
+    batch_gates, asked = BatchGates(), dict[int, int]()
     for texts in (8, 7, 5):
         for _ in range(100):
-            company = crowds.company(texts)
-            asked[texts] = asked.get(texts, 0) + company.guesses
-            crowds.judge(company, texts, texts * (2.0 if company.guesses else 1.0))
+            batch = batch_gates.batch(texts)
+            asked[texts] = asked.get(texts, 0) + batch.guesses
+            batch_gates.judge(batch, texts, texts * (2.0 if batch.guesses else 1.0))
     assert 4 < asked[8] < 40 and asked[7] < 6 and asked[5] < 6
 
 
@@ -431,14 +438,17 @@ def test_a_budget_that_decides_by_costs_leaves_the_ids_as_they_are() -> None:
 )
 def test_the_likeliest_nodes_of_a_tree_are_one(parents: tuple[int, ...], data: st.DataObject, nodes: int) -> None:
     """Masses needn't fall along a path: a drafter may be anybody's."""
-    masses = data.draw(st.one_of(st.just(()), st.tuples(*(st.floats(0, 1) for _ in parents))))
-    tree = Tree(tuple(range(len(parents))), parents, masses=masses)
+    probabilities = data.draw(st.one_of(st.just(()), st.tuples(*(st.floats(0, 1) for _ in parents))))
+    tree = Tree(tuple(range(len(parents))), parents, probabilities=probabilities)
     kept = tree.likeliest(nodes)
     assert len(kept) == min(nodes, len(tree))
     assert all(kept.parents[i] == -1 or kept.tokens[kept.parents[i]] == parents[token] for i, token in enumerate(kept.tokens))
     if (
-        masses
-        and len(set(masses)) == len(masses)
-        and all(parent < 0 or masses[parent] > mass for parent, mass in zip(parents, masses, strict=True))
+        probabilities
+        and len(set(probabilities)) == len(probabilities)
+        and all(
+            parent < 0 or probabilities[parent] > probability
+            for parent, probability in zip(parents, probabilities, strict=True)
+        )
     ):
-        assert sorted(kept.masses) == sorted(masses, reverse=True)[:nodes][::-1]
+        assert sorted(kept.probabilities) == sorted(probabilities, reverse=True)[:nodes][::-1]

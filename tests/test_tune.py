@@ -210,7 +210,7 @@ def said(start: str, text: str, family: str = "characters") -> tuple[TokenBytes,
     """A text in the ids of some target, each with a distribution that names it."""
     tokens = tokenizer(family)
     view = token_bytes(tokens)
-    ids = encoder(tokens, view).ids_behind(text) or []
+    ids = encoder(tokens, view).ids_after(text) or []
     ids = ids if view.to_bytes(ids, before=b"a") == text.encode() else []
     likeliest = torch.tensor([[token, 0] for token in ids], dtype=torch.int64).reshape(-1, 2)
     return view, Written(start, text, ids, likeliest, torch.tensor([[0.75, 0.0]]).expand(len(ids), 2))

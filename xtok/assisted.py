@@ -80,12 +80,12 @@ _PREDICTION = "prediction"
 
 
 class Begun(NamedTuple):
-    """A text that was asked for. `most`: how many positions it may get, prompt included. `foreseen`: whether it is guessed from
-    a prediction. `begin`: makes it where there is a seat for it.
+    """A text that was asked for. `most`: how many positions it may get, prompt included. `predicted`: whether there is a
+    prediction. `begin`: makes it where there is a seat for it.
     """
 
     most: float
-    foreseen: bool
+    predicted: bool
     begin: Callable[[Seat], Sequence]
 
 
@@ -505,13 +505,13 @@ class XTokAssisted:
         adapted = [] if self.adapter is None else [self.adapter.draft.model]
         return [self.model, *adapted, *(draft.model for draft in self._drafts if isinstance(draft, ModelDraft))]
 
-    def guesses(self, positions: float = 1, *, foreseen: bool = False) -> int:
+    def guesses(self, positions: float = 1, *, predicted: bool = False) -> int:
         """How many places of a model's cache a text of so many positions may need beside those: for guesses, or for padding.
 
-        `foreseen`: whether it is guessed from a prediction.
+        `predicted`: whether it is guessed from a prediction.
         """
         budget = self._budget
-        most = max(64, budget.nodes, 4 * budget.depth * budget.width) if self._drafts or foreseen else 1
+        most = max(64, budget.nodes, 4 * budget.depth * budget.width) if self._drafts or predicted else 1
         if self._shapes is None and not self.captures:
             return most
         seen = rounded(ceil(positions) + (most if self.captures else 0))  # of stable forwards none looks at more for a guess
@@ -537,7 +537,7 @@ class XTokAssisted:
 
     def _check_text(self, prepared: hf.Prepared) -> None:
         """Raises `UnsupportedArgumentError` for a text whose forwards can't have fixed shapes, where they are to, and for one
-        that is foreseen where guesses are judged by the distribution that they are drawn from.
+        that is predicted where guesses are judged by the distribution that they are drawn from.
         """
         if prepared.prediction and self.rejects:
             raise UnsupportedArgumentError(

@@ -93,7 +93,7 @@ class Continuation:
         return [] if size == len(tail) else None
 
     def _alone(self, guess: bytes) -> list[int]:
-        return self._encoder.ids_behind(guess.decode(errors="ignore")) or []
+        return self._encoder.ids_after(guess.decode(errors="ignore")) or []
 
     def _spelled_out(self, data: bytes) -> list[int] | None:
         ids = [self._view.ids_spelling(data[i : i + 1])[:1] for i in range(len(data))]

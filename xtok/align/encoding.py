@@ -34,7 +34,7 @@ class Encoder:
     Law: where `parts_at(text, cut)` is true and `cut` begins a token of `encode(text)`, and also a pre-token if `pretokenizes`,
     `encode(text).ids == encode(text[:cut]).ids + encode_behind(text[cut:])`.
     That law is exact but for pieces of a Unigram whose scores sum up to the same float: those break ties by rounding.
-    `bare`: as `ids_behind`, by the tokenizer's model alone, at a fraction of the cost; None where more is to be done than that.
+    `bare`: as `ids_after`, by the tokenizer's model alone, at a fraction of the cost; None where more is to be done than that.
     """
 
     view: TokenBytes
@@ -66,7 +66,7 @@ class Encoder:
         before = (lead + text[max(0, cut - reach) : cut]).encode()
         return not self.view.straddled(before + text[cut : cut + reach].encode(), len(before))
 
-    def ids_behind(self, text: str) -> list[int] | None:
+    def ids_after(self, text: str) -> list[int] | None:
         """As `encode_behind`, the ids alone."""
         if self.bare is not None:
             return self.bare(text)

@@ -134,8 +134,8 @@ class Picker:
             return token
         return self._surely_drawn(process(ids, scores, self.cuts)[0], place)
 
-    def sure(self, ids: Tensor, logits: Tensor, place: tuple[int, int], spread: float) -> tuple[int | None, bool]:
-        """The likely pick, and whether it is the same however each logit changes by up to half of `spread`. None where nothing
+    def sure(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tolerance: float) -> tuple[int | None, bool]:
+        """The likely pick, and whether it is the same however each logit changes by up to half of `tolerance`. None if nothing
         says so, or something is recorded. Arguments are those of `pick`.
         """
         if self.swing is None:
@@ -143,13 +143,15 @@ class Picker:
         scores = self.scored(ids, logits)
         if self.noise is None:
             ((found,),) = picks([Ahead(self, scores, ())])
-            return self.surely(*found, spread)
+            return self.surely(*found, tolerance)
         assert self.keys is not None
-        return self.surely(*sure_draw(scores[0], self.keys, self.noise.at(*place), self.cuts, spread * self.swing), spread)
+        return self.surely(
+            *sure_draw(scores[0], self.keys, self.noise.at(*place), self.cuts, tolerance * self.swing), tolerance
+        )
 
-    def surely(self, token: int, margin: float, spread: float) -> tuple[int, bool]:
-        """A pick, and whether its margin is more than logits that change by up to half of `spread` may change."""
-        sure = self.swing is not None and margin > spread * self.swing
+    def surely(self, token: int, margin: float, tolerance: float) -> tuple[int, bool]:
+        """A pick, and whether its margin is more than logits that change by up to half of `tolerance` may change."""
+        sure = self.swing is not None and margin > tolerance * self.swing
         return self.note(token, margin) if sure else token, sure
 
     def _judged(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
@@ -204,20 +206,20 @@ class Picker:
 class Ahead(NamedTuple):
     """What a text is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` gives them, and the places, for noise.
 
-    `spread`: that of `Picker.sure`, which the scores behind the first `final` ones are to be asked by.
+    `tolerance`: that of `Picker.sure`, which the scores behind the first `final` ones are to be asked by.
     """
 
     picker: Picker
     scores: Tensor
     places: Sequence[tuple[int, int]]
     final: int = sys.maxsize
-    spread: float = 0.0
+    tolerance: float = 0.0
 
     @property
-    def spreads(self) -> list[float]:
+    def tolerances(self) -> list[float]:
         """By how much, in scores, a draw is to be sure at each place."""
-        spread = self.spread * self.picker.swing if self.picker.swing else 0.0
-        return [0.0 if row < self.final else spread for row in range(len(self.scores))]
+        tolerance = self.tolerance * self.picker.swing if self.picker.swing else 0.0
+        return [0.0 if row < self.final else tolerance for row in range(len(self.scores))]
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -261,10 +263,10 @@ def _at_once(asked: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
     spans = [slice(start, start + size) for start in range(0, len(scores), size)]
     parts = [draws(scores[span], picker.keys, states[span], picker.cuts) for span in spans]
     tokens, margins = torch.cat([tokens for tokens, _ in parts]), torch.cat([margins for _, margins in parts])
-    spreads = [spread for one in asked for spread in one.spreads] if picker.cuts else []
-    if far := [row for row, spread in enumerate(spreads) if spread]:
+    tolerances = [tolerance for one in asked for tolerance in one.tolerances] if picker.cuts else []
+    if far := [row for row, tolerance in enumerate(tolerances) if tolerance]:
         rows = torch.tensor(far, dtype=torch.int64, device=scores.device)
-        least = torch.tensor([[spreads[row]] for row in far], dtype=torch.float64, device=scores.device)
+        least = torch.tensor([[tolerances[row]] for row in far], dtype=torch.float64, device=scores.device)
         margins[rows] = sure_margins(scores[rows], picker.keys, states[rows], picker.cuts, least)
     return tokens, margins
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from xtok.decoding.pick import Ahead, picks
 from xtok.decoding.sequence import Round, Sequence
-from xtok.drafts.policy.ledger import Company, Crowds
+from xtok.drafts.policy.ledger import Batch, BatchGates
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
-from xtok.models.forwards import Answer, Ask, Asking, answered, together
+from xtok.models.forwards import Answer, Ask, Steps, answered, together
 from xtok.models.roles import Target
 from xtok.models.timing import timed
 
@@ -53,14 +53,14 @@ def step(target: Target, texts: list[Sequence]) -> list[list[int]]:
 
     A text that has not begun has some of its prompt read. What fails in a text ends that text alone.
     """
-    crowds, is_reading = _crowds(texts), not all(text.begun for text in texts)
-    company = Company(max(1, sum(text.slot.shares for text in texts))) if crowds is None else crowds.company(len(texts))
+    batch_gates, is_reading = _batch_gates(texts), not all(text.begun for text in texts)
+    batch = Batch(max(1, sum(text.slot.shares for text in texts))) if batch_gates is None else batch_gates.batch(len(texts))
     before = _spent(texts)
-    plans = dict(zip(texts, together([_plan(text, company) for text in texts]), strict=True))
+    plans = dict(zip(texts, together([_plan(text, batch) for text in texts]), strict=True))
     going = {text: tree for text, tree in plans.items() if text.finish_reason is None}
     blocks = dict(zip(going, _verified(target, list(going), _evened(list(going), list(going.values()))), strict=True))
-    if crowds is not None and not is_reading and not any(text.session and text.session.reads for text in texts):
-        crowds.judge(company, sum(map(len, blocks.values())), _spent(texts) - before)
+    if batch_gates is not None and not is_reading and not any(text.session and text.session.reads for text in texts):
+        batch_gates.judge(batch, sum(map(len, blocks.values())), _spent(texts) - before)
     return [blocks.get(text, []) for text in texts]
 
 
@@ -69,11 +69,11 @@ def _spent(texts: list[Sequence]) -> float:
     return sum(text.meter.seconds["all"] for text in texts)
 
 
-def _crowds(texts: list[Sequence]) -> Crowds | None:
+def _batch_gates(texts: list[Sequence]) -> BatchGates | None:
     """What knows whether guessing pays for several texts that share forwards; None where it isn't one for all of them."""
     ledgers = [text.session.ledger for text in texts if text.session and text.slot.shares and text.budget.schedule == "cost"]
     is_one = len(ledgers) == len(texts) > 1 and all(one is ledgers[0] and one.nominal is None for one in ledgers)
-    return ledgers[0].crowds if is_one else None
+    return ledgers[0].batch_gates if is_one else None
 
 
 def _verified(target: Target, texts: list[Sequence], trees: list[Tree]) -> list[list[int]]:
@@ -90,7 +90,7 @@ def _verified(target: Target, texts: list[Sequence], trees: list[Tree]) -> list[
     return [_checked(target, *one) for one in zip(texts, read, trees, checked, known, strict=True)]
 
 
-def _plan(text: Sequence, company: Company) -> Asking[Tree]:
+def _plan(text: Sequence, batch: Batch) -> Steps[Tree]:
     """What the drafts guess. What fails beside them, such as a warning of them that is an error, ends the text."""
     if text.session is None or not text.begun:
         return Tree()
@@ -98,7 +98,7 @@ def _plan(text: Sequence, company: Company) -> Asking[Tree]:
         if (limit := _limit(text)).longest == 0:
             return Tree()
         with text.meter.timing("draft"), text.meter.timing("all"):
-            return (yield from text.session.propose(limit, company, text.left))
+            return (yield from text.session.propose(limit, batch, text.left))
     except Exception as error:
         text.fail(error)
         return Tree()
@@ -111,7 +111,7 @@ def _evened(texts: list[Sequence], trees: list[Tree]) -> list[Tree]:
     sharing = {text: tree for text, tree in zip(texts, trees, strict=True) if text.slot.shares and text.room()}
     offers = [(text.left, text.session.offer() if tree and text.session else []) for text, tree in sharing.items()]
     session = next((text.session for text, tree in sharing.items() if tree), None)
-    given = [(unread, masses) for unread, masses in offers if masses is not None]
+    given = [(unread, probabilities) for unread, probabilities in offers if probabilities is not None]
     if len(sharing) < 2 or session is None or len(given) < len(offers):
         return trees
     width = session.ledger.width(given)
@@ -169,7 +169,7 @@ def _ahead(text: Sequence, tree: Tree, answer: Answer) -> Ahead:
         scores = text.picker.ahead(text.ids, answer.logits)
         places = text.text.places(tree.tokens, tree.parents, len(scores)) if text.picker.noise is not None else []
         in_place = _in_place(text, tree)
-        return Ahead(text.picker, scores, places, 1 + in_place, text.slot.spread if in_place < len(tree) else 0.0)
+        return Ahead(text.picker, scores, places, 1 + in_place, text.slot.tolerance if in_place < len(tree) else 0.0)
 
 
 def _checked(target: Target, text: Sequence, read: int, tree: Tree, checked: Answer | Exception, known: Known) -> list[int]:
@@ -236,16 +236,16 @@ def _pick(text: Sequence, tree: Tree, node: int, checked: Answer, known: Known) 
     """What is picked behind a node, and whether that is sure. Where it may depend on where the node stands, it is left to the
     next round.
     """
-    spread = None if node < _in_place(text, tree) else text.slot.spread
+    tolerance = None if node < _in_place(text, tree) else text.slot.tolerance
     picker, row = text.picker, slice(node + 1, node + 2)
     for token, margin in known.picks[row]:
-        if spread is None:
+        if tolerance is None:
             is_told = token >= 0
             return picker.note(token, margin) if is_told else picker.picked(text.ids, known.scores[row], text.text.place), True
         if token >= 0:
-            return picker.surely(token, margin, spread)
-    if spread is not None:
-        return picker.sure(text.ids, checked.logits[row], text.text.place, spread)
+            return picker.surely(token, margin, tolerance)
+    if tolerance is not None:
+        return picker.sure(text.ids, checked.logits[row], text.text.place, tolerance)
     return picker.pick(text.ids, checked.logits[row], text.text.place, tree, node), True
 
 

@@ -13,7 +13,7 @@ from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, shown
-from xtok.models.forwards import Asking, together
+from xtok.models.forwards import Steps, together
 from xtok.models.seats import Seat
 from xtok.sampling.noise import Noise
 
@@ -57,13 +57,13 @@ class Drafter(Protocol):
         """
 
 
-class Asker(ABC):
+class ModelDrafter(ABC):
     """A drafter that runs a model: it is written for one text, and asks for forwards that texts may share."""
 
     reads_hint = True
 
     @abstractmethod
-    def guess(self, context: Context, budget: Budget) -> Asking[Tree]:
+    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """As `propose`, by forwards that it yields."""
 
     def propose(self, context: Context, budget: Budget) -> Tree:

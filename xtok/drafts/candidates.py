@@ -67,9 +67,9 @@ class Candidates:
         likely, own = likely[:, :_CONTINUED], own[:, :_CONTINUED]
         first, longer = self._first[seen].expand(len(own), -1), self._longer[own].flatten(1)
         more = (likely[..., None] * self._longer_weights[own]).flatten(1)
-        masses = torch.cat([probabilities * self._first_weights[seen], more], dim=1)
+        target_probabilities = torch.cat([probabilities * self._first_weights[seen], more], dim=1)
         keys = torch.cat([self._first_keys[seen].expand_as(first), self.keys[longer]], dim=1)
-        wins = masses**SHARPNESS if noise is None else masses / noise(keys)
+        wins = target_probabilities**SHARPNESS if noise is None else target_probabilities / noise(keys)
         best, places = largest(wins, _RACING)
         tokens = torch.cat([first, longer], dim=1).gather(1, places)
         return tokens, best / wins.sum(dim=-1, keepdim=True)
@@ -82,16 +82,16 @@ class Candidates:
         first, longer, weights, more = self._first, self._longer, self._first_weights, self._longer_weights
         if ids is not None:
             first, longer, weights, more = first[ids], longer[ids], weights[ids], more[ids]
-        masses = torch.zeros(len(self.keys), dtype=torch.float64, device=probabilities.device)
-        masses.index_add_(0, first, (probabilities * weights).double())
-        masses.index_add_(0, longer.flatten(), (probabilities[:, None] * more).flatten().double())
-        theirs = (masses[:-1] > 0).nonzero()[:, 0]
-        return Distribution(theirs, masses[theirs] / masses[theirs].sum())
+        target_probabilities = torch.zeros(len(self.keys), dtype=torch.float64, device=probabilities.device)
+        target_probabilities.index_add_(0, first, (probabilities * weights).double())
+        target_probabilities.index_add_(0, longer.flatten(), (probabilities[:, None] * more).flatten().double())
+        theirs = (target_probabilities[:-1] > 0).nonzero()[:, 0]
+        return Distribution(theirs, target_probabilities[theirs] / target_probabilities[theirs].sum())
 
 
-def summed(tokens: Sequence[int], masses: Sequence[float]) -> list[tuple[int, float]]:
-    """Each id once, with the sum of its masses, falling."""
+def summed(tokens: Sequence[int], target_probabilities: Sequence[float]) -> list[tuple[int, float]]:
+    """Each id once, with the sum of its target_probabilities, falling."""
     sums: dict[int, float] = {}
-    for token, mass in zip(tokens, masses, strict=True):
-        sums[token] = sums.get(token, 0.0) + mass
+    for token, probability in zip(tokens, target_probabilities, strict=True):
+        sums[token] = sums.get(token, 0.0) + probability
     return [(token, sums[token]) for token in sorted(sums, key=lambda token: -sums[token])]

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from xtok.align.continuation import Continuation
-from xtok.drafts.base import Asker, Context
+from xtok.drafts.base import Context, ModelDrafter
 from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, check_numbers, grown, looked_at
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.reader import Reader
 from xtok.drafts.tree import Tree, Trie
-from xtok.models.forwards import Asking
+from xtok.models.forwards import Steps
 from xtok.models.roles import DraftModel
 from xtok.sampling.largest import largest
 
 _SEEN = 64
-"""Of how many ids the probabilities are told: the others have next to none, once they are sharpened."""
+"""Of how many ids the conditionals are told: the others have next to none, once they are sharpened."""
 
 _TIED = 1e-6
 """A chain goes on behind its last token unless a longer one is likelier by more than rounding."""
@@ -46,11 +46,11 @@ class _Text(Path):
         return self.written[len(self.given) :]
 
 
-class CrossTokenizerDrafter(Asker):
+class CrossTokenizerDrafter(ModelDrafter):
     """Reads the context in the draft's own ids, guesses texts, and gives them in the target's ids. One per generation.
 
     The last draft token of the context may be the beginning of a longer one ("healing", as in guidance's token healing): the
-    guesses start from both, each with the probability that the draft gives it, from the forward that reads the context.
+    guesses start from both, each with the conditional that the draft gives it, from the forward that reads the context.
     The draft's end of text becomes `target_end`.
     """
 
@@ -70,7 +70,7 @@ class CrossTokenizerDrafter(Asker):
         self._meter = meter
 
     @torch.no_grad()
-    def guess(self, context: Context, budget: Budget) -> Asking[Tree]:
+    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """A tree of the target's ids for what the draft writes within the budget; a chain where its width is 1."""
         chained = budget.width == 1 or not self._draft.branches
         depth = self._reader.longest(budget.depth)
@@ -85,7 +85,7 @@ class CrossTokenizerDrafter(Asker):
         with self._meter.timing("align"):
             return self._mapped(context, hint, texts[-1:] if chained else texts, budget)
 
-    def _first(self, pending: bytes, hint: bytes, chained: bool) -> Asking[list[_Text]]:
+    def _first(self, pending: bytes, hint: bytes, chained: bool) -> Steps[list[_Text]]:
         """The beginnings of guesses: behind the last token, and in place of it. A chain begins with the likeliest.
 
         Behind the bytes of a character left unfinished, all begin with those of a hint.
@@ -101,12 +101,12 @@ class CrossTokenizerDrafter(Asker):
             return (yield from self._children(rows[-1:], [behind], count))[0]
         again = self._only(rows[0], [token, *others]).softmax(dim=-1)
         stays, again[token] = again[token].clone(), 0.0
-        masses = torch.stack([stays, 1 - stays])
+        probabilities = torch.stack([stays, 1 - stays])
         starts = torch.stack([rows[1], again.log()])
-        next_ones, longer_ones = yield from self._children(starts, [behind, longer], count, masses)
+        next_ones, longer_ones = yield from self._children(starts, [behind, longer], count, probabilities)
         if not chained:
             return [*next_ones, *longer_ones]
-        if not longer_ones or behind.mass >= longer_ones[0].mass * (1 - _TIED):
+        if not longer_ones or behind.probability >= longer_ones[0].probability * (1 - _TIED):
             return next_ones
         self._reader.take_back()
         return [replace(one, parent=-1) for one in longer_ones]
@@ -118,7 +118,7 @@ class CrossTokenizerDrafter(Asker):
         compatible = self._view.compatible(start + hint)
         return [token for token in compatible if (self._view[token] or b"").startswith(start)]
 
-    def _expanded(self, front: list[_Text], count: int = CHILDREN) -> Asking[list[list[_Text]]]:
+    def _expanded(self, front: list[_Text], count: int = CHILDREN) -> Steps[list[list[_Text]]]:
         """The continuations of some texts, all by one forward."""
         with self._meter.drafting():
             first = self._reader.branched
@@ -128,34 +128,36 @@ class CrossTokenizerDrafter(Asker):
             return (yield from self._children(logits.float() * SHARPNESS, front, count))
 
     def _children(
-        self, logits: Tensor, texts: list[_Text], count: int, masses: Tensor | None = None
-    ) -> Asking[list[list[_Text]]]:
+        self, logits: Tensor, texts: list[_Text], count: int, probabilities: Tensor | None = None
+    ) -> Steps[list[list[_Text]]]:
         """The `count` likeliest continuations of each text by its row of `logits`. Where a text ends, it has none.
 
-        `logits`: (texts, vocabulary), float32. `masses`: those of the texts, (texts,), where only the device knows them yet.
+        `logits`: (texts, vocabulary), float32. `probabilities`: of the texts, (texts,), if only the device knows them yet.
         """
         missing = [text.given[len(text.written) :] for text in texts]
         allowed = [
             self._only(row, self._view.compatible(rest)) if rest else row for row, rest in zip(logits, missing, strict=True)
         ]
         likely, ids = largest(torch.stack(allowed) if any(missing) else logits, _SEEN)
-        masses = likely[:0, 0] if masses is None else masses
-        numbers = ids[:, :count], likely.softmax(dim=-1)[:, :count], masses
-        tokens, probabilities, found = yield from looked_at(self._meter, *numbers)
-        check_numbers(logits, probabilities)
-        for text, mass in zip(texts, found, strict=False):
-            text.mass = mass
+        probabilities = likely[:0, 0] if probabilities is None else probabilities
+        numbers = ids[:, :count], likely.softmax(dim=-1)[:, :count], probabilities
+        tokens, conditionals, found = yield from looked_at(self._meter, *numbers)
+        check_numbers(logits, conditionals)
+        for text, probability in zip(texts, found, strict=False):
+            text.probability = probability
         return [
             [child for token, p in zip(own, ps, strict=True) if (child := self._child(text, p, token))]
-            for text, own, ps in zip(texts, tokens, probabilities, strict=True)
+            for text, own, ps in zip(texts, tokens, conditionals, strict=True)
         ]
 
-    def _child(self, text: _Text, probability: float, token: int) -> _Text | None:
+    def _child(self, text: _Text, conditional: float, token: int) -> _Text | None:
         piece, ended = self._view[token], token in self._draft.vocabulary.ends
-        if not probability > 0 or (piece is None and not ended):
+        if not conditional > 0 or (piece is None and not ended):
             return None
         written = text.written + (piece or b"")
-        return _Text(text.mass * probability, text.parent, written, probability, given=text.given, token=token, ended=ended)
+        return _Text(
+            text.probability * conditional, text.parent, written, conditional, given=text.given, token=token, ended=ended
+        )
 
     @staticmethod
     def _only(logits: Tensor, allowed: Sequence[int]) -> Tensor:
@@ -168,15 +170,15 @@ class CrossTokenizerDrafter(Asker):
     def _mapped(self, context: Context, hint: bytes, texts: list[_Text], budget: Budget) -> Tree:
         """The likeliest of the target's ids for what the texts add, behind the hint."""
         known = [context.hint] if hint and context.hint is not None else []
-        masses: dict[tuple[bytes, bool], float] = {}
+        probabilities: dict[tuple[bytes, bool], float] = {}
         for text in texts:
             if len(text.written) >= len(text.given):
-                masses[text.added, text.ended] = masses.get((text.added, text.ended), 0.0) + text.kept
-        likeliest = sorted(masses.items(), key=lambda item: -item[1])
+                probabilities[text.added, text.ended] = probabilities.get((text.added, text.ended), 0.0) + text.kept
+        likeliest = sorted(probabilities.items(), key=lambda item: -item[1])
         trie = Trie()
-        for (added, ended), mass in likeliest[: budget.verified([mass for _, mass in likeliest])]:
+        for (added, ended), probability in likeliest[: budget.verified([probability for _, probability in likeliest])]:
             ids = [*known, *(self._continuation.ids(context.ids, added, known) if added else [])]
             if ended and self._target_end is not None:
                 ids.append(self._target_end)
-            trie.add(ids[: budget.longest], mass)
+            trie.add(ids[: budget.longest], probability)
         return trie.best(budget.verified, guess=hint + likeliest[0][0][0] if likeliest else b"")

@@ -15,7 +15,7 @@ from xtok.drafts.base import Context
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree, Trie
-from xtok.models.forwards import Asking, Look, Looked
+from xtok.models.forwards import Look, Looked, Steps
 from xtok.sampling.largest import largest
 from xtok.sampling.noise import PICK, near_exponential, states_of
 
@@ -32,20 +32,20 @@ SHARPNESS = 1 / 0.6
 
 @dataclass
 class Path:
-    """A guess: `mass` says how probable it is, `kept` how probable it is that none of the continuations looked at is right.
+    """A guess: `probability` says how probable it is, `kept` that none of the continuations looked at is right.
 
     `confidence`: the probability of its last token alone.
     `parent` is the node of the draft's cache that its last token continues, as for `CachedModel.branch`.
     """
 
-    mass: float
+    probability: float
     parent: int
     written: bytes
     confidence: float = 1.0
     kept: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kept = self.mass
+        self.kept = self.probability
 
     @property
     def is_open(self) -> bool:
@@ -88,12 +88,13 @@ def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int = PIC
 def noise_behind(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> Tensor:
     """The target's exponential noise behind each guess, (guesses, ids), float32. `keys`: (ids,) or (guesses, ids), int64.
 
-    A mass over it is exp(log(mass) + Gumbel noise), so the greatest is the draw where the masses are the target's distribution.
+    A probability divided by it is exp(log(probability) + Gumbel noise), so the greatest is the draw if the probabilities are
+    the target's distribution.
     """
     return near_exponential(keys, states_of(noise_states(context, guesses), keys.device))
 
 
-def looked_at(meter: Meter, *parts: Tensor) -> Asking[list[list[Any]]]:
+def looked_at(meter: Meter, *parts: Tensor) -> Steps[list[list[Any]]]:
     """Some numbers as lists. Texts that are at the same level of their guesses have theirs by one transfer."""
     with meter.away():
         looked: Looked = yield Look(parts)
@@ -113,7 +114,7 @@ def check_numbers(logits: Tensor, probabilities: Sequence[Sequence[float]]) -> N
 
 def next_ids(
     meter: Meter, context: Context, front: Sequence[IdPath], ids: Tensor, own: Tensor, keys: Tensor, view: TokenBytes
-) -> Asking[list[list[IdPath]]]:
+) -> Steps[list[list[IdPath]]]:
     """The likeliest ids behind each guess, by how probable they are and the noise there.
 
     `ids`: some of the target's, int64, and `own`: how probable they are, float32, (guesses, ids) twice. `keys`: those of the
@@ -123,19 +124,19 @@ def next_ids(
         own = own / noise_behind(context, front, keys[ids])
         own /= own.sum(dim=-1, keepdim=True)
     top = own.topk(min(CHILDREN, own.shape[-1]))
-    masses, tokens = yield from looked_at(meter, top.values, ids.gather(1, top.indices))
-    check_numbers(own, masses)
+    probabilities, tokens = yield from looked_at(meter, top.values, ids.gather(1, top.indices))
+    check_numbers(own, probabilities)
     return [
-        [child(context, view, guess, mass, token) for mass, token in zip(*pairs, strict=True) if mass > 0]
-        for guess, *pairs in zip(front, masses, tokens, strict=True)
+        [child(context, view, guess, probability, token) for probability, token in zip(*pairs, strict=True) if probability > 0]
+        for guess, *pairs in zip(front, probabilities, tokens, strict=True)
     ]
 
 
-def child(context: Context, view: TokenBytes, guess: IdPath, probability: float, token: int) -> IdPath:
+def child(context: Context, view: TokenBytes, guess: IdPath, conditional: float, token: int) -> IdPath:
     """A guess and a further id, so probable."""
     piece = view.to_bytes([token], before=guess.written or context.data)
     ids, controls = (*guess.ids, token), guess.controls + (not piece)
-    return IdPath(guess.mass * probability, -1, guess.written + piece, probability, ids=ids, controls=controls)
+    return IdPath(guess.probability * conditional, -1, guess.written + piece, conditional, ids=ids, controls=controls)
 
 
 def root(context: Context, view: TokenBytes) -> IdPath:
@@ -147,15 +148,15 @@ def root(context: Context, view: TokenBytes) -> IdPath:
 def tree_of(guesses: Sequence[IdPath], budget: Budget, start: IdPath) -> Tree:
     """The likeliest ids of some guesses, as many as the budget allows. `start`: what all of them begin with."""
     trie = Trie()
-    trie.add(start.ids, max(0.0, 1.0 - sum(guess.mass for guess in guesses if len(guess.ids) == len(start.ids) + 1)))
+    trie.add(start.ids, max(0.0, 1.0 - sum(guess.probability for guess in guesses if len(guess.ids) == len(start.ids) + 1)))
     for guess in guesses:
         trie.add(guess.ids[: budget.longest], guess.kept)
-    return trie.best(budget.verified, max(guesses, key=lambda guess: guess.mass).written if guesses else b"")
+    return trie.best(budget.verified, max(guesses, key=lambda guess: guess.probability).written if guesses else b"")
 
 
 def grown(
-    first: list[Some], budget: Budget, expand: Callable[[list[Some]], Asking[Sequence[Sequence[Some]]]]
-) -> Asking[list[Some]]:
+    first: list[Some], budget: Budget, expand: Callable[[list[Some]], Steps[Sequence[Sequence[Some]]]]
+) -> Steps[list[Some]]:
     """All guesses that come of `first`, as far as the budget allows. `expand` gives each of some guesses its continuations."""
     found, level = list(first), 1
 
@@ -163,11 +164,11 @@ def grown(
         return path.is_open and path.confidence >= budget.confidence
 
     waiting = sorted(filter(is_open, first), key=_falling)
-    while count := budget.expanded(level, [path.mass for path in waiting]):
+    while count := budget.expanded(level, [path.probability for path in waiting]):
         front, waiting = waiting[:count], waiting[count:]
         found_behind = yield from expand(front)
         for path, children in zip(front, found_behind, strict=True):
-            path.kept = max(0.0, path.mass - sum(child.mass for child in children))
+            path.kept = max(0.0, path.probability - sum(child.probability for child in children))
             waiting += filter(is_open, children)
             found += children
         waiting.sort(key=_falling)
@@ -176,4 +177,4 @@ def grown(
 
 
 def _falling(path: Path) -> float:
-    return -path.mass
+    return -path.probability

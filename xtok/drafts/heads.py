@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.base import Asker, Context, Request, check_request
+from xtok.drafts.base import Context, ModelDrafter, Request, check_request
 from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, root, tree_of
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, reason, shown
 from xtok.models.cache import device_of, output_embeddings
-from xtok.models.forwards import Asking
+from xtok.models.forwards import Steps
 from xtok.models.modes import plain
 
 
@@ -142,7 +142,7 @@ def save_heads(heads: Heads, trained: Trained, file: Path) -> None:
     save_file(tensors, file, metadata={"xtok": json.dumps({**known, "accuracy": trained.accuracy})})
 
 
-class HeadsGuesser(Asker):
+class HeadsGuesser(ModelDrafter):
     """`HeadsDrafter` for one generation."""
 
     def __init__(
@@ -157,7 +157,7 @@ class HeadsGuesser(Asker):
         self._warpers = warpers
 
     @torch.no_grad()
-    def guess(self, context: Context, budget: Budget) -> Asking[Tree]:
+    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """The likeliest products of what each head says; nothing where the hidden state isn't known yet."""
         if context.hidden is None:
             return Tree()
@@ -183,13 +183,13 @@ class HeadsGuesser(Asker):
 
     def _expanded(
         self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
-    ) -> Asking[list[list[IdPath]]]:
+    ) -> Steps[list[list[IdPath]]]:
         with self._meter.drafting():
             return (yield from self._children(context, distributions, front))
 
     def _children(
         self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
-    ) -> Asking[list[list[IdPath]]]:
+    ) -> Steps[list[list[IdPath]]]:
         """The likeliest ids behind each guess, by the distribution of the next head and the noise there.
 
         `distributions`: what `_distributions` gives.

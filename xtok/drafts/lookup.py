@@ -111,10 +111,10 @@ class Lookup:
         left = 1.0
         before = [] if hint is None else [hint]
         for i, (ids, agreeing, share) in enumerate(found):
-            masses = [left * share * mass for mass in belief.masses(agreeing, len(ids))]
-            kept = sum(mass > _LEAST for mass in masses)
-            trie.mix(chain([*before, *ids[:kept]]), [*[1.0] * len(before), *masses])
-            left -= masses[0]
+            probabilities = [left * share * probability for probability in belief.probabilities(agreeing, len(ids))]
+            kept = sum(probability > _LEAST for probability in probabilities)
+            trie.mix(chain([*before, *ids[:kept]]), [*[1.0] * len(before), *probabilities])
+            left -= probabilities[0]
             if not i:
                 belief.given, belief.hint = (ids, agreeing), hint
 
@@ -161,11 +161,11 @@ class Foreseen(Lookup):
         self._data = data
 
     def _repeated(self, new: Sequence[int], hint: int | None, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """Nothing: what the text repeats is no merit of what was foreseen."""
+        """Nothing: what the text repeats is no merit of what was predicted."""
         return []
 
     def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """As long as the text is the beginning of what was foreseen, what comes next there; else what a corpus has."""
+        """As long as the text is the beginning of what was predicted, what comes next there; else what a corpus has."""
         new = context.data[context.prompt_size :] + self._continuation.spelled(context.hint, context.data)
         if not self._data.startswith(new):
             return super()._found(corpus, context, budget)
@@ -183,13 +183,13 @@ class Belief:
         self.given: tuple[list[int], int] = ([], 0)
         self.hint: int | None = None
 
-    def masses(self, agreeing: int, size: int) -> list[float]:
+    def probabilities(self, agreeing: int, size: int) -> list[float]:
         """For each id of a continuation, the probability of all up to it."""
-        found, mass = list[float](), 1.0
+        found, probability = list[float](), 1.0
         for i in range(size):
             known = min(agreeing + i, _LONGEST)
-            mass *= self._hits[known] / self._tries[known]
-            found.append(mass)
+            probability *= self._hits[known] / self._tries[known]
+            found.append(probability)
         return found
 
     def learn(self, new: Sequence[int]) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 
+from xtok.models import timing
 from xtok.models.timing import Cost, Span
 
 _PARTS = ("target", "draft", "propose", "reading", "align", "noise", "all")
@@ -31,16 +31,16 @@ class Meter:
 
     def now(self) -> float:
         """Seconds on the text's own clock, which stands still while others are served."""
-        return perf_counter() - self._away
+        return timing.perf_counter() - self._away
 
     @contextmanager
     def away(self) -> Iterator[None]:
         """Let the text's clock stand still."""
-        left = perf_counter()
+        left = timing.perf_counter()
         try:
             yield
         finally:
-            self._away += perf_counter() - left
+            self._away += timing.perf_counter() - left
 
     def spend(self, seconds: float) -> None:
         """Let the text's clock go on by its share of what texts had done together."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.base import Asker, Context
+from xtok.drafts.base import Context, ModelDrafter
 from xtok.drafts.candidates import Candidates, summed
 from xtok.drafts.growth import (
     CHILDREN,
@@ -28,7 +28,7 @@ from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.reader import Reader
 from xtok.drafts.tree import Tree, chain
-from xtok.models.forwards import Asking
+from xtok.models.forwards import Steps
 from xtok.models.roles import DraftModel
 from xtok.sampling.draws import Distribution, race
 from xtok.sampling.noise import GUESS, states_of
@@ -55,7 +55,7 @@ class _Draw(IdPath):
         return bool(self.own)
 
 
-class ProjectedDrafter(Asker):
+class ProjectedDrafter(ModelDrafter):
     """Guesses what the target is about to draw, in the target's ids. One per generation.
 
     The distribution of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary; what several
@@ -90,7 +90,7 @@ class ProjectedDrafter(Asker):
         self._candidates = candidates
 
     @torch.no_grad()
-    def guess(self, context: Context, budget: Budget) -> Asking[Tree]:
+    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """A tree; a chain where the budget's width is 1, and always of independent draws.
 
         What fails behind a first draw is raised in the next round: what was drawn must be judged, for what is thrown away
@@ -128,7 +128,7 @@ class ProjectedDrafter(Asker):
         finally:
             del failure
 
-    def _expanded(self, context: Context, front: list[_Draw], chained: bool) -> Asking[list[list[_Draw]]]:
+    def _expanded(self, context: Context, front: list[_Draw], chained: bool) -> Steps[list[list[_Draw]]]:
         """The continuations of some guesses, all by one forward."""
         try:
             with self._meter.drafting():
@@ -138,7 +138,7 @@ class ProjectedDrafter(Asker):
             self._failure = error.with_traceback(None)  # which would hold on to all that the forward held
             return [[] for _ in front]
 
-    def _read(self, front: list[_Draw]) -> Asking[Tensor]:
+    def _read(self, front: list[_Draw]) -> Steps[Tensor]:
         """The draft's logits behind each guess, (guesses, vocabulary). An id of the target may be several of its own."""
         tokens, parents, last = list[int](), list[int](), list[int]()
         first = self._reader.branched
@@ -151,7 +151,7 @@ class ProjectedDrafter(Asker):
         logits = yield from self._reader.branch(tokens, parents)
         return logits[last]
 
-    def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> Asking[list[list[_Draw]]]:
+    def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> Steps[list[list[_Draw]]]:
         """The likeliest ids behind each guess, by the distribution and the noise there. Nothing behind those of nothing.
 
         `logits`: the draft's, (draws, vocabulary).
@@ -162,12 +162,12 @@ class ProjectedDrafter(Asker):
             distribution = self._candidates.distribution(None if ids is None else ids[0], probabilities[0])
             return [self._drawn(context, draws[0], distribution)]
         noise = partial(self._noise, context, draws) if context.noise is not None and self._shares else None
-        tokens, masses = yield from looked_at(self._meter, *self._candidates.raced(ids, probabilities, noise))
-        check_numbers(logits, masses)
+        tokens, target_probabilities = yield from looked_at(self._meter, *self._candidates.raced(ids, probabilities, noise))
+        check_numbers(logits, target_probabilities)
         count = 1 if chained else CHILDREN
         return [
             [self._child(context, draw, *one) for one in summed(*row)[:count] if one[1] > 0]
-            for draw, *row in zip(draws, tokens, masses, strict=True)
+            for draw, *row in zip(draws, tokens, target_probabilities, strict=True)
         ]
 
     def _noise(self, context: Context, draws: list[_Draw], keys: Tensor) -> Tensor:
@@ -186,15 +186,15 @@ class ProjectedDrafter(Asker):
         child = self._child(context, draw, int(distribution.ids[place]), float(distribution.probabilities[place]))
         return [replace(child, distributions=(*draw.distributions, distribution))]
 
-    def _child(self, context: Context, draw: _Draw, token: int, mass: float) -> _Draw:
+    def _child(self, context: Context, draw: _Draw, token: int, probability: float) -> _Draw:
         piece = self._target.to_bytes([token], before=draw.written or context.data)
         own = self._reader.reads(token, piece)
         held = own if self._reader.holds(draw.size + len(own)) else ()
         return _Draw(
-            draw.mass * mass,
+            draw.probability * probability,
             draw.parent,
             draw.written + piece,
-            mass,
+            probability,
             ids=(*draw.ids, token),
             own=tuple(held),
             size=draw.size + len(own),

@@ -8,7 +8,7 @@ from xtok.align.reencode import Reencoder
 from xtok.drafts.base import Context
 from xtok.drafts.meter import Meter
 from xtok.models.cache import positions
-from xtok.models.forwards import Answer, Ask, Asking, Slot
+from xtok.models.forwards import Answer, Ask, Slot, Steps
 from xtok.models.roles import DraftModel
 from xtok.models.seats import Seat
 
@@ -83,7 +83,7 @@ class Reader:
         if (one := self._one(piece)) is not None:
             return [one]
         try:
-            ids = self._draft.vocabulary.encoder.ids_behind(piece.decode())
+            ids = self._draft.vocabulary.encoder.ids_after(piece.decode())
         except UnicodeDecodeError:
             single = [self._one(bytes([byte])) for byte in piece]
             ids = [token for token in single if token is not None]
@@ -114,7 +114,7 @@ class Reader:
             self._start = max(0, len(self._ids) - max(1, room // 2))
             self._held = 0
 
-    def logits(self, rows: int, rest: Sequence[int] = ()) -> Asking[Tensor]:
+    def logits(self, rows: int, rest: Sequence[int] = ()) -> Steps[Tensor]:
         """The logits behind the last `rows` ids of the text and `rest`, (rows, vocabulary).
 
         Only what the KV cache lacks is forwarded.
@@ -131,7 +131,7 @@ class Reader:
         self._held = self.size
         return logits
 
-    def branch(self, tokens: list[int], parents: list[int]) -> Asking[Tensor]:
+    def branch(self, tokens: list[int], parents: list[int]) -> Steps[Tensor]:
         """The logits behind further tokens, nodes of a tree, (tokens, vocabulary); parents as for `Ask`."""
         return self._forward(Ask(self._slot, tokens, len(tokens), parents))
 
@@ -140,7 +140,7 @@ class Reader:
         self._slot.roll_back(self._slot.length - 1)
         self._held -= 1
 
-    def _forward(self, ask: Ask) -> Asking[Tensor]:
+    def _forward(self, ask: Ask) -> Steps[Tensor]:
         with self._meter.away():
             answer: Answer = yield ask
         self._meter.drafts(answer.cost)

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.align.vocabulary import Vocabulary
-from xtok.drafts.base import Asker, Context, Request, check_request
+from xtok.drafts.base import Context, ModelDrafter, Request, check_request
 from xtok.drafts.growth import SHARPNESS, IdPath, grown, looked_at, next_ids, root, tree_of
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
-from xtok.models.forwards import Asking
+from xtok.models.forwards import Steps
 from xtok.models.timing import timed
 from xtok.sampling.largest import largest
 
@@ -89,7 +89,7 @@ class _Table:
             return [place is not None for place in places], self._ids[rows], self._logits[rows]
 
 
-class Recycler(Asker):
+class Recycler(ModelDrafter):
     """`TokenRecycling` for one generation."""
 
     def __init__(self, table: _Table, vocabulary: Vocabulary, meter: Meter, warpers: LogitsProcessorList) -> None:
@@ -108,7 +108,7 @@ class Recycler(Asker):
         self._seen = ids, found, span.seconds
 
     @torch.no_grad()
-    def guess(self, context: Context, budget: Budget) -> Asking[Tree]:
+    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """The likeliest products of what is remembered behind each id; nothing where nothing is."""
         yield from self._remember()
         if not context.ids:
@@ -118,7 +118,7 @@ class Recycler(Asker):
         found = yield from grown(first, budget, lambda front: self._expanded(context, front))
         return tree_of(found, budget, start)
 
-    def _remember(self) -> Asking[None]:
+    def _remember(self) -> Steps[None]:
         """Remember what was looked for behind the latest forward."""
         if self._seen is None:
             return
@@ -129,7 +129,7 @@ class Recycler(Asker):
             ids, *(torch.tensor(part, dtype=dtype, device="cpu") for part, dtype in zip(parts, _DTYPES, strict=True))
         )
 
-    def _expanded(self, context: Context, front: Sequence[IdPath]) -> Asking[list[list[IdPath]]]:
+    def _expanded(self, context: Context, front: Sequence[IdPath]) -> Steps[list[list[IdPath]]]:
         """The likeliest ids behind each guess, by what is remembered behind its last and the noise there."""
         with self._meter.drafting():
             known, ids, logits = self._table.behind([guess.ids[-1] if guess.ids else context.ids[-1] for guess in front])

@@ -9,12 +9,12 @@ from operator import index
 from torch import Tensor
 
 from xtok.align.text import Text
-from xtok.drafts.base import Asker, Context, Draft, Drafter, Request
-from xtok.drafts.policy.ledger import Company, Ledger, Limit, Pace, Proposal
+from xtok.drafts.base import Context, Draft, Drafter, ModelDrafter, Request
+from xtok.drafts.policy.ledger import Batch, Ledger, Limit, Pace, Proposal
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import HINTED, Tree, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError
-from xtok.models.forwards import Asking
+from xtok.models.forwards import Steps
 from xtok.models.timing import Cost
 from xtok.sampling.draws import Distribution
 from xtok.sampling.noise import Noise
@@ -88,14 +88,14 @@ class Session:
                 except Exception as error:
                     self._fails(draft, error)
 
-    def propose(self, limit: Budget, company: Company | None = None, unread: int = 1, *, chained: bool = False) -> Asking[Tree]:
+    def propose(self, limit: Budget, batch: Batch | None = None, unread: int = 1, *, chained: bool = False) -> Steps[Tree]:
         """A tree of all that those guess which are worth asking; a chain where the limit's width is 1.
 
-        `company`: the texts of the round; None for this one alone. `unread`: how many committed ids are forwarded with it.
+        `batch`: the texts of the round; None for this one alone. `unread`: how many committed ids are forwarded with it.
         `chained`: drafts may guess trees, and of what those make together the likeliest path alone is kept.
         """
-        company, text = company or Company(), self._text
-        self._before = self._hint if company.guesses else None
+        batch, text = batch or Batch(), self._text
+        self._before = self._hint if batch.guesses else None
         self._unread, behind, has_room = unread, limit, True
         if self._before is not None:
             self._unread, behind, has_room = unread + 1, _behind_one(limit), min(limit.nodes, limit.longest) > 1
@@ -105,9 +105,9 @@ class Session:
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
         for draft in self.ledger.cheapest_first():
             drafter = self._drafters[draft]
-            if drafter is not None and has_room and (own := self._own(draft, limit, sure, company)) is not None:
+            if drafter is not None and has_room and (own := self._own(draft, limit, sure, batch)) is not None:
                 self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
-                sure = max([sure, *self.ledger.masses(draft, self.proposals[draft].tree or Tree())])
+                sure = max([sure, *self.ledger.probabilities(draft, self.proposals[draft].tree or Tree())])
         tree = self._merged(behind)
         path = tree.likeliest_path(behind.longest)
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
@@ -129,16 +129,16 @@ class Session:
         """How probable the nodes of the latest guess are believed to be, falling; None where the budget doesn't go by costs."""
         if self._guessed is None or self._guessed[0].schedule != "cost":
             return None
-        masses = sorted(self._believed(self._guessed[1]), reverse=True)
-        return masses if self._before is None else [HINTED, *(HINTED * mass for mass in masses)]
+        probabilities = sorted(self._believed(self._guessed[1]), reverse=True)
+        return probabilities if self._before is None else [HINTED, *(HINTED * probability for probability in probabilities)]
 
     def cut(self, nodes: int) -> Tree:
         """The likeliest nodes of the latest guess, so many at most; the guess from now on."""
         assert self._guessed is not None
         limit, tree = self._guessed
         nodes, is_left = nodes - (self._before is not None), nodes > 0
-        masses = self._believed(tree)
-        ranked = sorted(range(len(tree)), key=lambda node: -masses[node])
+        probabilities = self._believed(tree)
+        ranked = sorted(range(len(tree)), key=lambda node: -probabilities[node])
         self._guessed = limit, self._of(tree, sorted(ranked[: max(0, nodes)]))
         return self._whole(self._guessed[1]) if is_left else Tree()
 
@@ -152,7 +152,7 @@ class Session:
     def _believed(self, tree: Tree) -> list[float]:
         """How probable each node is believed to be: of a guess that stands alone, by its draft's account."""
         alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
-        return self.ledger.masses(alone[0], tree) if len(alone) == 1 else list(tree.masses)
+        return self.ledger.probabilities(alone[0], tree) if len(alone) == 1 else list(tree.probabilities)
 
     def observe(self, cost: Cost) -> None:
         """Learn from a round whose ids came by `extend`, by what the target's forward took."""
@@ -179,27 +179,27 @@ class Session:
         """Let go of the drafters, and of what they hold."""
         self._drafters = [None for _ in self._drafters]
 
-    def _own(self, draft: int, limit: Budget, sure: float, company: Company) -> Budget | None:
+    def _own(self, draft: int, limit: Budget, sure: float, batch: Batch) -> Budget | None:
         """The limit of one draft; None where it isn't to be asked."""
         account = self.ledger.accounts[draft]
         if limit.schedule == "heuristic":
             return replace(limit, depth=account.depth or limit.depth)
         if limit.schedule == "constant":
             return limit
-        if not self.ledger.asks(draft, sure, company):
+        if not self.ledger.asks(draft, sure, batch):
             return None
-        tries = company.tries or account.backoff(sure).distance > 0
+        tries = batch.tries or account.backoff(sure).distance > 0
         unread = self._unread - (self._before is not None)  # a draft's guess has the hint among its nodes
-        return Limit.of(limit, Pace(self.ledger, account, company.texts, unread, company.explores, tries))
+        return Limit.of(limit, Pace(self.ledger, account, batch.texts, unread, batch.explores, tries))
 
-    def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Asking[Proposal]:
+    def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Steps[Proposal]:
         """A guess, as far as it can be verified."""
         drafted, first = list[Cost](), draft not in self._begun
         self._begun.add(draft)
         is_after = context.hint is not None and not getattr(drafter, "reads_hint", False)
         try:
             with self._meter.proposing(drafted) as took:
-                if isinstance(drafter, Asker):
+                if isinstance(drafter, ModelDrafter):
                     guess = yield from drafter.guess(context, limit)
                 elif is_after:
                     guess = drafter.propose(context.after_hint(self._piece(context)), _behind_one(limit))
@@ -235,10 +235,10 @@ class Session:
             return guessed[0][1] if guessed else Tree()
         trie = Trie()
         for draft, tree in guessed:
-            trie.mix(tree, self.ledger.masses(draft, tree), owner=draft)
+            trie.mix(tree, self.ledger.probabilities(draft, tree), owner=draft)
 
-        def worth(masses: Sequence[float]) -> int:
-            most = masses[: limit.nodes]
+        def worth(probabilities: Sequence[float]) -> int:
+            most = probabilities[: limit.nodes]
             return self.ledger.verified(most, self._unread) if limit.schedule == "cost" else len(most)
 
         nodes = trie.likeliest(worth)
@@ -258,13 +258,13 @@ def _sound(tree: Tree) -> Tree:
     """A tree of whole numbers and of probabilities, whatever a drafter made it of. Raises where that can't be."""
     if not isinstance(tree, Tree):
         raise InvalidInputError(f"propose gave {tree!r}; it must give a Tree, as xtok.chain makes one of ids.")
-    given = [float(mass) for mass in tree.masses]
-    masses = tuple(min(1.0, max(0.0, mass)) for mass in given)
+    given = [float(probability) for probability in tree.probabilities]
+    probabilities = tuple(min(1.0, max(0.0, probability)) for probability in given)
     if any(map(isnan, given)):
-        raise InvalidInputError(f"A mass of a tree is {tree.masses!r}; give probabilities.")
+        raise InvalidInputError(f"A probability of a tree is {tree.probabilities!r}; give probabilities.")
     guess = tree.guess if isinstance(tree.guess, bytes) else b""
     distributions = tree.distributions if isinstance(tree.distributions, tuple) else ()
     if not all(isinstance(one, Distribution) for one in distributions):
         distributions = ()
     ids, parents = (tuple(map(index, whole)) for whole in (tree.tokens, tree.parents))
-    return Tree(ids, parents, guess, distributions, masses)
+    return Tree(ids, parents, guess, distributions, probabilities)

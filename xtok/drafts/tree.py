@@ -15,7 +15,7 @@ class Tree:
     """Guessed continuations of a context. A node is one id; its parent is an earlier node, or -1 for the context itself.
 
     `guess` holds the bytes that the drafter holds for likeliest; it is for measuring alone.
-    `masses`: how probable a drafter thinks it that the target's picks pass through each node; empty where it doesn't say.
+    `probabilities`: that the target's picks pass through each node, as the drafter believes; empty if it doesn't say.
     `distributions`, of a chain whose ids were drawn at random: what each node was drawn from.
     """
 
@@ -23,17 +23,17 @@ class Tree:
     parents: tuple[int, ...] = ()
     guess: bytes = b""
     distributions: tuple[Distribution, ...] = ()
-    masses: tuple[float, ...] = ()
+    probabilities: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         try:
-            sizes = {len(self.tokens), len(self.parents)} | ({len(self.masses)} if self.masses else set())
+            sizes = {len(self.tokens), len(self.parents)} | ({len(self.probabilities)} if self.probabilities else set())
             is_tree = len(sizes) == 1 and all(-1 <= parent < node for node, parent in enumerate(self.parents))
         except (TypeError, RuntimeError):  # of what has no length, no order, or, as a tensor of several numbers, no truth
             is_tree = False
         if not is_tree:
             raise InvalidInputError(
-                f"This is no tree: {shown(self)}. Give each token a parent before it, and all or none a mass."
+                f"This is no tree: {shown(self)}. Give each token a parent before it, and all or none a probability."
             )
 
     def __len__(self) -> int:
@@ -82,28 +82,36 @@ class Tree:
         return self if max(depths, default=0) <= longest else self.of([i for i, depth in enumerate(depths) if depth <= longest])
 
     def likeliest(self, nodes: int) -> "Tree":
-        """The likeliest nodes, so many at most; the first ones where it says no masses."""
+        """The likeliest nodes, so many at most; the first ones where it says no probabilities."""
         if len(self) <= nodes:
             return self
-        masses: list[float] = []
+        probabilities: list[float] = []
         for node, parent in enumerate(self.parents):
-            masses.append(min(self.masses[node] if self.masses else 1.0, masses[parent] if parent >= 0 else 1.0))
-        return self.of(sorted(sorted(range(len(self)), key=lambda node: (-masses[node], node))[:nodes]))
+            probabilities.append(
+                min(self.probabilities[node] if self.probabilities else 1.0, probabilities[parent] if parent >= 0 else 1.0)
+            )
+        return self.of(sorted(sorted(range(len(self)), key=lambda node: (-probabilities[node], node))[:nodes]))
 
     def behind_first(self, token: int) -> "Tree":
         """What is guessed behind a first guess of `token`, as probable as it is if that is right."""
         first = self.child(-1, token)
         nodes = [] if first is None else sorted(self.behind(first))
         index = {first: -1} | {node: i for i, node in enumerate(nodes)}
-        whole = self.masses[first] if self.masses and first is not None else 0.0
-        masses = tuple(min(1.0, self.masses[node] / whole) if whole else 0.0 for node in nodes) if self.masses else ()
+        whole = self.probabilities[first] if self.probabilities and first is not None else 0.0
+        probabilities = (
+            tuple(min(1.0, self.probabilities[node] / whole) if whole else 0.0 for node in nodes) if self.probabilities else ()
+        )
         parents = tuple(index[self.parents[node]] for node in nodes)
-        return Tree(tuple(self.tokens[node] for node in nodes), parents, self.guess, (), masses)
+        return Tree(tuple(self.tokens[node] for node in nodes), parents, self.guess, (), probabilities)
 
     def after(self, token: int) -> "Tree":
         """The same behind a hint."""
-        masses = (HINTED, *(HINTED * mass for mass in self.masses)) if self.masses or not self.tokens else ()
-        return Tree((token, *self.tokens), (-1, *(1 + parent for parent in self.parents)), self.guess, (), masses)
+        probabilities = (
+            (HINTED, *(HINTED * probability for probability in self.probabilities))
+            if self.probabilities or not self.tokens
+            else ()
+        )
+        return Tree((token, *self.tokens), (-1, *(1 + parent for parent in self.parents)), self.guess, (), probabilities)
 
     @property
     def lead(self) -> int:
@@ -126,66 +134,69 @@ class Tree:
         index = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         tokens = tuple(self.tokens[node] for node in nodes)
         parents = tuple(index[self.parents[node]] for node in nodes)
-        masses = tuple(self.masses[node] for node in nodes) if self.masses else ()
-        return Tree(tokens, parents, self.guess, self.distributions[: len(nodes)], masses)
+        probabilities = tuple(self.probabilities[node] for node in nodes) if self.probabilities else ()
+        return Tree(tokens, parents, self.guess, self.distributions[: len(nodes)], probabilities)
 
     def _best_child(self, node: int) -> int | None:
         children = [i for i, parent in enumerate(self.parents) if parent == node]
-        return max(children, key=lambda i: self.masses[i] if self.masses else 0.0, default=None)
+        return max(children, key=lambda i: self.probabilities[i] if self.probabilities else 0.0, default=None)
 
 
 def chain(
-    tokens: Iterable[int], guess: bytes = b"", distributions: Sequence[Distribution] = (), masses: Sequence[float] = ()
+    tokens: Iterable[int], guess: bytes = b"", distributions: Sequence[Distribution] = (), probabilities: Sequence[float] = ()
 ) -> Tree:
     """A tree without branches."""
     try:
-        ids, drawn, given = tuple(tokens), tuple(distributions), tuple(masses)
+        ids, drawn, given = tuple(tokens), tuple(distributions), tuple(probabilities)
     except TypeError as error:
         raise InvalidInputError(
-            f"This is no chain: {shown((tokens, distributions, masses))}. Give a list of ids, and of a mass for each, if any."
+            f"This is no chain: {shown((tokens, distributions, probabilities))}. "
+            "Give a list of ids, and if any probabilities, one for each."
         ) from error
     return Tree(ids, tuple(range(-1, len(ids) - 1)), guess, drawn, given)
 
 
 class Trie:
-    """Guesses that share their beginnings: every node has one place and the mass of all guesses through it.
+    """Guesses that share their beginnings: every node has one place and the probability of all guesses through it.
 
-    Law: a node's mass is at most its parent's, so the likeliest nodes are a tree.
+    Law: a node's probability is at most its parent's, so the likeliest nodes are a tree.
     """
 
     def __init__(self) -> None:
         self._children: dict[tuple[int, int], int] = {}
         self._tokens: list[int] = []
         self._parents: list[int] = []
-        self.masses: list[float] = []
+        self.probabilities: list[float] = []
         self.owners: list[int] = []
 
-    def add(self, tokens: Iterable[int], mass: float) -> None:
-        """Add the mass of a guess. Guesses that are added exclude each other: their masses are summed up."""
+    def add(self, tokens: Iterable[int], probability: float) -> None:
+        """Add the probability of a guess. Guesses that are added exclude each other: their probabilities are summed up."""
         node = -1
         for token in tokens:
             node = self._child(node, token, 0)
-            self.masses[node] += mass
+            self.probabilities[node] += probability
 
-    def mix(self, tree: Tree, masses: Sequence[float], owner: int = 0) -> None:
-        """Add a tree from another source, with a mass for each of its nodes. Any source may be right.
+    def mix(self, tree: Tree, probabilities: Sequence[float], owner: int = 0) -> None:
+        """Add a tree from another source, with a probability for each of its nodes. Any source may be right.
 
         A node belongs to the first `owner` that has it.
         """
         nodes = {-1: -1}
         for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             node = nodes[i] = self._child(nodes[parent], token, owner)
-            mass = self.masses[node] + (1 - min(1.0, self.masses[node])) * masses[i]
-            self.masses[node] = min(mass, self.masses[self._parents[node]]) if self._parents[node] >= 0 else mass
+            probability = self.probabilities[node] + (1 - min(1.0, self.probabilities[node])) * probabilities[i]
+            self.probabilities[node] = (
+                min(probability, self.probabilities[self._parents[node]]) if self._parents[node] >= 0 else probability
+            )
 
     def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
-        """The likeliest nodes, in order, as many as `count` says when it sees their masses fall."""
-        ranked = sorted(range(len(self.masses)), key=lambda node: -self.masses[node])
-        return sorted(ranked[: count([self.masses[node] for node in ranked])])
+        """The likeliest nodes, in order, as many as `count` says when it sees their probabilities fall."""
+        ranked = sorted(range(len(self.probabilities)), key=lambda node: -self.probabilities[node])
+        return sorted(ranked[: count([self.probabilities[node] for node in ranked])])
 
     def tree(self, nodes: list[int], guess: bytes = b"") -> Tree:
         """The tree of some nodes, in order, whose parents are all among them."""
-        return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.masses)).of(nodes)
+        return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.probabilities)).of(nodes)
 
     def best(self, count: Callable[[Sequence[float]], int], guess: bytes = b"") -> Tree:
         """The tree of the likeliest nodes."""
@@ -196,6 +207,6 @@ class Trie:
         if child == len(self._tokens):
             self._tokens.append(token)
             self._parents.append(node)
-            self.masses.append(0.0)
+            self.probabilities.append(0.0)
             self.owners.append(owner)
         return child

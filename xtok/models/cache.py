@@ -110,7 +110,7 @@ class CachedModel:
     chunk: int | None = None
     most: int | None = None
     fixed = False
-    spread = 0.0
+    tolerance = 0.0
 
     def __init__(
         self,

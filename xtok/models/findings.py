@@ -104,7 +104,7 @@ class Findings:
     """What trials of a model in one state gave, and the small JSON file that keeps it for other processes.
 
     `agreed`: by rows, ids of each row, and cache positions that are read, whether such a forward pass gave the usual bits.
-    `spread`: that of `StableShapes`; None until it is measured.
+    `tolerance`: that of `StableShapes`; None until it is measured.
 
     Each process that uses the file sees a whole one, the latest that was written. Without a digest there is none, and a folder
     or file that can't be used is as good as none.
@@ -112,7 +112,7 @@ class Findings:
 
     def __init__(self, digest: str | None) -> None:
         self.agreed = dict[tuple[int, int, int], bool]()
-        self.spread: float | None = None
+        self.tolerance: float | None = None
         self._digest, folder = digest, cache_folder()
         self._path = None if digest is None or folder is None else folder / "shapes" / f"{digest[:32]}.json"
 
@@ -120,13 +120,13 @@ class Findings:
         """Take in what was written, but what this process found itself. Returns whether there was a file that makes sense."""
         try:
             found = json.loads("" if self._path is None else self._path.read_text(encoding="utf-8"))
-            agreed, spread = {_shape(shape): _verdict(agrees) for *shape, agrees in found["agreed"]}, found["spread"]
-            if found["digest"] != self._digest or not (spread is None or (isfinite(spread) and spread > 0)):
+            agreed, tolerance = {_shape(shape): _verdict(agrees) for *shape, agrees in found["agreed"]}, found["tolerance"]
+            if found["digest"] != self._digest or not (tolerance is None or (isfinite(tolerance) and tolerance > 0)):
                 return False
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return False
         self.agreed = agreed | self.agreed
-        self.spread = spread if self.spread is None else self.spread
+        self.tolerance = tolerance if self.tolerance is None else self.tolerance
         return True
 
     def save(self) -> None:
@@ -140,7 +140,7 @@ class Findings:
             with NamedTemporaryFile("w", dir=self._path.parent, suffix=".part", encoding="utf-8", delete=False) as file:
                 part = Path(file.name)
                 try:
-                    json.dump({"digest": self._digest, "agreed": agreed, "spread": self.spread}, file)
+                    json.dump({"digest": self._digest, "agreed": agreed, "tolerance": self.tolerance}, file)
                     file.close()
                     part.replace(self._path)
                 finally:

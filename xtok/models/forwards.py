@@ -47,7 +47,7 @@ class Slot(Protocol):
     fixed: bool
 
     @property
-    def spread(self) -> float:
+    def tolerance(self) -> float:
         """By how much, in logits, the best id after a node at another place than its own is to beat the second."""
 
     def takes(self, new: int, prompt: int) -> int:
@@ -108,13 +108,13 @@ class Looked(NamedTuple):
     seconds: float
 
 
-Asking = Generator[Ask | Look, Any, Result]
+Steps = Generator[Ask | Look, Any, Result]
 """What is written for one text: it yields what it wants forwarded, an `Ask`, and is sent an `Answer`, or what it wants to look
 at, and is sent what it `Looked` at.
 """
 
 
-def together(runs: Sequence[Asking[Result]]) -> list[Result]:
+def together(runs: Sequence[Steps[Result]]) -> list[Result]:
     """Run some texts side by side to their ends, and give what each returns. Those that wait for one model share its forward,
     and those that want to look at numbers a transfer.
 
@@ -133,7 +133,7 @@ def together(runs: Sequence[Asking[Result]]) -> list[Result]:
     return [results[number] for number in range(len(runs))]
 
 
-def _go_on(run: Asking[Any], answer: Answer | Exception | Looked | None) -> tuple[Ask | Look | None, Any]:
+def _go_on(run: Steps[Any], answer: Answer | Exception | Looked | None) -> tuple[Ask | Look | None, Any]:
     """What it wants next, or None and what it returns."""
     try:
         if isinstance(answer, Exception):

@@ -41,7 +41,7 @@ class Shapes:
     """Which shapes the forwards of a model are to have, so that an id has the same bits whatever is forwarded with it."""
 
     @property
-    def spread(self) -> float:
+    def tolerance(self) -> float:
         """By how much, in logits, the best id behind a node that stands at another place than alone is to beat the second."""
         return 0.0
 
@@ -83,7 +83,7 @@ class Row:
         self.moves: list[tuple[int, int]] = []
 
     @property
-    def spread(self) -> float:
+    def tolerance(self) -> float:
         """Nothing: forwards have any shape."""
         return 0.0
 
@@ -135,9 +135,9 @@ class FixedRow(Row):
         self._shapes = shapes
 
     @property
-    def spread(self) -> float:
+    def tolerance(self) -> float:
         """That of the shapes."""
-        return self._shapes.spread
+        return self._shapes.tolerance
 
     def takes(self, new: int, prompt: int) -> int:
         """Of a prompt powers of two, down from a whole chunk, so that none crosses where more places are looked at."""

@@ -83,7 +83,7 @@ class StableShapes(Shapes):
     what the caller chose for torch's kernels alone.
 
     Forward passes over 16 ids of one sequence have the usual bits. Another shape is used once it was seen to give the same.
-    Those of several sequences are tried when they are first wanted; those of one sequence, and the spread, when as much time as
+    Those of several sequences are tried when they are first wanted; those of one sequence, and the tolerance, when the time
     that takes is a tenth of what its forward passes took so far. What was found is kept in the user's cache folder. Several
     threads may use it: what one of them tries, the others do without.
     """
@@ -125,19 +125,19 @@ class StableShapes(Shapes):
         return known
 
     @property
-    def spread(self) -> float:
+    def tolerance(self) -> float:
         """By how much, in logits, the best id after a node that stands at another place than it would alone is to beat the
         second: 8 times the largest difference that was seen there; infinity until that is measured.
         """
         known = self._known
 
         def trial() -> None:
-            known.findings.spread = _MARGIN * self._difference(self._filled(known))
+            known.findings.tolerance = _MARGIN * self._difference(self._filled(known))
             known.learn()
 
-        if known.findings.spread is None and known.fault is None and self._may_try():
+        if known.findings.tolerance is None and known.fault is None and self._may_try():
             self._during(trial)
-        return inf if known.findings.spread is None else known.findings.spread
+        return inf if known.findings.tolerance is None else known.findings.tolerance
 
     def served(self, seconds: float) -> None:
         """Count the time that forward passes took which nobody asked for to try something."""

@@ -72,10 +72,10 @@ def written(one: Round, tokens: list[Token], drafts: Sequence[str], spelled: Cal
 
 def _guessed(one: Round, drafts: Sequence[str], spelled: Callable[[int], bytes]) -> list[Guess]:
     r"""What was guessed in a round. Bytes that are no whole characters are written as `\xe3`."""
-    masses = one.tree.masses or [None] * len(one.tree)
+    probabilities = one.tree.probabilities or [None] * len(one.tree)
     return [
-        Guess(token, spelled(token).decode(errors="backslashreplace"), parent, mass, _name(drafts, draft))
-        for token, parent, mass, draft in zip(one.tree.tokens, one.tree.parents, masses, one.drafts, strict=True)
+        Guess(token, spelled(token).decode(errors="backslashreplace"), parent, probability, _name(drafts, draft))
+        for token, parent, probability, draft in zip(one.tree.tokens, one.tree.parents, probabilities, one.drafts, strict=True)
     ]
 
 

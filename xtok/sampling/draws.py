@@ -108,7 +108,7 @@ def _likely(scores: Tensor, best: Tensor, top_k: Any, least: float) -> tuple[Ten
     return places, values.masked_fill(less, -torch.inf), told
 
 
-def _first_within(scores: Tensor, order: Tensor, sure: Tensor, mass: float) -> tuple[Tensor, Tensor]:
+def _first_within(scores: Tensor, order: Tensor, sure: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     """The first of some places that top-p leaves, int64, and whether that is beyond doubt: (rows, 1) twice.
 
     `scores`: (rows, ids). `order`: places, and whether it is `sure` that nothing comes before them: (rows, few) twice.
@@ -119,67 +119,70 @@ def _first_within(scores: Tensor, order: Tensor, sure: Tensor, mass: float) -> t
     for i in range(order.shape[1]):
         place, known = order[:, i : i + 1], sure[:, i : i + 1]
         score = scores.gather(1, place)
-        above, upto = (_mass(probabilities, compare, scores, score) for compare in (torch.gt, torch.ge))
+        above, upto = (_probability(probabilities, compare, scores, score) for compare in (torch.gt, torch.ge))
         least = upto - probabilities.gather(1, place)  # of the ids that have this score, one comes last
         going &= known
-        found = going & (least < mass - _NEAR)
+        found = going & (least < probability - _NEAR)
         chosen, clear = place.where(found, chosen), clear | found
-        going = going & (above > mass + _NEAR)
+        going = going & (above > probability + _NEAR)
         if on_host(going.device) and not going.any():
             break
     return chosen, clear
 
 
-def _mass(probabilities: Tensor, compare: Callable[..., Tensor], scores: Tensor, score: Tensor) -> Tensor:
+def _probability(probabilities: Tensor, compare: Callable[..., Tensor], scores: Tensor, score: Tensor) -> Tensor:
     """The sum of each row's probabilities where its scores compare so with one of them, (rows, 1)."""
     return compare(scores, score, out=torch.empty_like(probabilities)).mul_(probabilities).sum(dim=1, keepdim=True)
 
 
-def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], spread: float) -> Draw:
+def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], tolerance: float) -> Draw:
     """The draw of what cuts leave, and by how much it beats the second of all scores + noise; by nothing, where a cut might not
     leave it.
 
-    Law: where its margin is above `spread`, it is the draw of all scores that differ from these by up to half of that. Where
+    Law: where its margin is above `tolerance`, it is the draw of all scores that differ from these by up to half of that. Where
     that isn't known, and it is too near to a cut to tell, it may not be the draw either. Arguments are those of `draw`.
     """
     drawn = draw(scores, keys, state)
     assert drawn is not None
     token, margin = drawn
-    if margin > spread:
-        tokens, spreads = scores.new_tensor([[token]], dtype=torch.int64), scores.new_tensor([[spread]], dtype=torch.float64)
-        if bool(_surely_left(scores[None], tokens, cuts, spreads)):
+    if margin > tolerance:
+        tokens, tolerances = (
+            scores.new_tensor([[token]], dtype=torch.int64),
+            scores.new_tensor([[tolerance]], dtype=torch.float64),
+        )
+        if bool(_surely_left(scores[None], tokens, cuts, tolerances)):
             return drawn
     return Draw((draw(scores, keys, state, cuts) or drawn).token, 0.0)
 
 
-def sure_margins(scores: Tensor, keys: Tensor, states: Tensor, cuts: Sequence[Any], spreads: Tensor) -> Tensor:
-    """The margin that `sure_draw` gives of each row, or one that isn't above its spread either, without a transfer: (rows,),
-    float64. `spreads`: (rows, 1), float64. The other arguments are those of `draws`.
+def sure_margins(scores: Tensor, keys: Tensor, states: Tensor, cuts: Sequence[Any], tolerances: Tensor) -> Tensor:
+    """The margin that `sure_draw` gives of each row, or one that isn't above its tolerance either, without a transfer: (rows,),
+    float64. `tolerances`: (rows, 1), float64. The other arguments are those of `draws`.
     """
     tokens, margins = draws(scores, keys, states)
-    left = _surely_left(scores, tokens.clamp(min=0)[:, None], cuts, spreads)[:, 0]
+    left = _surely_left(scores, tokens.clamp(min=0)[:, None], cuts, tolerances)[:, 0]
     return margins.where(left & (tokens >= 0), 0.0)
 
 
-def _surely_left(scores: Tensor, tokens: Tensor, cuts: Sequence[Any], spreads: Tensor) -> Tensor:
-    """Whether cuts leave an id of all scores that differ from these by up to half of a spread, (rows, 1), bool.
+def _surely_left(scores: Tensor, tokens: Tensor, cuts: Sequence[Any], tolerances: Tensor) -> Tensor:
+    """Whether cuts leave an id of all scores that differ from these by up to half of a tolerance, (rows, 1), bool.
 
-    `scores`: (rows, vocabulary). `tokens`, int64, and `spreads`, float64: (rows, 1).
+    `scores`: (rows, vocabulary). `tokens`, int64, and `tolerances`, float64: (rows, 1).
     """
     top_k, top_p, min_p = _by_kind(cuts)
     score, best = scores.gather(1, tokens), scores.amax(dim=1, keepdim=True)
-    before = scores > score - spreads  # those that may come before it, and itself
+    before = scores > score - tolerances  # those that may come before it, and itself
     clear = torch.ones_like(tokens, dtype=torch.bool)
     if top_k is not None:
         clear &= before.sum(dim=1, keepdim=True) <= top_k.top_k
     if min_p is not None and min_p.min_p:
-        clear &= score - spreads >= best + (log(min_p.min_p) + _NEAR)
+        clear &= score - tolerances >= best + (log(min_p.min_p) + _NEAR)
     if top_p is None:
         return clear
-    masses = (scores - best).double().exp()
-    kept = masses if top_k is None else largest(scores, top_k.top_k)[0].sub(best).double().exp()
-    first = (masses * before).sum(dim=1, keepdim=True) - (score - best).double().exp()
-    rest = (kept.sum(dim=1, keepdim=True) - first).clamp(min=0) * (-spreads).exp()  # as little beside them as it may be
+    probabilities = (scores - best).double().exp()
+    kept = probabilities if top_k is None else largest(scores, top_k.top_k)[0].sub(best).double().exp()
+    first = (probabilities * before).sum(dim=1, keepdim=True) - (score - best).double().exp()
+    rest = (kept.sum(dim=1, keepdim=True) - first).clamp(min=0) * (-tolerances).exp()  # as little beside them as it may be
     within: Tensor = first / (first + rest) < top_p.top_p - _NEAR
     return clear & (within | (first <= 0))
 

@@ -15,7 +15,7 @@ from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.policy.ledger import Account, Company, Ledger
+from xtok.drafts.policy.ledger import Account, Batch, Ledger
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
@@ -65,12 +65,12 @@ class _Step:
     """A step of the engine that writes, from the end of a proposal at `start` on; `seconds`, once something came of it.
 
     `rows`: how many ids of each text that may have been guessed for its forward has; nothing else, where it `is_pure`.
-    `company`: all that were proposed for; where it guesses, drafts were asked, for `drafting` seconds. `told`: how many ids
+    `batch`: all that were proposed for; where it guesses, drafts were asked, for `drafting` seconds. `told`: how many ids
     came of each text. `late`: those of them that a step without a guess may have had a part in.
     """
 
     rows: dict[DraftedText, int] = field(default_factory=dict)
-    company: Company = field(default_factory=lambda: Company(0, guesses=False))
+    batch: Batch = field(default_factory=lambda: Batch(0, guesses=False))
     drafting: float = 0.0
     start: float = 0.0
     seconds: float | None = None
@@ -172,7 +172,7 @@ class DraftEngine:
             step.late.add(text)
         step.told[text] = len(ids)
         text.ids += ids
-        if step.company.guesses:
+        if step.batch.guesses:
             text.tell()
 
     def drop(self, text: DraftedText) -> None:
@@ -203,18 +203,18 @@ class DraftEngine:
         start, limit = perf_counter(), replace(self._budget, longest=min(self._budget.longest, longest))
         going = [text for text in texts if longest and text.ids[-1] not in self._vocabulary.ends]
         by_cost = limit.schedule == "cost"
-        company = self._ledger.crowds.company(len(texts), explores=True) if by_cost else Company(len(texts), explores=True)
-        trees = self._guessed(going, limit, company) if company.guesses else {}
+        batch = self._ledger.batch_gates.batch(len(texts), explores=True) if by_cost else Batch(len(texts), explores=True)
+        trees = self._guessed(going, limit, batch) if batch.guesses else {}
         rows = {text: 1 + len(trees.get(text, ())) for text in going}
         end = perf_counter()
-        self._step = _Step(rows, company, end - start, end)
+        self._step = _Step(rows, batch, end - start, end)
         return [trees.get(text, Tree()) for text in texts]
 
-    def _guessed(self, texts: Sequence[DraftedText], limit: Budget, company: Company) -> dict[DraftedText, Tree]:
-        """What is guessed of texts, in a company that may have more."""
+    def _guessed(self, texts: Sequence[DraftedText], limit: Budget, batch: Batch) -> dict[DraftedText, Tree]:
+        """What is guessed of texts, in a batch that may have more."""
         for text in texts:
             text.tell()
-        trees = together([text.session.propose(limit, company, chained=True) for text in texts])
+        trees = together([text.session.propose(limit, batch, chained=True) for text in texts])
         return dict(zip(texts, trees, strict=True))
 
     def _learn(self) -> None:
@@ -226,9 +226,9 @@ class DraftEngine:
         if step.seconds is None or not (step.is_pure or self._ledger.ready()):
             return
         cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
-        if step.is_pure and len(told) == step.company.texts and self._budget.schedule == "cost":
-            self._judge(step, reads=step.company.guesses and any(text.session.reads for text in told))
-        if not step.company.guesses:
+        if step.is_pure and len(told) == step.batch.texts and self._budget.schedule == "cost":
+            self._judge(step, reads=step.batch.guesses and any(text.session.reads for text in told))
+        if not step.batch.guesses:
             self._ledger.measure(cost)
             return
         for text in told:  # they alone were forwarded: others were put off, or had ended
@@ -239,10 +239,10 @@ class DraftEngine:
         """Whether guessing pays is seen by whole steps, once drafts had a few to find out what they cost and gain. Where a
         draft `reads` a prompt, it is taken to have drafted as long as usual.
         """
-        if step.company.guesses and not reads:
+        if step.batch.guesses and not reads:
             self._drafting += _USUAL * (step.drafting - self._drafting)
         drafting = min(step.drafting, self._drafting) if reads else step.drafting
-        self._ledger.crowds.judge(step.company, sum(step.told.values()), drafting + (step.seconds or 0.0))
+        self._ledger.batch_gates.judge(step.batch, sum(step.told.values()), drafting + (step.seconds or 0.0))
 
     def _estimate(self, texts: int, seconds: float) -> None:
         """Where all steps have other work in them, the shortest of a few is taken for one without."""

@@ -209,7 +209,7 @@ class Engine:
         """How many positions a text may get. Raises `InvalidInputError` where there is never room for it."""
         if self._room is None:
             return None
-        guesses = self._xt.guesses(min(asked.most, self._room), foreseen=asked.foreseen)
+        guesses = self._xt.guesses(min(asked.most, self._room), predicted=asked.predicted)
         if asked.most > self._room - guesses:
             raise InvalidInputError(
                 f"The text may get {asked.most} positions, prompt included, and memory has room for {self._room - guesses}, "
@@ -220,7 +220,7 @@ class Engine:
     def _has_room(self, job: _Job) -> bool:
         """Whether it fits beside the texts that run: each has as many positions as the longest may get."""
         jobs = (*self._running, job)
-        sizes = [one.most + self._xt.guesses(one.most, foreseen=one.asked.foreseen) for one in jobs if one.most is not None]
+        sizes = [one.most + self._xt.guesses(one.most, predicted=one.asked.predicted) for one in jobs if one.most is not None]
         return self._room is None or len(sizes) * max(sizes) <= self._room
 
     def _drop_cancelled(self) -> None:

@@ -58,17 +58,17 @@ class Calibration:
     expected: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
     onward: float = 0.6
 
-    def believed(self, mass: float) -> float:
-        """The probability of a guess of that mass, by what became of others."""
-        index = _bin(mass)
-        return min(1.0, mass * self.hits[index] / self.expected[index])
+    def believed(self, probability: float) -> float:
+        """The probability of a guess of that probability, by what became of others."""
+        index = _bin(probability)
+        return min(1.0, probability * self.hits[index] / self.expected[index])
 
-    def masses(self, tree: Tree) -> list[float]:
+    def probabilities(self, tree: Tree) -> list[float]:
         """What is believed of each node, never more than of its parent; where it says none, by what became of others."""
         found: list[float] = []
         for node, parent in enumerate(tree.parents):
             before = found[parent] if parent >= 0 else 1.0
-            found.append(min(before, self.believed(tree.masses[node])) if tree.masses else before * self.onward)
+            found.append(min(before, self.believed(tree.probabilities[node])) if tree.probabilities else before * self.onward)
         return found
 
     def learn(self, tree: Tree, right: Sequence[int], *, ended: bool = False) -> None:
@@ -77,11 +77,11 @@ class Calibration:
         """
         path = [-1, *right]
         unknown = tree.behind(path[-1]) if ended else set[int]()
-        for node, mass in enumerate(tree.masses):
+        for node, probability in enumerate(tree.probabilities):
             if node in unknown:
                 continue
-            index = _bin(mass)
-            self.expected[index] += mass
+            index = _bin(probability)
+            self.expected[index] += probability
             self.hits[index] += node in right
             if self.expected[index] > _FORGETS:
                 self.expected[index] /= 2
@@ -165,7 +165,7 @@ class Account:
 
 
 @dataclass
-class Crowd:
+class BatchGate:
     """Whether guessing pays at all where about so many texts share a forward, by what whole rounds of them take.
 
     Accounts know forwards by their rows. But an engine may take longer for any guess at all, guessing takes more than its
@@ -216,7 +216,7 @@ class Crowd:
 
 
 @dataclass(eq=False)
-class Company:
+class Batch:
     """The texts of a round, as many as share its forwards. They ask a draft all together or not at all, as far as cheaper ones
     are about as sure of their guesses: what one of them asks for alone costs as much as what all ask for. `guesses`: whether
     any is to be asked. `explores`: ids that aren't worth their rows are checked now and then, where each costs its own row
@@ -237,33 +237,33 @@ class Company:
 
 
 @dataclass
-class Crowds:
+class BatchGates:
     """Whether guessing pays at all, by about how many texts share a forward. Several threads may use it."""
 
-    _of: dict[int, Crowd] = field(default_factory=dict)
+    _of: dict[int, BatchGate] = field(default_factory=dict)
     _lessons: int = _LESSONS
     _lock: Any = field(default_factory=RLock, repr=False, compare=False)
 
-    def company(self, texts: int, *, explores: bool = False) -> Company:
+    def batch(self, texts: int, *, explores: bool = False) -> Batch:
         """That of a round of so many texts. It guesses as far as whole rounds that did paid."""
         with self._lock:
-            crowd = self.crowd(texts)
-            return Company(texts, crowd.asks(), explores, crowd.tries)
+            batch_gate = self.batch_gate(texts)
+            return Batch(texts, batch_gate.asks(), explores, batch_gate.tries)
 
-    def judge(self, company: Company, picks: int, seconds: float) -> None:
-        """A whole round of that company is over, in which nothing else was done."""
+    def judge(self, batch: Batch, picks: int, seconds: float) -> None:
+        """A whole round of that batch is over, in which nothing else was done."""
         with self._lock:
-            is_lesson = company.guesses and self._lessons > 0
+            is_lesson = batch.guesses and self._lessons > 0
             self._lessons -= is_lesson
             if not is_lesson:
-                self.crowd(company.texts).judge(company.texts, picks, seconds, guessed=company.guesses)
+                self.batch_gate(batch.texts).judge(batch.texts, picks, seconds, guessed=batch.guesses)
 
-    def crowd(self, texts: int) -> Crowd:
+    def batch_gate(self, texts: int) -> BatchGate:
         """That of about so many texts; a new one begins with what is known of the nearest number."""
         size = about(texts)
         if size not in self._of:
             nearest = min(self._of, key=lambda other: abs(other - size), default=None)
-            self._of[size] = Crowd() if nearest is None else Crowd(backoff=replace(self._of[nearest].backoff))
+            self._of[size] = BatchGate() if nearest is None else BatchGate(backoff=replace(self._of[nearest].backoff))
         return self._of[size]
 
 
@@ -293,7 +293,7 @@ class Ledger:
     those of several threads, too: no round of any of them is lost.
 
     `padded`: by how many texts share a forward of the target and how many rows of it each needs, how many each has. What
-    stands in place of padding is free. `crowds`: whether any guess pays where several share one.
+    stands in place of padding is free. `batch_gates`: whether any guess pays where several share one.
 
     `nominal`: how long a forward pass of each draft is taken to be, as a share of the target's; None to go by what was
     measured. With it nothing that is guessed depends on a clock.
@@ -307,7 +307,7 @@ class Ledger:
     padded: Callable[[int, int], int] = lambda texts, rows: rows
     target: ForwardCost = field(default_factory=ForwardCost)
     lately: Throughput = field(default_factory=Throughput)
-    crowds: Crowds = field(default_factory=Crowds)
+    batch_gates: BatchGates = field(default_factory=BatchGates)
     nominal: Sequence[float] | None = None
     _texts: int = 1
     lock: Any = field(default_factory=RLock, init=False, repr=False, compare=False)
@@ -316,10 +316,10 @@ class Ledger:
         """Whether to guess at all. The target's forward of one row is measured before the first guess."""
         return bool(self.target.cells)
 
-    def asks(self, draft: int, sure: float, company: Company) -> bool:
+    def asks(self, draft: int, sure: float, batch: Batch) -> bool:
         """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
         with self.lock:
-            return self.ready() and company.asks(draft, bisect(_SURE, sure), self.accounts[draft].backoff(sure).asks)
+            return self.ready() and batch.asks(draft, bisect(_SURE, sure), self.accounts[draft].backoff(sure).asks)
 
     @property
     def rate(self) -> float:
@@ -340,16 +340,16 @@ class Ledger:
         with self.lock:
             return sorted(range(len(self.accounts)), key=lambda draft: self.accounts[draft].lately.cost)
 
-    def masses(self, draft: int, tree: Tree) -> list[float]:
+    def probabilities(self, draft: int, tree: Tree) -> list[float]:
         """What is believed of each node of a draft's guess."""
         with self.lock:
-            return self.accounts[draft].calibration.masses(tree)
+            return self.accounts[draft].calibration.probabilities(tree)
 
-    def verified(self, masses: Sequence[float], unread: int = 1) -> int:
+    def verified(self, probabilities: Sequence[float], unread: int = 1) -> int:
         """How many guessed ids, whose probabilities fall, are worth their rows of the target's forward, which reads `unread`
         committed ones anyway.
         """
-        return self.width([(unread, masses)]) - unread
+        return self.width([(unread, probabilities)]) - unread
 
     def width(self, offers: Sequence[tuple[int, Sequence[float]]]) -> int:
         """How many rows each of some texts is best given in a forward of the target that they share.
@@ -358,7 +358,7 @@ class Ledger:
         """
         with self.lock:
             price = len(offers) * self.rate * self.target.fit()[1]
-        gains = [(unread, list(accumulate(masses, initial=0.0))) for unread, masses in offers]
+        gains = [(unread, list(accumulate(probabilities, initial=0.0))) for unread, probabilities in offers]
 
         def worth(width: int) -> float:
             picks = sum(some[min(width - unread, len(some) - 1)] for unread, some in gains)
@@ -470,7 +470,7 @@ class Pace:
     explores: bool = False
     tries: bool = False
 
-    def expanded(self, level: int, masses: Sequence[float]) -> int:
+    def expanded(self, level: int, probabilities: Sequence[float]) -> int:
         """How many paths to continue behind `level` forwards of the draft, all in one forward; 0 where that doesn't pay or its
         cost isn't known.
 
@@ -482,16 +482,21 @@ class Pace:
             start, slope = self.account.forward.fit()
             rate, calibration = self.ledger.rate, self.account.calibration
             row, taken = rate * self.ledger.target.fit()[1], self.unread + level
-            rows = (row * (taken + path >= self.ledger.padded(self.texts, taken)) for path in range(len(masses)))
-            worth = [calibration.believed(mass) * calibration.onward - one for mass, one in zip(masses, rows, strict=True)]
+            rows = (row * (taken + path >= self.ledger.padded(self.texts, taken)) for path in range(len(probabilities)))
+            worth = [
+                calibration.believed(probability) * calibration.onward - one
+                for probability, one in zip(probabilities, rows, strict=True)
+            ]
         count = sum(gain > rate * slope for gain in worth)
         return count if sum(worth[:count]) > rate * start / self.texts + rate * slope * count else 0
 
-    def verified(self, masses: Sequence[float]) -> int:
+    def verified(self, probabilities: Sequence[float]) -> int:
         """How many guessed ids are worth a row of the target's forward."""
         with self.ledger.lock:
-            worth = self.ledger.verified([self.account.calibration.believed(mass) for mass in masses], self.unread)
-            return self.account.checked(worth, len(masses), tries=self.tries) if self.explores else worth
+            worth = self.ledger.verified(
+                [self.account.calibration.believed(probability) for probability in probabilities], self.unread
+            )
+            return self.account.checked(worth, len(probabilities), tries=self.tries) if self.explores else worth
 
 
 @dataclass(frozen=True)
@@ -505,15 +510,15 @@ class Limit(Budget):
         """The settings of a budget, at a pace."""
         return cls(**{one.name: getattr(budget, one.name) for one in fields(Budget)}, pace=pace)
 
-    def expanded(self, level: int, masses: Sequence[float]) -> int:
-        """How many of the likeliest paths, whose masses fall, the draft is to continue behind `level` forwards of it."""
-        most = super().expanded(level, masses)
-        return most if self.pace is None or not most else self.pace.expanded(level, masses[:most])
+    def expanded(self, level: int, probabilities: Sequence[float]) -> int:
+        """How many of the likeliest paths, whose probabilities fall, the draft is to continue behind `level` forwards of it."""
+        most = super().expanded(level, probabilities)
+        return most if self.pace is None or not most else self.pace.expanded(level, probabilities[:most])
 
-    def verified(self, masses: Sequence[float]) -> int:
-        """How many of the likeliest guessed ids, whose masses fall, the target is to check."""
-        most = super().verified(masses)
-        return most if self.pace is None else self.pace.verified(masses[:most])
+    def verified(self, probabilities: Sequence[float]) -> int:
+        """How many of the likeliest guessed ids, whose probabilities fall, the target is to check."""
+        most = super().verified(probabilities)
+        return most if self.pace is None else self.pace.verified(probabilities[:most])
 
 
 def _at_nominal_speed(cost: Cost, share: float) -> Cost:
@@ -527,5 +532,5 @@ def _without_a_clock(one: Proposal, share: float) -> Proposal:
     return replace(one, drafted=drafted, rest=0.0 if drafted else share)
 
 
-def _bin(mass: float) -> int:
-    return min(_BINS - 1, int(-log2(mass)) if mass > 0 else _BINS)
+def _bin(probability: float) -> int:
+    return min(_BINS - 1, int(-log2(probability)) if probability > 0 else _BINS)

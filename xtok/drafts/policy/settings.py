@@ -43,13 +43,13 @@ class Budget:
         if not (isinstance(self.confidence, Real) and 0 <= self.confidence <= 1):
             raise InvalidInputError(f"confidence is {self.confidence!r}; it must be a probability, from 0 to 1.")
 
-    def expanded(self, level: int, masses: Sequence[float]) -> int:
-        """How many of the likeliest paths, whose masses fall, the draft is to continue behind `level` forwards of it."""
-        return min(self.width, len(masses)) if level < self.depth else 0
+    def expanded(self, level: int, probabilities: Sequence[float]) -> int:
+        """How many of the likeliest paths, whose probabilities fall, the draft is to continue behind `level` forwards of it."""
+        return min(self.width, len(probabilities)) if level < self.depth else 0
 
-    def verified(self, masses: Sequence[float]) -> int:
-        """How many of the likeliest guessed ids, whose masses fall, the target is to check."""
-        return min(self.nodes, len(masses))
+    def verified(self, probabilities: Sequence[float]) -> int:
+        """How many of the likeliest guessed ids, whose probabilities fall, the target is to check."""
+        return min(self.nodes, len(probabilities))
 
 
 def check_budget(given: Any) -> None:

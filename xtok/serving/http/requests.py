@@ -83,7 +83,7 @@ class Schema(Fields):
 
 
 class Prediction(Fields):
-    """What much of the text is foreseen to be."""
+    """What much of the text is predicted to be."""
 
     type: Literal["content"]
     content: str | Items[dict[str, Any]]
@@ -265,7 +265,7 @@ def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[
     field = "messages" if isinstance(body, Chat) else "prompt"
     template = _template(body)
     told = {"chat_template_kwargs": template} if template else {}
-    matcher, foreseen = _matcher(body, xt), _foreseen(body)
+    matcher, predicted = _matcher(body, xt), _foreseen(body)
     prompts, found = _prompts(body), list[Asked]()
     if len(prompts) * (body.n or 1) > MOST:
         raise RequestError(f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n")
@@ -276,7 +276,7 @@ def texts_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[
         except InvalidInputError as error:
             raise RequestError(str(error), field) from error
         lengths = _lengths(body, xt, len(ids), limits)
-        shared = {**told, **_sampling(body), **lengths, **foreseen, "stop_strings": body.stops or None}
+        shared = {**told, **_sampling(body), **lengths, **predicted, "stop_strings": body.stops or None}
         for number in range(body.n or 1):
             record = _record(body)
             own = _processors(body, xt, record, len(ids), matcher)
