@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter as perf_counter  # the one clock, which tests replace
 from typing import NamedTuple
 
 
