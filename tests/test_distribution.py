@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +25,9 @@ from xtok.align.projection import Projection, projection
 from xtok.align.text import Text
 from xtok.align.tokenbytes import TokenBytes
 from xtok.bench.chi_square import chi_square
-from xtok.decoding.pick import Acceptance, Picker
-from xtok.decoding.rounds import drain
+from xtok.decoding.accept import rejection
+from xtok.decoding.pick import Picker
+from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Sequence as Written
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.meter import Meter
@@ -35,7 +36,6 @@ from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.session import Session
 from xtok.models.forwards import Answer, Ask, Steps
-from xtok.models.roles import Target as Checking
 from xtok.models.seats import Seat
 from xtok.models.timing import Cost
 from xtok.sampling.noise import Noise, gumbel, noise
@@ -161,9 +161,9 @@ class Made:
         return self.drafter
 
 
-def session_of(made: ProjectedDrafter | None, view: TokenBytes, root: Noise) -> Session | None:
+def session_of(made: ProjectedDrafter, view: TokenBytes, root: Noise) -> Session:
     request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=len(view), view=view))
-    return None if made is None else Session([Made(made)], request, Ledger([Account()]), [5], root)
+    return Session([Made(made)], request, Ledger([Account()]), [5], root)
 
 
 LONGEST: Counter[str] = Counter()
@@ -173,21 +173,23 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
     model: Any = TableModel()
     prompt = torch.tensor([[5]])
     root, meter = noise(seed, 0, b"B"), Meter()
+    guessing = drafter(mode, keys, view)
     text = Written(
         slot=model,
         ids=prompt,
         text=Text(view, [5]),
-        picker=Picker(LogitsProcessorList(), meter, root, keys, Acceptance(rejects=mode == "rejection")),
+        picker=Picker(LogitsProcessorList(), meter, root, keys, rejection if mode == "rejection" else None),
         criteria=StoppingCriteriaList([MaxLengthCriteria(1 + LENGTH), EosTokenCriteria(END)]),
         config=GenerationConfig(max_length=1 + LENGTH, do_sample=True),
-        session=session_of(drafter(mode, keys, view), view, root),
+        drafting=partial(session_of, guessing, view, root) if guessing else None,
         budget=Budget(GUESS_LENGTH, width=3 if mode == "tree" else 1, schedule="constant"),
         deepest=None,
         meter=meter,
-        seat=Seat(),
+        slots=Seat(),
     )
-    ((_, ended),) = drain(Checking(model, SimpleNamespace()), [text], most=1)  # type: ignore[arg-type]
-    assert ended is text
+    waiting = iter([text])
+    for _ in run(lambda running: list(waiting)):
+        pass
     if text.error is not None:
         raise text.error
     LONGEST[mode] = max(LONGEST[mode], *(one.accepted for one in text.rounds))
@@ -302,7 +304,7 @@ def test_noise_repeated_across_control_tokens_is_found_out(monkeypatch: pytest.M
 
 @pytest.mark.deep
 def test_a_residual_of_the_wrong_distribution_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.decoding.pick.residual", lambda scores, distribution: scores)
+    monkeypatch.setattr("xtok.decoding.accept.residual", lambda scores, distribution: scores)
     assert p_value(texts_of("rejection", seeds=ENOUGH)) < FAILS
 
 

@@ -167,23 +167,6 @@ def own(model: PreTrainedModel) -> Slot:
     return CachedModel(model, new_cache(model))
 
 
-@pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize(("target", "draft"), list(permutations(NORMAL, 2)))
-def test_a_guess_begins_with_what_is_hinted_at_and_goes_on_behind_it(target: str, draft: str, width: int) -> None:
-    tokens = tokenizer(target)
-    view = token_bytes(tokens)
-    further = 0
-    for size in range(2, len(TEXT) - 4):
-        ids = tokens(TEXT[:size], add_special_tokens=False).input_ids
-        behind = Continuation(encoder(tokens, view)).ids(ids, TEXT[size:].encode())
-        for hint in (behind[0], tokens("外", add_special_tokens=False).input_ids[-1]):
-            context = Context(ids, TEXT[:size].encode(), 0, hint=hint)
-            tree = speaker(target, draft).propose(context, Budget(16, width, schedule="constant"))
-            assert not view[hint] or set(tree.children(-1)) <= {hint}
-            further += hint == behind[0] and len(tree.along(behind)) > 1
-    assert further > len(TEXT) / 3
-
-
 def shared(model: PreTrainedModel) -> Slot:
     return Slots(model).join()
 

@@ -53,12 +53,13 @@ def made(model: Any = None) -> XTokAssisted:
 def test_a_second_instance_tries_nothing_that_the_first_one_did(forwards: list[int]) -> None:
     xt = made()
     wanted = [xt.generate(prompt, **WAYS["greedy"]) for prompt in PROMPTS * 3]
-    assert xt._shapes is not None and xt._shapes._spent
+    assert xt.setup.shapes is not None and xt.setup.shapes._spent
     before = len(forwards)
     again = made()
     found = [again.generate(prompt, **WAYS["greedy"]) for prompt in PROMPTS[:1]]
     assert (
-        again._shapes is not None and again._shapes._known.findings.agreed.items() >= xt._shapes._known.findings.agreed.items()
+        again.setup.shapes is not None
+        and again.setup.shapes._known.findings.agreed.items() >= xt.setup.shapes._known.findings.agreed.items()
     )
     assert ids_of(found) == ids_of(wanted[:1])
     assert len(forwards) > before
@@ -79,10 +80,10 @@ def test_making_an_instance_takes_few_forward_passes_and_the_next_one_none(forwa
 def test_what_is_tried_beside_a_text_takes_a_tenth_of_its_time(forwards: list[int]) -> None:
     """And the last thing that is tried."""
     xt = XTokAssisted((target("Llama", HALF), TOKENS))
-    assert xt._shapes is not None
+    assert xt.setup.shapes is not None
     for _ in range(6):
         xt.generate(TEXTS[0], **WAYS["greedy"])
-        served, spent = xt._shapes._served, xt._shapes._spent
+        served, spent = xt.setup.shapes._served, xt.setup.shapes._spent
         assert 0 < spent <= 0.1 * served + 20
 
 

@@ -64,7 +64,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     own = xtok.models.graphs._replayed
     monkeypatch.setattr(xtok.models.graphs, "_replayed", replayed)
     monkeypatch.setattr(xtok.models.graphs, "capture", capture)
-    for module in ("xtok.models.seats", "xtok.models.graphs", "xtok.assisted"):
+    for module in ("xtok.models.seats", "xtok.models.graphs", "xtok.decoding.assemble"):
         monkeypatch.setattr(f"{module}.takes_graphs", lambda model: True)
     return found
 
@@ -384,7 +384,7 @@ def test_under_autocast_nothing_is_captured_and_no_cache_is_shared_with_other_ca
         with torch.autocast("cpu", torch.bfloat16):
             xt.generate(PROMPT, **GREEDY)
     assert not replays
-    assert not xt._pool._free
+    assert not xt.setup.caches._free
     for _ in range(2):
         assert xt.generate(PROMPT, **GREEDY).token_ids == wanted
     assert replays
@@ -406,10 +406,10 @@ def test_caches_are_kept_between_calls_only_where_they_are_captured(replays: lis
     for xt in (kept, dropped):
         xt.generate(PROMPTS, **GREEDY)
         next(xt.stream(PROMPT, **GREEDY))  # which is closed before its end
-    assert (len(kept._pool._free), len(dropped._pool._free)) == (0, 0)
+    assert (len(kept.setup.caches._free), len(dropped.setup.caches._free)) == (0, 0)
     for xt in (kept, dropped):
         xt.generate(PROMPTS, **GREEDY)
-    assert (len(kept._pool._free), len(dropped._pool._free)) == (1, 0)
+    assert (len(kept.setup.caches._free), len(dropped.setup.caches._free)) == (1, 0)
 
 
 def test_models_whose_forwards_run_more_than_kernels_are_not_captured() -> None:

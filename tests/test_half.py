@@ -23,7 +23,7 @@ from worlds import deep, examples
 
 from xtok import PromptLookup, XTokAssisted
 from xtok.align.text import Text
-from xtok.decoding.prepare import Prepared
+from xtok.decoding.prepare import Request
 from xtok.drafts.policy.ledger import Account, Ledger, Proposal
 from xtok.drafts.tree import chain
 from xtok.errors import UnstableWarning
@@ -141,14 +141,14 @@ def test_in_single_precision_and_above_nothing_is_fixed_and_nothing_warned_of(
     for name in {"float32": ["mixtral", "bloom"], "float64": ["bloom"]}[dtype]:
         lm = unfixed(name, dtype)
         xt = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES))
-        assert xt._shapes is None
+        assert xt.setup.shapes is None
         assert xt.generate(TEXTS[0], **WAYS["greedy"]).stats.exact
     assert not [one for one in recwarn if issubclass(one.category, UnstableWarning)]
 
 
 def test_who_asks_for_any_shape_gets_it_and_is_told_that_it_isnt_exact(recwarn: pytest.WarningsRecorder) -> None:
     xt = XTokAssisted((target("Llama", "bfloat16"), TOKENS), (UNRELATED, BYTES), stable=False)
-    assert xt._shapes is None
+    assert xt.setup.shapes is None
     assert not xt.generate(TEXTS[0], **WAYS["greedy"]).stats.exact
     assert not [one for one in recwarn if issubclass(one.category, UnstableWarning)]
 
@@ -217,13 +217,13 @@ def test_no_near_ties_and_unknown_ones_are_told_apart() -> None:
 def test_what_holds_for_a_whole_text_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found here: all weights were looked at three times for each text, and all new ids copied for each of them."""
     xt, asked = XTokAssisted((target("Llama", "float32"), TOKENS), (UNRELATED, BYTES)), list[str]()
-    monkeypatch.setattr("xtok.assisted.computes_in_half", lambda model: bool(asked.append("half")))
+    monkeypatch.setattr("xtok.decoding.start.computes_in_half", lambda model: bool(asked.append("half")))
     new_ids = Text.new_ids
     monkeypatch.setattr(Text, "new_ids", property(lambda text: asked.append("ids") or new_ids.__get__(text)))
-    is_plain = Prepared.is_plain.func
+    is_plain = Request.is_plain.func
     counted = cached_property(lambda prepared: asked.append("plain") or is_plain(prepared))
-    counted.__set_name__(Prepared, "is_plain")
-    monkeypatch.setattr(Prepared, "is_plain", counted)
+    counted.__set_name__(Request, "is_plain")
+    monkeypatch.setattr(Request, "is_plain", counted)
     assert len(xt.generate(TEXTS[0], **WAYS["greedy"]).token_ids) > 8
     assert (asked.count("half"), asked.count("plain")) == (1, 1)
     assert asked.count("ids") <= 2

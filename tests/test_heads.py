@@ -16,8 +16,10 @@ from worlds import deep, fitting, tokenizer
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
 from xtok.cli.commands import app
-from xtok.decoding import prepare as hf
-from xtok.decoding.rounds import step
+from xtok.decoding.prepare import prepare_one
+from xtok.decoding.rounds import run
+from xtok.decoding.setup import Setup
+from xtok.decoding.start import start
 from xtok.drafts.base import Request
 from xtok.drafts.heads import Heads, Trained, described, save_heads
 from xtok.drafts.meter import Meter
@@ -91,20 +93,18 @@ def test_what_is_generated_does_not_depend_on_heads(file: Path, budget: Budget |
         assert budget is None or generation.stats.proposed
 
 
-def test_hidden_states_are_those_behind_which_the_last_id_was_picked() -> None:
+def test_hidden_states_are_those_after_which_the_last_id_was_picked(monkeypatch: pytest.MonkeyPatch) -> None:
     head: Any = TARGET.get_output_embeddings()
     xt = XTokAssisted((TARGET, TOKENS), (deepcopy(TARGET), TOKENS), budget=Budget(3, width=4, schedule="constant"))
-    xt._shows_hidden = True
-    prepared = hf.prepare(xt.target, "吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
-    (text,) = xt._begin(prepared, None, Caches(1))
-    step(xt.target, [text])
-    shown = []
-    while text.finish_reason is None:
-        step(xt.target, [text])
-        assert text.session is not None
-        hidden = text.session._hidden
-        assert hidden is not None
-        shown.append(int(head(hidden).argmax()) == text.new_ids[-1])
+    monkeypatch.setattr(Setup, "shows_hidden", property(lambda _: True))
+    request = prepare_one(xt.setup, "吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
+    sequence, shown = start(xt.setup, request, Caches(1)), list[bool]()
+    waiting = iter([sequence])
+    for _ in run(lambda running: list(waiting)):
+        if sequence.finish_reason is None and sequence.session is not None:
+            hidden = sequence.session._hidden
+            assert hidden is not None
+            shown.append(int(head(hidden).argmax()) == sequence.new_ids[-1])
     assert len(shown) > 3
     assert all(shown)
 
@@ -122,14 +122,13 @@ def test_heads_of_another_size_than_they_say_are_refused(tmp_path: Path) -> None
         XTokAssisted((TARGET, TOKENS), HeadsDrafter(tmp_path / "h"))
 
 
-def test_one_head_guesses_nothing_behind_a_hint(tmp_path: Path) -> None:
-    """Found by a review: that was taken for a failure, and the heads were left alone for the rest of the text."""
+def test_heads_guess_after_a_carried_token(tmp_path: Path) -> None:
     save_heads(Heads(1, 32), described(TARGET, token_bytes(TOKENS)), tmp_path / "h")
     request = Request(XTokAssisted((TARGET, TOKENS)).target.vocabulary, Meter(), model=TARGET)
     session = Session([HeadsDrafter(tmp_path / "h")], request, Ledger([Account()]), TOKENS("吾輩は").input_ids)
-    session.extend([7], hidden=torch.randn(32, dtype=TARGET.dtype), hint=9)
+    session.extend([7], hidden=torch.randn(32, dtype=TARGET.dtype), carried=9)
     (guess,) = together([session.propose(Budget(4, width=4, schedule="constant"))])
-    assert guess.tokens == (9,) and request.meter.draft_error is None
+    assert guess.tokens[0] == 9 and len(guess) > 1 and request.meter.draft_error is None
 
 
 def test_a_target_may_change_its_precision_after_it_was_handed_in(tmp_path: Path) -> None:

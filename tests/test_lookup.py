@@ -201,18 +201,20 @@ def test_a_corpus_that_is_no_list_of_texts_is_refused(wrong: object) -> None:
         PromptLookup(wrong)  # type: ignore[arg-type]
 
 
-def test_a_look_up_goes_on_after_a_likely_next_id() -> None:
-    """A long guess, not just what the likely id happens to share with the guess without it."""
+def test_a_look_up_goes_on_after_a_last_id_that_was_replaced() -> None:
     drafter = Lookup(None, encoder(WORDS, token_bytes(WORDS)))
     ids = [5, 6, 7, 8, 9, 10, 11, 12, 13, 5, 6]
-    found = drafter.propose(Context(ids, b"", 0, hint=7), Budget(longest=6))
-    assert found.first_path(6).tokens == (7, 8, 9, 10, 11, 12)
-    assert drafter.propose(Context(ids, b"", 0), Budget(longest=6)).first_path(6).tokens == (7, 8, 9, 10, 11, 12)
-    again = drafter.propose(Context([*ids, 7], b"", 0, hint=3), Budget(longest=6))
-    assert again.tokens == (3,), "nothing is known to follow 3"
+
+    def found(last: int) -> list[int]:
+        tree = drafter.propose(Context([*ids, last], b"", 0), Budget(longest=5))
+        return [tree.tokens[node] for node in tree.likeliest_path(5)]
+
+    assert found(7) == [8, 9, 10, 11, 12]
+    assert found(3) == [], "nothing is known to follow 3"
+    assert found(7) == [8, 9, 10, 11, 12]
 
 
-def test_a_drafter_of_the_callers_is_shown_a_likely_next_id_as_if_it_were_committed() -> None:
+def test_a_drafter_is_shown_the_carried_token_as_if_it_were_committed() -> None:
     shown = list[Context]()
 
     class Own:
@@ -224,8 +226,8 @@ def test_a_drafter_of_the_callers_is_shown_a_likely_next_id_as_if_it_were_commit
     vocabulary = Vocabulary(WORDS, view, len(WORDS), frozenset())
     session = Session([as_draft(Own())], Request(vocabulary, Meter()), Ledger([Account()]), [5, 6])
     limit = Budget(schedule="constant")
-    session.extend([7], hint=8)
+    session.extend([7], carried=8)
     (tree,) = together([session.propose(limit)])
-    assert list(shown[0].ids) == [5, 6, 7, 8] and shown[0].hint is None
+    assert list(shown[0].ids) == [5, 6, 7, 8]
     assert shown[0].data == view.to_bytes([5, 6, 7, 8])
     assert tree.tokens == (8, *range(20, 51)), "as many as there is room for after it"

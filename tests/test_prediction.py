@@ -110,12 +110,12 @@ def test_what_is_learnt_of_a_prediction_is_of_that_text_alone() -> None:
         make_dear(xt)
         xt.generate(TEXTS[0], prediction=f"{bad}🍣" * 9, **LONG)
     make_dear(xt)
-    before = xt._ledger.target.cells
+    before = xt.setup.ledger.target.cells
     found = xt.generate(TEXTS[0], prediction=truth, **LONG)
     assert found.stats.accepted_by_draft[1] > 0
-    assert len(xt._ledger.accounts) == 1
-    assert xt._ledger.lately.rounds > 9
-    assert xt._ledger.target.cells is before
+    assert len(xt.setup.ledger.accounts) == 1
+    assert xt.setup.ledger.lately.rounds > 9
+    assert xt.setup.ledger.target.cells is before
 
 
 @pytest.mark.parametrize("wrong", [3, b"bytes", ["a"], {"type": "content"}])
@@ -144,7 +144,7 @@ def test_some_of_the_drafts_write_the_same(kept: set[int], prompt: str, way: str
     assert set(found.drafts) == set(names) == set(part.names)
     assert part.model is xt.model
     assert len(part.models()) == 1 + len(kept & {0, 1})
-    assert part._ledger is not xt._ledger
+    assert part.setup.ledger is not xt.setup.ledger
     again = deepcopy(part)
     assert again.names == part.names
     assert again.generate(prompt, **WAYS[way]).token_ids == found.token_ids

@@ -26,7 +26,7 @@ from worlds import budgets, deep, examples
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted
 from xtok.decoding import rounds as decode
-from xtok.decoding.prepare import Prepared
+from xtok.decoding.prepare import Request
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.models import stable
@@ -194,10 +194,10 @@ def check_bits(
     wanted = {tuple(prompt_ids(TOKENS, one)): expected(architecture, dtype, one, way) for one in prompts}
     drafts = drafts_of(kind, {prompt: one.token_ids for prompt, one in wanted.items()}, seed)
     xt = XTokAssisted((target(architecture, dtype), TOKENS), drafts, budget=budget, stable=True)
-    assert xt._shapes is not None
+    assert xt.setup.shapes is not None
     with spied() as seen:
         found = xt.generate(prompts, batch_size=batch_size, **WAYS[way])
-    assert_bits(seen, wanted, xt._shapes.tolerance)
+    assert_bits(seen, wanted, xt.setup.shapes.tolerance)
     assert ids_of(found) == ids_of([expected(architecture, dtype, one, way) for one in prompts])
     assert all(one.stats.draft_error is None for one in found)
 
@@ -246,10 +246,10 @@ def test_shapes_that_give_other_bits_are_found_out_and_left(change: Any, dtype: 
         wanted = {tuple(prompt_ids(TOKENS, one)): alone.generate(one, **asked) for one in prompts}
         drafts = [Misleading({prompt: one.token_ids for prompt, one in wanted.items()}, 3)]
         xt = XTokAssisted((lm, TOKENS), drafts, budget=TREES, stable=True)
-        assert xt._shapes is not None
+        assert xt.setup.shapes is not None
         with spied() as seen:
             found = xt.generate(prompts, batch_size=3, **GREEDY)
-        assert_bits(seen, wanted, xt._shapes.tolerance)
+        assert_bits(seen, wanted, xt.setup.shapes.tolerance)
     assert ids_of(found) == ids_of(list(wanted.values()))
     assert sum(one.stats.accepted for one in found) > LENGTH
 
@@ -415,8 +415,8 @@ def test_texts_share_forwards_of_as_few_rows_as_give_the_usual_bits(monkeypatch:
     xt.generate(prompts, **GREEDY)
     monkeypatch.setattr(Slots, "serve", spy)
     xt.generate(prompts, **GREEDY)
-    assert xt._shapes is not None
-    assert mode(rows) == 4 * (xt._shapes.width(4, 1, 512) or 0)
+    assert xt.setup.shapes is not None
+    assert mode(rows) == 4 * (xt.setup.shapes.width(4, 1, 512) or 0)
 
 
 @pytest.mark.parametrize("way", ["penalty", "sampled", "cut"])
@@ -424,16 +424,16 @@ def test_texts_share_forwards_of_as_few_rows_as_give_the_usual_bits(monkeypatch:
 def test_a_pick_that_is_left_to_the_next_round_is_guessed_there(
     stable: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hints, verified = list[tuple[int, int]](), list[tuple[Tree, int | None]]()
+    carried_over, verified = list[tuple[int, int]](), list[tuple[Tree, int | None]]()
     extend, propose = Session.extend, Session.propose
 
-    def extended(self: Session, ids: Sequence[int], hidden: Any = None, hint: int | None = None) -> None:
-        hints.extend((self._hint, ids[0]) for _ in ids[:1] if self._hint is not None)
-        extend(self, ids, hidden, hint)
+    def extended(self: Session, ids: Sequence[int], hidden: Any = None, carried: int | None = None) -> None:
+        carried_over.extend((self._carried, ids[0]) for _ in ids[:1] if self._carried is not None)
+        extend(self, ids, hidden, carried)
 
     def proposed(self: Session, *given: Any, **named: Any) -> Steps[Tree]:
         tree = yield from propose(self, *given, **named)
-        verified.append((tree, self._hint))
+        verified.append((tree, self._carried))
         return tree
 
     prompt = TEXTS[0]
@@ -446,9 +446,9 @@ def test_a_pick_that_is_left_to_the_next_round_is_guessed_there(
         drafts = [(UNRELATED, BYTES), Misleading(texts, seed), PromptLookup()]
         xt = XTokAssisted((xt.model, TOKENS), drafts, budget=TREES, stable=stable)
         assert xt.generate(prompt, **WAYS[way]).token_ids == wanted.token_ids
-    assert bool(hints) == stable
-    assert sum(hint == token for hint, token in hints) >= 0.9 * len(hints)
-    begin = [tree.tokens[0] == hint for tree, hint in verified if hint is not None and tree]
+    assert bool(carried_over) == stable
+    assert sum(carried == token for carried, token in carried_over) >= 0.9 * len(carried_over)
+    begin = [tree.tokens[0] == carried for tree, carried in verified if carried is not None and tree]
     assert all(begin) and bool(begin) == stable, "it stands in place"
 
 
@@ -579,6 +579,6 @@ def test_models_that_no_shape_makes_stable_are_refused(architecture: str, reason
 
 def test_models_that_are_given_more_than_ids_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as Gemma 3 with its kinds of tokens, in some releases of transformers."""
-    monkeypatch.setattr(Prepared, "is_plain", property(lambda _: False))
+    monkeypatch.setattr(Request, "is_plain", property(lambda _: False))
     with pytest.raises(UnsupportedModelError, match="more than ids"):
         XTokAssisted((target("Llama", "float32"), TOKENS), stable=True)

@@ -19,7 +19,7 @@ from xtok.drafts.growth import Path, grown
 from xtok.drafts.policy.latency import ForwardCost
 from xtok.drafts.policy.ledger import Account, BatchGate, BatchGates, Calibration, Ledger, Limit, Pace, Proposal
 from xtok.drafts.scripted import ScriptedDrafter
-from xtok.drafts.tree import HINTED, Trie, chain
+from xtok.drafts.tree import CARRIED, Trie, chain
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Steps, together
 from xtok.models.probe import takes_trees
@@ -107,7 +107,7 @@ def test_a_tree_within_a_depth_has_the_nodes_up_to_it(guesses: list[tuple[list[i
         trie.add(tokens, probability)
     tree = trie.best(len)
     assert paths_of(tree.within(longest)) == [path for path in paths_of(tree) if len(path) <= longest]
-    first = tree.first_path(longest)
+    first = tree.of(tree.likeliest_path(longest))
     assert first.parents == tuple(range(-1, len(first) - 1))
     assert not len(first) or tuple(first.tokens) in paths_of(tree)
 
@@ -163,7 +163,7 @@ def test_what_a_text_repeats_is_guessed_though_the_draft_is_too_dear_to_be_asked
     expected = XTokAssisted((target, tokens)).generate("吾輩は", logits_processor=again, **asked).token_ids
     xt = XTokAssisted((target, tokens), (deepcopy(target), tokens), budget=Budget(5, schedule="cost", width=4))
     make_dear(xt)
-    for trial in xt._ledger.accounts[0].backoffs:
+    for trial in xt.setup.ledger.accounts[0].backoffs:
         trial.waiting = 10**6
     generation = xt.generate("吾輩は", logits_processor=again, **asked)
     assert generation.token_ids == expected
@@ -274,37 +274,23 @@ def test_where_nothing_was_picked_behind_a_guess_it_says_nothing_of_those_behind
     right = [data.draw(st.integers(0, len(tree) - 1))]
     while parents[right[0]] >= 0:
         right.insert(0, parents[right[0]])
-    known = [node for node in range(len(tree)) if node not in tree.behind(right[-1])]
+    known = [node for node in range(len(tree)) if node not in tree.descendants(right[-1])]
     found, wanted = Calibration(), Calibration()
     found.learn(tree, right, ended=True)
     wanted.learn(tree.of(known), [known.index(node) for node in right])
     assert found == wanted
 
 
-@given(
-    parents=st.integers(0, 12).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))),
-    data=st.data(),
-    first=st.integers(0, 4),
-    says=st.booleans(),
-)
-def test_what_is_guessed_behind_a_first_id_are_the_paths_that_begin_with_it(
-    parents: tuple[int, ...], data: st.DataObject, first: int, says: bool
-) -> None:
+@given(guesses=guesses, first=st.integers(0, 4), says=st.booleans())
+def test_a_tree_after_a_token_has_its_paths_after_that(guesses: list[tuple[list[int], float]], first: int, says: bool) -> None:
     trie = Trie()
-    trie.mix(Tree(tuple(data.draw(st.integers(0, 4)) for _ in parents), parents), [data.draw(st.floats(0, 1)) for _ in parents])
+    for tokens, probability in guesses:
+        trie.add(tokens, min(1.0, probability))
     tree = trie.best(len)
-    whole = dict(zip(paths_of(tree), tree.probabilities, strict=True))
-    behind = (tree if says else replace(tree, probabilities=())).behind_first(first)
-    assert paths_of(behind) == [path[1:] for path in whole if path[0] == first and path[1:]]
-    assert len(behind.probabilities) == (len(behind) if says else 0)
-    for path, probability in zip(paths_of(behind), behind.probabilities, strict=False):
-        assert probability * whole[first,] == pytest.approx(whole[(first, *path)], abs=1e-9) and 0 <= probability <= 1
-    again = behind.after(first)
-    assert paths_of(again) == [(first,), *((first, *path) for path in paths_of(behind))]
-    assert again.probabilities == (
-        (HINTED, *(HINTED * probability for probability in behind.probabilities)) if says or not behind else ()
-    )
-    assert again.behind_first(first).tokens == behind.tokens and again.behind_first(first).parents == behind.parents
+    tree = tree if says else replace(tree, probabilities=())
+    after = tree.after(first)
+    assert paths_of(after) == [(first,), *((first, *path) for path in paths_of(tree))]
+    assert after.probabilities == ((CARRIED, *(CARRIED * one for one in tree.probabilities)) if says or not tree else ())
 
 
 OFFERS = st.tuples(

@@ -52,8 +52,8 @@ KINDS = st.deferred(
 
 def make_dear(xt: XTokAssisted) -> None:
     """Let an instance think that its target costs a second, and its drafts a hundredth: then all guessing pays."""
-    xt._ledger.target = ForwardCost({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
-    for account in xt._ledger.accounts:
+    xt.setup.ledger.target = ForwardCost({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
+    for account in xt.setup.ledger.accounts:
         account.forward = ForwardCost({1: (99, 1.0, 0.01)})
 
 

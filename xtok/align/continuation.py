@@ -24,10 +24,10 @@ class Continuation:
         self._learned = 0
         self._followers: dict[int, dict[int, bytes]] = {}
 
-    def ids(self, committed: Sequence[int], guess: bytes, known: Sequence[int] = ()) -> list[int]:
-        """Ids for `guess`, less a character that it leaves unfinished. It stands behind `known` ids, which aren't committed."""
+    def ids(self, committed: Sequence[int], guess: bytes) -> list[int]:
+        """Ids for `guess`, less a character that it leaves unfinished. The last of `committed` may be another one next time."""
         self._learn(committed)
-        before = [*committed[-_LOOK_BACK:], *known]
+        before = list(committed[-_LOOK_BACK:])
         found: list[int] = []
         canonical: list[int] = []
         while guess:
@@ -42,10 +42,6 @@ class Continuation:
             guess = self._less(guess, token)
         return [*found, *canonical]
 
-    def spelled(self, token: int | None, before: bytes) -> bytes:
-        """The bytes of an id behind others; none of None."""
-        return b"" if token is None else self._view.to_bytes([token], before=before)
-
     def _less(self, guess: bytes, token: int) -> bytes:
         """The guess behind `token`; nothing where the tokenizer rewrote the text, for then its ids are taken as they are."""
         piece = self._view[token] or b""
@@ -53,7 +49,7 @@ class Continuation:
 
     def _learn(self, committed: Sequence[int]) -> None:
         """Remember what followed each id and what it spells, the latest last."""
-        for i in range(max(1, self._learned), len(committed)):
+        for i in range(max(1, self._learned - 1), len(committed)):
             if piece := self._view[committed[i]]:
                 followers = self._followers.setdefault(committed[i - 1], {})
                 followers.pop(committed[i], None)

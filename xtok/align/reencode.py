@@ -35,11 +35,11 @@ class Reencoder:
         more = self._decoder.decode(data)
         return self._move_to(self._text + more) if more else len(self.ids)
 
-    def truncate(self, size: int) -> None:
-        """Keep the first `size` bytes of the text."""
+    def truncate(self, size: int) -> int:
+        """Keep the first `size` bytes of the text. Returns how many of the first ids surely stay what they were."""
         self._data = self._data[:size]
         self._decoder = _decoder()
-        self._move_to(self._decoder.decode(self._data))
+        return self._move_to(self._decoder.decode(self._data))
 
     def _move_to(self, text: str) -> int:
         kept, cut = self._last_parting(text)

@@ -14,7 +14,7 @@ class Text:
     """
 
     def __init__(self, view: TokenBytes, prompt: Sequence[int]) -> None:
-        self._view = view
+        self.view = view
         self.ids = list(prompt)
         self.data = view.to_bytes(self.ids)
         self.prompt_size = len(self.data)
@@ -42,14 +42,14 @@ class Text:
         found, written = [self.place], [b""]
         for token, parent in zip(tokens[: count - 1], parents, strict=False):
             before, (offset, controls) = written[parent + 1], found[parent + 1]
-            piece = self._view.to_bytes([token], before=before or self.data)
+            piece = self.view.to_bytes([token], before=before or self.data)
             found.append((offset + len(piece), controls + (not piece)))
             written.append(before + piece)
         return found
 
     def append(self, token: int) -> None:
         """Commit an id."""
-        piece = self._view.to_bytes([token], before=self.data)
+        piece = self.view.to_bytes([token], before=self.data)
         self.ids.append(token)
         self.data += piece
         self.pieces.append(piece)

@@ -1,25 +1,19 @@
 """The benchmark of sampled generation: shared noise, the draft's mode, rejection, and transformers' assisted sampling."""
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from xtok.align.text import Text
 from xtok.assisted import XTokAssisted
 from xtok.bench.chi_square import chi_square
 from xtok.bench.compare import PLAIN, Timed, by_transformers, by_xtok, check_prompts, uag
-from xtok.decoding.prepare import Prepared
-from xtok.drafts.meter import Meter
+from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.session import Session
 from xtok.models.prompts import prompt_ids
-from xtok.models.seats import Seat
 from xtok.results.progress import bar
-from xtok.sampling.noise import Noise
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 SHARED, TREE, MODE, REJECTION = "shared noise", "shared noise, tree", "the draft's mode", "rejection"
@@ -77,15 +71,15 @@ def compare_sampled(
     return rows
 
 
-class _ModeAssisted(XTokAssisted):
-    """Guesses the draft's likeliest text, whatever the noise."""
+class _Greedy:
+    """Guesses the likeliest text of a draft model, whatever the noise."""
 
-    def _session(
-        self, prepared: Prepared, text: Text, noise: Noise | None, meter: Meter, seat: Seat, *, varies: bool
-    ) -> Session | None:
-        config = deepcopy(prepared.config)
-        config.do_sample = False
-        return super()._session(replace(prepared, config=config), text, None, meter, seat, varies=varies)
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    def start(self, request: Request) -> Drafter:
+        """A drafter that samples nothing."""
+        return self._draft.start(replace(request, samples=False))
 
 
 def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, Sampler]:
@@ -99,10 +93,11 @@ def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) 
         return by_transformers(target, prompt, max_new_tokens=length, **asked, **assistant)
 
     pair, chain = (target, draft), Budget(guess_length, width=1, schedule="constant")
+    shared = XTokAssisted(*pair, budget=chain)
     return {
-        SHARED: sampled(XTokAssisted(*pair, budget=chain)),
+        SHARED: sampled(shared),
         TREE: sampled(XTokAssisted(*pair, budget=Budget(guess_length, width=4, nodes=32, schedule="constant"))),
-        MODE: sampled(_ModeAssisted(*pair, budget=chain)),
+        MODE: sampled(XTokAssisted(target, [_Greedy(shared.setup.drafts[0])], budget=chain)),
         REJECTION: sampled(XTokAssisted(*pair, budget=chain, acceptance="rejection")),
         ASSISTED: assisted,
     }

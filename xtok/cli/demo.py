@@ -136,7 +136,7 @@ def _systems() -> dict[System, XTokAssisted]:
 
 
 def _settings(systems: dict[System, XTokAssisted]) -> str:
-    small, draft = systems[SMALL, DRAFTED].models()
+    small, draft = systems[SMALL, DRAFTED].setup.models
     models = {"small": small, "draft": draft, "large": systems[LARGE, ALONE].model}
     milliseconds = {name: 1000 * forward_seconds(model) for name, model in models.items()}
     return SETTINGS.format(blocks=BLOCKS, penalty=ASKED["repetition_penalty"], **milliseconds)

@@ -1,4 +1,4 @@
-"""Kinds of arguments, told before any work is done."""
+"""Arguments that can't be honoured, refused before any work is done."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig
+from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
-from xtok.errors import InvalidInputError, XTokError, reason, shown
+from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError, reason, shown
 from xtok.models.cache import CACHE, CACHE_NAMES
+from xtok.models.rope import dynamic_boundary, longrope_boundary
 
+_CACHES = (None, "dynamic")
+_CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
 _LIMITS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time")
 _NUMBERS = (
     *_LIMITS,
@@ -98,3 +103,158 @@ def listed_texts(name: str, given: Any) -> list[str]:
     if not is_list or not all(isinstance(text, str) for text in texts):
         raise InvalidInputError(f"{name} is {shown(given)}; give a list of texts.")
     return texts
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """What can be refused before transformers has prepared anything."""
+    refused = {
+        "assistant_model": "The draft is the one that XTokAssisted was made with.",
+        "custom_generate": "XTokAssisted is the decoding method.",
+        "inputs_embeds": "The draft needs a text. Pass a prompt.",
+        "inputs": "Pass the ids as the prompt, or use target.generate(inputs, custom_generate=xt).",
+        "input_ids": "Pass the ids as the prompt, or use target.generate(input_ids, custom_generate=xt).",
+        "attention_mask": "A prompt has no padding. Use target.generate(input_ids, custom_generate=xt) for padded ones.",
+        "batch_size": "It is for lists of prompts, in generate.",
+        "progress": "It is for lists of prompts, in generate.",
+        "streamer": "Iterate over stream(prompt), or use generate(prompt, streamer=streamer).",
+    }
+    for name, remedy in refused.items():
+        if arguments.get(name) is not None:
+            raise UnsupportedArgumentError(f"{name} can't be used here. {remedy}")
+    if arguments.get("synced_gpus"):
+        raise UnsupportedArgumentError("synced_gpus=True can't be used here: rounds differ from rank to rank. Leave it out.")
+    if arguments.get("token_healing"):
+        raise UnsupportedArgumentError("token_healing=True can't be used here: it would rewrite the prompt. Leave it out.")
+    for name in ("logits_processor", "stopping_criteria"):
+        given = arguments.get(name)
+        if given is not None and not (isinstance(given, list | tuple) and all(map(callable, given))):
+            raise InvalidInputError(f"{name} is {given!r}; give a list of callables: {name}=[…].")
+    allowed = arguments.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise InvalidInputError(f"prefix_allowed_tokens_fn is {allowed!r}; give a function of a row's number and its ids.")
+    if arguments.get("cache_implementation") not in _CACHES:
+        raise UnsupportedArgumentError(_CACHE_FAULT.format(arguments["cache_implementation"]) + ".")
+
+
+def check_streamer(streamer: Any, *, several: bool) -> None:
+    """Raises `InvalidInputError` for what is no streamer, `UnsupportedArgumentError` where one would be given several texts."""
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise InvalidInputError(
+            f"streamer is {streamer!r}, which has no put and end. Give one of transformers' streamers, or iterate over "
+            "stream(prompt)."
+        )
+    if streamer is not None and several:
+        raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
+
+
+def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int) -> None:
+    """Refuse what can't give exactly what the target alone gives. Raises `UnsupportedArgumentError`."""
+    mode = config.get_generation_mode()
+    faults = {
+        f"generation mode {mode.value!r} (num_beams={config.num_beams}) is not supported. Use greedy search or sampling": (
+            mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        ),
+        "inputs_embeds are not supported: the draft needs a text. Pass input_ids": inputs.get("inputs_embeds") is not None,
+        "use_cache=False is not supported: guesses are checked against a cache. Pass use_cache=True": not config.use_cache,
+        _CACHE_FAULT.format(config.cache_implementation): config.cache_implementation not in _CACHES,
+        "output_attentions and output_hidden_states are not supported. Leave them out": (
+            bool(config.output_attentions or config.output_hidden_states)
+        ),
+        "guidance_scale with several rows is not supported. Call generate once per row": (
+            rows > 1 and config.guidance_scale not in (None, 1)
+        ),
+    }
+    _refuse(faults)
+
+
+def check_rows(criteria: StoppingCriteriaList, stop_strings: Any, rows: int) -> None:
+    """Raises `UnsupportedArgumentError` for what rows of transformers' batches can't be given as sequences of their own."""
+    fault = "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported"
+    _refuse({f"{fault}. Call generate once per row": rows > 1 and not _ends_rows(criteria, stop_strings)})
+
+
+def _refuse(faults: Mapping[str, bool]) -> None:
+    for fault, applies in faults.items():
+        if applies:
+            raise UnsupportedArgumentError(f"{fault}.")
+
+
+def check_ids(ids: Tensor, size: int) -> None:
+    """Raises `InvalidInputError` unless there are ids, and of those that the model can read, which are below `size`."""
+    if not ids.numel():
+        raise InvalidInputError("The prompt has no ids. Pass at least one, as the token that begins texts.")
+    least, most = (int(end) for end in ids.aminmax())
+    if least < 0 or most >= size:
+        raise InvalidInputError(
+            f"The prompt has the id {least if least < 0 else most}, and the target reads those from 0 to {size - 1}. "
+            "Encode it with the target's own tokenizer."
+        )
+
+
+def check_positions(positions: Any) -> None:
+    """Raises `InvalidInputError` for what are none."""
+    if positions is not None and not (isinstance(positions, Tensor) and positions.dim() > 1):
+        raise InvalidInputError(f"position_ids is {shown(positions)}; give a tensor of shape (1, ids of the prompt).")
+
+
+def check_boundary(model: PreTrainedModel, ids: Tensor, inputs: Mapping[str, Any], longest: int) -> None:
+    """Refuse texts that depend on how, or beside which rows, they are forwarded: beyond the boundary of rotary embeddings.
+
+    Where a text crosses that of `longrope`, what is cached depends on what was forwarded at once. Transformers reads all
+    rows of a batch as the longest of them, which a row that runs for itself isn't.
+    """
+    long, dynamic = longrope_boundary(model), dynamic_boundary(model)
+    if long is None and dynamic is None:
+        return
+    rows, name = _lengths(ids, inputs), type(model).__name__
+    cache = inputs.get(CACHE)
+    held = 0 if cache is None else int(cache.get_seq_length())
+    if long is not None and 0 < held <= long < min(rows) and not hasattr(cache, "is_croppable"):
+        raise UnsupportedArgumentError(
+            f"{CACHE} holds {held} positions, and the prompt goes beyond position {long}, where {name} begins a cache "
+            f"of its own in this release of transformers. Leave {CACHE} out, or use transformers 5.23 or later."
+        )
+    ends = [row + longest - ids.shape[1] for row in rows]
+    crossing = [end for row, end in zip(rows, ends, strict=True) if long is not None and row <= long < end]
+    if crossing:
+        raise UnsupportedArgumentError(
+            f"max_length={crossing[0]} crosses position {long}, where {name} changes its rotary factors. "
+            f"Keep prompt and new tokens within {long}, or begin with a prompt beyond it."
+        )
+    apart = long is not None and min(rows) <= long < max(rows)
+    if apart or (dynamic is not None and min(rows) < max(rows) and max(ends) > dynamic):
+        raise UnsupportedArgumentError(
+            f"Rows of {min(rows)} to {max(rows)} ids would all be read as the longest, which goes beyond position "
+            f"{long if apart else dynamic} of {name}. Call generate once per row, or xt.generate with a list of texts."
+        )
+
+
+def _lengths(ids: Tensor, inputs: Mapping[str, Any]) -> list[int]:
+    """How many positions each row has, without padding, and with what a filled cache holds of it."""
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return [ids.shape[1]] * len(ids)
+    lengths: list[int] = (mask != 0).sum(dim=1).tolist()
+    return lengths
+
+
+def check_seed(seed: Any) -> None:
+    """Raises `InvalidInputError` unless `seed` is None or a whole number of 64 bits."""
+    whole = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if seed is not None and not (whole and 0 <= seed < 1 << 64):
+        raise InvalidInputError(f"seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or None to draw one.")
+
+
+def _ends_rows(criteria: StoppingCriteriaList, stop_strings: Any) -> bool:
+    """Whether rows end as transformers ends them. Without an end of text, it lets those run on that a criterion stopped."""
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    limits = all(isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria)) for criterion in criteria)
+    return ends or (limits and stop_strings is None)
+
+
+def check_batch(batch_size: Any, progress: Any) -> None:
+    """Raises `InvalidInputError` for what is no batch size, or no choice of a progress bar."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise InvalidInputError(f"batch_size is {batch_size!r}; it must be a whole number, 1 or more.")
+    if not isinstance(progress, bool | None):
+        raise InvalidInputError(f"progress is {progress!r}; it must be True, False or None.")

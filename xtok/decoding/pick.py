@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from math import isnan
 from typing import Any, NamedTuple
@@ -12,13 +13,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
+from xtok.decoding.accept import Accept
 from xtok.drafts.meter import Meter
 from xtok.drafts.tree import Tree
 from xtok.models.modes import as_called
-from xtok.sampling.draws import Distribution, accepts, draw, draws, residual, sure_draw, sure_margins, typical
+from xtok.sampling.draws import draw, draws, sure_draw, sure_margins
 from xtok.sampling.largest import best, listed, on_host
-from xtok.sampling.noise import ACCEPT, Noise, states_of
-from xtok.sampling.processors import known_cuts, stretch
+from xtok.sampling.noise import Noise, states_of
+from xtok.sampling.processors import known_cuts, scale
 
 _FEW, _MANY = 2**18, 2**24
 """How many scores are drawn from at once: on a CPU what fits its caches, elsewhere what takes little memory."""
@@ -34,63 +36,57 @@ class NearTie(NamedTuple):
     margin: float
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """How the guesses of sampled texts are accepted, beside whether the target draws the same.
-
-    `rejects`: guesses that come with the distribution that they were drawn from are accepted or rejected by it. `typical`, a
-    threshold and alpha: guesses that are typical of the target's distribution are accepted, which is lossy.
-    """
-
-    rejects: bool = False
-    typical: tuple[float, float] | None = None
-
-
 @dataclass(repr=False)
 class Picker:
-    """Picks the ids of one text from the target's logits. Each pick depends on what is committed, and on no guess.
+    """Picks the ids of one sequence from the target's logits. Each pick depends on what is committed, and on no guess.
 
-    `noise` of a sampled text comes with the `keys` of the target's ids, (vocabulary,), int64; a greedy one has neither.
-    `tolerance`: a pick whose margin isn't more, in logits, is a near-tie. `scores` and `logits` keep those of all picks where
-    they begin as (): (1, vocabulary), float32 each. `margin`: that of the
-    closest pick so far, in logits; None where nothing says so. `cuts`: processors at the end that are asked of draws alone.
-    `stretch`: how many times as large a difference of scores may be as one of logits; None where it may be anything. `swing`:
-    the same before `cuts`, and None where nothing but the cache's own logits will do.
+    `noise` of a sampled sequence comes with the `keys` of the target's ids, (vocabulary,), int64; a greedy one has neither.
+    `accept`: accepts guesses by probabilities, if it is given. `tolerance`: a pick whose margin isn't more, in logits, is a
+    near-tie. `scores` and `logits`, if they begin as (), record those of all picks: (1, vocabulary), float32 each. `margin`:
+    that of the closest pick so far, in logits; None if nothing says so.
     """
 
     processors: LogitsProcessorList
     meter: Meter
     noise: Noise | None = None
     keys: Tensor | None = None
-    acceptance: Acceptance = Acceptance()
+    accept: Accept | None = None
     tolerance: float = 0.0
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     margin: float | None = None
     latest: float | None = None
-    near_ties: list[NearTie] | None = field(default_factory=list)
-    cuts: list[Any] = field(init=False)
-    _first: LogitsProcessorList = field(init=False)
-    stretch: float | None = field(init=False)
-    swing: float | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        late = self.noise is not None and not self.judges and not self._records
-        whole = len(self.processors) - (known_cuts(self.processors) if late else 0)
-        self._first, self.cuts = LogitsProcessorList(self.processors[:whole]), self.processors[whole:]
-        self.stretch = None if self.judges else stretch(self.processors)
-        if self.stretch is None:
-            self.near_ties = None
-        self.swing = None if self.judges or self._records else stretch(self._first)
+    _near_ties: list[NearTie] = field(default_factory=list)
 
     @property
     def judges(self) -> bool:
-        """Whether guesses are accepted by distributions, so that a pick depends on what was guessed."""
-        return self.noise is not None and self.acceptance != Acceptance()
+        """Whether guesses are accepted by probabilities, so that a pick depends on what was guessed."""
+        return self.noise is not None and self.accept is not None
 
     @property
     def _records(self) -> bool:
         return self.scores is not None or self.logits is not None
+
+    @cached_property
+    def _first(self) -> LogitsProcessorList:
+        """The processors before `cuts`."""
+        late = self.noise is not None and not self.judges and not self._records
+        return LogitsProcessorList(self.processors[: len(self.processors) - (known_cuts(self.processors) if late else 0)])
+
+    @cached_property
+    def cuts(self) -> list[Any]:
+        """The last processors, which are applied to the drawn ids alone."""
+        return list(self.processors[len(self._first) :])
+
+    @cached_property
+    def scale(self) -> float | None:
+        """How many times as large a difference of scores may be as one of logits; None if it may be anything."""
+        return None if self.judges else scale(self.processors)
+
+    @cached_property
+    def scale_before_cuts(self) -> float | None:
+        """`scale` before `cuts`; None if nothing but the logits of the committed prefix will do."""
+        return None if self.judges or self._records else scale(self._first)
 
     def scored(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The scores of one pick, (1, vocabulary), in the order and with the tensors of transformers' own loop, before `cuts`.
@@ -123,13 +119,12 @@ class Picker:
         `node` in `tree`. Raises `InvalidInputError` where `draw` does.
         """
         scores = self.scored(ids, logits)
-        return self._judged(scores[0], place, tree, node) if self.judges else self.picked(ids, scores, place)
+        return self._accepted(scores[0], place, tree, node) if self.judges else self.picked(ids, scores, place)
 
     def picked(self, ids: Tensor, scores: Tensor, place: tuple[int, int]) -> int:
         """The best of what `scored` gives, or the draw that this place's noise decides. Arguments are those of `pick`."""
         if self.noise is None:
-            ((found,),) = picks([Ahead(self, scores, ())])
-            return self.note(*found)
+            return self.note(*_best(scores))
         if (token := self._drawn(scores[0], place, self.cuts)) is not None:
             return token
         return self._surely_drawn(process(ids, scores, self.cuts)[0], place)
@@ -138,39 +133,26 @@ class Picker:
         """The likely pick, and whether it is the same however each logit changes by up to half of `tolerance`. None if nothing
         says so, or something is recorded. Arguments are those of `pick`.
         """
-        if self.swing is None:
+        if self.scale_before_cuts is None:
             return None, False
         scores = self.scored(ids, logits)
         if self.noise is None:
-            ((found,),) = picks([Ahead(self, scores, ())])
-            return self.surely(*found, tolerance)
+            return self.surely(*_best(scores), tolerance)
         assert self.keys is not None
         return self.surely(
-            *sure_draw(scores[0], self.keys, self.noise.at(*place), self.cuts, tolerance * self.swing), tolerance
+            *sure_draw(scores[0], self.keys, self.noise.at(*place), self.cuts, tolerance * self.scale_before_cuts), tolerance
         )
 
     def surely(self, token: int, margin: float, tolerance: float) -> tuple[int, bool]:
         """A pick, and whether its margin is more than logits that change by up to half of `tolerance` may change."""
-        sure = self.swing is not None and margin > tolerance * self.swing
+        sure = self.scale_before_cuts is not None and margin > tolerance * self.scale_before_cuts
         return self.note(token, margin) if sure else token, sure
 
-    def _judged(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
-        """A guess that is typical, or was drawn from a known distribution and is accepted; else the draw of what that leaves.
-
-        `scores`: (vocabulary,).
-        """
-        assert self.noise is not None
-        if self.acceptance.typical is not None:
-            guess = typical(scores, tree.children(node), *self.acceptance.typical)
-            if guess is not None:
-                return guess
-        if self.acceptance.rejects and node + 1 < len(tree.distributions):
-            guess = tree.tokens[node + 1]
-            distribution = Distribution(*(part.to(scores.device) for part in tree.distributions[node + 1]))
-            if accepts(scores, distribution, guess, self.noise.uniform(*place, ACCEPT)):
-                return guess
-            scores = residual(scores, distribution)
-        return self._surely_drawn(scores, place)
+    def _accepted(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
+        """The guess that `accept` accepts, or the draw from the scores, (vocabulary,), that it leaves."""
+        assert self.noise is not None and self.accept is not None
+        guess, scores = self.accept(scores, tree, node, self.noise, place)
+        return self._surely_drawn(scores, place) if guess is None else guess
 
     def _surely_drawn(self, scores: Tensor, place: tuple[int, int]) -> int:
         token = self._drawn(scores, place, [])
@@ -189,18 +171,23 @@ class Picker:
 
     def note(self, token: int, margin: float) -> int:
         """A pick; by how much it beat the second is remembered, if that is the least so far, or no number."""
-        if self.stretch is not None:
-            margin /= self.stretch
+        if self.scale is not None:
+            margin /= self.scale
             self.latest = margin
-        if self.stretch is not None and not isnan(self.margin or 0.0):
+        if self.scale is not None and not isnan(self.margin or 0.0):
             self.margin = margin if self.margin is None or not margin > self.margin else self.margin
         return token
 
     def note_near_tie(self, position: int) -> None:
         """Record the latest pick, at that position among the new ids, if it is a near-tie. Each pick is noted once."""
         margin, self.latest = self.latest, None
-        if margin is not None and self.near_ties is not None and not margin > self.tolerance:
-            self.near_ties.append(NearTie(position, margin))
+        if margin is not None and not margin > self.tolerance:
+            self._near_ties.append(NearTie(position, margin))
+
+    @property
+    def near_ties(self) -> tuple[NearTie, ...] | None:
+        """The near-ties so far; None if margins say nothing."""
+        return None if self.scale is None else tuple(self._near_ties)
 
 
 class Ahead(NamedTuple):
@@ -218,7 +205,7 @@ class Ahead(NamedTuple):
     @property
     def tolerances(self) -> list[float]:
         """By how much, in scores, a draw is to be sure at each place."""
-        tolerance = self.tolerance * self.picker.swing if self.picker.swing else 0.0
+        tolerance = self.tolerance * self.picker.scale_before_cuts if self.picker.scale_before_cuts else 0.0
         return [0.0 if row < self.final else tolerance for row in range(len(self.scores))]
 
     @property
@@ -227,19 +214,26 @@ class Ahead(NamedTuple):
         return self.picker.noise is None, self.scores.dtype, *((type(cut), *vars(cut).values()) for cut in self.picker.cuts)
 
 
-def picks(asked: Sequence[Ahead]) -> list[list[tuple[int, float]]]:
-    """What some texts of one target pick: for each of their scores the id, and by how much it beats the second, before top-p;
-    where it is to be sure, by 0 where a cut might not leave it. All in one transfer from each device.
+def picks(asked: Sequence[Ahead]) -> list[list[tuple[int | None, float]]]:
+    """What some sequences of one target pick: for each of their scores the id, and by how much it beats the second, before
+    top-p; if it is to be sure, by 0 if a cut might not leave it. All in one transfer from each device.
 
-    An id is -1 where that can't be told so, and where nothing can be drawn: `Picker.picked` tells or raises.
+    An id is None if it can't be said so, and if nothing can be drawn: `Picker.picked` says or raises.
     """
-    found: dict[int, list[tuple[int, float]]] = {}
+    found: dict[int, list[tuple[int | None, float]]] = {}
     for numbers in _grouped([one.scores.device for one in asked]):
         groups = [[numbers[i] for i in group] for group in _grouped([asked[number].kind for number in numbers])]
         tokens, margins = zip(*(_at_once([asked[number] for number in group]) for group in groups), strict=True)
-        pairs = zip(*listed(torch.cat(tokens), torch.cat(margins)), strict=True)
+        listed_tokens, listed_margins = listed(torch.cat(tokens), torch.cat(margins))
+        pairs = zip((token if token >= 0 else None for token in listed_tokens), listed_margins, strict=True)
         found |= {number: list(islice(pairs, len(asked[number].scores))) for group in groups for number in group}
     return [found[number] for number in range(len(asked))]
+
+
+def _best(scores: Tensor) -> tuple[int, float]:
+    """The best id of `scores`, (1, vocabulary), and by how much it beats the second."""
+    tokens, margins = listed(*best(single(scores)))
+    return tokens[0], margins[0]
 
 
 def _grouped(kinds: Sequence[Hashable]) -> list[list[int]]:

@@ -1,20 +1,24 @@
-"""One text while it is written."""
+"""One generation in progress."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.align.text import Text
 from xtok.decoding.pick import Picker
 from xtok.decoding.stops import StopStrings
+from xtok.drafts.adapt import Adapter
 from xtok.drafts.meter import Meter
+from xtok.drafts.policy.ledger import Ledger
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Tree
+from xtok.models.cache import CachedModel
 from xtok.models.forwards import Slot
 from xtok.models.modes import as_called
 from xtok.models.seats import Seat
@@ -29,7 +33,7 @@ class Round:
     """One forward of the target: what was guessed, and what of it was right.
 
     `offset`: how many bytes of new text there were before. `tree`: the guesses, in ids of the target. `drafts`: which draft
-    guessed each node, the cheapest of several; None for what the forward before told all but surely. `right`: the nodes that
+    guessed each node, the cheapest of several; None for a pick carried over from the round before. `right`: the nodes that
     were accepted, each the parent of the next. `committed`: how many ids.
     """
 
@@ -50,33 +54,36 @@ class Round:
         return len(self.right)
 
 
-@dataclass(repr=False, eq=False)
+@dataclass(repr=False, eq=False, kw_only=True)
 class Sequence:
-    """The state of one generation: its text, its slot in the target, how it is picked, drafted and ended.
+    """The state of one generation: its ids and bytes, its slot in the target, how it is picked, drafted and ended.
 
-    `ids`: what processors and criteria read, (1, length), padding included. `deepest`: how many positions the
-    target has, where that is known. `seat`: where it has this slot and those in drafts. `seed`: what the noise of a sampled
-    text comes from. `drafts`: their names. `read`: how many of its ids were forwarded. `error`: what ended it, where
-    `finish_reason` is "error".
+    `ids`: what processors and criteria read, (1, length), padding included. `text`: the ids without padding, and their bytes.
+    `deepest`: how many positions the target has, if that is known. `slots`: its slots in all models. `drafting`: starts its
+    drafters, if it has any. `drafts`: their names. `read`: how many of its ids were forwarded. `carried`: a pick that was left
+    to the next round, which is likely to make it again. `error`: what ended it, if `finish_reason` is "error".
     """
 
     slot: Slot
+    slots: Seat
     ids: Tensor
     text: Text
     picker: Picker
     criteria: StoppingCriteriaList
-    config: Any
-    session: Session | None
+    config: GenerationConfig
     budget: Budget
     deepest: int | None
     meter: Meter
-    seat: Seat
+    drafting: Callable[[], Session] | None = None
+    ledger: Ledger | None = None
+    adapter: Adapter | None = None
     seed: int | None = None
     drafts: tuple[str, ...] = ()
+    rounds: list[Round] = field(default_factory=list)
+    read: int = 0
+    carried: int | None = None
     finish_reason: str | None = None
     error: BaseException | None = None
-    read: int = 0
-    rounds: list[Round] = field(default_factory=list)
     _limit: int | None = field(init=False)
     _ends: frozenset[int] = field(init=False)
     _stops: list[StopStrings] = field(init=False)
@@ -96,9 +103,14 @@ class Sequence:
         return self.text.new_ids
 
     @property
-    def begun(self) -> bool:
-        """Whether something was committed."""
-        return len(self.text.ids) > self.text.prompt_length
+    def is_reading(self) -> bool:
+        """Whether its prompt isn't read yet, so that nothing was committed."""
+        return len(self.text.ids) == self.text.prompt_length
+
+    @cached_property
+    def session(self) -> Session | None:
+        """Its drafters, which are started when this is first asked for: after the prompt was read."""
+        return None if self.drafting is None else self.drafting()
 
     def unread(self) -> list[int]:
         """What is to be forwarded next: committed ids, no more of them than the slot takes at once."""
@@ -111,14 +123,17 @@ class Sequence:
         return len(self.text.ids) - self.read
 
     def room(self) -> int:
-        """How many nodes of a tree can be forwarded with what is unread; 0 where not all of that is."""
+        """How many nodes of a tree can be forwarded with what is unread; 0 if not all of that can."""
         return self.slot.guesses(self.left) if self.slot.takes(self.left, 0) == self.left else 0
 
-    def end(self) -> None:
-        """Let go of its drafters, and make room for other texts."""
-        if self.session is not None:
-            self.session.close()
-        self.seat.leave()
+    def end(self, reason: str | None = None) -> None:
+        """Let go of its drafters and its slots, for a `reason` that is its own or has been found before."""
+        self.finish_reason = self.finish_reason or reason
+        if (session := vars(self).get("session")) is not None:
+            session.close()
+        self.slots.leave()
+        if isinstance(self.slot, CachedModel):
+            self.slot.stop_recording()
 
     def fail(self, error: BaseException) -> None:
         """End it by an error."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -22,14 +22,14 @@ __all__ = ["Context", "Draft", "Drafter", "Request"]
 
 @dataclass(frozen=True)
 class Context:
-    """What is committed: the target's ids, the bytes that they spell, and how many of those bytes are the prompt's.
+    """What a drafter guesses after: the target's ids, their bytes, and how many of those bytes are the prompt's.
 
-    `noise` is that under which the target picks, None where it picks greedily. `controls` counts the new ids that spell
-    nothing. `hidden`: the target's last hidden state at the position behind which it picked the last id, (hidden size,); None
-    where it isn't known or nobody asks for it. `hint`: what the target very likely picks next, where its latest forward told so
-    all but surely. It is guessed anyway: of a guess only what stands behind it is looked at. Only drafters with `reads_hint`
-    are given one. Others are shown it as the last of `ids`, and guess what comes after: it isn't committed yet, so one time in
-    a hundred the ids that follow are without it.
+    `noise`: that under which the target picks, None if it picks greedily. `controls`: how many of the new ids have no bytes.
+    `hidden`: the target's last hidden state at the position after which it picked the last id, (hidden size,); None if it isn't
+    known or no draft reads it.
+
+    With fixed shapes (`stable`) the last id may be one that isn't committed yet, for the target's next forward pass has to
+    confirm it. One time in a hundred it doesn't: the next context then has another id in its place, and goes on from there.
     """
 
     ids: Sequence[int]
@@ -38,12 +38,6 @@ class Context:
     controls: int = 0
     noise: Noise | None = None
     hidden: Tensor | None = None
-    hint: int | None = None
-
-    def after_hint(self, piece: bytes) -> "Context":
-        """The context as it will be if the hint, whose bytes are `piece`, is right."""
-        ids = self.ids if self.hint is None else [*self.ids, self.hint]
-        return replace(self, ids=ids, data=self.data + piece, controls=self.controls + (not piece), hidden=None, hint=None)
 
 
 @runtime_checkable
@@ -59,8 +53,6 @@ class Drafter(Protocol):
 
 class ModelDrafter(ABC):
     """A drafter that runs a model: it is written for one text, and asks for forwards that texts may share."""
-
-    reads_hint = True
 
     @abstractmethod
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:

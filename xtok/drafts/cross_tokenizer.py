@@ -78,25 +78,21 @@ class CrossTokenizerDrafter(ModelDrafter):
         if not self._reader.size or not depth:
             return Tree()
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
-        hint = self._continuation.spelled(context.hint, context.data)
         with self._meter.drafting():
-            first = yield from self._first(pending, hint, chained)
+            first = yield from self._first(pending, chained)
         texts = yield from grown(first, budget, self._expanded if not chained else lambda front: self._expanded(front, 1))
         with self._meter.timing("align"):
-            return self._mapped(context, hint, texts[-1:] if chained else texts, budget)
+            return self._mapped(context, texts[-1:] if chained else texts, budget)
 
-    def _first(self, pending: bytes, hint: bytes, chained: bool) -> Steps[list[_Text]]:
-        """The beginnings of guesses: behind the last token, and in place of it. A chain begins with the likeliest.
-
-        Behind the bytes of a character left unfinished, all begin with those of a hint.
-        """
+    def _first(self, pending: bytes, chained: bool) -> Steps[list[_Text]]:
+        """The beginnings of guesses: after the last token, and in place of it. A chain begins with the likeliest."""
         logits = yield from self._reader.logits(rows=min(2, self._reader.size))
         rows = logits.float() * SHARPNESS
         token, count = self._reader.last, 1 if chained else CHILDREN
         last = self._view[token] or b""
-        behind = _Text(1.0, -1, b"", given=pending + hint)
-        longer = _Text(0.0, -2, b"", given=last + pending + hint)
-        others = [other for other in self._longer(last + pending, hint) if other != token] if last else []
+        behind = _Text(1.0, -1, b"", given=pending)
+        longer = _Text(0.0, -2, b"", given=last + pending)
+        others = [other for other in self._view.ids_starting_with(last + pending) if other != token] if last else []
         if len(rows) < 2 or not others:
             return (yield from self._children(rows[-1:], [behind], count))[0]
         again = self._only(rows[0], [token, *others]).softmax(dim=-1)
@@ -110,13 +106,6 @@ class CrossTokenizerDrafter(ModelDrafter):
             return next_ones
         self._reader.take_back()
         return [replace(one, parent=-1) for one in longer_ones]
-
-    def _longer(self, start: bytes, hint: bytes) -> list[int]:
-        """The ids whose bytes begin with some, and can begin a text that begins with those and a hint."""
-        if not hint:
-            return list(self._view.ids_starting_with(start))
-        compatible = self._view.compatible(start + hint)
-        return [token for token in compatible if (self._view[token] or b"").startswith(start)]
 
     def _expanded(self, front: list[_Text], count: int = CHILDREN) -> Steps[list[list[_Text]]]:
         """The continuations of some texts, all by one forward."""
@@ -167,9 +156,8 @@ class CrossTokenizerDrafter(ModelDrafter):
         only[ids] = logits[ids]
         return only
 
-    def _mapped(self, context: Context, hint: bytes, texts: list[_Text], budget: Budget) -> Tree:
-        """The likeliest of the target's ids for what the texts add, behind the hint."""
-        known = [context.hint] if hint and context.hint is not None else []
+    def _mapped(self, context: Context, texts: list[_Text], budget: Budget) -> Tree:
+        """The likeliest of the target's ids for what the texts add."""
         probabilities: dict[tuple[bytes, bool], float] = {}
         for text in texts:
             if len(text.written) >= len(text.given):
@@ -177,8 +165,8 @@ class CrossTokenizerDrafter(ModelDrafter):
         likeliest = sorted(probabilities.items(), key=lambda item: -item[1])
         trie = Trie()
         for (added, ended), probability in likeliest[: budget.verified([probability for _, probability in likeliest])]:
-            ids = [*known, *(self._continuation.ids(context.ids, added, known) if added else [])]
+            ids = self._continuation.ids(context.ids, added) if added else []
             if ended and self._target_end is not None:
                 ids.append(self._target_end)
             trie.add(ids[: budget.longest], probability)
-        return trie.best(budget.verified, guess=hint + likeliest[0][0][0] if likeliest else b"")
+        return trie.best(budget.verified, guess=likeliest[0][0][0] if likeliest else b"")

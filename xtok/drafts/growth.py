@@ -139,16 +139,9 @@ def child(context: Context, view: TokenBytes, guess: IdPath, conditional: float,
     return IdPath(guess.probability * conditional, -1, guess.written + piece, conditional, ids=ids, controls=controls)
 
 
-def root(context: Context, view: TokenBytes) -> IdPath:
-    """What all guesses begin with: nothing, or what is hinted at."""
-    start = IdPath(1.0, -1, b"")
-    return start if context.hint is None else child(context, view, start, 1.0, context.hint)
-
-
-def tree_of(guesses: Sequence[IdPath], budget: Budget, start: IdPath) -> Tree:
-    """The likeliest ids of some guesses, as many as the budget allows. `start`: what all of them begin with."""
+def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
+    """The likeliest ids of some guesses, as many as the budget allows."""
     trie = Trie()
-    trie.add(start.ids, max(0.0, 1.0 - sum(guess.probability for guess in guesses if len(guess.ids) == len(start.ids) + 1)))
     for guess in guesses:
         trie.add(guess.ids[: budget.longest], guess.kept)
     return trie.best(budget.verified, max(guesses, key=lambda guess: guess.probability).written if guesses else b"")

@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.base import Context, ModelDrafter, Request, check_request
-from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, root, tree_of
+from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, tree_of
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
@@ -161,16 +161,12 @@ class HeadsGuesser(ModelDrafter):
         """The likeliest products of what each head says; nothing where the hidden state isn't known yet."""
         if context.hidden is None:
             return Tree()
-        start = root(context, self._view)
         with self._meter.drafting():
             distributions = self._distributions(context.hidden)
-            left = len(distributions[0]) - len(start.ids)  # a head for each id
-            if not left:
-                return Tree()
-            first = (yield from self._children(context, distributions, [start]))[0]
-        budget = replace(budget, depth=min(budget.depth, left))
+            first = (yield from self._children(context, distributions, [IdPath(1.0, -1, b"")]))[0]
+        budget = replace(budget, depth=min(budget.depth, len(distributions[0])))  # a head for each id
         found = yield from grown(first, budget, lambda front: self._expanded(context, distributions, front))
-        return tree_of(found, budget, start)
+        return tree_of(found, budget)
 
     def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What each head says: ids, int64, and their probabilities, float32, (heads, ids) twice. `hidden`: (hidden size,)."""

@@ -83,69 +83,64 @@ class Prediction:
 class Lookup:
     """`PromptLookup` for one generation, whose target has `encoder`."""
 
-    reads_hint = True
-
     def __init__(self, corpus: Corpus | None, encoder: Encoder) -> None:
         self._corpus = corpus
         self._continuation = Continuation(encoder)
         self._view = encoder.view
-        self._repeats, self._read = Repeats(), 0
+        self._repeats = Repeats()
+        self._shown: tuple[int, int | None] = (0, None)
         self._beliefs = Belief(), Belief()
 
     def propose(self, context: Context, budget: Budget) -> Tree:
         """What followed, the longest match first, as branches."""
-        new, self._read = context.ids[self._read :], len(context.ids)
+        ids, (shown, last) = context.ids, self._shown
+        is_as_shown = shown > 0 and len(ids) >= shown and ids[shown - 1] == last
         for belief in self._beliefs:
-            belief.learn(new)
+            belief.learn(ids[shown:] if is_as_shown else [])
+        self._shown = len(ids), ids[-1] if ids else None
         trie = Trie()
-        if context.hint is not None:
-            trie.add([context.hint], 1.0)
-        self._mix(trie, self._repeated(new, context.hint, budget), self._beliefs[0], context.hint)
+        self._mix(trie, self._repeated(ids, budget), self._beliefs[0])
         if self._corpus is not None:
-            self._mix(trie, self._found(self._corpus, context, budget), self._beliefs[1], context.hint)
+            self._mix(trie, self._found(self._corpus, context, budget), self._beliefs[1])
         return trie.best(budget.verified)
 
     @staticmethod
-    def _mix(trie: Trie, found: list[tuple[list[int], int, float]], belief: "Belief", hint: int | None) -> None:
-        """Continuations after a hint, how many ids agree before each, and their shares."""
+    def _mix(trie: Trie, found: list[tuple[list[int], int, float]], belief: "Belief") -> None:
+        """Add continuations, each with how many ids agree before it and its share."""
         left = 1.0
-        before = [] if hint is None else [hint]
         for i, (ids, agreeing, share) in enumerate(found):
             probabilities = [left * share * probability for probability in belief.probabilities(agreeing, len(ids))]
             kept = sum(probability > _LEAST for probability in probabilities)
-            trie.mix(chain([*before, *ids[:kept]]), [*[1.0] * len(before), *probabilities])
+            trie.mix(chain(ids[:kept]), probabilities)
             left -= probabilities[0]
             if not i:
-                belief.given, belief.hint = (ids, agreeing), hint
+                belief.given = ids, agreeing
 
-    def _repeated(self, new: Sequence[int], hint: int | None, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """From prompt and output, which has `new` ids."""
+    def _repeated(self, ids: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
+        """From prompt and output. The last of `ids` isn't taken in yet, for it may not be committed."""
         repeats = self._repeats
-        for token in new:
+        for token in ids[len(repeats.ids) : -1]:
             repeats.append(token)
-        if not budget.longest:
+        if not budget.longest or not ids:
             return []
-        found = repeats.followers(budget.width, hint)
-        return [(repeats.continuation(place, budget.longest, hint), agreeing, 1.0) for place, agreeing in found]
+        found = repeats.followers(budget.width, ids[-1])
+        return [(repeats.continuation(start, budget.longest, ids[-1]), agreeing, 1.0) for start, agreeing in found]
 
     def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
         """From the corpus."""
-        data = context.data + self._continuation.spelled(context.hint, context.data)
-        agreeing, texts = corpus.continuations(data, _BYTES * budget.longest, budget.width)
+        agreeing, texts = corpus.continuations(context.data, _BYTES * budget.longest, budget.width)
         known = self._ids_within(context, agreeing)
         mapped = [(self._ids_of(context, text, budget), known, share) for text, share in texts if known]
         return [one for one in mapped if one[0]]
 
     def _ids_of(self, context: Context, text: bytes, budget: Budget) -> list[int]:
-        """A text as ids after the committed ones and the hint."""
-        hint = [] if context.hint is None else [context.hint]
-        return self._continuation.ids(context.ids, text, known=hint)[: budget.longest]
+        """A text as ids after the context's."""
+        return self._continuation.ids(context.ids, text)[: budget.longest]
 
     def _ids_within(self, context: Context, size: int) -> int:
-        """How many of the last ids, the hint among them, lie within the last `size` bytes, as far as it matters."""
+        """How many of the last ids lie within the last `size` bytes, as far as it matters."""
         count = 0
-        hint = [] if context.hint is None else [context.hint]
-        for token in reversed([*context.ids[-_LONGEST:], *hint]):
+        for token in reversed(context.ids[-_LONGEST:]):
             size -= len(self._view[token] or b"")
             if size < 0:
                 break
@@ -160,13 +155,13 @@ class Foreseen(Lookup):
         super().__init__(corpus, encoder)
         self._data = data
 
-    def _repeated(self, new: Sequence[int], hint: int | None, budget: Budget) -> list[tuple[list[int], int, float]]:
+    def _repeated(self, ids: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
         """Nothing: what the text repeats is no merit of what was predicted."""
         return []
 
     def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
         """As long as the text is the beginning of what was predicted, what comes next there; else what a corpus has."""
-        new = context.data[context.prompt_size :] + self._continuation.spelled(context.hint, context.data)
+        new = context.data[context.prompt_size :]
         if not self._data.startswith(new):
             return super()._found(corpus, context, budget)
         behind = self._data[len(new) : len(new) + _BYTES * budget.longest]
@@ -181,7 +176,6 @@ class Belief:
         self._hits = [rate * _WEIGHT for rate in _PRIOR]
         self._tries = [_WEIGHT] * len(_PRIOR)
         self.given: tuple[list[int], int] = ([], 0)
-        self.hint: int | None = None
 
     def probabilities(self, agreeing: int, size: int) -> list[float]:
         """For each id of a continuation, the probability of all up to it."""
@@ -193,11 +187,8 @@ class Belief:
         return found
 
     def learn(self, new: Sequence[int]) -> None:
-        """See what became of the last continuation given: nothing is learnt from one after a hint that was wrong."""
-        (ids, agreeing), hint = self.given, self.hint
-        self.given, self.hint = ([], 0), None
-        if hint is not None:
-            ids, new = (ids if list(new[:1]) == [hint] else []), new[1:]
+        """Learn from what came in place of the last continuation given, if anything is known of that."""
+        (ids, agreeing), self.given = self.given, ([], 0)
         for i, (guess, truth) in enumerate(zip(ids, new, strict=False)):
             known = min(agreeing + i, _LONGEST)
             self._tries[known] += 1

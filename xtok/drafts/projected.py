@@ -1,6 +1,5 @@
 """A draft model that guesses the target's ids, step by step, from its own distribution as the target's vocabulary has it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
@@ -21,7 +20,6 @@ from xtok.drafts.growth import (
     looked_at,
     noise_behind,
     noise_states,
-    root,
     tree_of,
 )
 from xtok.drafts.meter import Meter
@@ -100,25 +98,17 @@ class ProjectedDrafter(ModelDrafter):
             self._fail(self._failure)
         depth = self._reader.longest(min(budget.depth, budget.longest))
         pending = self._reader.read(context, depth + _PENDING)
-        start = root(context, self._target)
-        rest = self._unread(pending, start)
+        rest = self._reader.spelled(pending) if pending else []
         size = self._reader.size + len(rest or ())
         if rest is None or not self._reader.size or not depth or not self._reader.holds(size):
             return Tree()
         chained = budget.width == 1 or self._independent or not self._draft.branches
         with self._meter.drafting():
             logits = yield from self._reader.logits(rows=1, rest=rest)
-            known = _Draw(1.0, -1, start.written, ids=start.ids, controls=start.controls, size=size)
-            first = (yield from self._children(context, logits, [known], chained))[0]
+            first = (yield from self._children(context, logits, [_Draw(1.0, -1, b"", size=size)], chained))[0]
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         draws = yield from grown(first, budget, lambda front: self._expanded(context, front, chained))
-        return self._chain(draws) if self._independent else tree_of(draws, budget, start)
-
-    def _unread(self, pending: bytes, start: IdPath) -> Sequence[int] | None:
-        """The draft's own ids for the bytes of an unfinished character and for what is hinted at; None where there are none."""
-        if start.ids and not pending:
-            return self._reader.reads(start.ids[0], start.written) or None
-        return self._reader.spelled(pending + start.written) if pending else []
+        return self._chain(draws) if self._independent else tree_of(draws, budget)
 
     def _fail(self, failure: Exception) -> NoReturn:
         """Raise it and forget it: an exception and the frames that it came through would hold each other, caches and all."""

@@ -27,7 +27,8 @@ class Reader:
         self._meter = meter
         self._own_prompt = prompt is not None
         self._text = Reencoder(draft.vocabulary.encoder)
-        self._read: int | None = None
+        self._seen: bytes | None = None
+        self._begin = 0
         self._slot = slot or Seat().slot(draft.model)
         self._window = positions(draft.model, self._slot)
         self._lead = len(draft.lead if prompt is None else prompt)
@@ -98,10 +99,16 @@ class Reader:
 
     def _follow(self, context: Context) -> tuple[int, bytes]:
         """Take in what is new. Returns how many ids stay what they were, and the bytes of a character left unfinished."""
-        if self._read is None:
-            self._read = context.prompt_size if self._own_prompt else 0
-        same = self._lead + self._text.append(context.data[self._read :])
-        self._read = len(context.data)
+        if self._seen is None:
+            self._begin = context.prompt_size if self._own_prompt else 0
+            self._seen = context.data[: self._begin]
+        same, kept = len(self._ids), len(self._seen)
+        while not context.data.startswith(self._seen[:kept]):  # the last id shown then wasn't confirmed
+            kept -= 1
+        if kept < len(self._seen):
+            same = self._lead + self._text.truncate(max(0, kept - self._begin))
+        same = min(same, self._lead + self._text.append(context.data[max(kept, self._begin) :]))
+        self._seen = context.data
         self._ids[same:] = self._text.ids[same - self._lead :]
         return same, self._text.pending
 
@@ -152,14 +159,18 @@ class IdReader(Reader):
 
     def __init__(self, draft: DraftModel, meter: Meter, slot: Slot | None = None) -> None:
         super().__init__(draft, meter, prompt=(), slot=slot)
-        self._read = 0
+        self._shown = list[int]()
 
     def reads(self, token: int, piece: bytes) -> Sequence[int]:
         """The id itself, where the model has it and goes on behind it."""
         return (token,) if token < self._draft.vocabulary.size and token not in self._draft.vocabulary.ends else ()
 
     def _follow(self, context: Context) -> tuple[int, bytes]:
-        same = len(self._ids)
-        self._ids += [token for token in context.ids[self._read :] if token < self._draft.vocabulary.size]
-        self._read = len(context.ids)
+        shown, size = self._shown, self._draft.vocabulary.size
+        is_wrong = bool(shown) and list(context.ids[len(shown) - 1 : len(shown)]) != shown[-1:]  # it wasn't confirmed
+        if is_wrong and shown.pop() < size:
+            self._ids.pop()
+        same, new = len(self._ids), context.ids[len(shown) :]
+        shown += new
+        self._ids += [token for token in new if token < size]
         return same, b""

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Context, ModelDrafter, Request, check_request
-from xtok.drafts.growth import SHARPNESS, IdPath, grown, looked_at, next_ids, root, tree_of
+from xtok.drafts.growth import SHARPNESS, IdPath, grown, looked_at, next_ids, tree_of
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
@@ -113,10 +113,9 @@ class Recycler(ModelDrafter):
         yield from self._remember()
         if not context.ids:
             return Tree()
-        start = root(context, self._vocabulary.view)
-        first = (yield from self._expanded(context, [start]))[0]
+        first = (yield from self._expanded(context, [IdPath(1.0, -1, b"")]))[0]
         found = yield from grown(first, budget, lambda front: self._expanded(context, front))
-        return tree_of(found, budget, start)
+        return tree_of(found, budget)
 
     def _remember(self) -> Steps[None]:
         """Remember what was looked for behind the latest forward."""

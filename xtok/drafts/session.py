@@ -12,7 +12,7 @@ from xtok.align.text import Text
 from xtok.drafts.base import Context, Draft, Drafter, ModelDrafter, Request
 from xtok.drafts.policy.ledger import Batch, Ledger, Limit, Pace, Proposal
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.tree import HINTED, Tree, Trie
+from xtok.drafts.tree import CARRIED, Tree, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Steps
 from xtok.models.timing import Cost
@@ -30,7 +30,8 @@ class Session:
     The ledger holds what drafts cost and gain, in this text and others, with an account for each in their order. A drafter that
     can't be made, or raises, is told of once, by a `DraftFailedWarning`, and not asked again.
 
-    A hint is guessed in any case and is no draft's: what drafts guess stands behind it, and is judged where it was right.
+    A carried token (a pick that is left to the next round, which is likely to make it again) is guessed first, by no draft.
+    What drafts guess comes after it, and is judged only if it was right.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Session:
         self._view = request.vocabulary.view
         self._text = Text(self._view, prompt)
         self._hidden: Tensor | None = None
-        self._hint: int | None = None
-        self._before: int | None = None
+        self._carried: int | None = None
+        self._first: int | None = None
         self._begun = set[int]()
         self._guessed: tuple[Budget, Tree] | None = None
         self._unread = 1
@@ -65,13 +66,13 @@ class Session:
         except Exception as error:
             self._fails(len(self._drafters) - 1, error)
 
-    def extend(self, ids: Sequence[int], hidden: Tensor | None = None, hint: int | None = None) -> None:
-        """Take in what was committed since. `hidden`: the target's, (hidden size,), by which it picked the last of `ids`.
-        `hint`: what it very likely picks next.
+    def extend(self, ids: Sequence[int], hidden: Tensor | None = None, carried: int | None = None) -> None:
+        """Take in what was committed since. `carried`: the token that the target very likely picks next, if that is left to the
+        next round. `hidden`: the target's, (hidden size,), by which it picked the last of `ids`, or the carried token.
         """
         for token in ids:
             self._text.append(token)
-        self._hidden, self._hint = hidden, hint
+        self._hidden, self._carried = hidden, carried
         self._committed = list(ids)
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
@@ -94,35 +95,43 @@ class Session:
         `batch`: the texts of the round; None for this one alone. `unread`: how many committed ids are forwarded with it.
         `chained`: drafts may guess trees, and of what those make together the likeliest path alone is kept.
         """
-        batch, text = batch or Batch(), self._text
-        self._before = self._hint if batch.guesses else None
-        self._unread, behind, has_room = unread, limit, True
-        if self._before is not None:
-            self._unread, behind, has_room = unread + 1, _behind_one(limit), min(limit.nodes, limit.longest) > 1
-        context = Context(
-            text.ids, text.data, text.prompt_size, text.controls, noise=self._noise, hidden=self._hidden, hint=self._before
-        )
+        batch = batch or Batch()
+        self._first = self._carried if batch.guesses else None
+        self._unread, has_room = unread, True
+        if self._first is not None:
+            self._unread, has_room = unread + 1, min(limit.nodes, limit.longest) > 1
+            limit = replace(limit, longest=max(0, limit.longest - 1), nodes=max(1, limit.nodes - 1))
+        context = self._context()
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
         for draft in self.ledger.cheapest_first():
             drafter = self._drafters[draft]
             if drafter is not None and has_room and (own := self._own(draft, limit, sure, batch)) is not None:
                 self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
                 sure = max([sure, *self.ledger.probabilities(draft, self.proposals[draft].tree or Tree())])
-        tree = self._merged(behind)
-        path = tree.likeliest_path(behind.longest)
+        tree = self._merged(limit)
+        path = tree.likeliest_path(limit.longest)
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
         tree = self._of(tree, [*path, *sorted(rest)])  # so what comes true most often stands where it stays
-        self._guessed = behind, tree
+        self._guessed = limit, tree
         return self._whole(tree)
 
+    def _context(self) -> Context:
+        """What drafters guess after: what is committed, and the carried token."""
+        text, ids = self._text, self._text.ids
+        if self._first is None:
+            return Context(ids, text.data, text.prompt_size, text.controls, self._noise, self._hidden)
+        piece = self._view.to_bytes([self._first], before=text.data)
+        controls = text.controls + (not piece)
+        return Context([*ids, self._first], text.data + piece, text.prompt_size, controls, self._noise, self._hidden)
+
     def _whole(self, tree: Tree) -> Tree:
-        """A guess with the hint that it stands behind, if there is one."""
-        return tree if self._before is None else tree.after(self._before)
+        """A guess with the carried token that it comes after, if there is one."""
+        return tree if self._first is None else tree.after(self._first)
 
     def sources(self, tree: Tree) -> tuple[int | None, ...]:
-        """Of each node of the round's guess, which draft guessed it, the cheapest of several; None for a hint."""
-        hints = int(self._before is not None)
-        owners = {hints + node: draft for draft, one in enumerate(self.proposals) for node in one.own}
+        """Of each node of the round's guess, which draft guessed it, the cheapest of several; None for a carried token."""
+        first = int(self._first is not None)
+        owners = {first + node: draft for draft, one in enumerate(self.proposals) for node in one.own}
         return tuple(owners.get(node) for node in range(len(tree)))
 
     def offer(self) -> list[float] | None:
@@ -130,13 +139,13 @@ class Session:
         if self._guessed is None or self._guessed[0].schedule != "cost":
             return None
         probabilities = sorted(self._believed(self._guessed[1]), reverse=True)
-        return probabilities if self._before is None else [HINTED, *(HINTED * probability for probability in probabilities)]
+        return probabilities if self._first is None else [CARRIED, *(CARRIED * probability for probability in probabilities)]
 
     def cut(self, nodes: int) -> Tree:
         """The likeliest nodes of the latest guess, so many at most; the guess from now on."""
         assert self._guessed is not None
         limit, tree = self._guessed
-        nodes, is_left = nodes - (self._before is not None), nodes > 0
+        nodes, is_left = nodes - (self._first is not None), nodes > 0
         probabilities = self._believed(tree)
         ranked = sorted(range(len(tree)), key=lambda node: -probabilities[node])
         self._guessed = limit, self._of(tree, sorted(ranked[: max(0, nodes)]))
@@ -159,16 +168,16 @@ class Session:
         if self._guessed is None:
             return
         (limit, tree), self._guessed = self._guessed, None
-        hinted = int(self._before is not None and self._committed[:1] == [self._before])
-        block, proposals = self._committed[hinted:], self.proposals
-        if self._before is not None and not hinted:  # all that was guessed stood behind what is wrong
+        confirmed = int(self._first is not None and self._committed[:1] == [self._first])
+        block, proposals = self._committed[confirmed:], self.proposals
+        if self._first is not None and not confirmed:  # all that was guessed comes after what is wrong
             tree, proposals = Tree(), [Proposal()] * len(proposals)
         right = tree.along(block)
         self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
         if limit.schedule == "heuristic" and block:
             self.ledger.adjust(limit.depth, block, proposals)
         if limit.schedule == "cost" or len(self._drafters) > 1:
-            self.ledger.observe(tree, block, cost, proposals, self._unread, hinted)
+            self.ledger.observe(tree, block, cost, proposals, self._unread, confirmed)
 
     @property
     def reads(self) -> bool:
@@ -189,35 +198,25 @@ class Session:
         if not self.ledger.asks(draft, sure, batch):
             return None
         tries = batch.tries or account.backoff(sure).distance > 0
-        unread = self._unread - (self._before is not None)  # a draft's guess has the hint among its nodes
-        return Limit.of(limit, Pace(self.ledger, account, batch.texts, unread, batch.explores, tries))
+        return Limit.of(limit, Pace(self.ledger, account, batch.texts, self._unread, batch.explores, tries))
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Steps[Proposal]:
         """A guess, as far as it can be verified."""
         drafted, first = list[Cost](), draft not in self._begun
         self._begun.add(draft)
-        is_after = context.hint is not None and not getattr(drafter, "reads_hint", False)
         try:
             with self._meter.proposing(drafted) as took:
                 if isinstance(drafter, ModelDrafter):
                     guess = yield from drafter.guess(context, limit)
-                elif is_after:
-                    guess = drafter.propose(context.after_hint(self._piece(context)), _behind_one(limit))
                 else:
                     guess = drafter.propose(context, limit)
                 tree = _sound(guess)
-                if context.hint is not None:
-                    limit, tree = _behind_one(limit), tree if is_after else tree.behind_first(context.hint)
                 tree = tree.within(limit.longest).likeliest(limit.nodes)
         except Exception as error:
             return self._fails(draft, error)
         if not all(0 <= token < self._size for token in tree.tokens):
             tree = Tree()
         return Proposal(tree, sure, drafted, took.seconds - sum(one.share for one in drafted), first)
-
-    def _piece(self, context: Context) -> bytes:
-        """The bytes of a hint."""
-        return b"" if context.hint is None else self._view.to_bytes([context.hint], before=context.data)
 
     def _fails(self, draft: int, error: Exception) -> Proposal:
         self._drafters[draft] = None
@@ -247,11 +246,6 @@ class Session:
             self.proposals[draft] = replace(self.proposals[draft], own=own)
         in_order = (one.tree.guess for one in self.proposals if one.tree)
         return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
-
-
-def _behind_one(limit: Budget) -> Budget:
-    """What is left of a limit behind one id, if anything is."""
-    return replace(limit, longest=max(0, limit.longest - 1), nodes=max(1, limit.nodes - 1))
 
 
 def _sound(tree: Tree) -> Tree:

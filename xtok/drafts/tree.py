@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from xtok.errors import InvalidInputError, shown
 from xtok.sampling.draws import Distribution
 
-HINTED = 0.98
-"""How probable a hint is: all of 155 that were looked at were right."""
+CARRIED = 0.98
+"""How probable a carried token is: all of 155 that were looked at were picked again."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,15 @@ class Tree:
             path.append(node)
         return path
 
-    def behind(self, node: int) -> set[int]:
-        """All nodes that come behind a node."""
+    def descendants(self, node: int) -> set[int]:
+        """The nodes below a node."""
         found = {node}
         for child, parent in enumerate(self.parents):
             found |= {child} if parent in found else set()
         return found - {node}
 
-    def first_path(self, longest: int) -> "Tree":
-        """The chain from the context through each node's likeliest child, at most `longest` long."""
-        return self.of(self.likeliest_path(longest))
-
     def likeliest_path(self, longest: int) -> list[int]:
-        """The nodes of `first_path`."""
+        """The nodes from the context through each node's likeliest child, at most `longest` of them."""
         path: list[int] = []
         while len(path) < longest and (best := self._best_child(path[-1] if path else -1)) is not None:
             path.append(best)
@@ -92,22 +88,10 @@ class Tree:
             )
         return self.of(sorted(sorted(range(len(self)), key=lambda node: (-probabilities[node], node))[:nodes]))
 
-    def behind_first(self, token: int) -> "Tree":
-        """What is guessed behind a first guess of `token`, as probable as it is if that is right."""
-        first = self.child(-1, token)
-        nodes = [] if first is None else sorted(self.behind(first))
-        index = {first: -1} | {node: i for i, node in enumerate(nodes)}
-        whole = self.probabilities[first] if self.probabilities and first is not None else 0.0
-        probabilities = (
-            tuple(min(1.0, self.probabilities[node] / whole) if whole else 0.0 for node in nodes) if self.probabilities else ()
-        )
-        parents = tuple(index[self.parents[node]] for node in nodes)
-        return Tree(tuple(self.tokens[node] for node in nodes), parents, self.guess, (), probabilities)
-
     def after(self, token: int) -> "Tree":
-        """The same behind a hint."""
+        """The tree of a carried token, whose children are this tree's roots."""
         probabilities = (
-            (HINTED, *(HINTED * probability for probability in self.probabilities))
+            (CARRIED, *(CARRIED * probability for probability in self.probabilities))
             if self.probabilities or not self.tokens
             else ()
         )

@@ -319,6 +319,12 @@ class CachedModel:
             self.cache.crop(-excess)
         self._recorded = self.length
 
+    def stop_recording(self) -> None:
+        """Leave the cache as transformers leaves it, for it may be handed back."""
+        for layer in layers_of(self.cache):
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+
     def settle(self) -> None:
         """Let the cache hold all positions that are kept."""
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from xtok.decoding.sequence import Round
+from xtok.decoding.sequence import Round, Sequence
 from xtok.results.page import page, section
-from xtok.results.stats import Stats
+from xtok.results.stats import Stats, stats
 from xtok.results.trace import Committed, Token, WrittenRound, told, written
 
 
@@ -100,3 +100,26 @@ class Generation:
     def _repr_html_(self) -> str:
         """As `to_html`, for notebooks."""
         return section(self.written, self.drafts, self.stats)
+
+
+def finished(sequence: Sequence) -> Generation:
+    """What a sequence that has ended gave. A draft that adapts learns from it. Raises the error that it ended in."""
+    if sequence.error is not None:
+        raise sequence.error
+    text = sequence.text
+    if sequence.adapter is not None and sequence.picker.noise is None:
+        prompt = text.data[: text.prompt_size].decode(errors="ignore")
+        sequence.adapter.learn(prompt, text.new_data.decode(errors="ignore"), sequence.meter.seconds["all"])
+    return Generation(
+        text=text.new_data.decode(errors="replace"),
+        token_ids=text.new_ids,
+        finish_reason=sequence.finish_reason or "stop",
+        stats=stats(sequence),
+        rounds=tuple(sequence.rounds),
+        seed=sequence.seed,
+        scores=sequence.picker.scores,
+        logits=sequence.picker.logits,
+        drafts=sequence.drafts,
+        pieces=tuple(text.pieces),
+        spelled={token: text.view[token] or b"" for one in sequence.rounds for token in one.tree.tokens},
+    )

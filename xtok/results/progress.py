@@ -1,12 +1,12 @@
 """How far work is, on stderr, where that is a terminal."""
 
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 
 Item = TypeVar("Item")
 
@@ -21,6 +21,14 @@ def bar(items: Iterable[Item], what: str, total: int | None = None, *, shown: bo
     if shown is None:
         shown = sys.stderr.isatty()
     return track(items, what, total, console=Console(stderr=True), transient=True) if shown else items
+
+
+@contextmanager
+def advanced(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar that goes on by one at each call of what is given."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
 
 
 def busy(what: str) -> AbstractContextManager[object]:

@@ -86,5 +86,5 @@ def stats(sequence: Sequence) -> Stats:
         target_replays=meter.target_replays,
         accepted_by_draft=tuple(meter.accepted_by_draft),
         min_margin=picker.margin,
-        near_ties=None if picker.near_ties is None else tuple(picker.near_ties),
+        near_ties=picker.near_ties,
     )

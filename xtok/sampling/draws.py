@@ -5,7 +5,7 @@ from the front: noise that can't win isn't computed, and what cuts a distributio
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from math import exp, isinf, log
+from math import isinf, log
 from typing import Any, NamedTuple
 
 import torch
@@ -216,37 +216,3 @@ def race(scores: Tensor, keys: Tensor, states: Tensor, count: int, *, whole: boo
     places = with_rest(scores, (bound.indices[:, None, :-1] + steps).flatten(1), _BLOCK * blocks)
     found = (scores.gather(1, places).double() + gumbel_of(bits.gather(1, places))).topk(count)
     return found.values, places.gather(1, found.indices), found.values >= bound.values[:, -1:]
-
-
-def accepts(scores: Tensor, distribution: Distribution, guess: int, uniform: float) -> bool:
-    """Speculative sampling's test (Leviathan et al. 2023, Chen et al. 2023): true with probability min(1, p / q) of `guess`.
-
-    p is softmax(scores), (vocabulary,); q is `distribution`, from which `guess` was drawn. `uniform`: a number between 0 and 1.
-    """
-    given = float(distribution.probabilities[distribution.ids == guess].sum())
-    return uniform * given < exp(float(scores[guess]) - float(scores.double().logsumexp(dim=-1)))
-
-
-def residual(scores: Tensor, distribution: Distribution) -> Tensor:
-    """Scores in float64 whose softmax is the positive part of p - q, normalised: what is drawn from after a rejection.
-
-    p is softmax(scores), (vocabulary,), and q is `distribution`; what is given is (vocabulary,). Where nothing is left,
-    `scores` as they are.
-    """
-    wide = scores.double()
-    whole = wide.logsumexp(dim=-1)
-    rest = (wide[distribution.ids] - whole).exp() - distribution.probabilities
-    found = wide.index_copy(0, distribution.ids, rest.clamp(min=0).log() + whole)
-    return found if bool(found.max() > -torch.inf) else scores
-
-
-def typical(scores: Tensor, guesses: Sequence[int], threshold: float, alpha: float) -> int | None:
-    """The likeliest of some guesses that are typical of softmax(scores), (vocabulary,); None where none is.
-
-    Lossy: what comes of it are no draws from that distribution. (Medusa's typical acceptance, Cai et al. 2024, arXiv
-    2401.10774: a guess is typical where its probability is above min(threshold, alpha * exp(-entropy of the distribution)).)
-    """
-    probabilities = scores.double().softmax(dim=-1)
-    entropy = float(torch.special.entr(probabilities).sum())
-    likely = [token for token in guesses if probabilities[token] > min(threshold, alpha * exp(-entropy))]
-    return max(likely, key=lambda token: float(probabilities[token]), default=None)

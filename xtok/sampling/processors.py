@@ -62,7 +62,7 @@ def known_cuts(processors: Sequence[Any]) -> int:
     return len(found)
 
 
-def stretch(processors: Sequence[Any]) -> float | None:
+def scale(processors: Sequence[Any]) -> float | None:
     """How many times as large a difference of two logits may be as a difference of scores.
 
     None where it may be anything: a cut depends on all logits, and processors of unknown kinds on what they like.

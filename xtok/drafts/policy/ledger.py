@@ -76,7 +76,7 @@ class Calibration:
         what becomes of the guesses there isn't known.
         """
         path = [-1, *right]
-        unknown = tree.behind(path[-1]) if ended else set[int]()
+        unknown = tree.descendants(path[-1]) if ended else set[int]()
         for node, probability in enumerate(tree.probabilities):
             if node in unknown:
                 continue
@@ -382,21 +382,21 @@ class Ledger:
         forward: Cost,
         proposals: Sequence[Proposal],
         unread: int = 1,
-        hinted: int = 0,
+        confirmed: int = 0,
     ) -> None:
         """A round is over: `block` was committed where `tree` was guessed, and forwarded behind `unread` ids that were known.
 
-        `forward`: the target's, which other texts may have shared. `hinted`: how many of the known ids were hints till then,
-        and are committed now, too.
+        `forward`: the target's, which other texts may have shared. `confirmed`: how many of the known ids were carried tokens
+        till then, and are committed now, too.
         """
         if self.nominal is not None:
             forward = _at_nominal_speed(forward, 1.0)
             proposals = [_without_a_clock(one, share) for one, share in zip(proposals, self.nominal, strict=True)]
         with self.lock:
-            self._observe(tree, block, forward, proposals, unread, hinted)
+            self._observe(tree, block, forward, proposals, unread, confirmed)
 
     def _observe(
-        self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal], unread: int, hinted: int
+        self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal], unread: int, confirmed: int
     ) -> None:
         if not forward.told:
             self.target.add(forward.rows, forward.seconds)
@@ -406,7 +406,7 @@ class Ledger:
             return self.target.share(self.padded(forward.texts, rows), forward.texts)
 
         path = tree.along(block[:-1])  # behind the last id committed nothing was picked
-        rows, right = 0, hinted + min(1, len(block))
+        rows, right = 0, confirmed + min(1, len(block))
         spent = 0.0
         for draft in self.cheapest_first():
             account, one = self.accounts[draft], proposals[draft]
@@ -421,7 +421,7 @@ class Ledger:
                 account.backoff(one.sure).judge(lost, extra / (at(1) or 1.0), forward.texts)
                 account.lately.add(right_ids, took)
             rows, right, spent = rows + len(one.own), right + gained, spent + took
-        self.lately.add(hinted + len(block), at(unread + len(tree)) + spent)
+        self.lately.add(confirmed + len(block), at(unread + len(tree)) + spent)
 
     def measure(self, forward: Cost) -> None:
         """A round of texts is over in which nobody was asked: each has a pick, and drafts that are left alone are so for one

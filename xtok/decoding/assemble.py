@@ -1,0 +1,177 @@
+"""From what a caller hands to `XTokAssisted` to a `Setup`: models are loaded, and everything is checked."""
+
+import warnings
+from dataclasses import replace
+from numbers import Real
+from pathlib import PurePath
+from typing import Any, get_args
+
+from transformers import PreTrainedModel
+
+from xtok.decoding import accept
+from xtok.decoding.prepare import as_generate
+from xtok.decoding.setup import PREDICTION, Acceptance, Setup, named, padding, warn_unstable
+from xtok.drafts.adapt import Adapter
+from xtok.drafts.base import Draft
+from xtok.drafts.given import as_draft, as_list, guesses, without_a_model
+from xtok.drafts.heads import HeadsDrafter
+from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.model import ModelDraft
+from xtok.drafts.policy.ledger import Account, Ledger
+from xtok.drafts.policy.settings import Budget, check_budget
+from xtok.drafts.recycling import TokenRecycling
+from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError
+from xtok.models.cache import device_of
+from xtok.models.graphs import captures, takes_graphs
+from xtok.models.load import DEFAULT, check_places, draft_model, target_model
+from xtok.models.placement import Placement, placements
+from xtok.models.probe import computes_in_half, takes_slots
+from xtok.models.roles import DraftModel, Target
+from xtok.models.seats import Pool
+from xtok.models.stable import StableShapes
+
+
+def assemble(
+    target: Any,
+    draft: Any,
+    *,
+    budget: Budget | None,
+    acceptance: Acceptance,
+    posterior_threshold: float,
+    posterior_alpha: float,
+    adapt: bool,
+    stable: bool | None,
+    compile: bool | None,  # noqa: A002
+    device: Any,
+    dtype: Any,
+    device_map: Any,
+) -> Setup:
+    """A setup. Arguments and errors are those of `XTokAssisted`."""
+    _check_settings(budget, acceptance, adapt=adapt, compile=compile, stable=stable)
+    _check_thresholds(posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
+    if acceptance == "typical":
+        warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=4)
+    judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
+    budget = budget or Budget()
+    chains_only = acceptance == "rejection" or budget.width == 1
+    given = as_list(draft, beside=[] if chains_only else without_a_model())
+    places = placements(device, dtype, device_map)
+    _check_places(target, given, places)
+    loaded = target_model(target, places[0])
+    beside = device_of(loaded.model)
+    models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not guesses(one)}
+    _check_drafts(loaded, given, list(models.values()), acceptance=acceptance, adapt=adapt)
+    wanted = stable or (stable is None and acceptance == "match" and computes_in_half(loaded.model))
+    shapes = _shapes(loaded, acceptance, stable) if wanted else None
+    adapter = Adapter(next(iter(models.values())), loaded.vocabulary.view) if adapt else None
+    drafts = tuple(_draft(one, models.get(i), loaded, adapter) for i, one in enumerate(given))
+    captured = _captured(loaded.model, drafts, compile)
+    accepts = {"match": None, "rejection": accept.rejection, "typical": accept.typical(posterior_threshold, posterior_alpha)}
+    return Setup(
+        target=loaded,
+        drafts=drafts,
+        names=named([_name(models[i].model if i in models else one) for i, one in enumerate(given)], PREDICTION),
+        budget=budget,
+        judged=judged,
+        acceptance=acceptance,
+        accept=accepts[acceptance],
+        stable=stable,
+        shapes=shapes,
+        captures=captured,
+        adapter=adapter,
+        ledger=Ledger([Account() for _ in drafts], padding(shapes, captures=captured)),
+        caches=Pool(captures=captured),
+    )
+
+
+def _check_settings(budget: Any, acceptance: Any, *, adapt: Any, **switches: Any) -> None:
+    if not isinstance(adapt, bool):
+        raise InvalidInputError(f"adapt is {adapt!r}; it must be True or False.")
+    for name, value in switches.items():
+        if not isinstance(value, bool | None):
+            raise InvalidInputError(f"{name} is {value!r}; it must be True, False or None.")
+    if acceptance not in get_args(Acceptance):
+        raise InvalidInputError(f"acceptance is {acceptance!r}; use one of {', '.join(map(repr, get_args(Acceptance)))}.")
+    check_budget(budget)
+
+
+def _check_thresholds(**given: Any) -> None:
+    for name, value in given.items():
+        if not (isinstance(value, Real) and 0 < float(value) <= 1):
+            raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
+
+
+def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
+    """Raises `InvalidInputError` if a setting is for a model that xtok doesn't load."""
+    check_places(target, "target", places[0])
+    models = [one for one in drafts if not guesses(one)]
+    for one in models:
+        check_places(one, "draft", places[1])
+    if not models and places[1] not in (DEFAULT, places[0]):
+        raise InvalidInputError(f"{places[1]} is for the draft, and there is none to load. Give the target's alone.")
+
+
+def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *, acceptance: str, adapt: bool) -> None:
+    """Raises `InvalidInputError` or `UnsupportedArgumentError` if drafts, models among them, can't do what is requested."""
+    if any(one.model is target.model for one in models):
+        raise InvalidInputError("The draft is the target itself, which can't guess sooner than it knows. Give a smaller model.")
+    if acceptance == "rejection" and given and (len(given), len(models)) != (1, 1):
+        raise UnsupportedArgumentError(
+            "acceptance='rejection' needs the distribution that guesses are drawn from, so it takes one draft model alone. "
+            "Give one, or use acceptance='match'."
+        )
+    if adapt and len(models) != 1:
+        raise InvalidInputError(f"adapt=True needs one draft model that can learn, and there are {len(models)}.")
+
+
+def _draft(given: Any, model: DraftModel | None, target: Target, adapter: Adapter | None) -> Draft:
+    """What starts drafters, checked against the target."""
+    if model is not None:
+        return ModelDraft(model, target.vocabulary, adapter)
+    if isinstance(given, HeadsDrafter):
+        given.check(target.model, target.vocabulary.view)
+    return as_draft(given)
+
+
+def _shapes(target: Target, acceptance: Acceptance, stable: bool | None) -> StableShapes | None:
+    """Fixed shapes of the target's forward passes. Without any, None and a warning unless they were asked for; else raises
+    `UnsupportedModelError`, `UnsupportedArgumentError` or `InvalidInputError`.
+    """
+    try:
+        return _found_shapes(target, acceptance)
+    except XTokError as error:
+        warn_unstable(target, error, stable=stable, stacklevel=6)
+        return None
+
+
+def _found_shapes(target: Target, acceptance: Acceptance) -> StableShapes:
+    if acceptance != "match":
+        raise UnsupportedArgumentError(f"With acceptance={acceptance!r} ids depend on the draft; use acceptance='match'.")
+    name = type(target.model).__name__
+    if not takes_slots(target.model):
+        raise UnsupportedModelError(
+            f"{name} can't share forward passes, as fixed shapes need: what it computes follows its "
+            "sequence's length (dynamic rotary frequencies, ALiBi), or its cache is of another kind."
+        )
+    usual = {"max_new_tokens": 1, "num_beams": 1, "do_sample": False, "num_return_sequences": 1}
+    if not as_generate(target, [0], usual)[0].is_plain:
+        raise UnsupportedModelError(f"{name} is given more than ids.")
+    return StableShapes(target.model)
+
+
+def _captured(target: PreTrainedModel, drafts: tuple[Draft, ...], wanted: bool | None) -> bool:
+    """Whether there are forward passes to capture. Raises `UnsupportedModelError` if they are wanted and can't be."""
+    if wanted and not (takes_slots(target) and takes_graphs(target)):
+        raise UnsupportedModelError(
+            f"Forwards of {type(target).__name__}, on {device_of(target)}, can't be captured as CUDA graphs: it "
+            "must be on one GPU, without hooks, and of a kind whose forwards can be shared. Leave compile out."
+        )
+    return captures(wanted, [target, *(draft.model for draft in drafts if isinstance(draft, ModelDraft))])
+
+
+def _name(draft: Any) -> str:
+    """What a draft is called in a trace: a model by its folder or class."""
+    if isinstance(draft, PreTrainedModel):
+        return PurePath(draft.config._name_or_path or "").name or type(draft).__name__
+    known = {PromptLookup: "prompt lookup", TokenRecycling: "token recycling", HeadsDrafter: "heads"}
+    return known.get(type(draft), type(draft).__name__)

@@ -1,0 +1,166 @@
+"""What all sequences of an `XTokAssisted` share."""
+
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Literal
+
+from transformers import PreTrainedModel
+
+from xtok.decoding.accept import Accept
+from xtok.drafts.adapt import Adapter
+from xtok.drafts.base import Draft
+from xtok.drafts.heads import HeadsDrafter
+from xtok.drafts.model import ModelDraft
+from xtok.drafts.policy.ledger import WITHOUT_A_MODEL, Account, Ledger
+from xtok.drafts.policy.settings import Budget
+from xtok.errors import InvalidInputError, UnstableWarning, UnsupportedArgumentError, XTokError, shown
+from xtok.models.cache import CACHE, weights
+from xtok.models.layers import doubled
+from xtok.models.probe import takes_trees
+from xtok.models.roles import Target
+from xtok.models.seats import Pool
+from xtok.models.slots import rounded
+from xtok.models.stable import StableShapes
+
+Acceptance = Literal["match", "rejection", "typical"]
+PREDICTION = "prediction"
+"""The name, in a trace, of what guesses from the text that the caller expects."""
+_UNSTABLE = (
+    "{} computes in {}, so the last bits of its logits depend on what else is in a forward pass, and its forward passes can't "
+    "have fixed shapes. The reason: {} The same call gives the same text, unless a draft learns between calls; but where the "
+    "two best logits are nearly equal (stats.near_ties), it may differ from the text without a draft, in a batch, or from "
+    "model.generate. Load the target in float32 if the text has to be the same in all of these cases. stable=False silences "
+    "this warning, but then the same call may give another text, too."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The target, what guesses for it and how much, and how guesses are accepted.
+
+    `names`: those of `drafts`, in order, no two alike. `judged`: the budget of guesses that are accepted by rejection sampling:
+    chains of one length, for what is left out of a guess must not depend on it. `accept`: what accepts guesses of sampled
+    sequences by their probabilities; None to accept those that the target draws itself. `stable`: as the caller gave it;
+    `shapes`: the fixed shapes of the target's forward passes, None if they have none. `captures`: whether forward passes become
+    CUDA graphs. `adapter`: a draft's copy that learns. `ledger` and `caches` change: what guessing costs and gains, learnt from
+    all sequences, and the KV caches that calls leave to later ones.
+    """
+
+    target: Target
+    drafts: tuple[Draft, ...] = ()
+    names: tuple[str, ...] = ()
+    budget: Budget
+    judged: Budget
+    acceptance: Acceptance = "match"
+    accept: Accept | None = None
+    stable: bool | None = None
+    shapes: StableShapes | None = None
+    captures: bool = False
+    adapter: Adapter | None = None
+    ledger: Ledger
+    caches: Pool
+
+    def with_drafts(self, names: Collection[str]) -> "Setup":
+        """The same with some of the drafts alone. Models are shared, what guessing costs and gains is learnt anew.
+
+        Raises `InvalidInputError` for a draft that there isn't.
+        """
+        given = list(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else [None]
+        if not all(name in self.names for name in given):
+            raise InvalidInputError(f"names is {shown(names)}; the drafts are {list(self.names)}. Give a list of some of them.")
+        kept = [i for i, name in enumerate(self.names) if name in given]
+        drafts = tuple(self.drafts[i] for i in kept)
+        return replace(
+            self,
+            drafts=drafts,
+            names=tuple(self.names[i] for i in kept),
+            adapter=self.adapter if any(isinstance(one, ModelDraft) for one in drafts) else None,
+            ledger=Ledger([Account() for _ in drafts], self.ledger.padded),
+            caches=Pool(captures=self.captures),
+        )
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """The target, and the draft models."""
+        adapted = [] if self.adapter is None else [self.adapter.draft.model]
+        return [self.target.model, *adapted, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
+
+    @property
+    def shows_hidden(self) -> bool:
+        """Whether a draft reads the target's hidden states."""
+        return any(isinstance(one, HeadsDrafter) for one in self.drafts)
+
+    @cached_property
+    def takes_trees(self) -> bool:
+        """Whether the target can verify a tree, found out when something guesses one."""
+        return takes_trees(self.target.model)
+
+    def positions_beside(self, positions: float = 1, *, prediction: bool = False) -> int:
+        """How many positions of a model's cache a sequence of so many positions may need beside those: for guesses and padding.
+
+        `prediction`: whether the caller gave one.
+        """
+        budget = self.budget
+        most = max(64, budget.nodes, 4 * budget.depth * budget.width) if self.drafts or prediction else 1
+        if self.shapes is None and not self.captures:
+            return most
+        seen = rounded(ceil(positions) + (most if self.captures else 0))  # fixed shapes look at no more for a guess
+        return max(most, 1 + seen - ceil(positions))
+
+    def shapes_now(self) -> StableShapes | None:
+        """The shapes for a call. None, with a warning, if bits can't be fixed any more: with other numbers of threads, say."""
+        if self.shapes is not None:
+            try:
+                self.shapes.check()
+            except XTokError as error:
+                warn_unstable(self.target, error, stable=self.stable, stacklevel=8)
+                return None
+        return self.shapes
+
+    def ledger_without_a_clock(self) -> Ledger:
+        """A ledger for one sequence: what it decides follows from ids and counts, so the same call gives the same text."""
+        size = weights(self.target.model)
+        models = [weights(one.model) / size if isinstance(one, ModelDraft) else WITHOUT_A_MODEL for one in self.drafts]
+        return Ledger([Account() for _ in self.drafts], self.ledger.padded, nominal=models)
+
+    def check(self, prediction: object, *, plain: bool) -> None:
+        """Raises `UnsupportedArgumentError` for a request that this setup can't honour.
+
+        `plain`: whether its forward passes can be shared, as those of fixed shapes have to be.
+        """
+        if prediction and self.acceptance == "rejection":
+            raise UnsupportedArgumentError(
+                "acceptance='rejection' needs the distribution that guesses are drawn from, and a prediction has none. Leave "
+                "it out, or use acceptance='match'."
+            )
+        if self.stable and not (self.shapes is not None and plain):
+            raise UnsupportedArgumentError(
+                f"stable=True can't go on in a cache of the caller's, or read anything but ids. Leave {CACHE} and "
+                "further inputs of the model out, or stable=True."
+            )
+
+
+def padding(shapes: StableShapes | None, *, captures: bool) -> Callable[[int, int], int]:
+    """How many rows each sequence has in a forward pass of the target, by how many share it and how many each needs."""
+    if shapes is not None:
+        return shapes.padded
+    return lambda sequences, rows: doubled(rows) if captures else rows
+
+
+def warn_unstable(target: Target, error: XTokError, *, stable: bool | None, stacklevel: int) -> None:
+    """Warn that forward passes can't have fixed shapes, for the reason in `error`. Raises it if they were asked for."""
+    if stable:
+        raise type(error)(f"{error} Or leave out stable=True, and ids may depend on the batch and the draft.") from error
+    message = _UNSTABLE.format(type(target.model).__name__, target.model.dtype, error)
+    warnings.warn(message, UnstableWarning, stacklevel=stacklevel)
+
+
+def named(drafts: Iterable[str], reserved: str) -> tuple[str, ...]:
+    """Names of drafts, numbered where they would be alike; none is `reserved`."""
+    found: list[str] = []
+    for name in drafts:
+        found.append(name if name not in (*found, reserved) else f"{name} ({len(found) + 1})")
+    return tuple(found)

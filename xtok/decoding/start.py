@@ -1,0 +1,111 @@
+"""From a request to a sequence: it gets its slot in the target's cache, its picker, and what starts its drafters."""
+
+from dataclasses import replace
+from functools import partial
+
+from xtok.align.text import Text
+from xtok.decoding.pick import Picker
+from xtok.decoding.prepare import Request
+from xtok.decoding.sequence import Sequence
+from xtok.decoding.setup import PREDICTION, Setup
+from xtok.drafts.base import Request as DraftRequest
+from xtok.drafts.meter import Meter
+from xtok.drafts.policy.ledger import Ledger
+from xtok.drafts.policy.settings import Budget
+from xtok.drafts.recycling import TokenRecycling
+from xtok.drafts.session import Session
+from xtok.models.cache import positions
+from xtok.models.forwards import Slot
+from xtok.models.probe import computes_in_half, fits_trees, takes_slots, tolerance
+from xtok.models.recurrent import cached_model
+from xtok.models.seats import Caches, Seat
+from xtok.sampling.processors import warpers
+
+
+def start(setup: Setup, request: Request, caches: Caches, most: int | None = None) -> Sequence:
+    """The sequence of a request, with its slots in `caches`. `most`: how many positions those may have, beside guesses."""
+    request = request.with_own_state()
+    model, vocabulary, slots = setup.target.model, setup.target.vocabulary, Seat(caches, most)
+    guesses = bool(setup.drafts or request.prediction)
+    branches = not guesses or (setup.takes_trees and fits_trees(model, request.cache))
+    try:
+        slot = _slot(setup, request, slots)
+        half = computes_in_half(model)
+        varies = half and not (request.shapes is not None and slot.fixed)
+        judged = request.noise is not None and setup.accept is not None
+        meter = Meter(chains_only=not branches, exact=not judged and not varies, shared_forwards=slot.shares)
+        ledger = _ledger(setup, request, varies=varies) if guesses else None
+        return Sequence(
+            slot=slot,
+            slots=slots,
+            ids=request.ids,
+            text=Text(vocabulary.view, request.unpadded),
+            picker=Picker(
+                request.processors,
+                meter,
+                request.noise,
+                None if request.noise is None else vocabulary.keys.to(request.ids.device),
+                setup.accept,
+                tolerance(model, half=half),
+                request.recorded("output_scores"),
+                request.recorded("output_logits"),
+            ),
+            criteria=request.criteria,
+            config=request.config,
+            budget=_budget(setup, judged=judged, branches=branches),
+            deepest=positions(model, slot),
+            meter=meter,
+            drafting=partial(_session, setup, request, meter, slots, ledger) if ledger else None,
+            ledger=ledger,
+            adapter=setup.adapter,
+            seed=request.seed,
+            drafts=(*setup.names, PREDICTION) if request.prediction else setup.names,
+        )
+    except BaseException:
+        slots.leave()
+        raise
+
+
+def _slot(setup: Setup, request: Request, slots: Seat) -> Slot:
+    """A slot whose forward passes are shared; or a cache of its own, if the model needs one or the caller gave it."""
+    model = setup.target.model
+    if request.shares_forwards and takes_slots(model):
+        return slots.slot(model, shows_hidden=setup.shows_hidden, shapes=request.shapes)
+    prompt = request.ids, request.config
+    return cached_model(model, request.cache, request.inputs, shows_hidden=setup.shows_hidden, prompt=prompt)
+
+
+def _budget(setup: Setup, *, judged: bool, branches: bool) -> Budget:
+    if judged and setup.acceptance == "rejection":
+        return setup.judged
+    return setup.budget if branches else replace(setup.budget, width=1)
+
+
+def _ledger(setup: Setup, request: Request, *, varies: bool) -> Ledger:
+    """Sequences share what all of the instance learn of costs and gains; unless that, by the shapes of forward passes, might
+    change the text of a call that is repeated (it `varies`: bits depend on shapes).
+    """
+    ledger = setup.ledger_without_a_clock() if varies and setup.stable is not False else setup.ledger
+    return ledger if request.prediction is None else ledger.with_account()
+
+
+def _session(setup: Setup, request: Request, meter: Meter, slots: Seat, ledger: Ledger) -> Session:
+    """The drafters of a sequence."""
+    given = DraftRequest(
+        setup.target.vocabulary,
+        meter,
+        samples=request.noise is not None,
+        independent=setup.acceptance == "rejection",
+        end=request.end,
+        warpers=warpers(request.processors),
+        prompt=request.prompt,
+        template=request.template,
+        model=setup.target.model,
+        seat=slots,
+    )
+    drafts = list(setup.drafts)
+    if ledger.nominal is not None:  # what others taught it would change what this one guesses, and so shapes
+        drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
+    if request.prediction is not None:
+        drafts.append(request.prediction)
+    return Session(drafts, given, ledger, request.unpadded, request.noise)

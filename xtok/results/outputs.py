@@ -1,0 +1,68 @@
+"""What transformers' `generate` hands back, and what it hands to a streamer."""
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from xtok.decoding.sequence import Sequence
+from xtok.models.cache import CACHE, CachedModel
+
+
+def columns(sequences: list[Sequence], sent: int) -> Iterator[Tensor]:
+    """The new ids of all rows, (rows,), one position after another from `sent` on, as far as all rows have theirs.
+
+    Rows that have ended are filled up with padding.
+    """
+    while (column := _column(sequences, sent)) is not None:
+        yield column
+        sent += 1
+
+
+def _column(sequences: list[Sequence], index: int) -> Tensor | None:
+    """The new ids of all rows at `index`, with padding for those that ended; None if one is to come, or all have ended."""
+    rows = [one.new_ids for one in sequences]
+    ended = [one.finish_reason is not None and len(row) <= index for one, row in zip(sequences, rows, strict=True)]
+    if all(ended) or any(len(row) <= index and not end for row, end in zip(rows, ended, strict=True)):
+        return None
+    column = [_pad(one.config) if end else row[index] for one, row, end in zip(sequences, rows, ended, strict=True)]
+    return torch.tensor(column, dtype=torch.int64, device="cpu")
+
+
+def _pad(config: GenerationConfig) -> int:
+    return 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+
+
+def as_transformers(sequences: list[Sequence], config: GenerationConfig) -> GenerateDecoderOnlyOutput | Tensor:
+    """Rows of equal length: those that ended early are filled up with padding, as transformers does.
+
+    Scores and logits, (rows, vocabulary) for each new id, are 0 after a row has ended.
+    """
+    rows = [one.ids[0] for one in sequences]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_pad(config))
+    if not config.return_dict_in_generate:
+        return padded
+    alone = sequences[0] if len(sequences) == 1 else None
+    own = alone.slot if alone is not None and isinstance(alone.slot, CachedModel) else None
+    if own is not None:
+        own.settle()
+    cache: dict[str, Any] = {CACHE: None if own is None else own.cache}
+    return GenerateDecoderOnlyOutput(
+        sequences=padded,  # type: ignore[arg-type, unused-ignore]
+        scores=_by_step([one.picker.scores for one in sequences]),
+        logits=_by_step([one.picker.logits for one in sequences]),
+        **cache,
+    )
+
+
+def _by_step(rows: list[tuple[Tensor, ...] | None]) -> Any:
+    """What rows recorded, (1, vocabulary) for each of their ids, as (rows, vocabulary) for each id of the longest."""
+    recorded = [row for row in rows if row is not None]
+    if not recorded:
+        return None
+    ended = torch.zeros_like(recorded[0][0])
+    return tuple(torch.cat(step) for step in zip_longest(*recorded, fillvalue=ended))
