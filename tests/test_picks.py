@@ -18,7 +18,7 @@ from xtok.errors import InvalidInputError
 from xtok.sampling.draws import draw, draws, race
 from xtok.sampling.largest import best, largest, listed
 from xtok.sampling.noise import gumbel, noise, states_of
-from xtok.sampling.processors import known_cuts, stretch
+from xtok.sampling.processors import known_cuts, scale
 
 SIZES = st.sampled_from([1, 2, 7, 4096, 4097, 5000, 8192, 20011, 48586])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -190,11 +190,11 @@ def test_cuts_are_known_by_their_very_kinds_at_the_end_and_in_the_usual_order() 
 
 
 def test_margins_are_measured_in_logits_where_processors_can_be_seen_through() -> None:
-    assert stretch([]) == 1
-    assert stretch([TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.25)]) == pytest.approx(2.5)
-    assert stretch([NoBadWordsLogitsProcessor([[3]])]) == 1
-    assert stretch([TopKLogitsWarper(5)]) is None
-    assert stretch([Own(0.9)]) is None
+    assert scale([]) == 1
+    assert scale([TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.25)]) == pytest.approx(2.5)
+    assert scale([NoBadWordsLogitsProcessor([[3]])]) == 1
+    assert scale([TopKLogitsWarper(5)]) is None
+    assert scale([Own(0.9)]) is None
 
 
 @examples(30)

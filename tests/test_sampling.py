@@ -13,10 +13,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, tokenizer
 
 from xtok import Budget, Context, XTokAssisted, pair
+from xtok.decoding.accept import likeliest_typical
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids
-from xtok.sampling.draws import typical
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -422,7 +422,7 @@ def test_the_likeliest_guess_above_the_threshold_is_typical(
 ) -> None:
     probabilities = torch.tensor(logits).double().softmax(dim=-1).tolist()
     least = min(threshold, alpha * math.exp(sum(p * math.log(p) for p in probabilities if p)))
-    found = typical(torch.tensor(logits), guesses, threshold, alpha)
+    found = likeliest_typical(torch.tensor(logits), guesses, threshold, alpha)
     likely = [token for token in guesses if probabilities[token] > least]
     if found is None:
         assert not likely or max(probabilities[token] for token in likely) == pytest.approx(least)

@@ -48,13 +48,13 @@ class Continuation:
         return guess[len(piece) :] if piece and guess.startswith(piece) else b""
 
     def _learn(self, committed: Sequence[int]) -> None:
-        """Remember what followed each id and what it spells, the latest last."""
-        for i in range(max(1, self._learned - 1), len(committed)):
+        """Remember what followed each id and its bytes, the latest last; not yet the last id, in whose place another may come."""
+        for i in range(max(1, self._learned), len(committed) - 1):
             if piece := self._view[committed[i]]:
                 followers = self._followers.setdefault(committed[i - 1], {})
                 followers.pop(committed[i], None)
                 followers[committed[i]] = piece
-        self._learned = len(committed)
+        self._learned = max(0, len(committed) - 1)
 
     def _followed(self, before: int, guess: bytes) -> int | None:
         """The id that lately followed `before` and begins `guess`."""
