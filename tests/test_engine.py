@@ -751,8 +751,8 @@ def cache_bytes(engine: Engine) -> int:
 def test_caches_stay_within_the_memory_that_they_may_have(xt: XTokAssisted) -> None:
     memory = 12_000_000
     with Engine(xt, batch_size=3, memory=memory) as engine:
-        assert engine._room is not None
-        most = engine._room - xt.setup.positions_beside()
+        assert engine._memory is not None
+        most = engine._memory.positions - xt.setup.positions_beside()
         with pytest.raises(InvalidInputError, match=f"room for {most}"):
             engine.submit(TEXTS[0], do_sample=False, max_length=most + 1)
         sizes = [most // 3, 1, most // 2, 1900, 3, 800, 40]
