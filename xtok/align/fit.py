@@ -1,12 +1,12 @@
 """How well the tokenizers of a pair fit, told before any generation."""
 
-import codecs
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xtok.align.encoding import Encoder, encoder
+from xtok.align.text import utf8_decoder
 from xtok.align.tokenbytes import TokenBytes, same_tokens, token_bytes
 from xtok.errors import InvalidInputError
 
@@ -131,7 +131,7 @@ def _spelled(reading: Encoder, texts: Sequence[str], lost: set[str]) -> float:
     """The share of the tokens of texts that write no character of `lost`, nor a part of one."""
     whole = right = 0
     for text in texts:
-        decoder, parts = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
+        decoder, parts = utf8_decoder(), 0
         for token in reading.ids(text):
             whole, parts = whole + 1, parts + 1
             if written := decoder.decode(reading.view[token] or b""):
@@ -145,7 +145,7 @@ def _text(view: TokenBytes, ids: Sequence[int]) -> str:
 
 def _mid_characters(view: TokenBytes, ids: Sequence[int]) -> int:
     """How many of `ids` leave a character unfinished."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder = utf8_decoder()
     count = 0
     for token in ids:
         decoder.decode(view[token] or b"")

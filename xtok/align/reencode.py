@@ -1,8 +1,7 @@
 """`Reencoder`: a growing text in the draft's own ids."""
 
-import codecs
-
 from xtok.align.encoding import Encoder
+from xtok.align.text import utf8_decoder
 
 
 class Reencoder:
@@ -21,7 +20,7 @@ class Reencoder:
         self._text = ""
         self._starts: list[int] = []
         self._heads: list[bool] = []
-        self._decoder = _decoder()
+        self._decoder = utf8_decoder()
         self.ids: list[int] = []
 
     @property
@@ -38,7 +37,7 @@ class Reencoder:
     def truncate(self, size: int) -> int:
         """Keep the first `size` bytes of the text. Returns how many of the first ids surely stay what they were."""
         self._data = self._data[:size]
-        self._decoder = _decoder()
+        self._decoder = utf8_decoder()
         return self._move_to(self._decoder.decode(self._data))
 
     def _move_to(self, text: str) -> int:
@@ -68,7 +67,3 @@ class Reencoder:
 
     def _clean(self, kept: int, cut: int) -> bool:
         return self._starts[kept - 1] < cut and self.ids[kept - 1] != self._encoder.unknown
-
-
-def _decoder() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")(errors="replace")

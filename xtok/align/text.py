@@ -56,8 +56,8 @@ class Text:
         self.controls += not piece
 
 
-def characters() -> codecs.IncrementalDecoder:
-    """What turns the bytes of pieces, one after another, into the whole characters that they complete.
+def utf8_decoder() -> codecs.IncrementalDecoder:
+    """A decoder that is given pieces of bytes one after another, and gives the whole characters that each completes.
 
     Bytes that are no UTF-8 become U+FFFD; what is left of an unfinished character comes with the `final` ones.
     """

@@ -3,11 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from xtok.align.text import characters
-from xtok.decoding.rounds import run
+from xtok.align.text import utf8_decoder
 from xtok.decoding.sequence import Round
-from xtok.decoding.sequence import Sequence as Generating
-from xtok.models.modes import Modes, within
 
 
 class Token(NamedTuple):
@@ -57,23 +54,9 @@ class Committed(NamedTuple):
     is_last: bool
 
 
-def as_committed(sequence: Generating, modes: Modes) -> Iterator[Committed]:
-    """Run a sequence, and give its rounds as they are committed. Between them the caller's own modes of torch apply."""
-    waiting = iter([sequence])
-    rounds = run(lambda _: list(waiting))
-    while True:
-        with within(modes):
-            committed = next(rounds, None)
-        if committed is None:
-            return
-        if block := committed[sequence]:
-            is_last = sequence.finish_reason is not None
-            yield Committed(sequence.rounds[-1], block, sequence.text.pieces[-len(block) :], is_last)
-
-
 def told(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[Round, list[Token]]]:
     """The tokens of each round as soon as it is there. The last of a text has what is left of an unfinished character."""
-    decoder = characters()
+    decoder = utf8_decoder()
     for one in rounds:
         known = [_name(drafts, one.round.drafts[node]) for node in one.round.right]
         sources = known + [None] * (len(one.ids) - len(known))

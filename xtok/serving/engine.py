@@ -11,7 +11,7 @@ from traceback import walk_stack, walk_tb
 from types import TracebackType
 from typing import Any
 
-from xtok.align.text import characters
+from xtok.align.text import utf8_decoder
 from xtok.assisted import XTokAssisted
 from xtok.decoding.arguments import check_batch
 from xtok.decoding.prepare import Request, prepare_one
@@ -55,7 +55,7 @@ class _Job:
     request: Request
     most: int | None
     sequence: Sequence | None = None
-    decoder: IncrementalDecoder = field(default_factory=characters)
+    decoder: IncrementalDecoder = field(default_factory=utf8_decoder)
 
 
 class Engine:

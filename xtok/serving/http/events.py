@@ -6,7 +6,7 @@ from contextlib import aclosing
 from math import inf
 from typing import Any, NamedTuple
 
-from xtok.align.text import characters
+from xtok.align.text import utf8_decoder
 from xtok.align.tokenbytes import TokenBytes
 from xtok.results.generation import Generation
 from xtok.serving.http.processors import Picked, Record
@@ -76,7 +76,7 @@ class _Shown:
     """Hands out what was picked together with the text that it spells."""
 
     def __init__(self, picked: list[Picked], view: TokenBytes) -> None:
-        self._picked, self._view, self._decoder = picked, view, characters()
+        self._picked, self._view, self._decoder = picked, view, utf8_decoder()
         self._sent = self._size = self._characters = 0
 
     def until(self, size: float) -> list[Picked]:
