@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from xtok import Budget, Generation, XTokAssisted
 from xtok.bench.widen import SERVED, shaped
 from xtok.cli.console import load_pair
 from xtok.cli.demo import SAMPLES
+from xtok.decoding.pick import NearTie
 from xtok.pair import DRAFT, TARGET, prompts
 from xtok.results.page import TINTS
 from xtok.serving.http.app import Service
@@ -264,10 +266,10 @@ def test_pointing_at_a_token_shows_its_round_with_what_was_guessed_and_what_died
     tinted = "".join(one.text for one in right.find_elements(By.CSS_SELECTOR, ".tint"))
     shown = "".join(one.text.rstrip("0123456789%") for one in tree.find_elements(By.CSS_SELECTOR, ".guess.tint"))
     assert shown.replace("␣", " ").replace("↵", "\n").strip() == tinted.strip()
-    counts = [int(word) for word in page.text("#told").replace(",", "").split() if word.isdigit()]
+    counts = [int(word) for word in page.text("#counts").replace(",", "").split() if word.isdigit()]
     assert counts[0] == len(tree.find_elements(By.CSS_SELECTOR, ".guess"))
     assert counts[1] == len(tree.find_elements(By.CSS_SELECTOR, ".guess.tint"))
-    for one in tree.find_elements(By.CSS_SELECTOR, ".guess.died"):
+    for one in tree.find_elements(By.CSS_SELECTOR, ".guess.wrong"):
         assert one.value_of_css_property("outline-style") == "dashed"
 
 
@@ -319,9 +321,32 @@ def test_a_saved_trace_is_opened_and_stepped_through(page: Browser, tmp_path: Pa
     assert page.text("#round h2") == f"Round 2 of {len(rounds)}, trace"
     assert sum("later" in one.get_attribute("class") for one in rounds) == len(rounds) - 2
     page.one("#previous").click()
-    page.one("#place").send_keys(Keys.END)
+    page.one("#position").send_keys(Keys.END)
     assert page.text("#round h2") == f"Round {len(rounds)} of {len(rounds)}, trace"
     assert page.text("#verdict") == ""
+
+
+@pytest.mark.parametrize("notebook", [False, True], ids=["file", "notebook"])
+def test_the_file_of_a_trace_shows_what_the_page_shows(page: Browser, tmp_path: Path, notebook: bool) -> None:
+    made = XTokAssisted(TARGET, DRAFT).generate(prompts()[1], max_new_tokens=32, do_sample=False)
+    generation = replace(made, stats=replace(made.stats, near_ties=(NearTie(4, 0.0123), NearTie(9, 0.5))))
+    generation.save_trace(tmp_path / "some.json")
+    page.one("#file").send_keys(str(tmp_path / "some.json"))
+    page.until(lambda: page.all(".run.trace .one"))
+    shown = page.one("#view").get_property("innerHTML")
+    assert page.text("#verdict").startswith("Near-ties: 2, the first at token 5 (margin 0.012)")
+    (tmp_path / "some.html").write_text(generation._repr_html_() if notebook else generation.to_html(), encoding="utf-8")
+    page.driver.get((tmp_path / "some.html").as_uri())
+    if notebook:
+        page.driver.switch_to.frame(page.one("iframe"))
+    assert page.one("#view").get_property("innerHTML") == shown
+    assert page.content(".run.trace .text") == generation.text
+    page.one("#next").click()
+    assert page.text("#round h2") == f"Round 2 of {len(generation.rounds)}, trace"
+    page.point_at(page.all(".one")[3])
+    assert page.text("#round h2") == f"Round 4 of {len(generation.rounds)}, trace"
+    if not notebook:
+        page.picture("trace.png")
 
 
 HALF = '{"rounds": [{"committed": 1}], "tokens": [], "stats": {}, "drafts": []}'
@@ -391,7 +416,7 @@ def test_nothing_lies_beside_the_page_and_all_is_read(page: Browser, width: int,
     page.write()
     page.point_at(page.all(".run.drafted .one")[4])
     assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
-    for selector in ("body", "#write", "#told", ".guess", ".guess small", ".tint", "#verdict", "#figures th"):
+    for selector in ("body", "#write", "#counts", ".guess", ".guess small", ".tint", "#verdict", "#figures th"):
         assert page.driver.execute_script(CONTRAST, page.one(selector)) >= 4.5, selector
 
 

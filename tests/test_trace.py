@@ -4,6 +4,7 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -113,36 +114,48 @@ def test_tokens_are_streamed_as_they_are_told_of_later(draft: str, way: str) -> 
 
 
 class Checked(HTMLParser):
-    """Raises where what is opened isn't closed; keeps what stands in tokens."""
+    """Raises for an element that isn't closed. Keeps what the elements hold, and whether anything would be loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.tokens = ""
+        self.held: dict[str, list[str]] = {}
         self.loads = False
+        self.feed(page)
+        self.close()
+        assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.loads = self.loads or any(name in ("src", "href") for name, _ in attrs)
         if tag != "meta":
-            self.open.append(f"{tag} {dict(attrs).get('class')}")
+            self.open.append(tag)
+            self.held.setdefault(tag, []).append(dict(attrs).get("srcdoc") or "")
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop().split()[0] == tag
+        assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.tokens += data if self.open and self.open[-1] == "span token" else ""
+        if self.open:
+            self.held[self.open[-1]][-1] += data
 
 
 @pytest.mark.parametrize("draft", sorted(MADE))
-def test_a_page_shows_the_text_and_needs_nothing_else(draft: str) -> None:
+def test_a_page_has_the_whole_trace_and_needs_nothing_else(draft: str) -> None:
     generation = made(draft, "a < b & c\n<script>")
-    for page in (generation.to_html(), generation._repr_html_()):
-        checked = Checked()
-        checked.feed(page)
-        assert not checked.open
-        assert checked.tokens == generation.text
-        assert not checked.loads
-        assert "<script" not in page
+    generation = replace(generation, text=MARKUP, drafts=tuple(name + MARKUP for name in generation.drafts))
+    page = generation.to_html()
+    checked = Checked(page)
+    data, script = checked.held["script"]
+    assert json.loads(data)["trace"] == generation.to_dict()
+    assert "import" not in script and "export" not in script
+    assert checked.held["pre"] == [MARKUP]
+    assert not checked.loads
+    frame = Checked(generation._repr_html_())
+    assert frame.held == {"iframe": [page]}
+    assert not frame.loads
+
+
+MARKUP = "</script><script>alert(1)</script><!-- </pre> & \u2028"
 
 
 def test_what_is_printed_is_short() -> None:

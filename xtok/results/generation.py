@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from xtok.decoding.sequence import Round, Sequence
-from xtok.results.page import page, section
+from xtok.results.page import frame, page
 from xtok.results.stats import Stats, stats
 from xtok.results.trace import Committed, Token, WrittenRound, told, written
 
@@ -94,12 +94,12 @@ class Generation:
         Path(file).write_text(json.dumps(self.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
 
     def to_html(self) -> str:
-        """A page for a browser, all in one file: the text tinted by who guessed it, each round's guesses, and the counts."""
-        return page(self.written, self.drafts, self.stats)
+        """A page for a browser, in one file: the text tinted by who guessed it, each round's guesses, near-ties, the counts."""
+        return page(self.to_dict())
 
     def _repr_html_(self) -> str:
         """As `to_html`, for notebooks."""
-        return section(self.written, self.drafts, self.stats)
+        return frame(self.to_dict())
 
 
 def finished(sequence: Sequence) -> Generation:

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from xtok.assisted import XTokAssisted
 from xtok.errors import EngineClosedError, EngineFullError
 from xtok.results.generation import Generation
-from xtok.results.page import TINTS
+from xtok.results.page import TINTS, VIEW
 from xtok.serving.engine import Engine, EngineStats
 from xtok.serving.http.answers import Answer, speller, timings, usage
 from xtok.serving.http.doors import body_of, failure, guarded, observed, refusal, unless_gone, visit
@@ -258,6 +258,7 @@ def _add_page(app: FastAPI) -> None:
         return JSONResponse(TINTS)
 
     app.mount("/page", _PageFiles(directory=_PAGE))
+    app.mount("/view", _PageFiles(directory=VIEW))
 
 
 class _PageFiles(StaticFiles):

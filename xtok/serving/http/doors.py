@@ -22,7 +22,7 @@ from xtok.serving.http.requests import RequestError
 from xtok.serving.ticket import Ticket
 
 LOG = logging.getLogger("xtok.serving.http")
-_QUIET = ("/health", "/metrics", "/page/")
+_QUIET = ("/health", "/metrics", "/page/", "/view/")
 """What machines ask every few seconds, and parts of the page, isn't told of."""
 _NAME = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _READING = 60.0

@@ -1,10 +1,10 @@
-// The server: what it serves, and a text of it round by round.
+// The server's routes that the page uses: what is served, and a race round by round.
 
 export class Refused extends Error {
-  constructor(status, told) {
-    super(told?.message ?? `${status}`);
+  constructor(status, error) {
+    super(error?.message ?? `${status}`);
     this.status = status;
-    this.code = told?.code;
+    this.code = error?.code;
   }
 }
 
@@ -13,8 +13,8 @@ const permitted = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 async function answered(path, key, more = {}) {
   const answer = await fetch(path, { ...more, headers: { ...more.headers, ...permitted(key) } });
   if (answer.ok) return answer;
-  const told = await answer.json().catch(() => null);
-  throw new Refused(answer.status, told?.error);
+  const failure = await answer.json().catch(() => null);
+  throw new Refused(answer.status, failure?.error);
 }
 
 export const tints = async () => (await answered("page/tints")).json();
@@ -22,7 +22,7 @@ export const tints = async () => (await answered("page/tints")).json();
 // What is served. Throws `Refused` while that is loaded, or without the key, and what fetch throws.
 export const about = async (key) => (await answered("v1/race", key)).json();
 
-// The events of a race, as objects. Throws `Refused` where the server does, and what fetch throws where it goes away.
+// The events of a race, as objects. Throws `Refused` if the server refuses or fails, and what fetch throws if it goes away.
 export async function* race(path, body, key, signal) {
   const headers = { "Content-Type": "application/json" };
   const answer = await answered(path, key, { method: "POST", headers, body: JSON.stringify(body), signal });

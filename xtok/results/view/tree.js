@@ -1,4 +1,4 @@
-// What was guessed in a round, as a tree: what came true is tinted, what died is struck out.
+// What was guessed in a round, as a tree: right guesses are tinted, the others have a dashed outline.
 
 import { element } from "./element.js";
 import { words } from "./words.js";
@@ -13,7 +13,7 @@ export function treeOf(round, colours) {
   const shown = (number) => {
     const guess = round.guessed[number];
     const made = element("span", { class: "guess", title: guess.draft ?? words.ownPick }, visible(guess.text));
-    made.classList.add(right.has(number) ? "tint" : "died");
+    made.classList.add(right.has(number) ? "tint" : "wrong");
     if (right.has(number)) made.style.background = colours.get(guess.draft) ?? "";
     if (guess.probability !== null) made.append(element("small", {}, `${Math.round(guess.probability * 100)}%`));
     return made;
@@ -22,12 +22,12 @@ export function treeOf(round, colours) {
   // a guess without rivals stands on the line of the one before it
   const line = (number) => {
     const made = element("li");
-    let behind = [number];
-    while (behind.length === 1) {
-      made.append(shown(behind[0]));
-      behind = children.get(behind[0]) ?? [];
+    let following = [number];
+    while (following.length === 1) {
+      made.append(shown(following[0]));
+      following = children.get(following[0]) ?? [];
     }
-    if (behind.length) made.append(element("ul", {}, ...behind.map(line)));
+    if (following.length) made.append(element("ul", {}, ...following.map(line)));
     return made;
   };
 

@@ -1,10 +1,10 @@
-// A text as it is written: rounds of tokens, each tinted by the draft that guessed it. Runs know nothing of the server.
+// A text, also while it is written: rounds of tokens, each tinted by the draft that guessed it.
 
 import { element } from "./element.js";
 import { words } from "./words.js";
 
 export class Run {
-  // `kind`: "drafted", "alone" or "trace". `onChosen(run, number)`: a round was pointed at.
+  // `kind`: "drafted", "alone" or "trace". `onChosen(run, number)` is called when a round is pointed at.
   constructor(kind, colours, onChosen) {
     this.kind = kind;
     this.colours = colours;
@@ -16,7 +16,7 @@ export class Run {
     this.text = element("div", { class: "text" });
     this.box = element("article", { class: `run ${kind}` }, element("h2", {}, words[kind]), this.clock, this.text);
     this.text.addEventListener("keydown", (event) => this.walk(event));
-    this.tell();
+    this.count();
   }
 
   get ids() {
@@ -31,7 +31,7 @@ export class Run {
     shown.addEventListener("pointerenter", () => this.onChosen(this, number));
     shown.addEventListener("focus", () => this.onChosen(this, number));
     this.text.append(shown);
-    this.tell();
+    this.count();
   }
 
   tinted(token) {
@@ -48,20 +48,20 @@ export class Run {
   ends(end, seconds) {
     this.end = end;
     this.seconds = seconds;
-    this.tell();
+    this.count();
   }
 
-  tell() {
+  count() {
     const tokens = this.rounds.reduce((sum, round) => sum + round.tokens.length, 0);
     this.clock.textContent = words.clock(tokens, this.end?.stats.target_forwards ?? this.rounds.length, this.seconds);
   }
 
-  // `until`: rounds behind it are shown as not there yet.
+  // `until`: rounds after it are shown faintly; null for none.
   choose(number, until) {
-    [...this.text.children].forEach((shown, place) => {
-      shown.classList.toggle("chosen", place === number);
-      shown.classList.toggle("later", until !== null && place > until);
-      shown.tabIndex = place === Math.max(number, 0) ? 0 : -1;
+    [...this.text.children].forEach((shown, position) => {
+      shown.classList.toggle("chosen", position === number);
+      shown.classList.toggle("later", until !== null && position > until);
+      shown.tabIndex = position === Math.max(number, 0) ? 0 : -1;
     });
   }
 
@@ -77,9 +77,9 @@ export class Run {
 
 // The rounds of a trace, as `Generation.save_trace` writes it.
 export function roundsOf(trace) {
-  let place = 0;
+  let start = 0;
   return trace.rounds.map((round) => {
-    const tokens = trace.tokens.slice(place, (place += round.committed));
+    const tokens = trace.tokens.slice(start, (start += round.committed));
     return { tokens, guessed: round.guessed, right: round.right };
   });
 }

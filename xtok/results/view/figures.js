@@ -11,7 +11,7 @@ export function figuresOf(runs, colours) {
   return [
     figure(words.figures, table(ended)),
     figure(words.overTime, overTime(ended)),
-    figure(words.whereTime, whereTime(ended)),
+    figure(words.timeParts, timeParts(ended)),
     ...ended.filter((run) => run.end.drafts.length).map((run) => figure(words.who, who(run, colours))),
   ];
 }
@@ -97,17 +97,17 @@ function partsOf(run) {
   return { ...known, rest: Math.max(0, stats.seconds - sum) };
 }
 
-function whereTime(runs) {
+function timeParts(runs) {
   const all = runs.map(partsOf);
   const longest = Math.max(...all.map((parts) => PARTS.reduce((sum, part) => sum + parts[part], 0)), 1e-9);
-  const picture = drawn("svg", { viewBox: `0 0 ${WIDTH} ${runs.length * 44}`, role: "img", "aria-label": words.whereTime });
+  const picture = drawn("svg", { viewBox: `0 0 ${WIDTH} ${runs.length * 44}`, role: "img", "aria-label": words.timeParts });
   all.forEach((parts, row) => {
     let left = 0;
     picture.append(drawn("text", { x: 0, y: row * 44 + 12 }, words[runs[row].kind]));
     for (const part of PARTS) {
       const width = (parts[part] / longest) * WIDTH;
-      const told = drawn("title", {}, `${words[part]}: ${(parts[part] * 1000).toFixed(1)} ms`);
-      picture.append(drawn("rect", { x: left, y: row * 44 + 17, width, height: 18, fill: `var(--${part})` }, told));
+      const tip = drawn("title", {}, `${words[part]}: ${(parts[part] * 1000).toFixed(1)} ms`);
+      picture.append(drawn("rect", { x: left, y: row * 44 + 17, width, height: 18, fill: `var(--${part})` }, tip));
       left += width;
     }
   });
