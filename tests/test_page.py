@@ -33,7 +33,7 @@ from xtok.cli.demo import SAMPLES
 from xtok.decoding.pick import NearTie
 from xtok.pair import DRAFT, TARGET, prompts
 from xtok.results.page import TINTS
-from xtok.serving.http.app import Service
+from xtok.serving.http.service import Service
 
 CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
 if not (CHROMIUM and DRIVER):
@@ -248,7 +248,7 @@ def test_a_stopped_text_stays_as_far_as_it_came(page: Browser, shipped: Server) 
     page.one("#stop").click()
     page.until(lambda: page.text("#status") == "Stopped.")
     assert page.text("#verdict") == "identical: unknown, for one of them didn't end"
-    page.until(lambda: shipped.service.track.entered == 0)
+    page.until(lambda: shipped.service.race_queue.entered == 0)
     page.write()
     assert page.text("#verdict").startswith(YES["en"])
 

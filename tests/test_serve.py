@@ -36,13 +36,15 @@ from xtok.models.prompts import prompt_ids
 from xtok.pair import DRAFT, TARGET, prompts
 from xtok.serving.http import app as race_app
 from xtok.serving.http import compiling, processors, race
-from xtok.serving.http.app import Service, app_of
+from xtok.serving.http.app import app_of
 from xtok.serving.http.command import _bound
-from xtok.serving.http.doors import LOG
 from xtok.serving.http.events import Cut, borders
+from xtok.serving.http.middleware import LOG
 from xtok.serving.http.processors import Grammar, matcher_of
-from xtok.serving.http.race import Track
-from xtok.serving.http.requests import Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read, texts_of
+from xtok.serving.http.protocol import Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read
+from xtok.serving.http.race import RaceQueue
+from xtok.serving.http.requests import submissions_of
+from xtok.serving.http.service import Service
 
 NAME = "tiny"
 TEMPLATE = (
@@ -399,7 +401,7 @@ SCHEMA: dict[str, Any] = {"enum": [{"名": "吾輩", "数": [1, 2]}, {"名": "�
 def test_a_text_is_held_to_a_json_schema(server: Server, settings: dict[str, Any]) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA, "strict": True}}
     asked: Any = {"messages": [{"role": "user", "content": "誰"}], "max_tokens": 60, "frequency_penalty": 2.0, **settings}
-    (same,) = texts_of(read(Chat, json.dumps({**asked, "response_format": wanted}).encode()), ALONE, Limits())
+    (same,) = submissions_of(read(Chat, json.dumps({**asked, "response_format": wanted}).encode()), ALONE, Limits())
     with server.client() as client:
         choice = client.chat.completions.create(model=NAME, response_format=wanted, **asked).choices[0]
     assert choice.message.content == ALONE.generate(same.prompt, **same.arguments).text
@@ -622,8 +624,8 @@ def test_a_prompt_that_is_too_long_in_any_case_is_not_read(monkeypatch: pytest.M
     called = counted(monkeypatch, "xtok.serving.http.requests.prompt_ids")
     asked = read(Chat if "messages" in body else Completion, json.dumps(body).encode())
     with pytest.raises(RequestError) as refused:
-        texts_of(asked, xt, Limits())
-    assert refused.value.told["error"]["code"] == "context_length_exceeded"
+        submissions_of(asked, xt, Limits())
+    assert refused.value.body["error"]["code"] == "context_length_exceeded"
     assert "up to 11 bytes" in str(refused.value)
     assert not called
 
@@ -1069,11 +1071,11 @@ def test_races_go_one_by_one_and_few_wait(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(race_app, "race", slowly)
     with serving() as one, ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(one.ask, "race/completions", prompt=TEXTS[0], drafts=[], max_tokens=2) for _ in range(9)]
-        wait_for(lambda: one.service.track.entered == 9 and len(running) == 1)
+        wait_for(lambda: one.service.race_queue.entered == 9 and len(running) == 1)
         refused = one.ask("race/completions", prompt=TEXTS[0])
         still.set()
         assert {answer.result().status_code for answer in asked} == {200}
-        wait_for(lambda: one.service.track.entered == 0)
+        wait_for(lambda: one.service.race_queue.entered == 0)
     assert (refused.status_code, refused.headers["retry-after"], most) == (429, "1", [1])
 
 
@@ -1095,7 +1097,7 @@ def test_a_race_that_is_given_up_ends_before_the_next_begins(monkeypatch: pytest
                 client.sendall(posted({"prompt": TEXTS[0], "max_tokens": 9}).replace(b"/v1/", b"/v1/race/"))
                 client.recv(50)
                 threading.Event().wait(0.03)
-        wait_for(lambda: one.service.track.entered == 0)
+        wait_for(lambda: one.service.race_queue.entered == 0)
     assert most[0] == 1
 
 
@@ -1118,7 +1120,7 @@ def test_races_learn_apart_from_the_texts_that_are_served() -> None:
         assert one.service.xt.setup.ledger.target == before
         for names in ([], *([name] for name in one.service.xt.names), None, [*one.service.xt.names[:2]]):
             raced(one, drafts=names, max_tokens=2)
-        assert len(one.service.parts._made) == 4
+        assert len(one.service.variants._made) == 4
 
 
 def test_the_log_tells_what_came_of_a_race(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -1133,7 +1135,7 @@ def test_a_race_whose_reader_goes_away_ends(server: Server) -> None:
     body = {"prompt": TEXTS[0], "max_tokens": LONG, "alone": True, "temperature": 0}
     with httpx.stream("POST", f"{server.url}/v1/race/completions", json=body, timeout=PATIENCE) as answer:
         next(answer.iter_raw())
-    wait_for(lambda: server.service.track.entered == 0)
+    wait_for(lambda: server.service.race_queue.entered == 0)
     assert raced(server)
 
 
@@ -1182,17 +1184,17 @@ def test_a_race_does_not_wait_for_a_client_that_reads_nothing(monkeypatch: pytes
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    async def raced() -> Track:
+    async def raced() -> RaceQueue:
         service = Service(NAME, xt=ALONE, engine=engine)
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/race/completions", "headers": headers, "query_string": b""}
         await asyncio.wait_for(app_of(service)(scope, receive, send), PATIENCE)
-        return service.track
+        return service.race_queue
 
     with Engine(ALONE) as engine:
-        track = asyncio.run(raced())
-    assert track.entered == 0
-    assert not track.turn.locked()
+        queue = asyncio.run(raced())
+    assert queue.entered == 0
+    assert not queue.lock.locked()
 
 
 @pytest.mark.parametrize("path", ["", "page/main.js", "page/style.css", "page/tints"])
@@ -1237,7 +1239,7 @@ def test_a_port_that_is_taken_is_told_in_one_line() -> None:
         found = CliRunner().invoke(cli.app, ["serve", "--port", str(port)])
     assert found.exit_code == 1
     assert re.fullmatch(
-        rf"xtok: 127\.0\.0\.1 port {port} can't be listened on: .*in use.*\. Give another --port.*\n", found.stderr
+        rf"xtok: 127\.0\.0\.1 port {port} can't be opened for listening: .*in use.*\. Give another --port.*\n", found.stderr
     )
     assert "xtok: nowhere.invalid port" in CliRunner().invoke(cli.app, ["serve", "--host", "nowhere.invalid"]).stderr
 

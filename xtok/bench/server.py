@@ -203,7 +203,8 @@ def _in_thread(xt: XTokAssisted) -> Iterator[tuple[Engine, int]]:
     """An engine, and the port of a server over it, in this process."""
     import uvicorn
 
-    from xtok.serving.http.app import Service, app_of
+    from xtok.serving.http.app import app_of
+    from xtok.serving.http.service import Service
 
     listening = socket.create_server(("127.0.0.1", 0))
     with Engine(xt) as engine:

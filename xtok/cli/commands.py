@@ -281,9 +281,9 @@ def serve(
 ) -> None:
     """Serve texts over HTTP, by OpenAI's API. Ends by SIGTERM or Ctrl-C."""
     try:
-        from xtok.serving.http.app import Service
         from xtok.serving.http.command import run
-        from xtok.serving.http.requests import Limits
+        from xtok.serving.http.protocol import Limits
+        from xtok.serving.http.service import Service
     except ImportError as error:
         raise InvalidInputError("Serving needs further packages. Install them with: pip install 'xtok[serve]'") from error
     from xtok.assisted import XTokAssisted

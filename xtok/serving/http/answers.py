@@ -1,4 +1,4 @@
-"""What clients are told: OpenAI's objects, of whole texts and of streams."""
+"""The server's answers: OpenAI's objects, of whole texts and of streams."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Any
 from xtok.align.tokenbytes import TokenBytes
 from xtok.results.generation import Generation
 from xtok.serving.http.processors import Picked
-from xtok.serving.http.requests import Asked
+from xtok.serving.http.requests import Submission
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How texts of one request are told. `spelled`: a token's text, and its bytes."""
+    """The objects that answer one request. `spelled`: a token's text and its bytes."""
 
     id: str
     model: str
@@ -27,8 +27,8 @@ class Answer:
 
     def choice(self, index: int, text: str, picked: list[Picked] | None, finish_reason: str) -> dict[str, Any]:
         """A whole text. `picked` is None where nothing is recorded."""
-        told = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-        return {"index": index, **told, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
+        content = {"message": {"role": "assistant", "content": text, "error_response": None}} if self.chat else {"text": text}
+        return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A piece of a stream."""
@@ -50,8 +50,8 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _delta(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-        told = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        return {"index": index, **told, "logprobs": logprobs, "finish_reason": finish_reason}
+        content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(self, picked: list[Picked] | None) -> dict[str, Any] | None:
         if picked is None:
@@ -59,15 +59,15 @@ class Answer:
         return self._of_chat(picked) if self.chat else self._of_completion(picked)
 
     def _of_chat(self, picked: list[Picked]) -> dict[str, Any]:
-        def told(token: int, logprob: float) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
             text, data = self.spelled(token)
             return {"token": text, "logprob": logprob, "bytes": list(data)}
 
         content = [
-            {**told(one.id, one.logprob), "top_logprobs": [told(token, logprob) for token, logprob in one.top]}
+            {**entry(one.id, one.logprob), "top_logprobs": [entry(token, logprob) for token, logprob in one.top]}
             for one in picked
         ]
-        return {"content": content, "refusal": None}
+        return {"content": content, "error_response": None}
 
     def _of_completion(self, picked: list[Picked]) -> dict[str, Any]:
         return {
@@ -96,39 +96,39 @@ def speller(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, byte
     return spelled
 
 
-def usage(asked: Sequence[Asked], ended: Sequence[Generation], n: int) -> dict[str, Any]:
-    """How many tokens there were. A prompt that has several answers counts once. Of those that a request foresaw, how many came
-    true, and how many were guessed and didn't.
+def usage(submissions: Sequence[Submission], ended: Sequence[Generation], n: int) -> dict[str, Any]:
+    """How many tokens there were. A prompt that has several answers counts once. Of the tokens of a prediction, how many were
+    right, and how many were guessed and wrong.
     """
-    read, written = sum(len(one.ids) for one in asked[::n]), sum(len(one.token_ids) for one in ended)
+    read, written = sum(len(one.ids) for one in submissions[::n]), sum(len(one.token_ids) for one in ended)
     counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    if not asked[0].arguments.get("prediction"):
+    if not submissions[0].arguments.get("prediction"):
         return counts
-    accepted, guessed = (sum(column) for column in zip((0, 0), *map(_foreseen, ended), strict=True))
+    accepted, guessed = (sum(column) for column in zip((0, 0), *map(_prediction_counts, ended), strict=True))
     details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": guessed - accepted}
     return {**counts, "completion_tokens_details": details}
 
 
-def _foreseen(one: Generation) -> tuple[int, int]:
+def _prediction_counts(one: Generation) -> tuple[int, int]:
     """How many ids of a prediction, the last draft of a text, came true, and how many were guessed."""
     last = len(one.drafts) - 1
     guessed = sum(each.drafts.count(last) for each in one.rounds)
     return sum(each.drafts[node] == last for each in one.rounds for node in each.right), guessed
 
 
-def timings(read: int, ended: Sequence[Generation], until_first: float, behind: float) -> dict[str, float]:
-    """What llama.cpp's server tells under these names. `read`: ids of prompts. `until_first`: seconds from the request to its
-    first text, waiting included; `behind`: from there to the end.
+def timings(read: int, ended: Sequence[Generation], until_first: float, generating: float) -> dict[str, float]:
+    """What llama.cpp's server reports under these names. `read`: ids of prompts. `until_first`: seconds from the request to its
+    first text, waiting included; `generating`: from there to the end.
     """
     return {
-        **_pace("prompt", read, until_first),
-        **_pace("predicted", sum(len(one.token_ids) for one in ended), behind),
+        **_timing("prompt", read, until_first),
+        **_timing("predicted", sum(len(one.token_ids) for one in ended), generating),
         "draft_n": sum(one.stats.proposed for one in ended),
         "draft_n_accepted": sum(one.stats.accepted for one in ended),
     }
 
 
-def _pace(name: str, count: int, seconds: float) -> dict[str, float]:
+def _timing(name: str, count: int, seconds: float) -> dict[str, float]:
     return {
         f"{name}_n": count,
         f"{name}_ms": seconds * 1000,

@@ -14,8 +14,9 @@ from sse_starlette.sse import AppStatus
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError, reason
 from xtok.serving.engine import Engine
-from xtok.serving.http.app import Service, app_of
-from xtok.serving.http.doors import LOG
+from xtok.serving.http.app import app_of
+from xtok.serving.http.middleware import LOG
+from xtok.serving.http.service import Service
 
 
 def run(
@@ -31,8 +32,8 @@ def run(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Then no more is taken, and what runs is given `drain_seconds` to end.
 
-    `load` makes what generates, and `start` its engine; meanwhile clients are told so. `port` 0: any that is free.
-    Raises `InvalidInputError` where the port can't be had, and whatever `load` and `start` raise.
+    `load` makes what generates, and `start` its engine; until then clients get an error that says so. `port` 0: any
+    that is free. Raises `InvalidInputError` if the port is taken, and whatever `load` and `start` raise.
     """
     listening = _bound(host, port)
     AppStatus.enable_automatic_graceful_drain = False  # else streams would be cut off at once
@@ -51,12 +52,12 @@ def run(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises `InvalidInputError` where there can be none."""
+    """A socket that listens. Raises `InvalidInputError` if there can be none."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        told = f"{host} port {port} can't be listened on: {reason(error)}. Give another --port, or --host."
-        raise InvalidInputError(told) from error
+        message = f"{host} port {port} can't be opened for listening: {reason(error)}. Give another --port, or --host."
+        raise InvalidInputError(message) from error
 
 
 def _url(listening: socket.socket) -> str:
@@ -97,7 +98,7 @@ def _begin(
     server: uvicorn.Server,
     url: str,
 ) -> None:
-    """Load the models while clients are told to wait. What fails ends the server, which raises it."""
+    """Load the models while clients get an error that says so. What fails ends the server, which raises it."""
     print(f"xtok: {service.name} will be at {url}/v1 when it is loaded", file=sys.stderr, flush=True)
     try:
         service.xt = load()

@@ -10,12 +10,12 @@ from xtok.align.text import utf8_decoder
 from xtok.align.tokenbytes import TokenBytes
 from xtok.results.generation import Generation
 from xtok.serving.http.processors import Picked, Record
-from xtok.serving.http.requests import Asked
+from xtok.serving.http.requests import Submission
 from xtok.serving.ticket import Ticket
 
 
 class Event(NamedTuple):
-    """A further piece of text number `choice`, what was `picked` for it where that is recorded, and behind the last piece what
+    """A further piece of text number `choice`, what was `picked` for it where that is recorded, and with the last piece what
     the text is in all.
     """
 
@@ -34,7 +34,7 @@ class Cut:
 
     def __init__(self, stops: Sequence[tuple[str, Sequence[int]]]) -> None:
         self._stops = stops
-        self._begun = [0] * len(stops)
+        self._matched = [0] * len(stops)
         self._held = ""
         self.size, self.found = 0, False
 
@@ -44,24 +44,26 @@ class Cut:
             return ""
         self._held += piece
         kept = len(self._held)
-        for place, character in enumerate(piece if self._stops else "", start=kept - len(piece) + 1):
-            self._begun = [_advanced(*stop, begun, character) for stop, begun in zip(self._stops, self._begun, strict=True)]
-            complete = [begun for (stop, _), begun in zip(self._stops, self._begun, strict=True) if begun == len(stop)]
+        for end, character in enumerate(piece if self._stops else "", start=kept - len(piece) + 1):
+            self._matched = [
+                _advanced(*stop, matched, character) for stop, matched in zip(self._stops, self._matched, strict=True)
+            ]
+            complete = [matched for (stop, _), matched in zip(self._stops, self._matched, strict=True) if matched == len(stop)]
             if complete:
-                self.found, kept = True, place - max(complete)
+                self.found, kept = True, end - max(complete)
                 break
         if not self.found and not final:
-            kept -= max(self._begun, default=0)
+            kept -= max(self._matched, default=0)
         passed, self._held = self._held[:kept], "" if self.found else self._held[kept:]
         self.size += len(passed.encode())
         return passed
 
 
-def _advanced(stop: str, borders: Sequence[int], begun: int, character: str) -> int:
-    """How many characters of a stop the end of a text spells after one more character, where it spelled `begun` of them."""
-    while begun and stop[begun] != character:
-        begun = borders[begun]
-    return begun + (stop[begun] == character)
+def _advanced(stop: str, borders: Sequence[int], matched: int, character: str) -> int:
+    """How many characters of a stop a text ends with after one more character, if it ended with `matched` of them before."""
+    while matched and stop[matched] != character:
+        matched = borders[matched]
+    return matched + (stop[matched] == character)
 
 
 def borders(stop: str) -> list[int]:
@@ -73,7 +75,7 @@ def borders(stop: str) -> list[int]:
 
 
 class _Shown:
-    """Hands out what was picked together with the text that it spells."""
+    """Gives what was picked together with the text that it decodes to."""
 
     def __init__(self, picked: list[Picked], view: TokenBytes) -> None:
         self._picked, self._view, self._decoder = picked, view, utf8_decoder()
@@ -91,23 +93,23 @@ class _Shown:
         return found
 
 
-async def events(asked: Sequence[Asked], tickets: Sequence[Ticket], view: TokenBytes) -> AsyncGenerator[Event, None]:
+async def events(submissions: Sequence[Submission], tickets: Sequence[Ticket], view: TokenBytes) -> AsyncGenerator[Event, None]:
     """What comes of all texts. `view`: what the target's ids spell. Raises what ended one of them."""
-    told: asyncio.Queue[Event | Exception] = asyncio.Queue()
-    stops = [(stop, borders(stop)) for stop in asked[0].stops]  # all texts of a request have the same
+    queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
+    stops = [(stop, borders(stop)) for stop in submissions[0].stops]  # all texts of a request have the same
 
-    async def tell(choice: int) -> None:
+    async def follow(choice: int) -> None:
         try:
-            async for event in _events(choice, asked[choice].record, tickets[choice], Cut(stops), view):
-                told.put_nowait(event)
+            async for event in _events(choice, submissions[choice].record, tickets[choice], Cut(stops), view):
+                queue.put_nowait(event)
         except Exception as error:
-            told.put_nowait(error)
+            queue.put_nowait(error)
 
-    tasks = [asyncio.create_task(tell(choice)) for choice in range(len(asked))]
+    tasks = [asyncio.create_task(follow(choice)) for choice in range(len(submissions))]
     left = len(tasks)
     try:
         while left:
-            event = await told.get()
+            event = await queue.get()
             if isinstance(event, Exception):
                 raise event
             left -= event.ended is not None
@@ -118,7 +120,7 @@ async def events(asked: Sequence[Asked], tickets: Sequence[Ticket], view: TokenB
 
 
 async def _events(choice: int, record: Record | None, ticket: Ticket, cut: Cut, view: TokenBytes) -> AsyncIterator[Event]:
-    """Those of one text. What was picked last is recorded with the pick behind it, so then a piece waits for the next one."""
+    """Those of one text. What was picked last is recorded with the pick after it, so then a piece waits for the next one."""
     late, shown = "", _Shown([] if record is None else record.picked, view)
     pieces: Any = aiter(ticket)
     async with aclosing(pieces):

@@ -1,4 +1,4 @@
-"""What Prometheus is told, under names that say what vLLM's of the same names say."""
+"""Metrics for Prometheus, with vLLM's names and meanings."""
 
 from collections import Counter as Counts
 from collections.abc import Callable
@@ -25,27 +25,27 @@ class Metrics:
         self._generated = self._counter("generation_tokens", "New tokens.")
         self._ended = self._counter("request_success", "Texts by what ended them.", "finished_reason")
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first text.", _LONG)
-        self._each = self._histogram("request_time_per_output_token_seconds", "Behind the first one.", _SHORT)
+        self._each = self._histogram("request_time_per_output_token_seconds", "After the first one.", _SHORT)
         self._whole = self._histogram("e2e_request_latency_seconds", "From a request to the end of its texts.", _LONG)
         self._drafts = self._counter("spec_decode_num_drafts", "Rounds that a draft guessed in.", "draft")
         self._guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that it guessed.", "draft")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Those that were right.", "draft")
 
-    def _gauge(self, name: str, told: str, read: Callable[[], float]) -> None:
-        Gauge(f"xtok_{name}", told, registry=self.registry).set_function(read)
+    def _gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        Gauge(f"xtok_{name}", help_text, registry=self.registry).set_function(read)
 
-    def _counter(self, name: str, told: str, *labels: str) -> Counter:
-        return Counter(f"xtok_{name}", told, labels, registry=self.registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"xtok_{name}", help_text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"xtok_{name}", told, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"xtok_{name}", help_text, buckets=buckets, registry=self.registry)
 
     def reads(self, tokens: int) -> None:
         """A request was accepted, whose prompts have so many tokens."""
         self._prompts.inc(tokens)
 
     def begins(self, seconds: float) -> None:
-        """The first text of a request came, so long behind it."""
+        """The first text of a request came, so long generating it."""
         self._first.observe(seconds)
 
     def ends(self, text: Generation) -> None:
@@ -63,11 +63,11 @@ class Metrics:
             self._accepted.labels(name).inc(accepted[number])
 
     def aborts(self, texts: int, reason: str) -> None:
-        """So many texts came to nothing: "abort" where the client went away, "error" where they failed."""
+        """So many texts came to nothing: "abort" if the client disconnected, "error" if they failed."""
         self._ended.labels(reason).inc(texts)
 
-    def answers(self, seconds: float, behind: float, tokens: int) -> None:
-        """A request was answered in so many seconds, `behind` of them after its first text, by so many tokens."""
+    def answers(self, seconds: float, generating: float, tokens: int) -> None:
+        """A request was answered in so many seconds, `generating` of them after its first text, by so many tokens."""
         self._whole.observe(seconds)
         if tokens > 1:
-            self._each.observe(behind / (tokens - 1))
+            self._each.observe(generating / (tokens - 1))

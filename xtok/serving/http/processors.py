@@ -130,8 +130,8 @@ def _allowed(matcher: Any) -> Any:
 
 def _in_one_line(error: str) -> str:
     """What llguidance says is wrong, without its state and the grammar, and without the middle of what is long."""
-    told = " ".join(error.partition("\n<state>")[0].split())
-    return told if len(told) <= 2 * _SHOWN else f"{told[:_SHOWN]} … {told[-_SHOWN:]}"
+    line = " ".join(error.partition("\n<state>")[0].split())
+    return line if len(line) <= 2 * _SHOWN else f"{line[:_SHOWN]} … {line[-_SHOWN:]}"
 
 
 _SHOWN = 150

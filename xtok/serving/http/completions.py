@@ -1,0 +1,185 @@
+"""Completions and chats: from a checked request to OpenAI's answer, whole or as a stream."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from json import dumps
+from time import perf_counter, time
+from typing import Any, TypeVar
+
+from anyio import to_thread
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from sse_starlette.sse import EventSourceResponse
+from starlette.concurrency import run_in_threadpool
+
+from xtok.assisted import XTokAssisted
+from xtok.errors import EngineClosedError, EngineFullError
+from xtok.results.generation import Generation
+from xtok.serving.engine import Engine
+from xtok.serving.http.answers import Answer, speller, timings, usage
+from xtok.serving.http.events import Event, events
+from xtok.serving.http.middleware import context_of, failure, unless_disconnected
+from xtok.serving.http.processors import Picked
+from xtok.serving.http.protocol import Body, Chat, Completion, Limits, RequestError
+from xtok.serving.http.requests import Submission, submissions_of
+from xtok.serving.http.service import LATER, Service, full
+from xtok.serving.ticket import Ticket
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+async def written(service: Service, request: Request, body: Completion | Chat) -> Response:
+    """The response to a request. Raises `RequestError` before anything is sent."""
+    xt, engine = service.ready()
+    submissions = await prepared(service, request, body, submissions_of, xt)
+    answer = _PendingAnswer(service, request, body, submissions, xt)
+    await run_in_threadpool(_submit, engine, submissions, context_of(request).tickets)
+    context_of(request).on_end = answer.finish
+    service.metrics.reads(answer.read)
+    if body.stream:
+        return EventSourceResponse(answer.streamed(), sep="\n")
+    return JSONResponse(await unless_disconnected(request, answer.whole))
+
+
+async def prepared(service: Service, request: Request, body: Body, prepare: Callable[[Any, T, Limits], R], writers: T) -> R:
+    """What `prepare` makes of a request, in another thread. Requests that need a grammar have a few threads of their own, so
+    that others needn't wait for them. Raises `ClientDisconnect` if the client disconnects meanwhile.
+    """
+    limiter = service.compiling if body.has_format else None
+    work = partial(prepare, body, writers, service.limits)
+    prepared: R = await unless_disconnected(request, partial(to_thread.run_sync, work, limiter=limiter))
+    return prepared
+
+
+def _submit(engine: Engine, submissions: Sequence[Submission], tickets: list[Ticket]) -> None:
+    """Submits the sequences. Raises `RequestError` if one is refused; the earlier ones are in `tickets`."""
+    try:
+        for one in submissions:
+            tickets.append(engine.submit(one.known, **one.arguments))  # noqa: PERF401  (it may stop in between)
+    except EngineFullError as error:
+        raise full(error) from error
+    except EngineClosedError as error:
+        raise RequestError("The server is stopping.", status=503, kind="server_error", headers=LATER) from error
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+
+
+class _PendingAnswer:
+    """The answer to a request while its sequences are generated."""
+
+    def __init__(
+        self, service: Service, request: Request, body: Completion | Chat, submissions: Sequence[Submission], xt: XTokAssisted
+    ) -> None:
+        self._service, self._body, self._submissions, self._context = service, body, submissions, context_of(request)
+        view = xt.target.vocabulary.view
+        self._view, self._chat = view, isinstance(body, Chat)
+        name = f"{'chatcmpl' if self._chat else 'cmpl'}-{self._context.id}"
+        self._answer = Answer(name, service.name, int(time()), self._chat, speller(view, xt.tokenizer))
+        self._records = submissions[0].record is not None
+        self._ended: dict[int, Generation] = {}
+        self._first: float | None = None
+        self._done: float | None = None
+        self.read = sum(len(one.ids) for one in submissions[:: body.n or 1])
+        self._context.log |= {"texts": len(submissions), "stream": bool(body.stream), "prompt_tokens": self.read}
+        if body.user is not None:
+            self._context.log["user"] = body.user
+        if service.logs_texts:
+            self._context.log["asked"] = body.messages if isinstance(body, Chat) else body.prompt
+
+    async def whole(self) -> dict[str, Any]:
+        """OpenAI's object of all texts. Raises `RequestError` if one of them fails."""
+        texts, picked = [""] * len(self._submissions), [list[Picked]() for _ in self._submissions]
+        try:
+            async with aclosing(self._events()) as found:
+                async for event in found:
+                    texts[event.choice] += event.text
+                    picked[event.choice] += event.picked
+        except Exception as error:
+            raise failure(self._context, error) from error
+        choices = [
+            self._answer.choice(index, text, picked[index] if self._records else None, self._ended[index].finish_reason)
+            for index, text in enumerate(texts)
+        ]
+        return self._answer.whole(choices, self._usage(), self._timings())
+
+    async def streamed(self) -> AsyncIterator[str]:
+        """The data of OpenAI's events, to the last."""
+        try:
+            async with aclosing(self._chunks()) as chunks:
+                async for chunk in chunks:
+                    yield sse_data(chunk)
+        except Exception as error:
+            yield sse_data(failure(self._context, error).body)
+        yield "[DONE]"
+
+    def finish(self) -> None:
+        """Counts sequences that didn't end, when the request is over, and completes the line of the log."""
+        ended, tokens = list(self._ended.values()), self._usage()["completion_tokens"]
+        if self._first is not None and self._done is not None:
+            self._service.metrics.answers(self._done - self._context.start, self._done - self._first, tokens)
+        elif left := len(self._submissions) - len(ended):
+            self._service.metrics.aborts(left, "error" if "error" in self._context.log else "abort")
+        self._context.log |= {
+            "completion_tokens": tokens,
+            "finish_reasons": [self._ended[index].finish_reason for index in sorted(self._ended)],
+            "draft_n": sum(one.stats.proposed for one in ended),
+            "draft_n_accepted": sum(one.stats.accepted for one in ended),
+            "seconds_to_first": None if self._first is None else round(self._first - self._context.start, 6),
+        }
+        if self._service.logs_texts:
+            self._context.log["written"] = [self._ended[index].text for index in sorted(self._ended)]
+
+    async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """With `usage` where the client submissions for it: None until the last."""
+        more = {"usage": None} if self._body.includes_usage else {}
+        for index in range(len(self._submissions)) if self._chat else ():
+            yield self._answer.chunk([self._answer.begin(index)], **more)
+        async with aclosing(self._events()) as found:
+            async for event in found:
+                for choice in self._choices(event):
+                    done = {"timings": self._timings()} if choice["finish_reason"] and self._done is not None else {}
+                    yield self._answer.chunk([choice], **more, **done)
+        if self._body.includes_usage:
+            yield self._answer.chunk([], usage=self._usage())
+
+    def _choices(self, event: Event) -> list[dict[str, Any]]:
+        """The choices that report an event, one chunk for each."""
+        choices = []
+        if event.text or event.picked:
+            choices.append(self._answer.piece(event.choice, event.text, event.picked if self._records else None))
+        if event.ended is not None:
+            choices.append(self._answer.end(event.choice, event.ended.finish_reason))
+        return choices
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        """The events of all sequences, counted in the metrics."""
+        async with aclosing(events(self._submissions, self._context.tickets, self._view)) as found:
+            async for event in found:
+                self._count(event)
+                yield event
+
+    def _count(self, event: Event) -> None:
+        if self._first is None:
+            self._first = perf_counter()
+            self._service.metrics.begins(self._first - self._context.start)
+        if event.ended is not None:
+            self._ended[event.choice] = event.ended
+            self._service.metrics.ends(event.ended)
+            self._done = perf_counter() if len(self._ended) == len(self._submissions) else None
+
+    def _usage(self) -> dict[str, int]:
+        return usage(self._submissions, list(self._ended.values()), self._body.n or 1)
+
+    def _timings(self) -> dict[str, float]:
+        """The timings of the sequences that have ended."""
+        assert self._first is not None and self._done is not None
+        until_first, generating = self._first - self._context.start, self._done - self._first
+        return timings(self.read, list(self._ended.values()), until_first, generating)
+
+
+def sse_data(event: dict[str, Any]) -> str:
+    """JSON in one line, also for clients that take a line to end at any of Unicode's separators."""
+    text = dumps(event, ensure_ascii=False)
+    return text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

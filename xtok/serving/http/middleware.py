@@ -1,0 +1,174 @@
+"""ASGI middleware for every request: the API key, the request's id, and its line in the log; also bodies and disconnects."""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from xtok.serving.http.processors import GrammarError
+from xtok.serving.http.protocol import RequestError
+from xtok.serving.ticket import Ticket
+
+LOG = logging.getLogger("xtok.serving.http")
+_UNLOGGED = ("/health", "/metrics", "/page/", "/view/")
+"""Paths without a line in the log: what machines request every few seconds, and parts of the page."""
+_NAME = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+_READING = 60.0
+"""Seconds that a body may take to arrive."""
+_READ_ON = 16
+"""How many times as much as a body may have is read of one that is too long, so that its sender gets to read the answer."""
+
+
+@dataclass
+class RequestContext:
+    """A request: its id, when it started, the tickets of its sequences, its line in the log, and what is called at its end."""
+
+    id: str
+    start: float = field(default_factory=perf_counter)
+    tickets: list[Ticket] = field(default_factory=list)
+    log: dict[str, Any] = field(default_factory=dict)
+    on_end: Callable[[], None] = lambda: None
+
+
+def context_of(request: Request) -> RequestContext:
+    """The context of a request."""
+    found: RequestContext = request.scope["state"]["visit"]
+    return found
+
+
+def failure(context: RequestContext, error: Exception) -> RequestError:
+    """The error for a text that failed. Clients see its type, and more only if it is about their schema."""
+    context.log["error"] = f"{type(error).__name__}: {error}"
+    if isinstance(error, GrammarError):
+        return RequestError(f"The text can't be held to this response_format any further: {error}", "response_format")
+    return RequestError(f"{type(error).__name__} ended the text. See the server's log.", status=500, kind="server_error")
+
+
+def error_response(refused: RequestError) -> JSONResponse:
+    """The response to a request that is refused."""
+    return JSONResponse(refused.body, refused.status, refused.headers)
+
+
+def logged(app: ASGIApp) -> ASGIApp:
+    """Names each request, by its own `X-Request-Id` if it has one; answers those that fail; cancels sequences that nobody waits
+    for any more; and writes a line of JSON to the log, without texts.
+    """
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        context = RequestContext(given if _NAME.fullmatch(given) else uuid4().hex)
+        scope.setdefault("state", {})["visit"] = context
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.log["status"] = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = context.id
+            await send(message)
+
+        try:
+            await _answered(app, scope, receive, named)
+        finally:
+            for ticket in context.tickets:
+                ticket.cancel()
+            context.on_end()
+            _log(scope, context)
+
+    return wrapped
+
+
+async def _answered(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Errors go to the log alone, for their messages may hold what clients must not see."""
+    context: RequestContext = scope["state"]["visit"]
+    try:
+        await app(scope, receive, send)
+    except Exception as error:
+        context.log["error"] = f"{type(error).__name__}: {error}"
+        LOG.exception("request %s failed", context.id)
+        if "status" not in context.log:
+            fault = RequestError("The server failed. See its log for this request.", status=500, kind="server_error")
+            await error_response(fault)(scope, receive, send)
+
+
+def _log(scope: Scope, context: RequestContext) -> None:
+    if not scope["path"].startswith(_UNLOGGED):
+        took = round(perf_counter() - context.start, 6)
+        line = {"request": context.id, "method": scope["method"], "path": scope["path"], **context.log, "seconds": took}
+        LOG.info(json.dumps(line, ensure_ascii=True))
+
+
+def authenticated(app: ASGIApp, key: str) -> ASGIApp:
+    """Refuses requests to `/v1` without the key, which is compared in constant time."""
+    wanted = f"Bearer {key}".encode()
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("authorization", "") if scope["type"] == "http" else ""
+        known = compare_digest(given.encode("latin-1"), wanted)
+        if scope["type"] == "http" and scope["path"].startswith("/v1") and not known:
+            headers = {"WWW-Authenticate": "Bearer"}
+            message = "Give this server's API key, as Authorization: Bearer KEY."
+            await error_response(RequestError(message, status=401, code="invalid_api_key", headers=headers))(
+                scope, receive, send
+            )
+            return
+        await app(scope, receive, send)
+
+    return wrapped
+
+
+async def body_of(request: Request, most: int) -> bytes:
+    """The body of a request, at most `most` bytes. Raises `RequestError`, and `ClientDisconnect` if the client disconnects."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError(
+            "The body must be JSON, with Content-Type: application/json.", status=415, code="unsupported_media_type"
+        )
+    try:
+        return await asyncio.wait_for(_read(request, most), _READING)
+    except asyncio.TimeoutError:  # in Python 3.10 it is no TimeoutError
+        raise RequestError(f"The body didn't arrive within {_READING:.0f} seconds.", status=408, code="timeout") from None
+
+
+async def _read(request: Request, most: int) -> bytes:
+    data, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        data += part if size <= most else b""
+        if size > _READ_ON * most:
+            break
+    if size > most:
+        raise RequestError(f"The body has more than {most} bytes.", status=413, code="request_too_large")
+    return bytes(data)
+
+
+async def unless_disconnected(request: Request, work: Callable[[], Any]) -> Any:
+    """What `work` gives; if the client disconnects meanwhile, it is cancelled and `ClientDisconnect` is raised."""
+    working, gone = asyncio.ensure_future(work()), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

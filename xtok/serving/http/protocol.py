@@ -1,0 +1,228 @@
+"""What clients send and what they get instead of an answer: OpenAI's fields, checked, and its error object."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from xtok.errors import shown
+
+MOST = 128
+"""How many texts a request may ask for."""
+STOPS = 16_384
+"""How many characters its stops may have in all: each of a text is compared with them."""
+Item = TypeVar("Item")
+B = TypeVar("B", bound="Body")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list of which only the first fault is reported: a body has room for a million, and to report all takes half a minute."""
+
+
+class RequestError(Exception):
+    """A refusal: an HTTP status, and OpenAI's error object as the `body`."""
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`param`: the field that is to blame. `kind` and `code`: OpenAI's words for what is wrong."""
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may have at most. `tokens`: new ones of a text. `body`: bytes. `seconds`: until a text ends as one at a
+    limit of length does; None for any time.
+    """
+
+    tokens: int = 4096
+    body: int = 4 * 1024**2
+    seconds: float | None = 600.0
+
+
+class Fields(BaseModel):
+    """Unknown fields are kept, so that they can be refused by their names."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class StreamOptions(Fields):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Schema(Fields):
+    """A JSON schema by its name. It is always held to, `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class Prediction(Fields):
+    """What much of the text is predicted to be."""
+
+    type: Literal["content"]
+    content: str | Items[dict[str, Any]]
+
+
+class ResponseFormat(Fields):
+    """What the text is to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+def _check_biases(given: dict[str, Any]) -> dict[str, float]:
+    """Raises `ValueError` for the first value that is no bias."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ValueError(f"{name[:40]!r} has {shown(value)}; biases are numbers from -100 to 100")
+    return given
+
+
+Biases = Annotated[dict[str, Any], AfterValidator(_check_biases)]
+"""Checked by a function because not every pydantic can end at the first fault of a dict."""
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Stop = Annotated[str, Field(min_length=1)]
+Top = Annotated[int, Field(ge=0, le=20)]
+
+
+class Body(Fields):
+    """The fields of all requests. None is the same as leaving a field out."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    logit_bias: Biases | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The strings that end a text. They are no part of it."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def has_format(self) -> bool:
+        """Whether texts are held to a format, for which a grammar is compiled."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with how many tokens there were."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class Completion(Body):
+    """`POST /v1/completions`."""
+
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
+    logprobs: Top | None = None
+
+
+class Chat(Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Race(Body):
+    """A text round by round: `drafts` that take part, all without it, and whether the target writes it `alone`, too."""
+
+    drafts: Items[str] | None = None
+    alone: bool | None = None
+
+
+class CompletionRace(Completion, Race):
+    """`POST /v1/race/completions`."""
+
+
+class ChatRace(Chat, Race):
+    """`POST /v1/race/chat/completions`."""
+
+
+def read(kind: type[B], data: bytes) -> B:
+    """The body of a request. Raises `RequestError`, with the field's name, for whatever isn't one or can't be honoured."""
+    try:
+        body = kind.model_validate_json(data)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    _refuse_unknown(body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is for streams. Leave it out, or set stream to true.", "stream_options")
+    if (size := sum(map(len, body.stops))) > STOPS:
+        raise RequestError(f"stop has {size} characters in all; this server compares texts with up to {STOPS}.", "stop")
+    if isinstance(body, Chat):
+        _check_chat(body)
+    if isinstance(body, Race):
+        _check_race(body)
+    return body
+
+
+def _refusal(error: ValidationError) -> RequestError:
+    """Of a value that may be of several kinds, the fault that lies deepest: that kind was meant."""
+    fault = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
+    if not fault["loc"]:
+        return RequestError(f"The body is not a JSON object with this API's fields: {fault['msg']}.")
+    where = ".".join(map(str, fault["loc"]))
+    return RequestError(f"{where}: {fault['msg']}.", str(fault["loc"][0]), code="invalid_value")
+
+
+def _refuse_unknown(fields: Fields, inside: str = "") -> None:
+    """Raises `RequestError` for a field that would have no effect."""
+    for name, value in (fields.model_extra or {}).items():
+        if value is not None:
+            raise RequestError(
+                f"{inside}{name} isn't supported. Leave it out.", f"{inside}{name}", code="unsupported_parameter"
+            )
+    for name in type(fields).model_fields:
+        if isinstance(part := getattr(fields, name), Fields):
+            _refuse_unknown(part, f"{inside}{name}.")
+
+
+def _check_chat(body: Chat) -> None:
+    """Raises `RequestError` for fields that don't go together."""
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise RequestError(
+            "max_tokens and max_completion_tokens are two names of the same limit. Give only one.", "max_completion_tokens"
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
+    if "chat_template" in (body.chat_template_kwargs or {}):
+        raise RequestError("chat_template can't be set by a request, because a template is a program.", "chat_template_kwargs")
+
+
+def _check_race(body: Race) -> None:
+    """Raises `RequestError` for fields that a stream of rounds can't have."""
+    for name in ("logprobs", "top_logprobs", "stream", "stream_options", "user"):
+        if getattr(body, name, None) is not None:
+            raise RequestError(f"{name} isn't for races. Leave it out.", name, code="unsupported_parameter")
