@@ -34,7 +34,7 @@ from xtok.models.seats import Caches
 from xtok.results.generation import Generation, finished
 from xtok.results.outputs import as_transformers, columns
 from xtok.results.progress import advanced
-from xtok.results.trace import Committed, Token, WrittenRound, told, written
+from xtok.results.trace import Committed, Token, WrittenRound, round_tokens, written_round
 
 T = TypeVar("T")
 BATCH = 8
@@ -246,7 +246,7 @@ class XTokAssisted:
         view, names = self.target.vocabulary.view, (*self.names, PREDICTION)
 
         def rounds(one: Round, tokens: list[Token]) -> Iterator[WrittenRound]:
-            yield written(one, tokens, names, lambda token: view[token] or b"")
+            yield written_round(one, tokens, names, lambda token: view[token] or b"")
 
         return self._streamed(prompt, arguments, rounds)
 
@@ -264,7 +264,7 @@ class XTokAssisted:
             with self.setup.caches.lent(1, modes) as caches:
                 with within(modes):
                     sequence = start(self.setup, request, caches)
-                for one, tokens in told(_committed(sequence, modes), sequence.drafts):
+                for one, tokens in round_tokens(_committed(sequence, modes), sequence.drafts):
                     yield from show(one, tokens)
                 with within(modes):
                     _LAST.given[self] = [finished(sequence)]

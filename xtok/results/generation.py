@@ -12,18 +12,18 @@ from torch import Tensor
 from xtok.decoding.sequence import Round, Sequence
 from xtok.results.page import frame, page
 from xtok.results.stats import Stats, stats
-from xtok.results.trace import Committed, Token, WrittenRound, told, written
+from xtok.results.trace import Committed, Token, WrittenRound, round_tokens, written_round
 
 
 @dataclass(frozen=True, repr=False)
 class Generation:
     """What a prompt was answered with.
 
-    `finish_reason` is "length" where a limit of length or time ended the text, else "stop". `rounds` tells what happened.
+    `finish_reason` is "length" if a limit of length or time ended the text, else "stop". `rounds`: what happened.
     `seed` gives the texts of a call again, by any draft or none; it is None for greedy ones.
-    `scores` and `logits`, one of shape (1, vocabulary) per new id: where `return_dict_in_generate` and `output_scores`
+    `scores` and `logits`, one of shape (1, vocabulary) per new id: if `return_dict_in_generate` and `output_scores`
     or `output_logits` ask for them.
-    `drafts`: their names; rounds tell of them by their places here. `pieces`: the bytes of each new id, none for a control
+    `drafts`: their names; rounds give them by their indices here. `pieces`: the bytes of each new id, none for a control
     token. `spelled`: those of guessed ids.
     """
 
@@ -40,8 +40,8 @@ class Generation:
     spelled: Mapping[int, bytes] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        told = f"{len(self.token_ids)} tokens, {self.stats.target_forwards} target forwards, {self.finish_reason!r}"
-        return f"Generation({self.text!r}, {told})"
+        counts = f"{len(self.token_ids)} tokens, {self.stats.target_forwards} target forwards, {self.finish_reason!r}"
+        return f"Generation({self.text!r}, {counts})"
 
     @property
     def tokens(self) -> list[Token]:
@@ -49,13 +49,13 @@ class Generation:
 
         Law: their texts joined are `text`.
         """
-        return [token for _, tokens in told(self._committed(), self.drafts) for token in tokens]
+        return [token for _, tokens in round_tokens(self._committed(), self.drafts) for token in tokens]
 
     @property
     def written(self) -> Iterator[WrittenRound]:
         """The rounds, with the tokens that came of each."""
-        for one, tokens in told(self._committed(), self.drafts):
-            yield written(one, tokens, self.drafts, lambda token: self.spelled.get(token, b""))
+        for one, tokens in round_tokens(self._committed(), self.drafts):
+            yield written_round(one, tokens, self.drafts, lambda token: self.spelled.get(token, b""))
 
     def _committed(self) -> Iterator["Committed"]:
         end = 0

@@ -21,8 +21,8 @@ def tinted(tokens: Iterable[Token], drafts: Sequence[str]) -> Text:
 def legend(tokens: Sequence[Token], drafts: Sequence[str]) -> Text:
     """How many tokens are from whom, each in its colour: a legend."""
     styles, counts = _styles(drafts), Counter(token.draft for token in tokens)
-    told = [(f" {name or 'the target'} {counts[name]} ", styles[name]) for name in (*drafts, None)]
-    return Text("  ").join(Text(*one) for one in told)
+    parts = [(f" {name or 'the target'} {counts[name]} ", styles[name]) for name in (*drafts, None)]
+    return Text("  ").join(Text(*part) for part in parts)
 
 
 def show(console: Console, tokens: Iterator[Token], drafts: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ class Token(NamedTuple):
 
 class Guess(NamedTuple):
     """A guessed token. `parent`: the number of the guess before it, or -1. `probability`: what the draft gives it, and all
-    before it; None where it gives none. `draft`: who guessed it; None for what the target's forward before told all but surely.
+    before it; None if it gives none. `draft`: who guessed it; None for a pick that the round before carried over.
     """
 
     id: int
@@ -29,7 +29,7 @@ class Guess(NamedTuple):
 
 class WrittenRound(NamedTuple):
     """One forward of the target: the `tokens` that it committed, what was guessed, and the numbers of the guesses that came
-    true, each behind the one before it.
+    true, each after the one before it.
     """
 
     tokens: list[Token]
@@ -54,7 +54,7 @@ class Committed(NamedTuple):
     is_last: bool
 
 
-def told(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[Round, list[Token]]]:
+def round_tokens(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[Round, list[Token]]]:
     """The tokens of each round as soon as it is there. The last of a text has what is left of an unfinished character."""
     decoder = utf8_decoder()
     for one in rounds:
@@ -65,16 +65,16 @@ def told(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[R
         yield one.round, [Token(*each) for each in zip(one.ids, texts, sources, strict=True)]
 
 
-def written(one: Round, tokens: list[Token], drafts: Sequence[str], spelled: Callable[[int], bytes]) -> WrittenRound:
+def written_round(one: Round, tokens: list[Token], drafts: Sequence[str], bytes_of: Callable[[int], bytes]) -> WrittenRound:
     """A round with the tokens that came of it."""
-    return WrittenRound(tokens, _guessed(one, drafts, spelled), one.right)
+    return WrittenRound(tokens, _guessed(one, drafts, bytes_of), one.right)
 
 
-def _guessed(one: Round, drafts: Sequence[str], spelled: Callable[[int], bytes]) -> list[Guess]:
+def _guessed(one: Round, drafts: Sequence[str], bytes_of: Callable[[int], bytes]) -> list[Guess]:
     r"""What was guessed in a round. Bytes that are no whole characters are written as `\xe3`."""
     probabilities = one.tree.probabilities or [None] * len(one.tree)
     return [
-        Guess(token, spelled(token).decode(errors="backslashreplace"), parent, probability, _name(drafts, draft))
+        Guess(token, bytes_of(token).decode(errors="backslashreplace"), parent, probability, _name(drafts, draft))
         for token, parent, probability, draft in zip(one.tree.tokens, one.tree.parents, probabilities, one.drafts, strict=True)
     ]
 

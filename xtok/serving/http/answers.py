@@ -12,13 +12,13 @@ from xtok.serving.http.requests import Submission
 
 @dataclass(frozen=True)
 class Answer:
-    """The objects that answer one request. `spelled`: a token's text and its bytes."""
+    """The objects that answer one request. `text_of`: a token's text and its bytes."""
 
     id: str
     model: str
     created: int
     chat: bool
-    spelled: Callable[[int], tuple[str, bytes]]
+    text_of: Callable[[int], tuple[str, bytes]]
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], timings: dict[str, Any]) -> dict[str, Any]:
         """All of it."""
@@ -26,7 +26,7 @@ class Answer:
         return {**self._head(kind), "choices": choices, "usage": usage, "timings": timings}
 
     def choice(self, index: int, text: str, picked: list[Picked] | None, finish_reason: str) -> dict[str, Any]:
-        """A whole text. `picked` is None where nothing is recorded."""
+        """A whole text. `picked` is None if nothing is recorded."""
         content = {"message": {"role": "assistant", "content": text, "error_response": None}} if self.chat else {"text": text}
         return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
 
@@ -60,7 +60,7 @@ class Answer:
 
     def _of_chat(self, picked: list[Picked]) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            text, data = self.spelled(token)
+            text, data = self.text_of(token)
             return {"token": text, "logprob": logprob, "bytes": list(data)}
 
         content = [
@@ -71,19 +71,19 @@ class Answer:
 
     def _of_completion(self, picked: list[Picked]) -> dict[str, Any]:
         return {
-            "tokens": [self.spelled(one.id)[0] for one in picked],
+            "tokens": [self.text_of(one.id)[0] for one in picked],
             "token_logprobs": [one.logprob for one in picked],
-            "top_logprobs": [{self.spelled(token)[0]: logprob for token, logprob in one.top} for one in picked],
+            "top_logprobs": [{self.text_of(token)[0]: logprob for token, logprob in one.top} for one in picked],
             "text_offset": [one.offset for one in picked],
         }
 
 
-def speller(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, bytes]]:
-    r"""What a token is called, and its bytes: what it spells, as OpenAI writes what is no whole characters (`bytes:\xe3\x81`),
-    and of one that spells nothing its name.
+def token_text(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, bytes]]:
+    r"""A function that gives the text and the bytes of a token: of bytes that are no whole characters the text is
+    `bytes:\xe3\x81`, as OpenAI writes it, and of a control token it is its name.
     """
 
-    def spelled(token: int) -> tuple[str, bytes]:
+    def text_of(token: int) -> tuple[str, bytes]:
         data = view[token]
         if data is None:
             name = str(tokenizer.convert_ids_to_tokens(token))
@@ -93,7 +93,7 @@ def speller(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, byte
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
-    return spelled
+    return text_of
 
 
 def usage(submissions: Sequence[Submission], ended: Sequence[Generation], n: int) -> dict[str, Any]:

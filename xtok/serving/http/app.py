@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from xtok.errors import EngineFullError
 from xtok.results.page import TINTS, VIEW
-from xtok.serving.http.completions import prepared, sse_data, written
+from xtok.serving.http.completions import complete, prepared, sse_data
 from xtok.serving.http.middleware import authenticated, body_of, context_of, error_response, failure, logged
 from xtok.serving.http.protocol import B, Chat, ChatRace, Completion, CompletionRace, RequestError, read
 from xtok.serving.http.race import race, race_options, runs_of, steps
@@ -106,8 +106,8 @@ def _check_model(service: Service, name: str | None) -> None:
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
-    _add(app, service, "/v1/completions", Completion, written)
-    _add(app, service, "/v1/chat/completions", Chat, written)
+    _add(app, service, "/v1/completions", Completion, complete)
+    _add(app, service, "/v1/chat/completions", Chat, complete)
 
 
 def _add_races(app: FastAPI, service: Service) -> None:

@@ -17,7 +17,7 @@ from xtok.assisted import XTokAssisted
 from xtok.errors import EngineClosedError, EngineFullError
 from xtok.results.generation import Generation
 from xtok.serving.engine import Engine
-from xtok.serving.http.answers import Answer, speller, timings, usage
+from xtok.serving.http.answers import Answer, timings, token_text, usage
 from xtok.serving.http.events import Event, events
 from xtok.serving.http.middleware import context_of, failure, unless_disconnected
 from xtok.serving.http.processors import Picked
@@ -30,7 +30,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-async def written(service: Service, request: Request, body: Completion | Chat) -> Response:
+async def complete(service: Service, request: Request, body: Completion | Chat) -> Response:
     """The response to a request. Raises `RequestError` before anything is sent."""
     xt, engine = service.ready()
     submissions = await prepared(service, request, body, submissions_of, xt)
@@ -43,12 +43,12 @@ async def written(service: Service, request: Request, body: Completion | Chat) -
     return JSONResponse(await unless_disconnected(request, answer.whole))
 
 
-async def prepared(service: Service, request: Request, body: Body, prepare: Callable[[Any, T, Limits], R], writers: T) -> R:
+async def prepared(service: Service, request: Request, body: Body, prepare: Callable[[Any, T, Limits], R], models: T) -> R:
     """What `prepare` makes of a request, in another thread. Requests that need a grammar have a few threads of their own, so
     that others needn't wait for them. Raises `ClientDisconnect` if the client disconnects meanwhile.
     """
     limiter = service.compiling if body.has_format else None
-    work = partial(prepare, body, writers, service.limits)
+    work = partial(prepare, body, models, service.limits)
     prepared: R = await unless_disconnected(request, partial(to_thread.run_sync, work, limiter=limiter))
     return prepared
 
@@ -76,7 +76,7 @@ class _PendingAnswer:
         view = xt.target.vocabulary.view
         self._view, self._chat = view, isinstance(body, Chat)
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{self._context.id}"
-        self._answer = Answer(name, service.name, int(time()), self._chat, speller(view, xt.tokenizer))
+        self._answer = Answer(name, service.name, int(time()), self._chat, token_text(view, xt.tokenizer))
         self._records = submissions[0].record is not None
         self._ended: dict[int, Generation] = {}
         self._first: float | None = None
@@ -132,7 +132,7 @@ class _PendingAnswer:
             self._context.log["written"] = [self._ended[index].text for index in sorted(self._ended)]
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """With `usage` where the client submissions for it: None until the last."""
+        """All chunks. If `usage` was requested, each has it, and it is None in all but the last."""
         more = {"usage": None} if self._body.includes_usage else {}
         for index in range(len(self._submissions)) if self._chat else ():
             yield self._answer.chunk([self._answer.begin(index)], **more)

@@ -15,8 +15,8 @@ from xtok.serving.ticket import Ticket
 
 
 class Event(NamedTuple):
-    """A further piece of text number `choice`, what was `picked` for it where that is recorded, and with the last piece what
-    the text is in all.
+    """A further piece of text number `choice`, what was `picked` for it if that is recorded, and with the last piece the
+    whole generation.
     """
 
     choice: int

@@ -44,7 +44,7 @@ class RequestContext:
 
 def context_of(request: Request) -> RequestContext:
     """The context of a request."""
-    found: RequestContext = request.scope["state"]["visit"]
+    found: RequestContext = request.scope["state"]["context"]
     return found
 
 
@@ -72,7 +72,7 @@ def logged(app: ASGIApp) -> ASGIApp:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         context = RequestContext(given if _NAME.fullmatch(given) else uuid4().hex)
-        scope.setdefault("state", {})["visit"] = context
+        scope.setdefault("state", {})["context"] = context
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,7 +93,7 @@ def logged(app: ASGIApp) -> ASGIApp:
 
 async def _answered(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Errors go to the log alone, for their messages may hold what clients must not see."""
-    context: RequestContext = scope["state"]["visit"]
+    context: RequestContext = scope["state"]["context"]
     try:
         await app(scope, receive, send)
     except Exception as error:

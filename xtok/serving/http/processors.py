@@ -12,8 +12,8 @@ from xtok.serving.http.compiling import check_compiles
 
 
 class Picked(NamedTuple):
-    """An id with its log-probability, and the likeliest ids with theirs, the best first. `offset`: where it begins in the text,
-    in characters, once that is known.
+    """An id with its log-probability, and the likeliest ids with theirs, the best first. `offset`: at which character of
+    the text it begins, once that is known.
     """
 
     id: int

@@ -193,8 +193,8 @@ def _refusal(error: ValidationError) -> RequestError:
     fault = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     if not fault["loc"]:
         return RequestError(f"The body is not a JSON object with this API's fields: {fault['msg']}.")
-    where = ".".join(map(str, fault["loc"]))
-    return RequestError(f"{where}: {fault['msg']}.", str(fault["loc"][0]), code="invalid_value")
+    path = ".".join(map(str, fault["loc"]))
+    return RequestError(f"{path}: {fault['msg']}.", str(fault["loc"][0]), code="invalid_value")
 
 
 def _refuse_unknown(fields: Fields, inside: str = "") -> None:

@@ -17,7 +17,7 @@ from xtok.serving.http.processors import Grammar, Penalties, Record, matcher_of
 from xtok.serving.http.protocol import MOST, Body, Chat, Completion, Limits, RequestError
 
 COMPLETION_TOKENS = 16
-"""How many new tokens a completion has where the request doesn't say: OpenAI's. A chat has as many as there is room for."""
+"""How many new tokens a completion has if the request doesn't say: OpenAI's default. A chat has as many as fit."""
 COLDEST = 1e-3
 """Of temperatures above 0, the lowest."""
 
@@ -236,6 +236,6 @@ def _matcher(body: Body, xt: XTokAssisted) -> Any:
 
 
 def _end(xt: XTokAssisted) -> int | None:
-    """The id that ends texts, the first of several; None where the tokenizer's own does."""
+    """The id that ends texts, the first of several; None if the tokenizer's own does."""
     ends = xt.model.generation_config.eos_token_id
     return int(ends[0]) if isinstance(ends, list) else ends
