@@ -171,6 +171,7 @@ def test_the_text_streams_in_beside_the_targets_own_and_the_two_are_said_to_be_i
     drafted, alone = (len(page.all(f".run.{kind} .one")) for kind in ("drafted", "alone"))
     assert alone == expected.stats.target_forwards > 1.5 * drafted
     assert f"{LENGTH} tokens, {drafted} forwards" in page.text(".run.drafted .clock")
+    assert page.text("#stop") == "Stop"
 
 
 def test_tokens_have_the_tint_of_who_guessed_them_and_the_legend_says_whose(page: Browser) -> None:

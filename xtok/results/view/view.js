@@ -69,7 +69,7 @@ export class View {
     fill(this.runs[0]);
     this.conclude();
     const ties = trace.stats.near_ties;
-    if (ties?.length) this.say(words.ties(ties.length, ties[0].position + 1, ties[0].margin) + words.stop.trim());
+    if (ties?.length) this.say(words.ties(ties.length, ties[0].position + 1, ties[0].margin) + words.fullStop.trim());
     if (rounds.length) this.choose(this.runs[0], 0);
   }
 
@@ -90,7 +90,7 @@ export class View {
     const same = differs < 0 && one.length === other.length;
     const position = differs < 0 ? Math.min(one.length, other.length) : differs;
     const sentences = [same ? words.yes : words.no(position + 1), ...aboutTies(drafted, alone, same, position)];
-    this.say(sentences.join(words.stop), same ? "right" : "wrong");
+    this.say(sentences.join(words.fullStop), same ? "right" : "wrong");
   }
 
   say(text, kind = "") {
