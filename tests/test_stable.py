@@ -532,7 +532,8 @@ def test_an_engine_under_a_bound_of_memory_writes_the_same() -> None:
         tickets = [engine.submit(prompt, **GREEDY) for prompt in prompts]
         found = [ticket.result().token_ids for ticket in tickets]
         assert engine._memory is not None
-        assert all(rows * places <= engine._memory.positions for slots in engine._caches._slots.values() for rows, places in shapes(slots))
+        most = engine._memory.positions
+        assert all(rows * places <= most for slots in engine._caches._slots.values() for rows, places in shapes(slots))
         with pytest.raises(InvalidInputError, match="memory has room"):
             engine.submit(prompts[0], **GREEDY | {"max_new_tokens": 4000})
     assert found == [expected("Llama", HALF, prompt, "greedy").token_ids for prompt in prompts]

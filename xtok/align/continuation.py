@@ -48,7 +48,7 @@ class Continuation:
         return guess[len(piece) :] if piece and guess.startswith(piece) else b""
 
     def _learn(self, committed: Sequence[int]) -> None:
-        """Remember what followed each id and its bytes, the latest last; not yet the last id, in whose place another may come."""
+        """Remember what followed each id, the latest last; not yet the last id, in whose place another may come."""
         for i in range(max(1, self._learned), len(committed) - 1):
             if piece := self._view[committed[i]]:
                 followers = self._followers.setdefault(committed[i - 1], {})
