@@ -286,6 +286,7 @@ def _freed(error: BaseException) -> BaseException:
     trace = error.__traceback__ and error.__traceback__.tb_next
     for frame, _ in walk_tb(trace):
         for caller, _ in walk_stack(frame):
-            with suppress(RuntimeError):  # it is running
-                caller.clear()
+            if caller.f_code is not run.__code__:  # it waits for the next round, and would be closed
+                with suppress(RuntimeError):  # it is running
+                    caller.clear()
     return error.with_traceback(trace)
