@@ -26,7 +26,7 @@ from xtok.cli.commands import app
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.cache import vocabulary_size
 from xtok.models.load import load, parameters
-from xtok.models.probe import takes_slots, takes_trees
+from xtok.models.probe import traits
 
 SHAPES = Shape(512, 4, 720, 5, 8010), Shape(192, 4, 500, 4, 4100)
 """Tiny ones, larger than those of the shipped pair in all sizes."""
@@ -101,8 +101,8 @@ def test_the_shipped_pair_in_larger_shapes_writes_what_it_wrote() -> None:
 def test_what_is_found_out_by_trying_holds_of_larger_shapes_in_bfloat16(role: int) -> None:
     big, _ = enlarged(torch.bfloat16)[role]
     assert {weight.dtype for weight in big.parameters()} == {torch.bfloat16}
-    assert takes_slots(big)
-    assert takes_trees(big)
+    assert traits(big).shares
+    assert traits(big).branches
 
 
 @pytest.mark.parametrize(("role", "blocks", "least", "most"), [(0, 40, 13.1e9, 13.3e9), (1, 12, 160e6, 170e6)])

@@ -23,12 +23,14 @@ from xtok.drafts.meter import Meter
 from xtok.drafts.reader import Reader
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
-from xtok.models.cache import CACHE, CachedModel, context_window, new_cache
+from xtok.models.cache import CACHE, context_window, new_cache
+from xtok.models.cached_model import CachedModel
+from xtok.models.continues import check_continues
 from xtok.models.forwards import Answer, Ask, Slot, answered
 from xtok.models.load import draft_model, target_model
-from xtok.models.probe import check_continues, tolerance
+from xtok.models.probe import traits
 from xtok.models.recurrent import cached_model
-from xtok.models.slots import Slots
+from xtok.models.shared_cache import SharedCache
 
 VOCABULARY = 40
 TOKENS = tokenizer("byte-level BPE")
@@ -201,7 +203,7 @@ def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
     draft_lm = fitting(draft_tokens, draft[0], 0, window=window)
     continuation = Continuation(encoder(tokens, token_bytes(tokens)))
     made = draft_model((draft_lm, draft_tokens))
-    slot: Slot = Slots(draft_lm).join() if shares else CachedModel(draft_lm, new_cache(draft_lm))
+    slot: Slot = SharedCache(draft_lm).join() if shares else CachedModel(draft_lm, new_cache(draft_lm))
     reader = Reader(made, Meter(), slot=slot)
     drafter = CrossTokenizerDrafter(made, reader, continuation, 2, Meter())
     data = b""
@@ -377,7 +379,7 @@ def test_ids_that_a_model_masks_widen_no_tolerance(value: float) -> None:
     masked.lm_head.register_forward_hook(mask)
     for one in (plain, masked):
         check_continues(one, "target")
-    assert 0 < tolerance(masked, half=False) <= tolerance(plain, half=False)
+    assert 0 < traits(masked).tolerance(half=False) <= traits(plain).tolerance(half=False)
 
     def looks_ahead(_: Any, inputs: Any, states: Any) -> Any:
         return states + states.mean(dim=1, keepdim=True)

@@ -35,8 +35,8 @@ from xtok.drafts.policy.ledger import Account, Ledger
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.session import Session
+from xtok.models.cache_set import Slots
 from xtok.models.forwards import Answer, Ask, Steps
-from xtok.models.seats import Seat
 from xtok.models.timing import Cost
 from xtok.sampling.noise import Noise, gumbel, noise
 
@@ -185,7 +185,7 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
         budget=Budget(GUESS_LENGTH, width=3 if mode == "tree" else 1, schedule="constant"),
         deepest=None,
         meter=meter,
-        slots=Seat(),
+        slots=Slots(),
     )
     waiting = iter([text])
     for _ in run(lambda running: list(waiting)):

@@ -107,7 +107,7 @@ def test_texts_that_come_and_go_are_the_targets_own(
         for text in set(running.values()) - set(going):
             engine.observe(text, picks(text.ids))
     assert not engine.texts
-    assert all(slots._rows.count(None) == len(slots._rows) for slots in engine._caches._slots.values())
+    assert all(slots._rows.count(None) == len(slots._rows) for slots in engine._caches._caches.values())
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -168,7 +168,7 @@ def test_texts_share_the_drafts_forwards() -> None:
 def state(engine: DraftEngine) -> tuple[int, ...]:
     """How much it holds: numbers of its caches' tensors, rows, texts, and its sessions alive."""
     gc.collect()
-    slots = list(engine._caches._slots.values())
+    slots = list(engine._caches._caches.values())
     held = [part.numel() for one in slots for layer in one._layers for part in (layer.keys, layer.values) if part is not None]
     sessions = sum(type(one) is Session and one.ledger is engine._ledger for one in gc.get_objects())
     return sum(held), sum(len(one._rows) for one in slots), len(engine.texts), sessions

@@ -21,10 +21,11 @@ from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.meter import Meter
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.reader import Reader
-from xtok.models.cache import CachedModel, new_cache
+from xtok.models.cache import new_cache
+from xtok.models.cached_model import CachedModel
 from xtok.models.forwards import Answer, Ask, Slot
 from xtok.models.load import draft_model
-from xtok.models.slots import Row, Slots
+from xtok.models.shared_cache import SharedCache, SharedSlot
 from xtok.models.timing import Cost
 from xtok.sampling.noise import noise
 
@@ -35,7 +36,7 @@ END = 2
 class Speaker:
     """A slot in a draft whose every logit says how `truth`, its own ids of the whole text, goes on; behind it, the end."""
 
-    device, vocabulary, chunk, shares, most = torch.device("cpu"), 700, 5, False, None
+    device, vocabulary, chunk, shares, limit = torch.device("cpu"), 700, 5, False, None
 
     def __init__(self, truth: Sequence[int]) -> None:
         self.truth = tuple(truth)
@@ -158,8 +159,11 @@ def test_a_guess_is_cut_in_place_by_a_tokenizer_that_strips_spaces() -> None:
 def deepest(slot: Slot) -> int:
     """The last position that a slot holds, be it one of a tree."""
     if isinstance(slot, CachedModel):
-        return slot.length - slot.branched + max(slot._nodes.depths, default=-1)
-    assert isinstance(slot, Row)
+        depths = list[int]()
+        for parent in slot._parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else parent + 1)
+        return slot.length - slot.branched + max(depths, default=-1)
+    assert isinstance(slot, SharedSlot)
     return slot.length + (int(slot.server._trees._depths[slot.index, : slot.branched].max()) if slot.branched else -1)
 
 
@@ -168,7 +172,7 @@ def own(model: PreTrainedModel) -> Slot:
 
 
 def shared(model: PreTrainedModel) -> Slot:
-    return Slots(model).join()
+    return SharedCache(model).join()
 
 
 @pytest.mark.parametrize("slot", [own, shared])

@@ -34,7 +34,7 @@ from xtok.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from xtok.models.probe import position_bytes
+from xtok.models.probe import traits
 
 TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
 LM = target("Llama")
@@ -193,7 +193,7 @@ def test_a_text_is_the_same_beside_others_that_join_end_fail_and_are_cancelled(
             assert error.args == (behind,)
         else:
             assert fate in ("ends", "is cancelled at once") or len(expected) <= behind + 1 or fate == "is cancelled"
-    assert all(slots._rows == [None] * len(slots._rows) for slots in engine._caches._slots.values())
+    assert all(slots._rows == [None] * len(slots._rows) for slots in engine._caches._caches.values())
 
 
 def test_texts_whose_processors_and_criteria_keep_a_state_are_what_each_is_alone() -> None:
@@ -743,7 +743,7 @@ def test_settings_that_make_no_sense_are_refused_and_no_thread_is_begun(name: st
 
 def cache_bytes(engine: Engine) -> int:
     """What the caches of all texts take."""
-    layers = [layer for slots in engine._caches._slots.values() for layer in slots._layers if layer.is_initialized]
+    layers = [layer for slots in engine._caches._caches.values() for layer in slots._layers if layer.is_initialized]
     return sum(states.numel() * states.element_size() for layer in layers for states in (layer.keys, layer.values))
 
 
@@ -778,7 +778,7 @@ def test_texts_wait_for_memory_and_are_what_each_is_alone(sizes: list[int], batc
     def notes(number: int) -> Any:
         return lambda _, scores: (begun.append(number), taken.append(cache_bytes(engine)), scores)[2]
 
-    taken, memory = list[int](), room * (position_bytes(LM) or 0)
+    taken, memory = list[int](), room * (traits(LM).position_bytes or 0)
     with Engine(PLAIN, batch_size=batch_size, memory=memory) as engine:
         tickets = [engine.submit(long(size), **GREEDY, **by(notes(row))) for row, size in enumerate(sizes)]
         assert [ids(one) for one in tickets] == [greedily("Llama", long(size)) for size in sizes]
@@ -787,7 +787,7 @@ def test_texts_wait_for_memory_and_are_what_each_is_alone(sizes: list[int], batc
 
 
 def test_a_text_waits_until_there_is_room_and_those_behind_it_too() -> None:
-    memory = 1000 * (position_bytes(LM) or 0)
+    memory = 1000 * (traits(LM).position_bytes or 0)
     with Engine(PLAIN, batch_size=4, memory=memory) as engine:
         with held(engine, 3) as first:
             tickets = [engine.submit(prompt, **GREEDY) for prompt in (TEXTS[1], long(700), TEXTS[2])]
@@ -829,7 +829,7 @@ def test_tickets_that_are_kept_hold_no_caches() -> None:
         kept += [engine.submit(prompt, **GREEDY) for prompt in TEXTS]
         for ticket in kept:
             read(ticket)
-        caches = [weakref.ref(one) for one in (engine._caches, *engine._caches._slots.values())]
+        caches = [weakref.ref(one) for one in (engine._caches, *engine._caches._caches.values())]
         assert len(caches) == 4
     gc.collect()
     assert not [one for one in caches if one() is not None]
@@ -851,7 +851,7 @@ def live() -> int:
 def held_up(engine: Engine) -> tuple[int, list[int]]:
     """How many tensors are alive, and how many rows the caches have, while the engine stands still within one text."""
     with held(engine):
-        slots = engine._caches._slots.values()
+        slots = engine._caches._caches.values()
         assert all(layer.keys.shape[2] <= 256 for one in slots for layer in one._layers)
         return live(), [len(layer.keys) for one in slots for layer in one._layers]
 

@@ -18,6 +18,7 @@ from xtok import XTokAssisted
 from xtok.models import findings, stable
 from xtok.models.findings import Findings, cache_folder, described
 from xtok.models.stable import StableShapes
+from xtok.models.trials import Trials
 
 PROMPTS = [TEXTS[0], long(60), long(122)]
 SOME = {(1, 4, 128): True, (2, 1, 512): False}
@@ -220,7 +221,7 @@ def test_a_trial_that_fails_is_made_again_by_the_next_process(monkeypatch: pytes
     monkeypatch.setattr(stable, "_SHARE", 1e9)
     lm = target("Llama", HALF)
     with monkeypatch.context() as patched:
-        patched.setattr(StableShapes, "_found_to_agree", fails)
+        patched.setattr(Trials, "agrees", fails)
         shapes = StableShapes(lm)
         assert shapes.width(1, 3, 128) == 16
     again = StableShapes(lm)

@@ -23,8 +23,8 @@ from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models import graphs
 from xtok.models.forwards import Ask
 from xtok.models.graphs import Graph, Graphs, Inputs, Run, _runs_more, state_of, takes_graphs
-from xtok.models.probe import position_bytes
-from xtok.models.slots import Slots
+from xtok.models.probe import traits
+from xtok.models.shared_cache import SharedCache
 
 
 def places(forward: Any) -> list[tuple[int, torch.Size]]:
@@ -64,7 +64,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     own = xtok.models.graphs._replayed
     monkeypatch.setattr(xtok.models.graphs, "_replayed", replayed)
     monkeypatch.setattr(xtok.models.graphs, "capture", capture)
-    for module in ("xtok.models.seats", "xtok.models.graphs", "xtok.decoding.assemble"):
+    for module in ("xtok.models.cache_set", "xtok.models.graphs", "xtok.decoding.assemble"):
         monkeypatch.setattr(f"{module}.takes_graphs", lambda model: True)
     return found
 
@@ -137,7 +137,7 @@ def test_captured_forwards_have_widths_of_powers_of_two(replays: list[int]) -> N
 
 
 def test_a_cache_that_grows_forgets_what_was_captured(replays: list[int]) -> None:
-    slots = Slots(LM, graphs=Graphs())
+    slots = SharedCache(LM, graphs=Graphs())
     texts = filled(slots, 5)
     for _ in range(140):  # the replay itself looks whether the cache is where it was
         ask_one_more(texts)
@@ -148,7 +148,7 @@ def test_a_cache_that_grows_forgets_what_was_captured(replays: list[int]) -> Non
 
 
 def test_a_text_that_is_shortened_is_looked_at_as_a_short_one_is(replays: list[int]) -> None:
-    slots = Slots(LM, graphs=Graphs())
+    slots = SharedCache(LM, graphs=Graphs())
     (held,) = filled(slots, 250)
     for length in (250, 100, 20):
         held.slot.roll_back(length)
@@ -159,7 +159,7 @@ def test_a_text_that_is_shortened_is_looked_at_as_a_short_one_is(replays: list[i
 
 
 def test_what_comes_out_stays_as_it_is_while_others_are_forwarded(replays: list[int]) -> None:
-    slots = Slots(LM, graphs=Graphs())
+    slots = SharedCache(LM, graphs=Graphs())
     (held,) = filled(slots, 5)
     found = [slots.serve([Ask(held.slot, [token], 1)])[0].logits for token in range(6)]
     copies = [one.clone() for one in found]
@@ -176,7 +176,7 @@ def test_caches_of_captured_forwards_stay_within_the_memory_that_they_may_have(r
         taken.append(cache_bytes(engine))
         return scores
 
-    taken, memory = list[int](), 700 * sum(position_bytes(lm) or 0 for lm in (TARGET, OTHER))
+    taken, memory = list[int](), 700 * sum(traits(lm).position_bytes or 0 for lm in (TARGET, OTHER))
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE, stable=stable)
     make_dear(xt)
     plain = XTokAssisted((TARGET, TOKENS), stable=stable, compile=False)
@@ -200,7 +200,7 @@ def test_what_cant_be_captured_is_forwarded_as_ever(
 
     tries: list[int] = []
     monkeypatch.setattr(xtok.models.graphs, "capture", fails)
-    texts = filled(Slots(LM, graphs=Graphs()), 5, 3)
+    texts = filled(SharedCache(LM, graphs=Graphs()), 5, 3)
     for _ in range(6):
         ask_one_more(texts)
     assert (len(tries), replays) == (1, [])
@@ -217,7 +217,7 @@ def test_a_graph_that_gives_other_bits_is_not_used(replays: list[int], monkeypat
         return replace(graph, replay=replay)
 
     monkeypatch.setattr(xtok.models.graphs, "capture", other)
-    texts = filled(Slots(LM, graphs=Graphs()), 5)
+    texts = filled(SharedCache(LM, graphs=Graphs()), 5)
     for _ in range(6):
         ask_one_more(texts)
     assert len(replays) == 1
@@ -226,7 +226,7 @@ def test_a_graph_that_gives_other_bits_is_not_used(replays: list[int], monkeypat
 def test_outputs_of_graphs_take_no_more_bytes_than_they_may(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     most = 3 * VOCABULARY * 8
     monkeypatch.setattr(xtok.models.graphs, "_MOST", most)
-    slots = Slots(LM, rows=4, graphs=Graphs())
+    slots = SharedCache(LM, rows=4, graphs=Graphs())
     texts = filled(slots, 5, 3, 4)
     assert slots._graphs is not None
     for count in (1, 2, 3, 3, 2, 1, 1, 2, 3):
@@ -241,21 +241,21 @@ def test_captures_are_few_beside_replays(replays: list[int]) -> None:
     graphs = Graphs()
     for shape in range(300):
         for _ in range(2):
-            graphs.run(shape, partial(echoed, slots=Slots(LM)), {"ids": torch.arange(3)[None]})
+            graphs.run(shape, partial(echoed, slots=SharedCache(LM)), {"ids": torch.arange(3)[None]})
     assert graphs._captures <= 9
     for shape in range(300):
         for _ in range(20):
-            graphs.run(shape, partial(echoed, slots=Slots(LM)), {"ids": torch.arange(3)[None]})
+            graphs.run(shape, partial(echoed, slots=SharedCache(LM)), {"ids": torch.arange(3)[None]})
     assert graphs._captures > 290
 
 
-def echoed(inputs: Inputs, slots: Slots) -> list[torch.Tensor]:
+def echoed(inputs: Inputs, slots: SharedCache) -> list[torch.Tensor]:
     return [inputs["ids"] + 1.0]
 
 
 @pytest.mark.parametrize(("texts", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8)])
 def test_all_rows_up_to_a_power_of_two_are_forwarded(replays: list[int], texts: int, rows: int) -> None:
-    slots = Slots(LM, rows=4, graphs=Graphs())
+    slots = SharedCache(LM, rows=4, graphs=Graphs())
     held = filled(slots, *range(3, 3 + texts))
     for some in (held, held, held, held, held[-1:], held[-1:], held[-1:]):
         ask_one_more(some)
@@ -272,7 +272,7 @@ def test_a_pool_that_no_graph_is_left_of_isnt_used_again(replays: list[int], mon
     graphs = Graphs()
     for shape in (0, 1, 2):
         for _ in range(2):
-            graphs.run(shape, partial(echoed, slots=Slots(LM)), {"ids": torch.arange(3)[None]})
+            graphs.run(shape, partial(echoed, slots=SharedCache(LM)), {"ids": torch.arange(3)[None]})
         if shape == 1:
             graphs.clear()
     assert pools[0] is pools[1] is not pools[2]

@@ -28,7 +28,7 @@ from xtok.drafts.policy.ledger import Account, Ledger, Proposal
 from xtok.drafts.tree import chain
 from xtok.errors import UnstableWarning
 from xtok.models.cache import CACHE
-from xtok.models.probe import tolerance
+from xtok.models.probe import traits
 from xtok.models.prompts import prompt_ids
 from xtok.models.stable import StableShapes
 from xtok.models.timing import Cost
@@ -192,7 +192,7 @@ def test_the_tolerance_covers_what_was_measured_with_room_to_spare(dtype: str) -
     with torch.no_grad():
         logits = lm(input_ids=torch.tensor([[3, 5, 7, 11]])).logits
     largest = float(logits.float().abs().amax(dim=-1)[0, 1:].mean())
-    roundings = tolerance(lm, half=dtype != "float32") / (torch.finfo(lm.dtype).eps * largest)
+    roundings = traits(lm).tolerance(half=dtype != "float32") / (torch.finfo(lm.dtype).eps * largest)
     assert roundings > {"float32": 65, "float16": 2.8, "bfloat16": 2.0}[dtype] * 1.4
 
 

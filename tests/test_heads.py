@@ -26,9 +26,9 @@ from xtok.drafts.meter import Meter
 from xtok.drafts.policy.ledger import Account, Ledger
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError
+from xtok.models.cache_set import CacheSet
 from xtok.models.forwards import together
 from xtok.models.load import load
-from xtok.models.seats import Caches
 from xtok.tune.heads import TrainedHeads, _Row, batch_of, loss_of
 
 TOKENS = tokenizer("SentencePiece BPE")
@@ -98,7 +98,7 @@ def test_hidden_states_are_those_after_which_the_last_id_was_picked(monkeypatch:
     xt = XTokAssisted((TARGET, TOKENS), (deepcopy(TARGET), TOKENS), budget=Budget(3, width=4, schedule="constant"))
     monkeypatch.setattr(Setup, "shows_hidden", property(lambda _: True))
     request = prepare_one(xt.setup, "吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
-    sequence, shown = start(xt.setup, request, Caches(1)), list[bool]()
+    sequence, shown = start(xt.setup, request, CacheSet(1)), list[bool]()
     waiting = iter([sequence])
     for _ in run(lambda running: list(waiting)):
         if sequence.finish_reason is None and sequence.session is not None:

@@ -21,7 +21,7 @@ from xtok import Budget, Context, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import CACHE, new_cache
-from xtok.models.probe import check_continues
+from xtok.models.continues import check_continues
 from xtok.models.prompts import prompt_ids
 from xtok.models.recurrent import lift_step_limits, without_step_limits
 

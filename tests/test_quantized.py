@@ -33,7 +33,7 @@ from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.tree import Trie
 from xtok.errors import UnsupportedModelError
 from xtok.models import quantized
-from xtok.models.probe import computes_in_half, tolerance
+from xtok.models.probe import traits
 from xtok.models.quantized import mixing_layer
 from xtok.pair import TARGET, prompts
 
@@ -228,7 +228,7 @@ def as_target(model: PreTrainedModel) -> tuple[str, str]:
         assert found.token_ids == other.token_ids or not found.stats.exact
         tied = found.stats.near_ties[0].position if found.stats.near_ties else len(truth)
         assert found.token_ids[:tied] == truth[:tied]
-    return "yes", "as in half precision" if computes_in_half(model) else "exact"
+    return "yes", "as in half precision" if traits(model).computes_in_half else "exact"
 
 
 def as_draft(model: PreTrainedModel) -> str:
@@ -385,11 +385,11 @@ def test_layers_of_a_compiled_model_are_tried() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_models_compute_in_half_precision_where_some_of_their_products_are(dtype: torch.dtype) -> None:
     half = dtype.itemsize == 2
-    assert computes_in_half(loaded(dtype)) == half
-    assert computes_in_half(quantised("weights", dtype=dtype)) == half
-    assert computes_in_half(quantised("half", dtype=dtype))
+    assert traits(loaded(dtype)).computes_in_half == half
+    assert traits(quantised("weights", dtype=dtype)).computes_in_half == half
+    assert traits(quantised("half", dtype=dtype)).computes_in_half
     with torch.autocast("cpu", torch.bfloat16):
-        assert computes_in_half(loaded(dtype))
+        assert traits(loaded(dtype)).computes_in_half
 
 
 def test_near_ties_of_a_model_that_rounds_its_activations_are_as_wide_as_in_half_precision() -> None:
@@ -397,7 +397,7 @@ def test_near_ties_of_a_model_that_rounds_its_activations_are_as_wide_as_in_half
     fine, coarse = loaded(torch.float32), quantised("row")
     for model in (fine, coarse):
         XTokAssisted((model, TOKENS), stable=False)
-    wide, narrow = (tolerance(model, half=computes_in_half(model)) for model in (coarse, fine))
+    wide, narrow = (traits(model).tolerance(half=traits(model).computes_in_half) for model in (coarse, fine))
     assert wide > 100 * narrow > 0
 
 
@@ -412,13 +412,13 @@ def test_layers_that_are_replaced_in_place_are_tried_again() -> None:
     """Found here: a verdict was kept with the model, whatever became of its layers."""
     model = quantised("weights")
     XTokAssisted((model, TOKENS))
-    assert not computes_in_half(model)
+    assert not traits(model).computes_in_half
     name, layer = next((name, part) for name, part in model.named_modules() if isinstance(part, Quantised))
     layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
     other = deepcopy(layer)
     other.kind = "row"
     model.set_submodule(name, other)
-    assert computes_in_half(model)
+    assert traits(model).computes_in_half
     other = deepcopy(layer)
     other.kind = "tensor"
     model.set_submodule(name, other)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from worlds import ARCHITECTURES, examples, model
 
 from xtok.models.forwards import Answer, Ask, Steps, answered, together
-from xtok.models.slots import Row, Slots
+from xtok.models.shared_cache import SharedCache, SharedSlot
 
 VOCABULARY = 40
 FAULTY = VOCABULARY - 1
@@ -34,7 +34,7 @@ few = st.lists(tokens, max_size=4)
 class Held:
     """What a row ought to hold: ids that are kept, and behind them the nodes of a tree, each with its parent."""
 
-    slot: Row
+    slot: SharedSlot
     ids: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -117,12 +117,12 @@ def failing_by_an_id(lm: PreTrainedModel, place: str) -> Iterator[list[int]]:
             handle.remove()
 
 
-def shapes(slots: Slots) -> set[tuple[int, int]]:
+def shapes(slots: SharedCache) -> set[tuple[int, int]]:
     """How many rows and positions there are."""
     return {(layer.keys.shape[0], layer.keys.shape[2]) for layer in slots._layers if layer.is_initialized}
 
 
-def poison(slots: Slots, index: int, places: slice) -> None:
+def poison(slots: SharedCache, index: int, places: slice) -> None:
     """Let some places of a row hold what isn't a number, as a text that overflows leaves it."""
     for layer in slots._layers:
         if layer.is_initialized:
@@ -150,7 +150,7 @@ class Sharing(RuleBasedStateMachine):
 
     def begin(self, architecture: str, seed: int, texts: int, rows: int, room: int | None) -> None:
         self.model = model(architecture, VOCABULARY, seed, torch.float64)
-        self.slots = Slots(self.model, rows=rows, room=room)
+        self.slots = SharedCache(self.model, rows=rows, room=room)
         self.room, self.needed = room, 0
         self.texts = [Held(self.slots.join()) for _ in range(texts)]
 
@@ -292,7 +292,7 @@ TestSharing = Sharing.TestCase
 LM = model("Llama", VOCABULARY, 0, torch.float64)
 
 
-def filled(slots: Slots, *sizes: int) -> list[Held]:
+def filled(slots: SharedCache, *sizes: int) -> list[Held]:
     """Texts of so many ids, in rows of their own."""
     texts = [Held(slots.join()) for _ in sizes]
     all_asked = [
@@ -312,7 +312,7 @@ def ask_one_more(texts: Sequence[Held], lm: PreTrainedModel = LM) -> None:
 @pytest.mark.parametrize("between", [False, True])
 def test_what_isnt_a_number_in_a_row_that_was_left_never_reaches_the_next_text(index: int, between: bool) -> None:
     """Be there a forward of the others before it joins, or none."""
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     texts = filled(slots, 20, 20, 20)
     left = texts.pop(index)
     poison(slots, left.slot.index, slice(0, slots._used[left.slot.index]))
@@ -326,7 +326,7 @@ def test_what_isnt_a_number_in_a_row_that_was_left_never_reaches_the_next_text(i
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_what_isnt_a_number_behind_the_end_of_a_row_never_reaches_a_text(index: int) -> None:
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     texts = filled(slots, 30, 30)
     for held in texts:
         held.slot.roll_back(4)
@@ -341,7 +341,7 @@ def test_what_isnt_a_number_behind_the_end_of_a_row_never_reaches_a_text(index: 
 
 
 def test_a_text_that_overflows_leaves_the_logits_of_others_as_they_are() -> None:
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     texts = filled(slots, 6, 9, 12)
     poison(slots, 1, slice(2, 5))
     (first, sick, last) = (asked(held, [11, 12], (), 2) for held in texts)
@@ -359,7 +359,7 @@ def test_a_text_that_overflows_leaves_the_logits_of_others_as_they_are() -> None
 )
 def test_no_forward_runs_over_rows_that_were_left(sizes: list[int], staying: list[bool], joining: int) -> None:
     """Also where texts joined that were not forwarded yet."""
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     texts = filled(slots, *sizes)
     further = [Held(slots.join()) for _ in range(joining)]
     for held, stays in zip(texts, staying, strict=False):
@@ -375,7 +375,7 @@ def test_no_forward_runs_over_rows_that_were_left(sizes: list[int], staying: lis
 
 
 def test_texts_that_come_and_go_take_no_more_room_than_those_that_are_there() -> None:
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     shapes = set()
     for turn in range(12):
         texts = filled(slots, *[20] * 3)
@@ -387,7 +387,7 @@ def test_texts_that_come_and_go_take_no_more_room_than_those_that_are_there() ->
 
 
 def test_room_that_texts_leave_is_that_of_longer_ones_and_of_more() -> None:
-    slots = Slots(LM, rows=4, room=400)
+    slots = SharedCache(LM, rows=4, room=400)
     for sizes, shape in [((20, 30, 25, 9), (4, 100)), ((300,), (1, 384)), ((120, 7, 11), (3, 133)), ((40,) * 8, (8, 50))]:
         texts = filled(slots, *sizes)
         assert shapes(slots) == {shape}
@@ -397,7 +397,7 @@ def test_room_that_texts_leave_is_that_of_longer_ones_and_of_more() -> None:
 
 
 def test_leaving_twice_takes_nobodys_row() -> None:
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     first, second = filled(slots, 3, 5)
     first.slot.leave()
     third = Held(slots.join())
@@ -407,7 +407,7 @@ def test_leaving_twice_takes_nobodys_row() -> None:
 
 
 def test_a_row_that_moved_is_left_where_it_is_now() -> None:
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     first, second, third = filled(slots, 3, 5, 7)
     first.slot.leave()
     ask_one_more([second, third])
@@ -418,7 +418,7 @@ def test_a_row_that_moved_is_left_where_it_is_now() -> None:
 
 
 def test_texts_of_much_unlike_lengths_are_read_apart_and_those_alike_together() -> None:
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     texts = [Held(slots.join()) for _ in range(4)]
     sizes = (40, 60, 200, 5)
     all_asked = [asked(held, [(3 + i) % FAULTY for i in range(size)], (), 1) for held, size in zip(texts, sizes, strict=True)]
@@ -432,7 +432,7 @@ def test_texts_of_much_unlike_lengths_are_read_apart_and_those_alike_together() 
 def test_the_others_are_forwarded_again_where_one_of_them_fails(place: str) -> None:
     """As trees and chains, and also where the failing text is asked for first or in between."""
     for faulty in range(3):
-        slots = Slots(LM)
+        slots = SharedCache(LM)
         texts = filled(slots, 4, 6, 8)
         all_asked = [
             asked(texts[0], [5, 6, 7], (-1, -1, 0), 3),
@@ -455,7 +455,7 @@ def test_the_others_are_forwarded_again_where_one_of_them_fails(place: str) -> N
 
 @pytest.mark.parametrize("place", PLACES)
 def test_texts_whose_first_forward_fails_spoil_nothing_for_those_that_come_behind_them(place: str) -> None:
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     (long,) = filled(slots, 40)
     bad = [slots.join() for _ in range(2)]
     with failing_by_an_id(LM, place):
@@ -472,7 +472,7 @@ def test_texts_whose_first_forward_fails_spoil_nothing_for_those_that_come_behin
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_row_whose_first_forward_failed_may_move_to_another_place(place: str) -> None:
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     (long,) = filled(slots, 40)
     bad = [slots.join() for _ in range(2)]
     with failing_by_an_id(LM, place):
@@ -486,7 +486,7 @@ def test_a_row_whose_first_forward_failed_may_move_to_another_place(place: str) 
 # what is written for one text
 
 
-def writes(slot: Row, ids: list[int], told: list[str]) -> Steps[list[int]]:
+def writes(slot: SharedSlot, ids: list[int], told: list[str]) -> Steps[list[int]]:
     """Reads some ids one by one; what fails it notes, and goes on behind it."""
     picks = []
     while ids:
@@ -502,7 +502,7 @@ def writes(slot: Row, ids: list[int], told: list[str]) -> Steps[list[int]]:
 @examples(40)
 @given(texts=st.lists(st.lists(st.integers(0, FAULTY), max_size=6), max_size=4), place=st.sampled_from(PLACES))
 def test_a_text_that_is_told_of_a_failure_goes_on_and_the_others_never_know(texts: list[list[int]], place: str) -> None:
-    slots = Slots(LM)
+    slots = SharedCache(LM)
     told: list[list[str]] = [[] for _ in texts]
     with failing_by_an_id(LM, place):
         results = together([writes(slots.join(), ids, notes) for ids, notes in zip(texts, told, strict=True)])
@@ -513,7 +513,7 @@ def test_a_text_that_is_told_of_a_failure_goes_on_and_the_others_never_know(text
 
 
 def test_a_failure_that_nobody_catches_is_raised_where_the_texts_are_run() -> None:
-    slots = Slots(LM)
+    slots = SharedCache(LM)
 
     def careless() -> Generator[Ask, Answer, int]:
         yield Ask(slots.join(), [FAULTY], 1)
@@ -525,7 +525,7 @@ def test_a_failure_that_nobody_catches_is_raised_where_the_texts_are_run() -> No
 
 def test_texts_that_ask_for_nothing_and_for_different_models_run_together() -> None:
     other = model("Mistral", VOCABULARY, 1, torch.float64)
-    slots, others = Slots(LM), Slots(other)
+    slots, others = SharedCache(LM), SharedCache(other)
 
     def silent() -> Steps[list[int]]:
         return []
@@ -543,7 +543,7 @@ def test_padding_beside_a_tree_behind_nothing_is_numbers_to_attention_in_float32
     """Eager attention takes its softmax in float32, where what masks in float64 is minus infinity."""
     lm = deepcopy(model("GPTNeoX", VOCABULARY, 0, torch.float64))
     lm.set_attn_implementation("eager")
-    slots = Slots(lm)
+    slots = SharedCache(lm)
     texts = [Held(slots.join()), Held(slots.join())]
     both = [asked(texts[0], [5], [-1], 1), asked(texts[1], [7, 9], [], 1)]
     check(lm, both, slots.serve([one.ask for one in both]))

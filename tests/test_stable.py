@@ -33,10 +33,12 @@ from xtok.models import stable
 from xtok.models.cache import CACHE
 from xtok.models.forwards import Answer, Ask, Steps
 from xtok.models.layers import EvenKeys
-from xtok.models.probe import takes_slots
+from xtok.models.probe import traits
 from xtok.models.prompts import prompt_ids
-from xtok.models.slots import FixedRow, Slots, rounded
+from xtok.models.shapes import rounded
+from xtok.models.shared_cache import SharedCache, SharedSlot
 from xtok.models.stable import StableShapes
+from xtok.models.trials import Trials
 from xtok.sampling.draws import draw, draws, sure_draw, sure_margins
 from xtok.sampling.noise import states_of
 
@@ -205,7 +207,7 @@ def check_bits(
 @contextmanager
 def hooked(model: PreTrainedModel, change: Any) -> Iterator[PreTrainedModel]:
     """A model whose logits, (rows, new, vocabulary), are changed by a function of them."""
-    assert takes_slots(model)  # tried before, for that goes by rounding
+    assert traits(model).shares  # tried before, for that goes by rounding
     handle = model.get_output_embeddings().register_forward_hook(lambda _, args, logits: change(logits))
     try:
         yield model
@@ -266,7 +268,7 @@ def test_a_model_whose_bits_depend_on_what_else_is_forwarded_is_refused() -> Non
 def test_how_a_text_is_forwarded_follows_from_its_lengths(prompt: int, new: int, given_out: int) -> None:
     """A prompt in powers of two, that no border crosses, then no more than 16 ids; no id's forward looks beyond its border."""
     untried = Untried()
-    row = FixedRow(Slots(target("Llama", "float32"), shapes=untried), 0, None, untried)
+    row = SharedSlot(SharedCache(target("Llama", "float32"), shapes=untried), 0, None, untried)
     parts = list[int]()
     while row.length < prompt:
         parts.append(row.takes(prompt - row.length, prompt - row.length))
@@ -358,7 +360,7 @@ def test_a_neighbours_tree_takes_no_place_of_a_text_at_a_border(held: int, neigh
     lm = target("Llama", "float32")
     logits = []
     for nodes in (0, neighbours):
-        slots = Slots(lm, shapes=StableShapes(lm))
+        slots = SharedCache(lm, shapes=StableShapes(lm))
         text, other = slots.join(), slots.join()
         for row, size in ((text, held), (other, 5)):
             for token in range(size):
@@ -403,9 +405,9 @@ def test_attention_to_few_queries_is_what_it_is_among_more(
 
 
 def test_texts_share_forwards_of_as_few_rows_as_give_the_usual_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, serve = list[int](), Slots.serve
+    rows, serve = list[int](), SharedCache.serve
 
-    def spy(slots: Slots, asks: list[Ask]) -> list[Answer]:
+    def spy(slots: SharedCache, asks: list[Ask]) -> list[Answer]:
         answers = serve(slots, asks)
         rows.append(answers[0].cost.rows)
         return answers
@@ -413,7 +415,7 @@ def test_texts_share_forwards_of_as_few_rows_as_give_the_usual_bits(monkeypatch:
     prompts = [*TEXTS[:2], long(60), long(70)]
     xt = XTokAssisted((target("Llama", HALF), TOKENS), stable=True)
     xt.generate(prompts, **GREEDY)
-    monkeypatch.setattr(Slots, "serve", spy)
+    monkeypatch.setattr(SharedCache, "serve", spy)
     xt.generate(prompts, **GREEDY)
     assert xt.setup.shapes is not None
     assert mode(rows) == 4 * (xt.setup.shapes.width(4, 1, 512) or 0)
@@ -511,7 +513,7 @@ def test_a_shape_that_cant_be_tried_is_left(error: Exception, monkeypatch: pytes
     prompts = [TEXTS[0], long(60), long(122)]
     wanted = [expected("Llama", HALF, prompt, "greedy").token_ids for prompt in prompts]
     xt = XTokAssisted((target("Llama", HALF), TOKENS), (UNRELATED, BYTES), stable=True)
-    monkeypatch.setattr(StableShapes, "_found_to_agree", fails)
+    monkeypatch.setattr(Trials, "agrees", fails)
     assert ids_of(xt.generate(prompts, **GREEDY)) == wanted
 
 
@@ -533,7 +535,7 @@ def test_an_engine_under_a_bound_of_memory_writes_the_same() -> None:
         found = [ticket.result().token_ids for ticket in tickets]
         assert engine._memory is not None
         most = engine._memory.positions
-        assert all(rows * places <= most for slots in engine._caches._slots.values() for rows, places in shapes(slots))
+        assert all(rows * places <= most for slots in engine._caches._caches.values() for rows, places in shapes(slots))
         with pytest.raises(InvalidInputError, match="memory has room"):
             engine.submit(prompts[0], **GREEDY | {"max_new_tokens": 4000})
     assert found == [expected("Llama", HALF, prompt, "greedy").token_ids for prompt in prompts]

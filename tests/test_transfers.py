@@ -22,7 +22,7 @@ from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning
 from xtok.models import forwards
 from xtok.models.forwards import Answer, Ask
-from xtok.models.slots import Slots
+from xtok.models.shared_cache import SharedCache
 
 WAITING = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "masked_select"}
 TREE = Budget(4, width=4, nodes=12, schedule="constant")
@@ -108,13 +108,13 @@ def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_share_transfers_as_they_share_forwards(waits: Waits, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """One for each forward of both models, of which each serves all texts; those that end early take a few more."""
-    served, serve = list[int](), Slots.serve
+    served, serve = list[int](), SharedCache.serve
 
-    def spy(slots: Slots, asks: list[Ask]) -> list[Answer]:
+    def spy(slots: SharedCache, asks: list[Ask]) -> list[Answer]:
         served.append(len(asks))
         return serve(slots, asks)
 
-    monkeypatch.setattr(Slots, "serve", spy)
+    monkeypatch.setattr(SharedCache, "serve", spy)
     xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES)], budget=TREE)
     make_dear(xt)
     totals, forwarded = list[int](), list[int]()

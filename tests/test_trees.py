@@ -22,7 +22,7 @@ from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.tree import CARRIED, Trie, chain
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Steps, together
-from xtok.models.probe import takes_trees
+from xtok.models.probe import traits
 from xtok.models.timing import Cost
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
@@ -46,13 +46,13 @@ def test_models_with_positions_and_masks_take_trees(architecture: str, dtype: to
     for weight in made.parameters():
         if weight.dim() > 1:
             weight.data.normal_(0, 0.3)
-    assert takes_trees(made.eval())
+    assert traits(made.eval()).branches
 
 
 @pytest.mark.parametrize("name", ["Bloom", "Falcon", "GPTNeo"])
 def test_models_whose_keys_count_by_their_order_take_none(name: str) -> None:
     more = {"Falcon": {"alibi": True}, "GPTNeo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}}
-    assert not takes_trees(built(name, **more.get(name, {})))
+    assert not traits(built(name, **more.get(name, {}))).branches
 
 
 @pytest.mark.parametrize("budget", [None, Budget(4, width=4, schedule="constant")])

@@ -25,12 +25,12 @@ from xtok.drafts.base import Draft, Drafter
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
 from xtok.models.cache import CACHE
+from xtok.models.cache_set import CacheSet
 from xtok.models.load import Source
 from xtok.models.modes import Modes, current, own_modes, within
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach
 from xtok.models.prompts import Chat, KnownPrompt, Prompt, is_several
 from xtok.models.roles import Target
-from xtok.models.seats import Caches
 from xtok.results.generation import Generation, finished
 from xtok.results.outputs import as_transformers, columns
 from xtok.results.progress import advanced
@@ -318,7 +318,7 @@ class XTokAssisted:
         return list(_LAST.given.get(self, []))
 
     def _run(
-        self, requests: list[Request], caches: Caches, batch_size: int, streamer: Any, *, progress: bool = False
+        self, requests: list[Request], caches: CacheSet, batch_size: int, streamer: Any, *, progress: bool = False
     ) -> list[Sequence]:
         """Start and run requests, `batch_size` of them at a time, to their ends; `last` has what they gave.
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError, reason, shown
 from xtok.models.cache import CACHE, CACHE_NAMES
-from xtok.models.rope import dynamic_boundary, longrope_boundary
+from xtok.models.traits import Traits
 
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
@@ -197,16 +197,16 @@ def check_positions(positions: Any) -> None:
         raise InvalidInputError(f"position_ids is {shown(positions)}; give a tensor of shape (1, ids of the prompt).")
 
 
-def check_boundary(model: PreTrainedModel, ids: Tensor, inputs: Mapping[str, Any], longest: int) -> None:
+def check_boundary(known: Traits, ids: Tensor, inputs: Mapping[str, Any], longest: int) -> None:
     """Refuse texts that depend on how, or beside which rows, they are forwarded: beyond the boundary of rotary embeddings.
 
     Where a text crosses that of `longrope`, what is cached depends on what was forwarded at once. Transformers reads all
     rows of a batch as the longest of them, which a row that runs for itself isn't.
     """
-    long, dynamic = longrope_boundary(model), dynamic_boundary(model)
+    long, dynamic = known.longrope_boundary, known.dynamic_boundary
     if long is None and dynamic is None:
         return
-    rows, name = _lengths(ids, inputs), type(model).__name__
+    rows, name = _lengths(ids, inputs), known.name
     cache = inputs.get(CACHE)
     held = 0 if cache is None else int(cache.get_seq_length())
     if long is not None and 0 < held <= long < min(rows) and not hasattr(cache, "is_croppable"):

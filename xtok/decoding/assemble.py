@@ -21,13 +21,12 @@ from xtok.drafts.policy.ledger import Account, Ledger
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError
-from xtok.models.cache import device_of
+from xtok.models.cache_set import CachePool
 from xtok.models.graphs import captures, takes_graphs
 from xtok.models.load import DEFAULT, check_places, draft_model, target_model
 from xtok.models.placement import Placement, placements
-from xtok.models.probe import computes_in_half, takes_slots
+from xtok.models.probe import traits
 from xtok.models.roles import DraftModel, Target
-from xtok.models.seats import Pool
 from xtok.models.stable import StableShapes
 
 
@@ -58,10 +57,10 @@ def assemble(
     places = placements(device, dtype, device_map)
     _check_places(target, given, places)
     loaded = target_model(target, places[0])
-    beside = device_of(loaded.model)
+    beside = traits(loaded.model).device
     models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not guesses(one)}
     _check_drafts(loaded, given, list(models.values()), acceptance=acceptance, adapt=adapt)
-    wanted = stable or (stable is None and acceptance == "match" and computes_in_half(loaded.model))
+    wanted = stable or (stable is None and acceptance == "match" and traits(loaded.model).computes_in_half)
     shapes = _shapes(loaded, acceptance, stable) if wanted else None
     adapter = Adapter(next(iter(models.values())), loaded.vocabulary.view) if adapt else None
     drafts = tuple(_draft(one, models.get(i), loaded, adapter) for i, one in enumerate(given))
@@ -80,7 +79,7 @@ def assemble(
         captures=captured,
         adapter=adapter,
         ledger=Ledger([Account() for _ in drafts], padding(shapes, captures=captured)),
-        caches=Pool(captures=captured),
+        caches=CachePool(captures=captured),
     )
 
 
@@ -148,7 +147,7 @@ def _found_shapes(target: Target, acceptance: Acceptance) -> StableShapes:
     if acceptance != "match":
         raise UnsupportedArgumentError(f"With acceptance={acceptance!r} ids depend on the draft; use acceptance='match'.")
     name = type(target.model).__name__
-    if not takes_slots(target.model):
+    if not traits(target.model).shares:
         raise UnsupportedModelError(
             f"{name} can't share forward passes, as fixed shapes need: what it computes follows its "
             "sequence's length (dynamic rotary frequencies, ALiBi), or its cache is of another kind."
@@ -161,9 +160,9 @@ def _found_shapes(target: Target, acceptance: Acceptance) -> StableShapes:
 
 def _captured(target: PreTrainedModel, drafts: tuple[Draft, ...], wanted: bool | None) -> bool:
     """Whether there are forward passes to capture. Raises `UnsupportedModelError` if they are wanted and can't be."""
-    if wanted and not (takes_slots(target) and takes_graphs(target)):
+    if wanted and not (traits(target).shares and takes_graphs(target)):
         raise UnsupportedModelError(
-            f"Forwards of {type(target).__name__}, on {device_of(target)}, can't be captured as CUDA graphs: it "
+            f"Forwards of {type(target).__name__}, on {traits(target).device}, can't be captured as CUDA graphs: it "
             "must be on one GPU, without hooks, and of a kind whose forwards can be shared. Leave compile out."
         )
     return captures(wanted, [target, *(draft.model for draft in drafts if isinstance(draft, ModelDraft))])

@@ -34,8 +34,8 @@ from xtok.decoding.setup import Setup
 from xtok.decoding.stops import StopStrings
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
-from xtok.models.cache import CACHE, device_of, ids_read
-from xtok.models.probe import check_cache
+from xtok.models.cache import CACHE
+from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, is_ids, is_several, prompt_ids, template_arguments
 from xtok.models.roles import Target
 from xtok.models.stable import StableShapes
@@ -180,7 +180,7 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
     read = prompt.ids if known else prompt_ids(target.vocabulary.tokenizer, prompt, splits, template)
     prompt = prompt.prompt if known else prompt
     prompt = None if is_ids(prompt) else prompt
-    ids = torch.tensor([read], dtype=torch.int64, device=device_of(target.model))
+    ids = torch.tensor([read], dtype=torch.int64, device=traits(target.model).device)
     stop_strings = _taken_stop_strings(target.model, arguments)
     if arguments.get("generation_config") is None:
         arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
@@ -216,10 +216,11 @@ def by_row(target: Target, batch: Request, stop_strings: Any) -> list[Request]:
     model, ids, inputs = target.model, batch.ids, batch.inputs
     check_positions(inputs.get("position_ids"))
     check_config(batch.config, inputs, rows=len(ids))
-    check_ids(ids, ids_read(model))
-    check_boundary(model, ids, inputs, batch.config.max_length)
+    known = traits(model)
+    check_ids(ids, known.ids_read)
+    check_boundary(known, ids, inputs, batch.config.max_length)
     cache = inputs.pop(CACHE, None)
-    check_cache(model, cache)
+    known.check_cache(cache)
     inputs.pop("use_cache", None)
     batch = replace(batch, criteria=with_stop_strings(target.vocabulary, batch.criteria, stop_strings), cache=cache)
     if len(ids) == 1:

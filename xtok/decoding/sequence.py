@@ -18,10 +18,10 @@ from xtok.drafts.policy.ledger import Ledger
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Tree
-from xtok.models.cache import CachedModel
+from xtok.models.cache_set import Slots
+from xtok.models.cached_model import CachedModel
 from xtok.models.forwards import Slot
 from xtok.models.modes import as_called
-from xtok.models.seats import Seat
 
 _LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
 _KNOWN = (MaxLengthCriteria, EosTokenCriteria, StopStrings)
@@ -65,7 +65,7 @@ class Sequence:
     """
 
     slot: Slot
-    slots: Seat
+    slots: Slots
     ids: Tensor
     text: Text
     picker: Picker

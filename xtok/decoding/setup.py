@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import ceil
 from typing import Literal
 
@@ -18,11 +17,10 @@ from xtok.drafts.policy.ledger import WITHOUT_A_MODEL, Account, Ledger
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, UnstableWarning, UnsupportedArgumentError, XTokError, shown
 from xtok.models.cache import CACHE, weights
+from xtok.models.cache_set import CachePool
 from xtok.models.layers import doubled
-from xtok.models.probe import takes_trees
 from xtok.models.roles import Target
-from xtok.models.seats import Pool
-from xtok.models.slots import rounded
+from xtok.models.shapes import rounded
 from xtok.models.stable import StableShapes
 
 Acceptance = Literal["match", "rejection", "typical"]
@@ -61,7 +59,7 @@ class Setup:
     captures: bool = False
     adapter: Adapter | None = None
     ledger: Ledger
-    caches: Pool
+    caches: CachePool
 
     def with_drafts(self, names: Collection[str]) -> "Setup":
         """The same with some of the drafts alone. Models are shared, what guessing costs and gains is learnt anew.
@@ -79,7 +77,7 @@ class Setup:
             names=tuple(self.names[i] for i in kept),
             adapter=self.adapter if any(isinstance(one, ModelDraft) for one in drafts) else None,
             ledger=Ledger([Account() for _ in drafts], self.ledger.padded),
-            caches=Pool(captures=self.captures),
+            caches=CachePool(captures=self.captures),
         )
 
     @property
@@ -92,11 +90,6 @@ class Setup:
     def shows_hidden(self) -> bool:
         """Whether a draft reads the target's hidden states."""
         return any(isinstance(one, HeadsDrafter) for one in self.drafts)
-
-    @cached_property
-    def takes_trees(self) -> bool:
-        """Whether the target can verify a tree, found out when something guesses one."""
-        return takes_trees(self.target.model)
 
     def positions_beside(self, positions: float = 1, *, prediction: bool = False) -> int:
         """How many positions of a model's cache a sequence of so many positions may need beside those: for guesses and padding.

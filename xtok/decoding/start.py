@@ -14,23 +14,23 @@ from xtok.drafts.policy.ledger import Ledger
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
-from xtok.models.cache import positions
+from xtok.models.cache_set import CacheSet, Slots
 from xtok.models.forwards import Slot
-from xtok.models.probe import computes_in_half, fits_trees, takes_slots, tolerance
+from xtok.models.probe import traits
 from xtok.models.recurrent import cached_model
-from xtok.models.seats import Caches, Seat
+from xtok.models.traits import Traits
 from xtok.sampling.processors import warpers
 
 
-def start(setup: Setup, request: Request, caches: Caches, most: int | None = None) -> Sequence:
+def start(setup: Setup, request: Request, caches: CacheSet, most: int | None = None) -> Sequence:
     """The sequence of a request, with its slots in `caches`. `most`: how many positions those may have, beside guesses."""
     request = request.with_own_state()
-    model, vocabulary, slots = setup.target.model, setup.target.vocabulary, Seat(caches, most)
-    guesses = bool(setup.drafts or request.prediction)
-    branches = not guesses or (setup.takes_trees and fits_trees(model, request.cache))
+    model, vocabulary, slots = setup.target.model, setup.target.vocabulary, Slots(caches, most)
+    known, guesses = traits(model), bool(setup.drafts or request.prediction)
+    branches = not guesses or known.branches_in(request.cache)
     try:
-        slot = _slot(setup, request, slots)
-        half = computes_in_half(model)
+        slot = _slot(setup, request, known, slots)
+        half = known.computes_in_half
         varies = half and not (request.shapes is not None and slot.fixed)
         judged = request.noise is not None and setup.accept is not None
         meter = Meter(chains_only=not branches, exact=not judged and not varies, shared_forwards=slot.shares)
@@ -46,14 +46,14 @@ def start(setup: Setup, request: Request, caches: Caches, most: int | None = Non
                 request.noise,
                 None if request.noise is None else vocabulary.keys.to(request.ids.device),
                 setup.accept,
-                tolerance(model, half=half),
+                known.tolerance(half=half),
                 request.recorded("output_scores"),
                 request.recorded("output_logits"),
             ),
             criteria=request.criteria,
             config=request.config,
             budget=_budget(setup, judged=judged, branches=branches),
-            deepest=positions(model, slot),
+            deepest=slot.limit,
             meter=meter,
             drafting=partial(_session, setup, request, meter, slots, ledger) if ledger else None,
             ledger=ledger,
@@ -66,11 +66,11 @@ def start(setup: Setup, request: Request, caches: Caches, most: int | None = Non
         raise
 
 
-def _slot(setup: Setup, request: Request, slots: Seat) -> Slot:
+def _slot(setup: Setup, request: Request, known: Traits, slots: Slots) -> Slot:
     """A slot whose forward passes are shared; or a cache of its own, if the model needs one or the caller gave it."""
     model = setup.target.model
-    if request.shares_forwards and takes_slots(model):
-        return slots.slot(model, shows_hidden=setup.shows_hidden, shapes=request.shapes)
+    if request.shares_forwards and known.shares:
+        return slots.take(model, shows_hidden=setup.shows_hidden, shapes=request.shapes)
     prompt = request.ids, request.config
     return cached_model(model, request.cache, request.inputs, shows_hidden=setup.shows_hidden, prompt=prompt)
 
@@ -89,7 +89,7 @@ def _ledger(setup: Setup, request: Request, *, varies: bool) -> Ledger:
     return ledger if request.prediction is None else ledger.with_account()
 
 
-def _session(setup: Setup, request: Request, meter: Meter, slots: Seat, ledger: Ledger) -> Session:
+def _session(setup: Setup, request: Request, meter: Meter, slots: Slots, ledger: Ledger) -> Session:
     """The drafters of a sequence."""
     given = DraftRequest(
         setup.target.vocabulary,
@@ -101,7 +101,7 @@ def _session(setup: Setup, request: Request, meter: Meter, slots: Seat, ledger: 
         prompt=request.prompt,
         template=request.template,
         model=setup.target.model,
-        seat=slots,
+        slots=slots,
     )
     drafts = list(setup.drafts)
     if ledger.nominal is not None:  # what others taught it would change what this one guesses, and so shapes

@@ -13,8 +13,8 @@ from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, shown
+from xtok.models.cache_set import Slots
 from xtok.models.forwards import Steps, together
-from xtok.models.seats import Seat
 from xtok.sampling.noise import Noise
 
 __all__ = ["Context", "Draft", "Drafter", "Request"]
@@ -70,7 +70,7 @@ class Request:
     `vocabulary`: the target's. `samples`: whether the target draws. `independent`: guesses are to be draws of noise of their
     own, with their distributions, for speculative sampling. `end`: the target's end of text. `warpers`: what shapes
     distributions in any vocabulary. `prompt`: a text, a chat, or None where the target was given ids. `template`: the arguments
-    of a chat's template. `model`: the target, for what shares its layers; None where there is none at hand. `seat`: where the
+    of a chat's template. `model`: the target, for what shares its layers; None where there is none at hand. `slots`: where the
     text has its slots in models.
     """
 
@@ -83,7 +83,7 @@ class Request:
     prompt: Any = None
     template: Mapping[str, Any] = field(default_factory=dict)
     model: PreTrainedModel | None = None
-    seat: Seat = field(default_factory=Seat)
+    slots: Slots = field(default_factory=Slots)
 
     @property
     def shapes(self) -> LogitsProcessorList:

@@ -49,7 +49,7 @@ class ModelDraft:
     def start(self, request: Request) -> Drafter:
         """A drafter for one text. Draws are guessed in the target's ids, and so is all by a draft that has those."""
         model = self._draft if self._adapter is None or request.samples else self._adapter.draft
-        slot = request.seat.slot(model.model)
+        slot = request.slots.take(model.model)
         if self._same:
             return self._projected(model, IdReader(model, request.meter, slot), request, end=None)
         reader = Reader(model, request.meter, _own_prompt(model.vocabulary.tokenizer, request), slot)

@@ -7,10 +7,9 @@ from torch import Tensor
 from xtok.align.reencode import Reencoder
 from xtok.drafts.base import Context
 from xtok.drafts.meter import Meter
-from xtok.models.cache import positions
+from xtok.models.cache_set import Slots
 from xtok.models.forwards import Answer, Ask, Slot, Steps
 from xtok.models.roles import DraftModel
-from xtok.models.seats import Seat
 
 
 class Reader:
@@ -29,8 +28,8 @@ class Reader:
         self._text = Reencoder(draft.vocabulary.encoder)
         self._seen: bytes | None = None
         self._begin = 0
-        self._slot = slot or Seat().slot(draft.model)
-        self._window = positions(draft.model, self._slot)
+        self._slot = slot or Slots().take(draft.model)
+        self._window = self._slot.limit
         self._lead = len(draft.lead if prompt is None else prompt)
         self._ids = list(draft.lead if prompt is None else prompt)
         self._start = self._held = 0  # the cache holds `_held` ids from `_start` on, as far as they are read alike

@@ -5,6 +5,7 @@ or yields numbers that it wants to look at and is sent those as lists: one trans
 """
 
 from collections.abc import Generator, Sequence
+from enum import IntEnum
 from itertools import chain as joined
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -34,8 +35,8 @@ class Slot(Protocol):
     """A text's place in a model: what the model keeps of it, and how it is forwarded.
 
     `chunk`: how many ids of a prompt are forwarded at once, None for all. `forwards`: how many it took part in. `vocabulary`:
-    how many ids the model has logits for. `shares`: whether forwards can be shared. `most`: how many positions it may have,
-    where memory is bounded. `fixed`: whether forwards have fixed shapes.
+    how many ids the model has logits for. `shares`: whether forwards can be shared. `limit`: how many positions the text
+    may have; None for any number. `fixed`: whether forwards have fixed shapes.
     """
 
     device: torch.device
@@ -43,7 +44,7 @@ class Slot(Protocol):
     chunk: int | None
     forwards: int
     shares: bool
-    most: int | None
+    limit: int | None
     fixed: bool
 
     @property
@@ -81,12 +82,23 @@ class Slot(Protocol):
         """Make room for another text."""
 
 
+class Parent(IntEnum):
+    """What stands in the place of a parent's index: `CONTEXT` if the parent is the last of all kept ids, `ALL_BUT_LAST` if it
+    is the one before. The others are met in tensors alone: `KEPT` for a new id that is kept, and `PADDING`.
+    """
+
+    CONTEXT = -1
+    ALL_BUT_LAST = -2
+    KEPT = -3
+    PADDING = -4
+
+
 class Ask(NamedTuple):
     """What a text wants forwarded: `ids` behind what its slot holds, of which the last `rows` are to have logits.
 
     `parents`, one for each of the last of them, make those nodes of a tree, which stands until it is kept or rolled back. A
-    parent is the index of an earlier node, those of earlier forwards counted, or -1 for all that is kept, or -2 for that
-    less its last position. A node sees its ancestors alone, and its position is its depth. The ids before those are kept.
+    parent is the index of an earlier node, those of earlier forwards counted, or `Parent.CONTEXT` or `Parent.ALL_BUT_LAST`,
+    which are -1 and -2. A node sees its ancestors alone, and its position is its depth. The ids before those are kept.
     """
 
     slot: Slot

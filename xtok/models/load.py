@@ -22,8 +22,9 @@ from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
 from xtok.models.cache import context_window, ids_read, output_embeddings, vocabulary_size
+from xtok.models.continues import check_continues, check_rolls_back
 from xtok.models.placement import Placement, best_device
-from xtok.models.probe import check_continues, check_rolls_back, takes_slots
+from xtok.models.probe import traits
 from xtok.models.prompts import leading, reading
 from xtok.models.quantized import check_rows
 from xtok.models.roles import DraftModel, Target
@@ -157,7 +158,7 @@ def _loaded(source: Any, role: str, place: Placement, beside: torch.device | Non
     if role == "target":
         check_rows(model, role)
     check_continues(model, role)
-    takes_slots(model)  # tried here, and not in the first text
+    traits(model)  # tried here, and not in the first text
     ends = model.generation_config.eos_token_id
     ends = [getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])]
     return model, Vocabulary(tokenizer, view, vocabulary_size(model), frozenset(end for end in ends if end is not None))

@@ -1,25 +1,56 @@
-"""What new ids of several texts see of what a cache holds, made on the device."""
+"""What new ids of several sequences see of what a KV cache holds, made on the device."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil, log2
 
 import torch
 from torch import Tensor
 
-SHORT, KEPT, PADDING = -2, -3, -4
-"""In place of a parent: of nodes that don't see the last kept position, of ids that are kept, and of padding."""
+from xtok.models.forwards import Parent
+
 _NODES = 64
-"""Room for nodes grows by multiples of that."""
+"""Memory for nodes grows by multiples of that."""
+
+
+@dataclass(frozen=True)
+class NewIds:
+    """What is new in a row of the cache. `base`: how many positions of the row are taken. `trunk`: how many of them, and of the
+    new ids, are kept. `ids`: the new ones, kept ones first; `parents`: a `Parent` or a node's index for each. `nodes`: how many
+    nodes of a tree the row has, new ones included.
+    """
+
+    base: int = 0
+    trunk: int = 0
+    ids: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    nodes: int = 0
+
+    @property
+    def linked(self) -> bool:
+        """Whether one of the new ids is the parent of another."""
+        new = sum(parent > Parent.KEPT for parent in self.parents)
+        return max(self.parents, default=Parent.KEPT) >= self.nodes - new
+
+    def line(self, width: int, other: int) -> list[int]:
+        """All of it as numbers, with padding in front: by an id of its own, for the keys of another might be no numbers.
+
+        `other`: an id for a row without any.
+        """
+        padding = width - len(self.ids)
+        filler = self.ids[0] if self.ids else other
+        return [self.base, self.trunk, *[filler] * padding, *self.ids, *[Parent.PADDING] * padding, *self.parents]
 
 
 class Trees:
-    """The trees that stand behind texts, one for each row of a cache.
+    """The trees that sequences have after what is kept, one for each row of a cache.
 
     `ancestors`: (rows, nodes, nodes), bool, whether the column's node is on the row's path, itself included. `short`: (rows,
     nodes), bool, whether a node begins a path that doesn't see the last kept position. `depths`: (rows, nodes), int64, 0 for
     what follows what is kept.
     """
 
-    def __init__(self, windows: dict[str, int | None], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, windows: Mapping[str, int | None], dtype: torch.dtype, device: torch.device) -> None:
         """`windows`: of how many positions each kind of layer sees the last; None for all."""
         self._windows = windows
         self._dtype = dtype
@@ -27,8 +58,8 @@ class Trees:
         self._grow(0, 0)
 
     def _grow(self, rows: int, nodes: int) -> None:
-        """Behind the room for nodes there is one more, for what is none."""
-        self._room = nodes
+        """After the nodes there is one more, for ids that are none."""
+        self._size = nodes
         self._ancestors = torch.zeros((rows, nodes + 1, nodes), dtype=torch.bool, device=self._device)
         self._short = torch.zeros((rows, nodes + 1), dtype=torch.bool, device=self._device)
         self._depths = torch.zeros((rows, nodes + 1), dtype=torch.int64, device=self._device)
@@ -39,10 +70,27 @@ class Trees:
             if row < len(held):
                 held[to] = held[row]
 
+    def inputs(self, first: int, news: Sequence[NewIds], width: int, seen: int) -> dict[str, Tensor]:
+        """Add the new ids of some rows from the `first` on, `width` of each with padding.
+
+        Returns the model's inputs: `ids`, `positions` and `places`, the indices in a row of the cache, (rows, width), int64;
+        and what they see of the first `seen` places, (rows, 1, width, seen), additive, for each kind of layer.
+        """
+        filler = next(one.ids[0] for one in news if one.ids)
+        table = torch.tensor([one.line(width, filler) for one in news], dtype=torch.int64, device=self._device)
+        base, trunk, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
+        padding = (parents == Parent.PADDING).sum(dim=1, keepdim=True)
+        places = torch.arange(width, dtype=torch.int64, device=self._device) - padding
+        places = base + torch.where(places < 0, width - padding, places)  # padding goes to one place after what is new
+        nodes, linked = max(one.nodes for one in news), any(one.linked for one in news)
+        rows = slice(first, first + len(news))
+        positions, masks = self.add(rows, trunk, places, parents, nodes=nodes, seen=seen, linked=linked)
+        return {"ids": ids, "positions": positions, "places": places, **masks}
+
     def add(
         self, rows: slice, trunk: Tensor, places: Tensor, parents: Tensor, *, nodes: int, seen: int, linked: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add new ids to `rows` of the cache, and see what is visible behind them.
+        """Add new ids to `rows` of the cache, and find out what they see.
 
         Returns their positions, (rows, new), int64, and what they see of the first `seen` places, (rows, 1, new, seen),
         additive, in the model's dtype, for each kind of layer.
@@ -51,12 +99,10 @@ class Trees:
         (rows, new), int64. `nodes`: how many a row has at most, new ones included. `linked`: whether the parent of a new id
         is another new one.
         """
-        guessed, padding = parents > KEPT, parents == PADDING
+        guessed, padding = parents > Parent.KEPT, parents == Parent.PADDING
         sees = torch.where(guessed, trunk, torch.where(padding, 1, places + 1))  # padding has to see something
         positions = torch.where(padding, 0, places)
-        keys = torch.arange(
-            seen + 1, dtype=torch.int64, device=places.device
-        )  # one more, for nodes that stand beyond what is looked at
+        keys = torch.arange(seen + 1, dtype=torch.int64, device=places.device)  # one more, for nodes beyond what is looked at
         visible, key_positions = keys, keys[None]
         if not nodes:
             visible = keys < sees[..., None]
@@ -66,7 +112,7 @@ class Trees:
             visible = keys < torch.where(guessed, sees - short, sees)[..., None]
             columns = (trunk + torch.arange(nodes, dtype=torch.int64, device=places.device)).clamp(max=seen)
             visible.scatter_(2, columns[:, None].expand(-1, places.shape[1], -1), ancestors)
-            visible[..., 0] |= padding  # where a tree stands behind nothing, too
+            visible[..., 0] |= padding  # also if a tree begins a sequence
             key_positions = keys.repeat(len(places), 1).scatter_(1, columns, trunk + self._depths[rows, :nodes])
         return positions, self._masks(visible[..., :seen], positions, key_positions[..., :seen])
 
@@ -77,15 +123,15 @@ class Trees:
 
         `numbers`, `parents`, `guessed`: (rows, new). What isn't guessed has no ancestors.
         """
-        if nodes > self._room or rows.stop > len(self._ancestors):
-            self._make_room(rows.stop, nodes)
+        if nodes > self._size or rows.stop > len(self._ancestors):
+            self._make_size(rows.stop, nodes)
         own = (numbers[..., None] == torch.arange(nodes, dtype=torch.int64, device=numbers.device)) & guessed[..., None]
-        older = self._ancestors[rows].gather(1, parents.clamp(min=0)[..., None].expand(-1, -1, self._room))[..., :nodes]
+        older = self._ancestors[rows].gather(1, parents.clamp(min=0)[..., None].expand(-1, -1, self._size))[..., :nodes]
         links = (parents[:, :, None] == numbers[:, None, :]) & guessed[:, None, :] & guessed[:, :, None]
         older &= ((parents >= 0) & ~links.any(dim=2))[..., None]
         ancestors = _closed(links, own | older) if linked else own | older
-        places = torch.where(guessed, numbers, self._room)
-        self._short[rows] = self._short[rows].scatter(1, places, parents == SHORT)
+        places = torch.where(guessed, numbers, self._size)
+        self._short[rows] = self._short[rows].scatter(1, places, parents == Parent.ALL_BUT_LAST)
         short = (ancestors & self._short[rows, None, :nodes]).any(dim=2).long()
         depths = torch.where(guessed, ancestors.sum(dim=2) - 1 - short, 0)
         self._depths[rows] = self._depths[rows].scatter(1, places, depths)
@@ -93,9 +139,9 @@ class Trees:
         self._ancestors[rows, :, :nodes] = self._ancestors[rows, :, :nodes].scatter(1, into, ancestors)
         return ancestors, depths, short
 
-    def _make_room(self, rows: int, nodes: int) -> None:
+    def _make_size(self, rows: int, nodes: int) -> None:
         held = self._ancestors, self._short, self._depths
-        self._grow(max(rows, len(held[0])), _NODES * ceil(max(nodes, self._room) / _NODES))
+        self._grow(max(rows, len(held[0])), _NODES * ceil(max(nodes, self._size) / _NODES))
         for new, old in zip((self._ancestors, self._short, self._depths), held, strict=True):
             new[tuple(map(slice, old.shape))] = old
 
@@ -109,6 +155,30 @@ class Trees:
             mask = torch.zeros(near.shape, dtype=self._dtype, device=near.device)
             masks[kind] = mask.masked_fill_(~near, torch.finfo(self._dtype).min)[:, None]
         return masks
+
+
+def tree_masks(
+    windows: Mapping[str, int | None], held: int, parents: Sequence[int], new: int, like: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the `new` last nodes of a tree after `held` positions see of all positions and nodes.
+
+    Returns their positions, (new,), int64, and a mask, (1, 1, new, positions and nodes), additive, for each kind of layer, in
+    the dtype and on the device of `like`.
+    """
+    nodes, device = len(parents), like.device
+    trunk = torch.tensor([[held]], dtype=torch.int64, device=device)
+    places = trunk + torch.arange(nodes, dtype=torch.int64, device=device)
+    trees = Trees(windows, like.dtype, device)
+    positions, masks = trees.add(
+        slice(0, 1),
+        trunk,
+        places,
+        torch.tensor([list(parents)], dtype=torch.int64, device=device),
+        nodes=nodes,
+        seen=held + nodes,
+        linked=True,
+    )
+    return positions[0, -new:], {kind: mask[:, :, -new:] for kind, mask in masks.items()}
 
 
 def _closed(links: Tensor, own: Tensor) -> Tensor:

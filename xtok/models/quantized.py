@@ -16,7 +16,7 @@ from xtok.errors import UnsupportedModelError
 from xtok.models.cache import device_of, new_cache, vocabulary_size
 from xtok.models.modes import plain
 from xtok.models.recurrent import cached_model
-from xtok.models.verdicts import Verdicts
+from xtok.models.traits import Verdicts
 
 
 def check_rows(model: PreTrainedModel, role: str) -> None:
@@ -36,7 +36,7 @@ def check_rows(model: PreTrainedModel, role: str) -> None:
 
 def mixing_layer(model: PreTrainedModel) -> str | None:
     """The class of a quantised linear layer whose rows depend on one another by more than rounding; None if there is none."""
-    return _TRIED.of(model, _try_layers).mixing
+    return _TRIED(model).mixing
 
 
 def rounds_input(model: PreTrainedModel) -> bool:
@@ -45,7 +45,7 @@ def rounds_input(model: PreTrainedModel) -> bool:
 
     There a difference in the last bit of float32 may become one that changes picks.
     """
-    return _TRIED.of(model, _try_layers).rounds
+    return _TRIED(model).rounds
 
 
 class _Layers(NamedTuple):
@@ -53,9 +53,6 @@ class _Layers(NamedTuple):
 
     mixing: str | None
     rounds: bool
-
-
-_TRIED = Verdicts[_Layers]()
 
 
 def _try_layers(model: PreTrainedModel) -> _Layers:
@@ -73,6 +70,9 @@ def _try_layers(model: PreTrainedModel) -> _Layers:
     if layers:
         _forward(model, layers, compare)
     return _Layers(next(iter(mixing), None), any(rounding))
+
+
+_TRIED = Verdicts(_try_layers)
 
 
 def _rounds(layer: nn.Module, like: Tensor) -> bool:

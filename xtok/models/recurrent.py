@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from xtok.models.cache import CachedModel, Nodes, layers_of, new_cache
+from xtok.models.cache import layers_of, new_cache
+from xtok.models.cached_model import CachedModel
 
 _LONGEST = 16
 """How many positions are forwarded again together with new ones. More of them would cost more than the forward they save."""
@@ -141,13 +142,13 @@ class RecurrentModel(CachedModel):
 
     def branch(self, ids: Tensor, parents: Sequence[int]) -> Tensor:
         """As of any model, for a chain: `ids`, (1, new) → logits, (new, vocabulary)."""
-        self._nodes.add(parents)
-        assert self._nodes.is_chain, "recurrent layers see no branches"
+        self._parents += parents
+        assert self._parents == list(range(-1, len(self._parents) - 1)), "recurrent layers see no branches"
         return self.forward(ids, len(parents))
 
     def roll_back(self, length: int) -> bool:
         """Take the newest positions back until `length` are left."""
-        self._nodes, self._lead = Nodes(), 0
+        self._parents, self._lead = [], 0
         self._crop(self.length - length)
         return True
 

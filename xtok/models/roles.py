@@ -6,7 +6,7 @@ from functools import cached_property
 from transformers import PreTrainedModel
 
 from xtok.align.vocabulary import Vocabulary
-from xtok.models.probe import takes_trees
+from xtok.models.probe import traits
 
 
 @dataclass(frozen=True)
@@ -28,4 +28,4 @@ class DraftModel:
     @cached_property
     def branches(self) -> bool:
         """Whether one forward can continue several guesses."""
-        return takes_trees(self.model)
+        return traits(self.model).branches

@@ -10,7 +10,8 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.decoding.sequence import Sequence
-from xtok.models.cache import CACHE, CachedModel
+from xtok.models.cache import CACHE
+from xtok.models.cached_model import CachedModel
 
 
 def columns(sequences: list[Sequence], sent: int) -> Iterator[Tensor]:

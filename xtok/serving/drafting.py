@@ -21,11 +21,11 @@ from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, shown
+from xtok.models.cache_set import CacheSet, Slots
 from xtok.models.forwards import together
 from xtok.models.graphs import captures
 from xtok.models.load import Source, draft_model
 from xtok.models.modes import plain
-from xtok.models.seats import Caches, Seat
 from xtok.models.timing import Cost
 
 CHAINS = Budget(width=2)
@@ -42,12 +42,12 @@ _MIXED = 16
 class DraftedText:
     """A text that another engine writes, as its `DraftEngine` knows it.
 
-    `ids`: what is committed of it so far, prompt included. `session`: who drafts it. `seat`: where it has its slots in drafts.
+    `ids`: what is committed of it so far, prompt included. `session`: who drafts it. `slots`: where it has its slots in drafts.
     """
 
     ids: list[int]
     session: Session = field(repr=False)
-    seat: Seat = field(repr=False)
+    slots: Slots = field(repr=False)
     _told: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class DraftEngine:
             ModelDraft(models[i], self._vocabulary) if i in models else as_draft(one) for i, one in enumerate(given)
         ]
         self._ledger = Ledger([Account() for _ in given])
-        self._caches = Caches(captures=captures(None, (one.model for one in models.values())))
+        self._caches = CacheSet(captures=captures(None, (one.model for one in models.values())))
         self._texts: dict[DraftedText, None] = {}
         self._drafting, self._shortest, self._mixed = 0.0, inf, 0
         self._step = _Step(is_pure=False)
@@ -148,9 +148,9 @@ class DraftEngine:
         if not ids:
             raise InvalidInputError("The text has no ids. Give at least one, as the token that begins texts.")
         self._step.is_pure = False  # its prompt is read in this step, or it has no part in it
-        seat = Seat(self._caches)
-        request = Request(self._vocabulary, Meter(), end=self._end, seat=seat)
-        text = DraftedText(ids, Session(self._drafts, request, self._ledger, ids), seat)
+        slots = Slots(self._caches)
+        request = Request(self._vocabulary, Meter(), end=self._end, slots=slots)
+        text = DraftedText(ids, Session(self._drafts, request, self._ledger, ids), slots)
         self._texts[text] = None
         return text
 
@@ -180,7 +180,7 @@ class DraftEngine:
         self._check(text)
         del self._texts[text]
         text.session.close()
-        text.seat.leave()
+        text.slots.leave()
 
     @plain
     def propose(self, texts: Sequence[DraftedText], longest: int) -> list[Tree]:

@@ -19,10 +19,10 @@ from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Sequence
 from xtok.decoding.start import start
 from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, UnsupportedArgumentError
+from xtok.models.cache_set import CacheSet
 from xtok.models.modes import current, own_modes, within
 from xtok.models.prompts import KnownPrompt, Prompt
-from xtok.models.seats import Caches
-from xtok.models.slots import CHUNK
+from xtok.models.shapes import CHUNK
 from xtok.results.generation import finished
 from xtok.serving.memory import Memory
 from xtok.serving.ticket import Ticket
@@ -92,7 +92,7 @@ class Engine:
         room = None
         if self._memory is not None:
             room = {model: count * self._memory.positions for model, count in Counter(self._setup.models).items()}
-        self._caches = Caches(batch_size, room, captures=self._setup.captures)
+        self._caches = CacheSet(batch_size, room, captures=self._setup.captures)
         self._closing, self._modes = False, current()
         self._tokens = self._forwards = 0
         self._seconds, self._started = 0.0, 0.0
@@ -178,7 +178,7 @@ class Engine:
                 left = [*self._running, *self._waiting]
             for job in left:
                 job.ticket.end(error)
-        self._caches = Caches()
+        self._caches = CacheSet()
 
     def _go_on(self) -> bool:
         """Run until nothing runs. False if nothing will come any more."""

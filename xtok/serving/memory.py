@@ -5,7 +5,7 @@ from math import ceil
 from xtok.decoding.prepare import Request
 from xtok.decoding.setup import Setup
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
-from xtok.models.probe import position_bytes
+from xtok.models.probe import traits
 
 
 class Memory:
@@ -26,7 +26,7 @@ class Memory:
             )
         position = 0
         for model in setup.models:
-            own = position_bytes(model)
+            own = traits(model).position_bytes
             if own is None:
                 name = type(model).__name__
                 raise UnsupportedModelError(

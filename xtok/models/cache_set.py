@@ -1,0 +1,106 @@
+"""The KV caches of a call, one for each model, and the slots that its sequences have in them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from transformers import PreTrainedModel
+
+from xtok.models.cache import new_cache
+from xtok.models.forwards import Slot
+from xtok.models.graphs import Graphs, state_of, takes_graphs
+from xtok.models.modes import Modes
+from xtok.models.probe import traits
+from xtok.models.recurrent import cached_model
+from xtok.models.shapes import Shapes
+from xtok.models.shared_cache import SharedCache
+from xtok.models.traits import Traits
+
+_SNAPSHOTS = 16
+"""Of two rounds: what a draft reads in one may be read otherwise in the next."""
+
+
+class CacheSet:
+    """The shared caches of sequences that run together, one for each model."""
+
+    def __init__(self, rows: int = 1, room: Mapping[PreTrainedModel, int] | None = None, *, captures: bool = False) -> None:
+        """`rows`: how many sequences there will be at a time. `room`: how many positions the cache of each model may have for
+        all of them, rows × positions of a row; None for as many as are needed. `captures`: whether forward passes are captured
+        if a model allows it.
+        """
+        self._rows, self._room, self._captures = rows, room, captures
+        self._caches: dict[PreTrainedModel, SharedCache] = {}
+
+    def of(self, model: PreTrainedModel, known: Traits, *, shows_hidden: bool, shapes: Shapes | None) -> SharedCache:
+        """The cache of a model that sequences can share; `known`: its traits."""
+        if model not in self._caches:
+            self._caches[model] = SharedCache(
+                model,
+                known,
+                shows_hidden=shows_hidden,
+                rows=self._rows,
+                room=None if self._room is None else self._room[model],
+                shapes=shapes,
+                graphs=Graphs() if self._captures and takes_graphs(model) else None,
+            )
+        return self._caches[model]
+
+    def empty(self) -> None:
+        """Make the caches ready for other sequences. Those without captured forward passes, or of models that compute otherwise
+        now, are let go.
+        """
+        self._caches = {model: cache for model, cache in self._caches.items() if cache.state and cache.state == state_of(model)}
+        for cache in self._caches.values():
+            cache.empty()
+
+
+class CachePool:
+    """The cache sets of an instance's calls. If forward passes are captured, a call has the set of an earlier one, and its
+    graphs.
+    """
+
+    def __init__(self, *, captures: bool) -> None:
+        self._captures = captures
+        self._free: list[CacheSet] = []
+
+    @contextmanager
+    def lent(self, rows: int, modes: Modes) -> Iterator[CacheSet]:
+        """Caches for a call with so many sequences at a time. What fails, or is closed before its end, doesn't give them
+        back. A call under autocast has its own, for the precision of a cache is that in which it was made.
+        """
+        if modes.autocast:
+            yield CacheSet(rows, captures=self._captures)
+            return
+        try:
+            caches = self._free.pop()
+        except IndexError:
+            caches = CacheSet(rows, captures=self._captures)
+        caches.empty()
+        yield caches
+        if self._captures:
+            self._free.append(caches)
+
+
+class Slots:
+    """The cache slots of one sequence, one in each model that takes part."""
+
+    def __init__(self, caches: CacheSet | None = None, most: int | None = None) -> None:
+        """`most`: how many positions the sequence may have in a model, beside guesses; None for as many as it needs."""
+        self._caches, self._most = caches or CacheSet(), most
+        self._taken: list[Slot] = []
+
+    def take(self, model: PreTrainedModel, *, shows_hidden: bool = False, shapes: Shapes | None = None) -> Slot:
+        """A slot in `model`: a row of a shared cache if the model can be held so, whose forward passes have `shapes`; else a
+        cache of its own.
+        """
+        known = traits(model)
+        if not known.shares:
+            return cached_model(model, new_cache(model), shows_hidden=shows_hidden, snapshots=_SNAPSHOTS)
+        cache = self._caches.of(model, known, shows_hidden=shows_hidden, shapes=shapes)
+        self._taken.append(cache.join(self._most))
+        return self._taken[-1]
+
+    def leave(self) -> None:
+        """Leave all slots to other sequences."""
+        for slot in self._taken:
+            slot.leave()
+        self._taken.clear()

@@ -1,0 +1,279 @@
+"""A causal LM with a KV cache of its own, forwarded alone."""
+
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from xtok.models.cache import (
+    CACHE,
+    context_window,
+    device_of,
+    keeps_rows,
+    layer_kinds,
+    layers_of,
+    new_cache,
+    record_past,
+    vocabulary_size,
+)
+from xtok.models.forwards import Answer, Ask, wait_for
+from xtok.models.masks import tree_masks
+from xtok.models.rope import turns
+from xtok.models.timing import Cost, timed
+from xtok.models.traits import layer_windows
+
+
+class CachedModel:
+    """A causal LM and its KV cache.
+
+    Law: after each call but `branch` the cache holds exactly the positions of `ids[:length]`, where `ids` is what was forwarded
+    and kept. The nodes of a tree stand behind those until `keep` or `roll_back` ends it.
+    `inputs` are further inputs of the model for the prompt (attention mask, positions); they are continued for new positions as
+    transformers' own generation continues them.
+    `hidden`, with `shows_hidden`: the last hidden states, (rows, hidden size), of the rows that the latest `forward` or
+    `branch` gave logits of.
+    `prompt`: ids, (1, length), int64, padding included, and the configuration that the first of all forwards is to be the
+    prefill of.
+    As a `Slot` it has a forward of its own.
+    """
+
+    shares = False
+    chunk: int | None = None
+    fixed = False
+    tolerance = 0.0
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        inputs: dict[str, Any] | None = None,
+        *,
+        shows_hidden: bool = False,
+        prompt: tuple[Tensor, Any] | None = None,
+    ) -> None:
+        self._prompt = prompt
+        self._lead = 0
+        self._model: Any = model
+        self._turn = turns(model)
+        rows = {"logits_to_keep": 1} if keeps_rows(model) else {}
+        self._inputs = {**rows, **(inputs or {}), "use_cache": True}
+        self._recorded = 0
+        self._prefilled = 0
+        self._parents = list[int]()
+        self._shows_hidden = shows_hidden
+        self.hidden: Tensor | None = None
+        self.cache = cache
+        self.forwards = 0
+        self.limit = context_window(model)
+        self.device = device_of(model)
+        self.vocabulary = vocabulary_size(model)
+
+    @property
+    def length(self) -> int:
+        """How many positions are kept."""
+        return self._held
+
+    @property
+    def _held(self) -> int:
+        """How many positions the cache holds."""
+        return int(self.cache.get_seq_length())
+
+    @property
+    def branched(self) -> int:
+        """How many nodes of a tree stand behind what is kept."""
+        return len(self._parents)
+
+    @property
+    def server(self) -> "CachedModel":
+        """Itself: it is forwarded alone."""
+        return self
+
+    def takes(self, new: int, prompt: int) -> int:
+        """All."""
+        return new
+
+    def guesses(self, new: int) -> int:
+        """As many as there are."""
+        return sys.maxsize
+
+    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+        """Each ask alone."""
+        return [[ask] for ask in asks]
+
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        """The answer to one ask."""
+        (ask,) = asks
+        with timed() as took:
+            logits = self._answered(ask)
+            wait_for(logits)
+        return [Answer(logits, self.hidden, Cost(len(ask.ids), took.seconds))]
+
+    def _answered(self, ask: Ask) -> Tensor:
+        if self._prompt is not None:
+            prompt, self._prompt = self._prompt, None
+            return self.prefill(*prompt)
+        ids = torch.tensor([list(ask.ids)], dtype=torch.int64, device=self.device)
+        if not ask.parents:
+            return self.forward(ids, ask.rows)
+        lead = len(ask.ids) - len(ask.parents)
+        self._lead = self._lead or lead
+        nodes = [parent + lead if parent >= 0 else (lead - 1 if lead else parent) for parent in ask.parents]
+        return self.branch(ids, [*range(-1, lead - 1), *nodes])[-ask.rows :]
+
+    def leave(self) -> None:
+        """Nothing: it serves one text."""
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, config: Any) -> Tensor:
+        """Forward a prompt, `ids`, (1, length), int64, as transformers does (in chunks, behind a filled cache).
+
+        Returns the logits of its last position, (1, vocabulary). `config`: the generation's.
+        """
+        held = self._held
+        inputs = {**self._inputs, CACHE: self.cache}
+        with self._turn():
+            outputs = self._model._prefill(ids, config, inputs)
+        self._adopt(outputs)
+        record_past(self.cache)
+        self._prefilled = self._recorded = self._held
+        self.forwards += ceil((self._held - held) / (config.prefill_chunk_size or self._held))
+        return self._last(outputs.logits, 1)
+
+    def forward(self, ids: Tensor, rows: int) -> Tensor:
+        """Forward new `ids`, (1, new), int64, behind the cache. Returns the last rows' logits, (rows, vocabulary)."""
+        return self._forward(self._prepared(ids), rows)
+
+    def branch(self, ids: Tensor, parents: Sequence[int]) -> Tensor:
+        """Forward nodes of a tree, `ids`, (1, new), int64, after the cache. Returns their logits, (new, vocabulary).
+
+        A parent is the index of an earlier node, those of earlier calls counted, or a `Parent`. A node sees its ancestors
+        alone, and its position is its depth.
+        """
+        inputs = self._prepared(ids)
+        held, earlier, new = self.length - len(self._parents), len(self._parents), len(parents)
+        self._parents += parents
+        if self._parents == list(range(-1, earlier + new - 1)):
+            return self._forward(inputs, new)  # a chain needs no mask
+        like = torch.empty(0, dtype=self._model.dtype, device=self.device)
+        positions, masks = tree_masks(self._windows, held, self._parents, new, like)
+        padded = inputs.get("position_ids")  # begin after padding
+        shift = 0 if padded is None else padded[0, 0] - (held + earlier)
+        inputs["position_ids"] = (positions + shift)[None]
+        inputs["attention_mask"] = self._of_layers(masks, new, inputs.get("attention_mask"))
+        return self._forward(inputs, new)
+
+    def keep(self, path: Sequence[int]) -> None:
+        """End a tree: keep the nodes of `path`, each the parent of the next and the first a child of -1. Drop the others."""
+        path = [*range(self._lead), *(node + self._lead for node in path)]
+        size = len(self._parents)
+        self._parents, self._lead = [], 0
+        if list(path) != list(range(len(path))):
+            kept = torch.tensor(path, dtype=torch.int64, device=self.device)
+            for layer in layers_of(self.cache):
+                if layer.is_initialized:
+                    _move_to_front(layer.keys[..., -size:, :], kept.to(layer.keys.device))
+                    _move_to_front(layer.values[..., -size:, :], kept.to(layer.values.device))
+        self._crop(size - len(path))
+
+    def _prepared(self, ids: Tensor) -> dict[str, Any]:
+        """The model's inputs for new ids, (1, new), behind the cache, as transformers' own generation has them."""
+        new = ids.shape[1]
+        if self._held > self._recorded and not hasattr(self.cache, "is_croppable") and self._has_slid():
+            self._crop(0)  # transformers 5.16's sliding layers take one forward per crop
+        beyond = self._held + new - self._prefilled
+        inputs = self._model._update_model_kwargs_for_generation({}, dict(self._inputs), num_new_tokens=beyond)
+        prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(
+            ids, next_sequence_length=new, is_first_iteration=False, **{CACHE: self.cache}, **inputs
+        )
+        return prepared
+
+    @torch.no_grad()
+    def _forward(self, inputs: dict[str, Any], rows: int) -> Tensor:
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = rows
+        if self._shows_hidden:
+            inputs["output_hidden_states"] = True
+        with self._turn():
+            outputs = self._model(**inputs, return_dict=True)
+        self._adopt(outputs)
+        self.hidden = outputs.hidden_states[-1][0, -rows:] if self._shows_hidden else None
+        self.forwards += 1
+        return self._last(outputs.logits, rows)
+
+    def _adopt(self, outputs: Any) -> None:
+        """Go on with the cache that the model filled: Phi-3 begins one of its own where a text crosses longrope's boundary."""
+        filled = getattr(outputs, CACHE, None)
+        if filled is not None and filled is not self.cache:
+            self.cache = filled
+            record_past(filled)
+
+    @cached_property
+    def _windows(self) -> dict[str, int | None]:
+        """The model's own, by kinds of layers: a cache that a caller made may keep more."""
+        return dict(zip(layer_kinds(self._model), layer_windows(new_cache(self._model)), strict=False))
+
+    def _of_layers(self, masks: dict[str, Tensor], new: int, padding: Tensor | None) -> Any:
+        """What nodes see, (1, 1, new, keys), of the positions that each kind of layer keeps: one mask, or one for each kind.
+
+        `masks`: what they see of all positions. `padding`: the attention mask, (1, positions).
+        """
+        if padding is not None and not bool(padding.all()):
+            for mask in masks.values():
+                hidden = padding[0, : mask.shape[-1]] == 0
+                mask[..., : len(hidden)].masked_fill_(hidden, torch.finfo(mask.dtype).min)
+        found = {}
+        for kind, layer in dict(zip(layer_kinds(self._model), layers_of(self.cache), strict=False)).items():
+            size, first = layer.get_mask_sizes(new)
+            found[kind] = masks[kind][..., first : first + size]
+        return found if len(found) > 1 else found.popitem()[1]
+
+    def roll_back(self, length: int) -> bool:
+        """Take the newest positions back until `length` are left. False, and nothing done, where the cache forgot too much."""
+        if length < self._recorded and self._has_slid():
+            return False
+        self._parents, self._lead = [], 0
+        self._crop(self.length - length)
+        return True
+
+    def _crop(self, excess: int) -> None:
+        if self.length:
+            self.cache.crop(-excess)
+        self._recorded = self.length
+
+    def stop_recording(self) -> None:
+        """Leave the cache as transformers leaves it, for it may be handed back."""
+        for layer in layers_of(self.cache):
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+
+    def settle(self) -> None:
+        """Let the cache hold all positions that are kept."""
+
+    def start_anew(self) -> None:
+        """Forget everything."""
+        self.cache = new_cache(self._model)
+        self._parents, self._lead = [], 0
+        self._recorded = 0
+
+    def _has_slid(self) -> bool:
+        """Whether some layer's window has moved past positions that a deeper roll-back would need again."""
+        layers = (layer for layer in layers_of(self.cache) if getattr(layer, "is_sliding", False))
+        return any(layer.get_seq_length() >= layer.sliding_window for layer in layers)
+
+    @staticmethod
+    def _last(logits: Tensor, rows: int) -> Tensor:
+        """(1, positions, vocabulary) → (rows, vocabulary)."""
+        return logits[0, -rows:]
+
+
+def _move_to_front(states: Tensor, kept: Tensor) -> None:
+    """Move some positions of a layer's keys or values, (1, heads, positions, size), to the front, in place.
+
+    `kept`: those positions, (kept,), int64.
+    """
+    states[..., : len(kept), :] = states[..., kept, :]

@@ -1,0 +1,54 @@
+"""Which sequences share a forward pass of a shared cache: those for which little of it would be padding."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from xtok.models.forwards import Ask
+from xtok.models.shapes import USUAL
+
+_NARROW, _PADDED = 8, 64
+"""Sequences of up to so many new ids share a forward pass however unlike they are, and forward passes of up to so many rows of
+padding and ids are shared: that costs less than forward passes of their own.
+"""
+
+
+def row_of(ask: Ask) -> int:
+    """The row of the cache that an ask is about."""
+    index: int = ask.slot.index  # type: ignore[attr-defined]
+    return index
+
+
+def span_of(asks: Sequence[Ask]) -> tuple[int, int]:
+    """The first row of some asks, and the one after the last."""
+    rows = [row_of(ask) for ask in asks]
+    return min(rows), 1 + max(rows)
+
+
+def is_wide(ask: Ask) -> bool:
+    """Whether it is a part of a prompt whose forward pass, if shapes are fixed, is as wide as the part, and of one sequence."""
+    return len(ask.ids) > USUAL and not ask.parents
+
+
+def grouped(asks: Sequence[Ask]) -> list[list[Ask]]:
+    """Groups of asks that have about as many new ids, and whose rows are near each other."""
+    return [part for group in _alike(asks) for part in _dense(group)]
+
+
+def _alike(asks: Sequence[Ask]) -> list[list[Ask]]:
+    groups = list[list[Ask]]()
+    for ask in sorted(asks, key=lambda ask: len(ask.ids)):
+        if groups and len(ask.ids) <= max(_NARROW, 2 * len(groups[-1][0].ids)):
+            groups[-1].append(ask)
+        else:
+            groups.append([ask])
+    return groups
+
+
+def _dense(group: list[Ask]) -> list[list[Ask]]:
+    """A group as it is, or in parts of adjacent rows if the rows between them would be much padding."""
+    group = sorted(group, key=row_of)
+    (first, last), width = span_of(group), max(len(ask.ids) for ask in group)
+    if (last - first) * width <= max(_PADDED, 2 * sum(len(ask.ids) for ask in group)):
+        return [group]
+    parts = groupby(enumerate(group), key=lambda pair: row_of(pair[1]) - pair[0])
+    return [[ask for _, ask in part] for _, part in parts]

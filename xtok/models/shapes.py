@@ -1,0 +1,64 @@
+"""Few shapes of forward passes, so that few have to be tried, and captured."""
+
+from math import ceil
+
+CHUNK = 512
+"""How many ids of a prompt are forwarded at once."""
+USUAL = 16
+"""How many new ids of one sequence forward passes of the usual fixed shape have. Of prompts more are forwarded at once, in
+forward passes of their own, until no more than that are left.
+"""
+_LEAST, _MOST = 128, 4096
+"""How many places are looked at at least, and by how many more at most, if forward passes have few shapes."""
+
+
+class Shapes:
+    """Which shapes the forwards of a model are to have, so that an id has the same bits whatever is forwarded with it."""
+
+    @property
+    def tolerance(self) -> float:
+        """By how much, in logits, the best id behind a node that stands at another place than alone is to beat the second."""
+        return 0.0
+
+    def refresh(self) -> None:
+        """Look at what a caller may have changed since."""
+
+    def served(self, seconds: float) -> None:
+        """Learn how long a forward pass took."""
+
+    def seen(self, positions: int) -> int:
+        """How many places of each row are looked at where a text has so many positions."""
+        return rounded(positions)
+
+    def width(self, rows: int, new: int, seen: int) -> int | None:
+        """How many ids of each of some rows are to be forwarded, where there are `new`; None where no shape is fit."""
+        raise NotImplementedError
+
+    def widest(self, seen: int) -> int:
+        """How many new ids of one text can be forwarded."""
+        raise NotImplementedError
+
+    def takes(self, length: int, new: int, prompt: int) -> int:
+        """How many of `new` ids are forwarded next after `length` kept ones, the first `prompt` of which are of a prompt.
+
+        Of a prompt powers of two, down from a whole chunk, so that none crosses a position from which more places are looked
+        at.
+        """
+        if prompt > USUAL:
+            return min(CHUNK, 1 << (prompt - 1).bit_length() - 1)
+        return min(new, USUAL, self.seen(length + 1) - length)
+
+    def guesses(self, length: int, new: int) -> int:
+        """How many nodes of a tree can be forwarded after `length` kept ids and so many new ones: no more than the widest
+        forward pass holds, and none that would make it look at more places.
+        """
+        seen = self.seen(length + new)
+        return min(seen - length, self.widest(seen)) - new
+
+
+def rounded(positions: int) -> int:
+    """How many places are looked at where a text has so many and there are to be few shapes: 128, twice as many up to 4,096,
+    then multiples of that.
+    """
+    doubled = (_LEAST << power for power in range((_MOST // _LEAST).bit_length()))
+    return next((size for size in doubled if size >= positions), _MOST * ceil(positions / _MOST))

@@ -1,0 +1,341 @@
+"""One KV cache for many sequences: each has a row of its own in it, and one forward pass serves all that ask for one.
+
+A row's keys and values are written to positions of its own, and are seen through an explicit mask with position ids per row. So
+a rewind is a smaller length, a sliding window is a mask, sequences of unlike lengths need no realignment, and a sequence that
+ends leaves its row to the next one. Nothing is copied except when the cache grows, and when a branch wins.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from xtok.models.cache import CACHE
+from xtok.models.forwards import Answer, Ask, Parent, wait_for
+from xtok.models.graphs import Graphs, Inputs, state_of
+from xtok.models.groups import grouped, is_wide, row_of, span_of
+from xtok.models.layers import Layer, View, doubled
+from xtok.models.masks import NewIds, Trees
+from xtok.models.shapes import CHUNK, Shapes, rounded
+from xtok.models.timing import Cost, timed
+from xtok.models.traits import Traits, read
+
+
+class SharedSlot:
+    """A sequence's row in a shared cache; `Slot` says what it does.
+
+    `moves`: which positions of the row, kept nodes of a tree, are yet to move, and to which.
+    """
+
+    shares = True
+    chunk: int | None = CHUNK
+
+    def __init__(self, server: "SharedCache", index: int, limit: int | None, shapes: Shapes | None = None) -> None:
+        self.server = server
+        self.index = index
+        self.limit = limit
+        self._shapes = shapes
+        self.fixed = shapes is not None
+        self.device, self.vocabulary = server.device, server.vocabulary
+        self.length = self.branched = self.forwards = 0
+        self.moves: list[tuple[int, int]] = []
+
+    @property
+    def tolerance(self) -> float:
+        """That of the shapes; 0 if forward passes have any shape."""
+        return 0.0 if self._shapes is None else self._shapes.tolerance
+
+    @property
+    def held(self) -> int:
+        """How many positions of the row are taken."""
+        return self.length + self.branched
+
+    def takes(self, new: int, prompt: int) -> int:
+        """How many of `new` ids are forwarded next, the first `prompt` of which are of a prompt."""
+        return min(new, CHUNK) if self._shapes is None else self._shapes.takes(self.length, new, prompt)
+
+    def guesses(self, new: int) -> int:
+        """How many nodes of a tree can be forwarded after so many new ids."""
+        return sys.maxsize if self._shapes is None else self._shapes.guesses(self.length, new)
+
+    def new(self, ask: Ask | None) -> NewIds:
+        """What `ask` adds to the row; nothing if there is none."""
+        if ask is None:
+            return NewIds(self.held, self.length, nodes=self.branched)
+        kept = len(ask.ids) - len(ask.parents)
+        parents = [*[Parent.KEPT] * kept, *ask.parents]
+        return NewIds(self.held, self.length + kept, ask.ids, parents, self.branched + len(ask.parents))
+
+    def take(self, ask: Ask) -> None:
+        """Count what was forwarded."""
+        self.length += len(ask.ids) - len(ask.parents)
+        self.branched += len(ask.parents)
+        self.forwards += 1
+
+    def keep(self, path: Sequence[int]) -> None:
+        """End a tree: keep the nodes of `path`, each the parent of the next and the first after all that is kept. Drop the
+        others.
+        """
+        self.moves += [(self.length + node, self.length + place) for place, node in enumerate(path) if node != place]
+        self.roll_back(self.length + len(path))
+
+    def roll_back(self, length: int) -> bool:
+        """Take the newest positions back until `length` are left. True: it always can."""
+        self.length, self.branched = length, 0
+        return True
+
+    def start_anew(self) -> None:
+        """Forget everything."""
+        self.roll_back(0)
+
+    def leave(self) -> None:
+        """Leave the row to another sequence."""
+        self.server.leave(self)
+
+
+class SharedCache:
+    """A model, and one KV cache for the sequences that it forwards together.
+
+    Law: a sequence's logits are those that it has alone, within rounding, whatever other rows hold; with `shapes` in every bit,
+    after ids that are kept and after nodes whose index is their depth. Rows between others that nobody asks for are forwarded
+    with padding.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        known: Traits | None = None,
+        *,
+        shows_hidden: bool = False,
+        rows: int = 1,
+        room: int | None = None,
+        shapes: Shapes | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
+        """`known`: the model's traits. `rows`: how many there are from the beginning. `room`: how many positions all of them
+        together may have, rows × positions of a row, as long as their sequences need no more; None for any number. `shapes`:
+        those that forward passes are to have; None for what each needs. `graphs`: what captures forward passes; then they have
+        few shapes, too.
+        """
+        known = known or read(model)
+        self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
+        self._model, self._shapes, self._graphs = model, shapes, graphs
+        self._view = View(rows, room, evenly=shapes is not None)
+        self._layers = [Layer(self._view) for _ in known.layers]
+        self._cache = Cache(layers=list(self._layers))
+        self._trees = Trees(known.windows, known.dtype, self.device)
+        self.state = None if graphs is None else state_of(model)
+        self._keeps = known.keeps_rows
+        self._shown = {"output_hidden_states": True} if shows_hidden else {}
+        self._rows: list[SharedSlot | None] = []
+        self._used: list[int] = []  # up to which position each row may hold something
+
+    def join(self, most: int | None = None) -> SharedSlot:
+        """A row for a sequence: one that another left, or a further one.
+
+        `most`: how many positions it may have beside guesses, if that is less than the model was made for.
+        """
+        if None not in self._rows:
+            self._rows.append(None)
+            self._used += [0] * (len(self._rows) - len(self._used))
+        index = self._rows.index(None)
+        limit = min((size for size in (self._window, most) if size), default=None)
+        slot = self._rows[index] = SharedSlot(self, index, limit, self._shapes)
+        return slot
+
+    def leave(self, row: SharedSlot) -> None:
+        """Let go of a row."""
+        if row.index < len(self._rows) and self._rows[row.index] is row:
+            self._rows[row.index] = None
+
+    def empty(self) -> None:
+        """Let go of all rows."""
+        self._rows.clear()
+
+    @property
+    def position_bytes(self) -> int:
+        """How many bytes a position of a row takes; 0 before the first forward pass."""
+        held = [part for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
+        return sum(part.shape[1] * part.shape[3] * part.element_size() for part in held)
+
+    def tiled(self, rows: int, positions: int, room: int, shapes: Shapes) -> "SharedCache":
+        """A cache of some rows, with memory for `room` positions each. The first `positions` of them repeat what this cache's
+        first row holds.
+        """
+        made = SharedCache(self._model, rows=rows, shapes=shapes)
+        made._used = [positions] * rows
+        for layer, own in zip(made._layers, self._layers, strict=True):
+            if positions:
+                layer.tile(own, rows, positions, room, self._used[0])
+        return made
+
+    def held(self, start: int, stop: int) -> list[Tensor]:
+        """Keys and values of each layer at some positions, (rows, heads, positions, size) each."""
+        return [part[:, :, start:stop] for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
+
+    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+        """Which asks are to share a forward pass."""
+        self._close_gaps()
+        if self._shapes is None:
+            return grouped(asks)
+        self._shapes.refresh()
+        narrow = sorted((ask for ask in asks if not is_wide(ask)), key=self._seen)
+        kinds = [list(kind) for _, kind in groupby(narrow, key=self._seen)]
+        parts = (part for kind in kinds for part in grouped(kind))
+        return [*([ask] for ask in asks if is_wide(ask)), *(fit for part in parts for fit in self._fitting(part))]
+
+    def _seen(self, ask: Ask) -> int:
+        """How many positions of a row a forward pass of fixed shape reads."""
+        assert self._shapes is not None
+        return self._shapes.seen(ask.slot.length + ask.slot.branched + len(ask.ids))
+
+    def _fitting(self, asks: list[Ask]) -> list[list[Ask]]:
+        """A group as it is, if there is a shape for it, else each alone."""
+        return [asks] if self._width(asks) is not None else [[ask] for ask in asks]
+
+    def _width(self, asks: Sequence[Ask]) -> int | None:
+        """How many ids of each row are forwarded; None if no shape is known for the group."""
+        new = max(len(ask.ids) for ask in asks)
+        if self._captures(asks) and self._shapes is None:
+            return doubled(new)
+        if self._shapes is None or is_wide(asks[0]):
+            return new
+        first, last = self._span(asks)
+        return self._shapes.width(last - first, new, self._seen(asks[0]))
+
+    def _span(self, asks: Sequence[Ask]) -> tuple[int, int]:
+        """The first row that is forwarded, and the one after the last.
+
+        If forward passes are captured these are all rows up to a power of two, as far as there are so many: few shapes.
+        """
+        first, last = span_of(asks)
+        if self._shapes is not None or not self._captures(asks):
+            return first, last
+        rows = min(len(layer.keys) for layer in self._layers if layer.keys is not None)
+        return 0, max(last, min(doubled(last), rows))
+
+    @torch.no_grad()
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Answer sequences of different rows by one forward pass."""
+        first, last = self._span(asks)
+        width = self._width(asks)
+        assert width is not None
+        self._settle()
+        before = self._replays
+        with timed() as took:
+            logits, *hidden = self._forward(first, last, asks, width)
+            wait_for(logits)
+        if self._shapes is not None:
+            self._shapes.served(took.seconds)
+        replayed = self._replays > before
+        cost = Cost((last - first) * width, took.seconds, len(asks), replayed=replayed)  # padding included
+        found = list[Answer]()
+        for ask in asks:
+            slot: Any = ask.slot
+            slot.take(ask)
+            row = row_of(ask) - first, slice(-ask.rows, None)
+            shown = hidden[0][row] if hidden else None
+            found.append(Answer(logits[row], shown, cost._replace(told=bool(found))))
+        return found
+
+    def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:
+        """Forward `width` ids of each row from `first` to `last`.
+
+        Returns their logits, (rows, new, vocabulary), and last hidden states, (rows, new, size), if they are shown.
+        """
+        asked = {row_of(ask): ask for ask in asks}
+        rows = self._rows[first:last] + [None] * (last - max(first, len(self._rows)))  # the latter are no sequence's
+        news = [NewIds() if row is None else row.new(asked.get(row.index)) for row in rows]
+        ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
+        nodes = max(one.nodes for one in news)
+        reach = max(max(end, one.trunk + nodes) for end, one in zip(ends, news, strict=True))
+        seen = self._seen(asks[0]) if self._shapes is not None else reach if self._graphs is None else rounded(reach)
+        self._clear(first, ends, seen)
+        self._grow(last, max(seen, reach))
+        inputs = self._trees.inputs(first, news, width, seen)
+        if not self._captures(asks):
+            start = news[0].base if len(news) == 1 and len(news[0].ids) == width else None
+            whole = self._shapes is not None and not is_wide(asks[0])  # how many rows a matrix has may change its bits
+            return self._computed(first, seen, inputs, start, None if whole else max(ask.rows for ask in asks))
+        assert self._graphs is not None
+        return self._graphs.run((first, last, width, seen), partial(self._computed, first, seen), inputs)
+
+    @property
+    def _replays(self) -> int:
+        """How many forward passes were replayed."""
+        return 0 if self._graphs is None else self._graphs.replays
+
+    def _captures(self, asks: Sequence[Ask]) -> bool:
+        """Whether the forward pass is one of those that are captured; not one that makes the cache or reads a prompt."""
+        return self._graphs is not None and not is_wide(asks[0]) and all(layer.is_initialized for layer in self._layers)
+
+    def _computed(
+        self, first: int, seen: int, inputs: Inputs, start: int | None = None, logits: int | None = None
+    ) -> list[Tensor]:
+        """What the model computes, by nothing but `inputs` and the cache if all else is as it was: so it can be captured.
+
+        `first`: the first row. `seen`: how many positions of a row are read. `start`: the position of the first new id, if one
+        row is forwarded without padding. `logits`: of how many of the last ids those are wanted; None for all.
+        """
+        ids, positions, places, *masks = inputs.values()
+        self._view.look(first, places, seen, start)
+        outputs = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=masks[0] if len(masks) == 1 else dict(zip(list(inputs)[3:], masks, strict=True)),
+            use_cache=True,
+            return_dict=True,
+            **{CACHE: self._cache},
+            **self._shown,
+            **({"logits_to_keep": logits} if self._keeps and logits is not None else {}),
+        )
+        return [outputs.logits, *(outputs.hidden_states[-1:] if self._shown else ())]
+
+    def _grow(self, rows: int, positions: int) -> None:
+        """Let the cache have so many rows and positions at least. What was captured knows its former memory."""
+        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
+        if self._graphs is not None and any(layer.is_short for layer in self._layers):
+            self._graphs.clear()
+        for layer in self._layers:
+            layer.grow()
+
+    def _clear(self, first: int, ends: Sequence[int], seen: int) -> None:
+        """Empty what others left after the `ends` of rows, as far as it is read: what isn't a number would be seen through any
+        mask.
+        """
+        self._used += [0] * (first + len(ends) - len(self._used))
+        for index, end in enumerate(ends, start=first):
+            if end < min(self._used[index], seen):
+                for layer in self._layers:
+                    layer.clear(index, end, self._used[index])
+                self._used[index] = end
+            self._used[index] = max(self._used[index], end)
+
+    def _settle(self) -> None:
+        """Move the nodes of branches that won to the positions where they are kept."""
+        moves = [(row.index, *move) for row in self._rows if row is not None for move in row.moves]
+        if moves:
+            rows, sources, places = torch.tensor(moves, dtype=torch.int64, device=self.device).T
+            for layer in self._layers:
+                layer.move(rows, sources, places)
+        for row in self._rows:
+            if row is not None:
+                row.moves.clear()
+
+    def _close_gaps(self) -> None:
+        """Move the last rows to rows that were left, so that no forward pass runs over empty ones."""
+        self._settle()
+        while None in self._rows:
+            row = self._rows.pop()
+            if row is not None:
+                used = self._used[row.index]  # which stays: the row holds what it held
+                gap = self._rows.index(None)
+                for layer in self._layers if used else ():
+                    layer.copy(row.index, gap, used)
+                self._trees.copy(row.index, gap)
+                self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap

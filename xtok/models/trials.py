@@ -1,0 +1,169 @@
+"""Forward passes of a model in several shapes, whose bits are compared."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil, inf
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from xtok.errors import UnsupportedModelError
+from xtok.models.cache import context_window, ids_read
+from xtok.models.forwards import Ask
+from xtok.models.shapes import USUAL, Shapes
+from xtok.models.shared_cache import SharedCache
+
+TRIED = 512
+"""How many positions are read in the forward passes by which it is tried what rows change."""
+WIDEST = 64
+"""How many new ids of one sequence a forward pass may have."""
+FEW = 4
+"""Fewer rows than that differ in rare values if at all, so such shapes are tried on more ids."""
+_PIECES = (5, 11)
+"""The parts in which ids are forwarded that are to have the bits that they have at once."""
+_NODES, _OTHERS, _CONTEXTS = 8, (1, 7), (2, 40, 448)
+"""A branch of so many nodes is tried behind so many nodes of another, and behind so many ids."""
+_TIMES, _OUTPUTS = 2, 200_000
+"""In how many forwards a shape is tried, or, where that computes fewer values, until so many outputs of matrices were compared:
+of a small model few bits differ, if any.
+"""
+_READ = 64
+"""How many ids a cache is filled with for trying, over and over."""
+_UNEQUAL = (
+    "The bits of {}'s logits depend on what else is forwarded, even where all forwards have one shape. Activations that are "
+    "quantised by the range of a whole forward do that, and sizes that vectors or threads (now {}) don't divide. Try another "
+    "precision or torch.set_num_threads(1)."
+)
+
+
+class Trials:
+    """Forward passes by which it is found out of which shapes a model's bits are the usual ones."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._size = ids_read(model)
+        self._layers = _layers(model)
+        self.least = min((inputs * outputs for inputs, outputs in self._layers), default=0)
+
+    def check_bits(self, filled: SharedCache) -> None:
+        """Raises `UnsupportedModelError` if forward passes of the usual shape don't have the same bits."""
+        usual, base = _OneShape(USUAL, TRIED), self._base(TRIED)
+        at_once, in_parts = (self._forwarded(filled, 1, base, usual, pieces) for pieces in ([USUAL], _PIECES))
+        logits = at_once[0][0, :_NODES]
+        name = type(self._model).__name__
+        if not logits.isfinite().any():
+            raise UnsupportedModelError(f"The logits of {name} aren't numbers. A higher precision may mend that.")
+        if not _same(at_once, in_parts) or not torch.equal(self._branched(filled, base, 0, _OTHERS[-1]), logits):
+            raise UnsupportedModelError(_UNEQUAL.format(name, torch.get_num_threads()))
+
+    def filled(self) -> SharedCache:
+        """A cache with some ids in its first row."""
+        made = SharedCache(self._model)
+        made.serve([Ask(made.join(), self._ids(0, min(_READ, self._base(TRIED))), 1)])
+        return made
+
+    def difference(self, filled: SharedCache) -> float:
+        """The largest of logits between places, or what rounding the largest logit may change, if that is more; infinity for a
+        model with too few positions to look.
+        """
+        found, largest = 0.0, torch.finfo(self._model.dtype).max / 2  # some models give ids that they mask the least number
+        contexts = [base for base in _CONTEXTS if base <= self._base(TRIED)]
+        for base in contexts:
+            alone = self._branched(filled, base, 0, 0).double()
+            numbers = alone.abs() < largest
+            if not numbers.any():
+                return inf
+            changes = [(self._branched(filled, base, others, 0).double() - alone)[numbers].abs().max() for others in _OTHERS]
+            found = max(found, *map(float, changes), torch.finfo(self._model.dtype).eps * float(alone[numbers].abs().max()))
+        return found if contexts and found < inf else inf
+
+    def agrees(self, filled: SharedCache, rows: int, width: int, seen: int) -> bool:
+        """All ids of a forward, and of some more where there are fewer than 16, are compared with those of usual ones."""
+        base, new = self._base(seen), max(width, min(USUAL, (_TIMES if rows * width >= FEW else 2 * _TIMES) * width))
+        outputs = sum(size for _, size in self._layers)
+        turns = ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))
+        return all(self._same(filled, rows, base, _OneShape(width, seen), new, turn) for turn in range(turns))
+
+    def _same(self, filled: SharedCache, rows: int, base: int, shape: "_OneShape", new: int, turn: int) -> bool:
+        """Whether some ids, other ones in each turn, have the bits that they have in usual forwards."""
+        first = _READ + turn * WIDEST
+        usual = self._forwarded(filled, 1, base, _OneShape(USUAL, shape.places), _parts(new, USUAL), first)
+        return _same(usual, self._forwarded(filled, rows, base, shape, _parts(new, shape.ids), first))
+
+    def _base(self, seen: int) -> int:
+        """Behind how many ids it is tried: there is room for the most that are forwarded."""
+        return min(seen, context_window(self._model) or seen) - WIDEST
+
+    def _ids(self, first: int, count: int) -> list[int]:
+        """Some ids, as good as any."""
+        return [7919 * (place + 1) % self._size for place in range(first, first + count)]
+
+    def _forwarded(
+        self, filled: SharedCache, rows: int, base: int, shape: "_OneShape", pieces: Sequence[int], first: int = _READ
+    ) -> list[Tensor]:
+        """Forward ids in parts behind `base` others. Returns their logits, (tried rows, ids, vocabulary), and the keys and
+        values of each layer, (tried rows, heads, ids, size).
+
+        Every second row is tried, the last among them; others have other ids.
+        """
+        slots = filled.tiled(rows, base, shape.places + 1, shape)
+        texts, tried = [slots.join() for _ in range(rows)], list(range(rows - 1, -1, -2))
+        logits = []
+        for end, size in zip(accumulate(pieces), pieces, strict=True):
+            asks = []
+            for row, text in enumerate(texts):
+                text.length = base + end - size
+                asks.append(Ask(text, self._ids(end - size + (first if row in tried else 0), size), size))
+            answers = slots.serve(asks)
+            logits.append(torch.stack([answers[row].logits for row in tried]))
+        return [torch.cat(logits, dim=1), *(part[tried] for part in slots.held(base, base + sum(pieces)))]
+
+    def _branched(self, filled: SharedCache, base: int, before: int, behind: int) -> Tensor:
+        """The logits of a chain of ids, (ids, vocabulary), with so many nodes of other chains before it and behind it."""
+        shape = _OneShape(USUAL, TRIED)
+        text = filled.tiled(1, base, shape.places + 1, shape).join()
+        text.length = base
+        ids, parents = list[int](), list[int]()
+        for chain in (self._ids(0, before), self._ids(_READ, _NODES), self._ids(0, behind)):
+            parents += [-1, *range(len(ids), len(ids) + len(chain) - 1)][: len(chain)]
+            ids += chain
+        (answer,) = text.server.serve([Ask(text, ids, len(ids), parents)])
+        return answer.logits[before : before + _NODES]
+
+
+@dataclass(frozen=True)
+class _OneShape(Shapes):
+    """So many new ids of each row, and so many places that are looked at, whatever is forwarded."""
+
+    ids: int
+    places: int
+
+    def seen(self, positions: int) -> int:
+        """Always as many."""
+        return self.places
+
+    def width(self, rows: int, new: int, seen: int) -> int | None:
+        """Always as many."""
+        return self.ids
+
+    def widest(self, seen: int) -> int:
+        """As many."""
+        return self.ids
+
+
+def _layers(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """How many inputs and outputs each linear layer has, whatever its weights are packed into."""
+    names = ("in_features", "out_features"), ("nx", "nf")  # the latter are those of GPT-2
+    sizes = [[getattr(module, name, None) for name in pair] for module in model.modules() for pair in names]
+    return [(inputs, outputs) for inputs, outputs in sizes if isinstance(inputs, int) and isinstance(outputs, int)]
+
+
+def _parts(ids: int, most: int) -> list[int]:
+    return [min(most, ids - start) for start in range(0, ids, most)]
+
+
+def _same(usual: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether all rows have the bits of the usual one."""
+    return all(torch.equal(one.expand_as(other), other) for one, other in zip(usual, others, strict=True))
