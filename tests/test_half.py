@@ -32,6 +32,7 @@ from xtok.models.probe import traits
 from xtok.models.prompts import prompt_ids
 from xtok.models.stable import StableShapes
 from xtok.models.timing import Cost
+from xtok.models.traits import Traits
 
 HALVES = [name for name, dtype in DTYPES.items() if dtype.itemsize == 2]
 UNFIXED = ["mixtral", "bloom", "qwen3_next", *deep("dbrx", "gpt_oss", "falcon_h1")]
@@ -217,7 +218,7 @@ def test_no_near_ties_and_unknown_ones_are_told_apart() -> None:
 def test_what_holds_for_a_whole_text_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found here: all weights were looked at three times for each text, and all new ids copied for each of them."""
     xt, asked = XTokAssisted((target("Llama", "float32"), TOKENS), (UNRELATED, BYTES)), list[str]()
-    monkeypatch.setattr("xtok.decoding.start.computes_in_half", lambda model: bool(asked.append("half")))
+    monkeypatch.setattr(Traits, "computes_in_half", property(lambda _: bool(asked.append("half"))))
     new_ids = Text.new_ids
     monkeypatch.setattr(Text, "new_ids", property(lambda text: asked.append("ids") or new_ids.__get__(text)))
     is_plain = Request.is_plain.func

@@ -70,7 +70,7 @@ def _slot(setup: Setup, request: Request, known: Traits, slots: Slots) -> Slot:
     """A slot whose forward passes are shared; or a cache of its own, if the model needs one or the caller gave it."""
     model = setup.target.model
     if request.shares_forwards and known.shares:
-        return slots.take(model, shows_hidden=setup.shows_hidden, shapes=request.shapes)
+        return slots.take(model, known, shows_hidden=setup.shows_hidden, shapes=request.shapes)
     prompt = request.ids, request.config
     return cached_model(model, request.cache, request.inputs, shows_hidden=setup.shows_hidden, prompt=prompt)
 

@@ -88,11 +88,18 @@ class Slots:
         self._caches, self._most = caches or CacheSet(), most
         self._taken: list[Slot] = []
 
-    def take(self, model: PreTrainedModel, *, shows_hidden: bool = False, shapes: Shapes | None = None) -> Slot:
-        """A slot in `model`: a row of a shared cache if the model can be held so, whose forward passes have `shapes`; else a
-        cache of its own.
+    def take(
+        self,
+        model: PreTrainedModel,
+        known: Traits | None = None,
+        *,
+        shows_hidden: bool = False,
+        shapes: Shapes | None = None,
+    ) -> Slot:
+        """A slot in `model`, whose traits are `known`: a row of a shared cache if the model can be held so, whose forward
+        passes have `shapes`; else a cache of its own.
         """
-        known = traits(model)
+        known = known or traits(model)
         if not known.shares:
             return cached_model(model, new_cache(model), shows_hidden=shows_hidden, snapshots=_SNAPSHOTS)
         cache = self._caches.of(model, known, shows_hidden=shows_hidden, shapes=shapes)

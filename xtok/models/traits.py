@@ -179,10 +179,13 @@ def _parts(model: PreTrainedModel) -> tuple[Any, ...]:
         for name, weight in module._parameters.items():
             if weight is not None:
                 weights.append((name, weight.dtype, tuple(weight.shape) if weight.is_meta else id(weight)))
-        dtypes += [buffer.dtype for buffer in module._buffers.values() if buffer is not None]
-        new = [one for one in module._modules.values() if one not in seen]
-        seen.update(new)
-        left += new
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                dtypes.append(buffer.dtype)
+        for child in module._modules.values():
+            if child not in seen:
+                seen.add(child)
+                left.append(child)
     return modules, weights, dtypes
 
 
