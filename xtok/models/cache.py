@@ -44,7 +44,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def context_window(model: PreTrainedModel) -> int | None:
-    """How many positions `model` was made for; None where its configuration doesn't say."""
+    """How many positions `model` was made for; None if its configuration doesn't say."""
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
     return next((int(size) for name in names if (size := getattr(config, name, None))), None)
@@ -62,7 +62,7 @@ def weights(model: PreTrainedModel) -> int:
 
 
 def output_embeddings(model: Any) -> Any:
-    """What makes logits of a model's last hidden states; None where it has no such module."""
+    """What makes logits of a model's last hidden states; None if it has no such module."""
     return model.get_output_embeddings()
 
 

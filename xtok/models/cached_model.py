@@ -32,7 +32,7 @@ class CachedModel:
     """A causal LM and its KV cache.
 
     Law: after each call but `branch` the cache holds exactly the positions of `ids[:length]`, where `ids` is what was forwarded
-    and kept. The nodes of a tree stand behind those until `keep` or `roll_back` ends it.
+    and kept. The nodes of a tree follow those until `keep` or `roll_back` ends it.
     `inputs` are further inputs of the model for the prompt (attention mask, positions); they are continued for new positions as
     transformers' own generation continues them.
     `hidden`, with `shows_hidden`: the last hidden states, (rows, hidden size), of the rows that the latest `forward` or
@@ -85,24 +85,24 @@ class CachedModel:
 
     @property
     def branched(self) -> int:
-        """How many nodes of a tree stand behind what is kept."""
+        """How many nodes of a tree follow what is kept."""
         return len(self._parents)
 
     @property
     def server(self) -> "CachedModel":
-        """Itself: it is forwarded alone."""
+        """What forwards it: itself, for it is forwarded alone."""
         return self
 
     def takes(self, new: int, prompt: int) -> int:
-        """All."""
+        """How many of `new` ids are forwarded next: all of them."""
         return new
 
     def guesses(self, new: int) -> int:
-        """As many as there are."""
+        """How many nodes of a tree can be forwarded after so many new ids: any number."""
         return sys.maxsize
 
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
-        """Each ask alone."""
+        """Which asks share a forward pass: none."""
         return [[ask] for ask in asks]
 
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
@@ -126,11 +126,11 @@ class CachedModel:
         return self.branch(ids, [*range(-1, lead - 1), *nodes])[-ask.rows :]
 
     def leave(self) -> None:
-        """Nothing: it serves one text."""
+        """Nothing: it serves one sequence."""
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, config: Any) -> Tensor:
-        """Forward a prompt, `ids`, (1, length), int64, as transformers does (in chunks, behind a filled cache).
+        """Forward a prompt, `ids`, (1, length), int64, as transformers does (in chunks, after a filled cache).
 
         Returns the logits of its last position, (1, vocabulary). `config`: the generation's.
         """
@@ -145,7 +145,7 @@ class CachedModel:
         return self._last(outputs.logits, 1)
 
     def forward(self, ids: Tensor, rows: int) -> Tensor:
-        """Forward new `ids`, (1, new), int64, behind the cache. Returns the last rows' logits, (rows, vocabulary)."""
+        """Forward new `ids`, (1, new), int64, after the cache. Returns the last rows' logits, (rows, vocabulary)."""
         return self._forward(self._prepared(ids), rows)
 
     def branch(self, ids: Tensor, parents: Sequence[int]) -> Tensor:
@@ -181,7 +181,7 @@ class CachedModel:
         self._crop(size - len(path))
 
     def _prepared(self, ids: Tensor) -> dict[str, Any]:
-        """The model's inputs for new ids, (1, new), behind the cache, as transformers' own generation has them."""
+        """The model's inputs for new ids, (1, new), after the cache, as transformers' own generation has them."""
         new = ids.shape[1]
         if self._held > self._recorded and not hasattr(self.cache, "is_croppable") and self._has_slid():
             self._crop(0)  # transformers 5.16's sliding layers take one forward per crop
@@ -206,7 +206,7 @@ class CachedModel:
         return self._last(outputs.logits, rows)
 
     def _adopt(self, outputs: Any) -> None:
-        """Go on with the cache that the model filled: Phi-3 begins one of its own where a text crosses longrope's boundary."""
+        """Go on with the cache that the model filled: Phi-3 starts one of its own if a sequence crosses longrope's boundary."""
         filled = getattr(outputs, CACHE, None)
         if filled is not None and filled is not self.cache:
             self.cache = filled
@@ -233,7 +233,7 @@ class CachedModel:
         return found if len(found) > 1 else found.popitem()[1]
 
     def roll_back(self, length: int) -> bool:
-        """Take the newest positions back until `length` are left. False, and nothing done, where the cache forgot too much."""
+        """Take the newest positions back until `length` are left. False, and nothing done, if the cache forgot too much."""
         if length < self._recorded and self._has_slid():
             return False
         self._parents, self._lead = [], 0

@@ -43,7 +43,7 @@ _REMEMBERS = (
 
 
 def check_continues(model: PreTrainedModel, role: str) -> None:
-    """Raises `UnsupportedModelError` unless a text has the same logits forwarded at once, behind a cache, and id by id.
+    """Raises `UnsupportedModelError` unless a text has the same logits forwarded at once, after a cache, and id by id.
 
     Encoders that are loaded as language models look at what follows, too, so their picks are nobody's own; so do activations
     that are quantised by the range of a whole forward. Some old models keep no cache. Others keep something in it beside its
@@ -157,7 +157,7 @@ def _judged(model: PreTrainedModel, text: Tensor, ids: Tensor, whole: Tensor, *,
 
 
 def _one_by_one(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
-    """The logits of `ids`, (1, length), behind a cache, by a forward of each: (length, vocabulary)."""
+    """The logits of `ids`, (1, length), after a cache, by a forward pass of each: (length, vocabulary)."""
     alone = CachedModel(model, cache)
     return torch.cat([alone.forward(one, rows=1) for one in torch.split(ids, 1, dim=1)])
 

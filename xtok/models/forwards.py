@@ -1,7 +1,8 @@
-"""Texts ask for forwards, and models answer: one forward for all that wait for the same model.
+"""Sequences ask for forward passes, and models answer: one forward pass for all that wait for the same model.
 
-Whatever guesses or checks is written for one text, as a generator that yields what it wants forwarded and is sent the logits,
-or yields numbers that it wants to look at and is sent those as lists: one transfer for all that wait for the same device.
+Whatever guesses or checks is written for one sequence, as a generator that yields what it wants forwarded and is sent the
+logits, or yields numbers that it wants to look at and is sent those as lists: one transfer for all that wait for the same
+device.
 """
 
 from collections.abc import Generator, Sequence
@@ -20,10 +21,10 @@ Result = TypeVar("Result")
 
 
 class Answer(NamedTuple):
-    """What a forward says of a text.
+    """What a forward pass says of a sequence.
 
-    `logits`: behind the last ids, (rows, vocabulary), as many as were asked for. `hidden`: the last hidden states there,
-    (rows, hidden size), where the slot shows them.
+    `logits`: after the last ids, (rows, vocabulary), as many as were requested. `hidden`: the last hidden states there,
+    (rows, hidden size), if the slot shows them.
     """
 
     logits: Tensor
@@ -32,11 +33,11 @@ class Answer(NamedTuple):
 
 
 class Slot(Protocol):
-    """A text's place in a model: what the model keeps of it, and how it is forwarded.
+    """A sequence's cache slot in a model: what the model keeps of it, and how it is forwarded.
 
     `chunk`: how many ids of a prompt are forwarded at once, None for all. `forwards`: how many it took part in. `vocabulary`:
-    how many ids the model has logits for. `shares`: whether forwards can be shared. `limit`: how many positions the text
-    may have; None for any number. `fixed`: whether forwards have fixed shapes.
+    how many ids the model has logits for. `shares`: whether forwards can be shared. `limit`: how many positions the
+    sequence may have; None for any number. `fixed`: whether forwards have fixed shapes.
     """
 
     device: torch.device
@@ -49,13 +50,13 @@ class Slot(Protocol):
 
     @property
     def tolerance(self) -> float:
-        """By how much, in logits, the best id after a node at another place than its own is to beat the second."""
+        """By how much, in logits, the best id after a node at another index than its depth is to beat the second."""
 
     def takes(self, new: int, prompt: int) -> int:
         """How many of `new` ids are forwarded next, the first `prompt` of which are of a prompt."""
 
     def guesses(self, new: int) -> int:
-        """How many nodes of a tree can be forwarded behind so many new ids."""
+        """How many nodes of a tree can be forwarded after so many new ids."""
 
     @property
     def server(self) -> Any:
@@ -67,19 +68,19 @@ class Slot(Protocol):
 
     @property
     def branched(self) -> int:
-        """How many nodes of a tree stand behind what is kept."""
+        """How many nodes of a tree follow what is kept."""
 
     def keep(self, path: Sequence[int]) -> None:
         """End a tree: keep the nodes of `path`, each the parent of the next and the first a child of -1. Drop the others."""
 
     def roll_back(self, length: int) -> bool:
-        """Take the newest positions back until `length` are left. False, and nothing done, where too much was forgotten."""
+        """Take the newest positions back until `length` are left. False, and nothing done, if too much was forgotten."""
 
     def start_anew(self) -> None:
         """Forget everything."""
 
     def leave(self) -> None:
-        """Make room for another text."""
+        """Leave the slot to another sequence."""
 
 
 class Parent(IntEnum):
@@ -94,9 +95,9 @@ class Parent(IntEnum):
 
 
 class Ask(NamedTuple):
-    """What a text wants forwarded: `ids` behind what its slot holds, of which the last `rows` are to have logits.
+    """What a sequence wants forwarded: `ids` after what its slot holds, of which the last `rows` are to have logits.
 
-    `parents`, one for each of the last of them, make those nodes of a tree, which stands until it is kept or rolled back. A
+    `parents`, one for each of the last of them, make those nodes of a tree, which lasts until it is kept or rolled back. A
     parent is the index of an earlier node, those of earlier forwards counted, or `Parent.CONTEXT` or `Parent.ALL_BUT_LAST`,
     which are -1 and -2. A node sees its ancestors alone, and its position is its depth. The ids before those are kept.
     """
@@ -108,29 +109,29 @@ class Ask(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a text wants to look at: numbers of any shapes, on one device."""
+    """What a sequence wants to look at: numbers of any shapes, on one device."""
 
     parts: Sequence[Tensor]
 
 
 class Looked(NamedTuple):
-    """Those numbers, as lists, and the text's share of the seconds that it took."""
+    """Those numbers, as lists, and the sequence's share of the seconds that it took."""
 
     lists: list[list[Any]]
     seconds: float
 
 
 Steps = Generator[Ask | Look, Any, Result]
-"""What is written for one text: it yields what it wants forwarded, an `Ask`, and is sent an `Answer`, or what it wants to look
-at, and is sent what it `Looked` at.
+"""What is written for one sequence: it yields what it wants forwarded, an `Ask`, and is sent an `Answer`, or what it wants to
+look at, and is sent what it `Looked` at.
 """
 
 
 def together(runs: Sequence[Steps[Result]]) -> list[Result]:
-    """Run some texts side by side to their ends, and give what each returns. Those that wait for one model share its forward,
-    and those that want to look at numbers a transfer.
+    """Run some sequences side by side to their ends, and give what each returns. Those that wait for one model share its
+    forward, and those that want to look at numbers a transfer.
 
-    A forward that fails is raised where it was asked for.
+    A forward pass that fails is raised where it was requested.
     """
     results: dict[int, Result] = {}
     wanted: dict[int, Ask | Look] = {}
@@ -158,7 +159,7 @@ def _go_on(run: Steps[Any], answer: Answer | Exception | Looked | None) -> tuple
 
 
 def _answers(wanted: dict[int, Ask | Look]) -> dict[int, Answer | Exception | Looked | None]:
-    """Of those that want to look at numbers; where there are none, of all that ask for a forward."""
+    """Of those that want to look at numbers; if there are none, of all that ask for a forward pass."""
     looks = {number: want.parts for number, want in wanted.items() if isinstance(want, Look)}
     if not looks:
         return dict(zip(wanted, answered([want for want in wanted.values() if isinstance(want, Ask)]), strict=True))
@@ -168,7 +169,7 @@ def _answers(wanted: dict[int, Ask | Look]) -> dict[int, Answer | Exception | Lo
 
 
 def _looked(looks: dict[int, Sequence[Tensor]]) -> dict[int, Answer | Exception | Looked | None]:
-    """What some texts look at on one device, or the error that it ended in, if it fails alone, too."""
+    """What some sequences look at on one device, or the error that it ended in, if it fails alone, too."""
     try:
         with timed() as took:
             lists = iter(listed(*joined.from_iterable(looks.values())))

@@ -1,7 +1,7 @@
 """CUDA graphs: a forward of a shape that came before is replayed, which launches all of its kernels at once.
 
-A forward of one id launches some hundreds of kernels, each of which takes longer to launch than to run where a model is small.
-What a graph reads and writes stands at fixed places: inputs are copied to them, and what comes out from them.
+A forward of one id launches some hundreds of kernels, each of which takes longer to launch than to run if a model is small.
+What a graph reads and writes has fixed addresses: inputs are copied to them, and what comes out from them.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,7 @@ CAPTURES_BY_DEFAULT = False
 _MOST = 1 << 30
 """How many bytes the outputs of a cache's graphs may take."""
 _FREE, _REPLAYS = 8, 8
-"""Behind the first 8 captures there is one more for 8 replays at most: it takes as long as some forwards."""
+"""After the first 8 captures there is one more for 8 replays at most: it takes as long as some forwards."""
 _COLLECTS = "transformers.utils.output_capturing"
 """Its hooks collect what modules return and do nothing else. They stay once hidden states were asked for."""
 _ALONE = Lock()
@@ -46,7 +46,7 @@ class Graphs:
     """The captured forwards of one cache.
 
     Law: `run` gives the bits that the forward gives which it is handed. A graph whose outputs differ from those of the forward
-    that it was captured from is not used, and where one can't be captured, none is from then on.
+    that it was captured from is not used, and once one can't be captured, none is from then on.
     """
 
     def __init__(self) -> None:
@@ -57,13 +57,13 @@ class Graphs:
         self._made: OrderedDict[Hashable, Graph] = OrderedDict()
 
     def clear(self) -> None:
-        """Forget all: what was captured reads and writes at places that are no longer there."""
+        """Forget all: what was captured reads and writes memory that is no longer there."""
         self._made.clear()
         self._seen.clear()
         self._pool = None  # one that no graph is left of can't be used again
 
     def run(self, shape: Hashable, forward: Run, inputs: Inputs) -> list[Tensor]:
-        """The outputs of a forward. It is captured where forwards of this shape came before, and then replayed.
+        """The outputs of a forward. It is captured if forwards of this shape came before, and then replayed.
 
         `shape` is all that it depends on beside its inputs. Outputs are the caller's own.
         """
@@ -134,7 +134,7 @@ def captures(wanted: bool | None, models: Iterable[PreTrainedModel]) -> bool:
 
 
 def takes_graphs(model: PreTrainedModel) -> bool:
-    """Whether forwards may be captured: on one GPU, where nothing but kernels has to run."""
+    """Whether forwards may be captured: on one GPU, if nothing but kernels has to run."""
     devices = {part.device for part in (*model.parameters(), *model.buffers())}
     return {device.type for device in devices} == {"cuda"} and len(devices) == 1 and not any(map(_runs_more, model.modules()))
 

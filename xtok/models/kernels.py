@@ -30,7 +30,7 @@ def _kernels(kind: str) -> list[object]:
 
 
 def _rounding() -> list[str]:
-    """How products of float32 may be rounded. The older name raises `RuntimeError` where that was chosen by a newer one."""
+    """How products of float32 may be rounded. The older name raises `RuntimeError` if that was chosen by a newer one."""
     found: Any = torch.backends
     if hasattr(found, "fp32_precision"):
         return [one.fp32_precision for one in (found, found.cuda.matmul, found.mkldnn.matmul)]

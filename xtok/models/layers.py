@@ -1,4 +1,4 @@
-"""The layers of a cache that texts share: keys and values of many rows, each written to and looked at where a forward says."""
+"""The layers of a cache that sequences share: keys and values of many rows, written and read as a forward pass says."""
 
 from collections.abc import Callable
 from math import ceil
@@ -23,7 +23,7 @@ def doubled(count: int) -> int:
 class View:
     """What a forward looks at: from row `first` on, `places` of the new ids, (rows, new), and `seen` places of each row.
 
-    `start`: the first place, where one row is looked at and all of it is new. `rows`: how many there are to be at least.
+    `start`: the first position, if one row is read and all of it is new. `rows`: how many there are to be at least.
     `room`: how many places all of them may have; None for as many as are needed. `evenly`: whether attention has a multiple of
     `QUERIES` queries for each row.
     """
@@ -38,17 +38,17 @@ class View:
         self.index = torch.arange(first, self.last, dtype=torch.int64, device=places.device)[:, None]
 
     def need(self, last: int, reach: int, rows: int, positions: int) -> None:
-        """Tell how many rows and places the next forward needs, how many rows there are texts in, and how many places of one
-        of them are taken at most.
+        """Say how many rows and positions the next forward pass needs, in how many rows there are sequences, and how many
+        positions of one of them are taken at most.
         """
         self._needed = last, reach
         self._least = rows, max(positions, reach)
 
     def shape(self, rows: int, positions: int) -> tuple[int, int]:
-        """Rows and positions that hold what is there and what comes, where there were so many.
+        """How many rows and positions are to hold what is there and what comes, if there were so many.
 
-        They grow by more than is needed, if there is room for it; where rows need what is left of the positions of texts that
-        have ended, or the other way round, they have it.
+        They grow by more than is needed, if memory allows it. If rows need what is left of the positions of sequences that have
+        ended, or the other way round, they have it.
         """
         last, reach = self._needed
         if rows >= last and positions >= reach:
@@ -87,7 +87,7 @@ def _evenly_attended(
 ) -> Tensor:
     """Attention with the first query repeated in front of it; results of the repeated ones are dropped."""
     short = -query.shape[-2] % QUERIES
-    if attn_mask is None:  # what is seen follows from the places of queries
+    if attn_mask is None:  # what is seen follows from the order of queries
         return scaled_dot_product_attention(query, key, value, None, *args, **kwargs)
     mask = _preceded(attn_mask, short) if attn_mask.shape[-2] > 1 else attn_mask  # one for all queries
     return scaled_dot_product_attention(_preceded(query, short), key, value, mask, *args, **kwargs)[..., short:, :]
@@ -108,14 +108,14 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         self._view = view
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Begin with nothing."""
+        """Start with nothing."""
         self.keys, self.values = (
             states.new_zeros((0, states.shape[1], 0, states.shape[3])) for states in (key_states, value_states)
         )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write new ones, (rows, heads, new, size), to their places. Returns what the rows see, (rows, heads, seen, size)."""
+        """Write new ones, (rows, heads, new, size), to their positions. Returns what rows see, (rows, heads, seen, size)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.grow()
@@ -131,7 +131,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         )
 
     def grow(self) -> None:
-        """Have room for the next forward."""
+        """Get the memory for the next forward pass."""
         if self.is_initialized:
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
 
@@ -156,7 +156,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         return held.narrow(0, view.first, view.last - view.first).narrow(2, 0, view.seen)
 
     def tile(self, other: "Layer", rows: int, positions: int, room: int, held: int) -> None:
-        """Hold in some positions of each row, over and over, the first `held` places of another layer's first row."""
+        """Hold in some positions of each row, over and over, the first `held` positions of another layer's first row."""
         assert other.keys is not None and other.values is not None
         places = torch.arange(positions, dtype=torch.int64, device=other.keys.device) % held
         self.keys, self.values = (
@@ -167,11 +167,11 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         self.is_initialized = True
 
     def clear(self, row: int, start: int, end: int) -> None:
-        """Empty some places of a row."""
+        """Empty some positions of a row."""
         self._both(lambda held: held[row : row + 1, :, start:end].zero_())
 
     def move(self, rows: Tensor, sources: Tensor, places: Tensor) -> None:
-        """Copy places of some rows, all three (moves,), int64, to other places of those."""
+        """Copy positions of some rows, all three (moves,), int64, to other positions of those."""
 
         def moved(held: Tensor) -> None:
             row, source, place = (part.to(held.device) for part in (rows, sources, places))
@@ -180,7 +180,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         self._both(moved)
 
     def copy(self, row: int, to: int, positions: int) -> None:
-        """Copy the first positions of a row to another row. A row that a failed forward left without room holds nothing."""
+        """Copy the first positions of a row to another. A row that a failed forward pass left without memory holds nothing."""
         self._both(lambda held: held[to, :, :positions].copy_(held[row, :, :positions]) if row < len(held) else None)
 
     def _both(self, do: Callable[[Tensor], Any]) -> None:
@@ -189,13 +189,13 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
                 do(held)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many places are looked at, and the first of them."""
+        """How many positions are read, and the first of them."""
         return self._view.seen, 0
 
     def get_seq_length(self) -> int:
-        """How many places are looked at."""
+        """How many positions are read."""
         return self._view.seen
 
     def get_max_length(self) -> int:
-        """There is no most."""
+        """As transformers says that there is no limit: -1."""
         return -1

@@ -81,7 +81,7 @@ class Trees:
         base, trunk, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
         padding = (parents == Parent.PADDING).sum(dim=1, keepdim=True)
         places = torch.arange(width, dtype=torch.int64, device=self._device) - padding
-        places = base + torch.where(places < 0, width - padding, places)  # padding goes to one place after what is new
+        places = base + torch.where(places < 0, width - padding, places)  # padding goes to one position after what is new
         nodes, linked = max(one.nodes for one in news), any(one.linked for one in news)
         rows = slice(first, first + len(news))
         positions, masks = self.add(rows, trunk, places, parents, nodes=nodes, seen=seen, linked=linked)

@@ -10,7 +10,7 @@ from xtok.errors import InvalidInputError, reason
 
 T = TypeVar("T")
 OneOrEach: TypeAlias = T | tuple[T | None, T | None] | None
-"""A setting of both models, or the target's and the drafts', where None leaves one as it is by default."""
+"""A setting of both models, or the target's and the drafts', of which None leaves one as it is by default."""
 Device: TypeAlias = str | int | torch.device
 Dtype: TypeAlias = str | torch.dtype
 DeviceMap: TypeAlias = str | dict[str, Any]
@@ -32,7 +32,7 @@ class Placement:
 def placements(device: Any, dtype: Any, device_map: Any) -> tuple[Placement, Placement]:
     """The target's and the drafts', each setting given once for both or as a pair. Raises `InvalidInputError`."""
     settings = zip(_each("device", device), _each("dtype", dtype), _each("device_map", device_map), strict=True)
-    target, draft = (Placement(_device(one), _dtype(kind), _map(spread, one)) for one, kind, spread in settings)
+    target, draft = (Placement(_device(one), _dtype(kind), _map(placed, one)) for one, kind, placed in settings)
     return target, draft
 
 

@@ -49,7 +49,7 @@ def _sees_by_positions(model: PreTrainedModel) -> bool:
 
 @plain
 def _branches_as_it_should(model: PreTrainedModel) -> bool:
-    """Whether a node behind a branch has the logits that it has in a chain of its own.
+    """Whether a node after another branch has the logits that it has in a chain of its own.
 
     They may differ by rounding, which is little beside what it would change if the node saw the other branch, too.
     """

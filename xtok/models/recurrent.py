@@ -187,7 +187,7 @@ class RecurrentModel(CachedModel):
         self._recorded = self._held
 
     def _return_to_a_snapshot(self) -> None:
-        """To the newest that is old enough; to nothing where all are newer, or older than what a window remembers."""
+        """To the newest that is old enough; to nothing if all are newer, or older than what a window remembers."""
         oldest = self._recorded if self._has_slid() else 0
         self._snapshots = [one for one in self._snapshots if oldest <= one.length <= self.length]
         if not self._snapshots:
@@ -207,7 +207,7 @@ class RecurrentModel(CachedModel):
 
 
 def _states(layer: Any) -> dict[str, Any]:
-    """A copy of what a recurrent layer remembers. What its attention does, where it has one, can be cropped."""
+    """A copy of what a recurrent layer remembers. What its attention does, if it has one, can be cropped."""
     if not isinstance(layer, LinearAttentionLayer):
         return {}
     return {name: deepcopy(value) for name, value in vars(layer).items() if name in _STATES}

@@ -1,4 +1,4 @@
-"""Rotary embeddings that turn by how long a text is: where they do, and whose length it is."""
+"""Rotary embeddings that depend on how long a sequence is: from which position on, and on whose length."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +17,7 @@ def longrope_boundary(model: PreTrainedModel) -> int | None:
 
 
 def dynamic_boundary(model: PreTrainedModel) -> int | None:
-    """The position from which a model's `dynamic` frequencies depend on how long the text is; None for other models."""
+    """The position from which a model's `dynamic` frequencies depend on how long the sequence is; None for other models."""
     return min((int(module.original_max_seq_len) for module in _dynamic_modules(model)), default=None)
 
 
@@ -28,11 +28,11 @@ def _ropes(model: PreTrainedModel) -> list[Mapping[str, Any]]:
 
 
 def turns(model: PreTrainedModel) -> Callable[[], AbstractContextManager[None]]:
-    """For one text: a context to forward `model` in, as if that text were the only one it was ever given.
+    """For one sequence: a context to forward `model` in, as if that sequence were the only one it was ever given.
 
-    Rotary embeddings remember the longest text (`dynamic`), or are set anew by each forward (`longrope`). So texts take turns,
-    those of other threads, too, and each finds what it left, at first what a new model has. In between, what a `dynamic` model
-    remembers is what it did when it was handed in.
+    Rotary embeddings remember the longest sequence (`dynamic`), or are set anew by each forward (`longrope`). So sequences take
+    turns, those of other threads, too, and each finds what it left, at first what a new model has. In between, what a `dynamic`
+    model remembers is what it did when it was handed in.
     """
     modules = _dynamic_modules(model)
     if not modules and longrope_boundary(model) is None:
@@ -72,12 +72,12 @@ def _is_dynamic(kind: Any) -> bool:
 
 
 def _prefixes(module: Any) -> list[str]:
-    """What the names of the frequencies begin with, for each kind of layer; nothing where there is one."""
+    """What the names of the frequencies begin with, for each kind of layer; nothing if there is one."""
     return [name.removesuffix(_ORIGINAL) for name in (*vars(module), *module._buffers) if name.endswith(_ORIGINAL)]
 
 
 def _state(module: Any) -> _State:
-    """The frequencies, and the longest text that they are made for."""
+    """The frequencies, and the longest sequence that they are made for."""
     found = {}
     for prefix in _prefixes(module):
         found[prefix + _FREQUENCIES] = getattr(module, prefix + _FREQUENCIES)
@@ -86,7 +86,7 @@ def _state(module: Any) -> _State:
 
 
 def _fresh(module: Any) -> _State:
-    """The state of a new model. Frequencies that no long text has changed are new ones."""
+    """The state of a new model. Frequencies that no long sequence has changed are new ones."""
     state, first = _state(module), module.original_max_seq_len
     for prefix in _prefixes(module):
         if state[prefix + _LONGEST] > first:

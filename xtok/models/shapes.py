@@ -9,7 +9,7 @@ USUAL = 16
 forward passes of their own, until no more than that are left.
 """
 _LEAST, _MOST = 128, 4096
-"""How many places are looked at at least, and by how many more at most, if forward passes have few shapes."""
+"""How many positions are read at least, and by how many more at most, if forward passes have few shapes."""
 
 
 class Shapes:
@@ -17,7 +17,7 @@ class Shapes:
 
     @property
     def tolerance(self) -> float:
-        """By how much, in logits, the best id behind a node that stands at another place than alone is to beat the second."""
+        """By how much, in logits, the best id after a node at another index than its depth is to beat the second."""
         return 0.0
 
     def refresh(self) -> None:
@@ -27,15 +27,15 @@ class Shapes:
         """Learn how long a forward pass took."""
 
     def seen(self, positions: int) -> int:
-        """How many places of each row are looked at where a text has so many positions."""
+        """How many positions of each row are read if a sequence has so many."""
         return rounded(positions)
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
-        """How many ids of each of some rows are to be forwarded, where there are `new`; None where no shape is fit."""
+        """How many ids of each of some rows are to be forwarded, if there are `new`; None if no shape fits."""
         raise NotImplementedError
 
     def widest(self, seen: int) -> int:
-        """How many new ids of one text can be forwarded."""
+        """How many new ids of one sequence can be forwarded."""
         raise NotImplementedError
 
     def takes(self, length: int, new: int, prompt: int) -> int:
@@ -50,14 +50,14 @@ class Shapes:
 
     def guesses(self, length: int, new: int) -> int:
         """How many nodes of a tree can be forwarded after `length` kept ids and so many new ones: no more than the widest
-        forward pass holds, and none that would make it look at more places.
+        forward pass holds, and none that would make it read more positions.
         """
         seen = self.seen(length + new)
         return min(seen - length, self.widest(seen)) - new
 
 
 def rounded(positions: int) -> int:
-    """How many places are looked at where a text has so many and there are to be few shapes: 128, twice as many up to 4,096,
+    """How many positions are read if a sequence has so many and there are to be few shapes: 128, twice as many up to 4,096,
     then multiples of that.
     """
     doubled = (_LEAST << power for power in range((_MOST // _LEAST).bit_length()))

@@ -19,7 +19,7 @@ def in_single(model: PreTrainedModel) -> PreTrainedModel:
 
     What it computes is free of the rounding of half precision, so that it shows by which formula a model computes. Its modules
     are new ones, with hooks and attributes of `model`'s, which stays as it is. Quantised weights aren't converted.
-    Raises `ValueError` where a module's forward was replaced by what can't be called for another module.
+    Raises `ValueError` if a module's forward was replaced by what can't be called for another module.
     """
     modules = list(model.modules())
     own: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}

@@ -1,8 +1,8 @@
 """Batch-invariant forwards: shapes by which an id has the same bits whatever is forwarded with it, found out by trying.
 
 Which bits a sum has depends on the order in which it is added up, and that on the kernels that a matrix's shape selects. So ids
-have the same logits, keys and values in every bit where all forwards have shapes that were seen to give the same, and as many
-places of the cache are looked at for a position, whatever else is forwarded.
+have the same logits, keys and values in every bit if all forward passes have shapes that were seen to give the same, and as
+many positions of the cache are read for a position, whatever else is forwarded.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ _NARROWEST = 2
 _SHARE = 0.1
 """The share of the time of a sequence's forward passes that trying shapes for it may take."""
 _MARGIN = 8
-"""How many times the largest difference of logits that was seen between places is taken for what may be."""
+"""How many times the largest difference of logits that was seen between indices of nodes is taken for what may be."""
 _SMALL = 4096
 """Products of no more multiplications than 16 * 16 * 16 aren't given to oneDNN by torch (`mkldnn_gemm_min_size` in ATen), and
 have other bits in half precision, of which only a few differ.
@@ -105,7 +105,7 @@ class StableShapes(Shapes):
 
     @property
     def tolerance(self) -> float:
-        """By how much, in logits, the best id after a node that stands at another place than it would alone is to beat the
+        """By how much, in logits, the best id after a node at another index than its depth is to beat the
         second: 8 times the largest difference that was seen there; infinity until that is measured.
         """
         known = self._known
@@ -154,7 +154,7 @@ class StableShapes(Shapes):
             return False
         if rows > 1 and seen != TRIED and not self._agrees(rows, width, TRIED):
             return False
-        few = rows if seen == TRIED else min(rows, ceil(FEW / width))  # places change attention, which is of each row
+        few = rows if seen == TRIED else min(rows, ceil(FEW / width))  # positions change attention, which is of each row
         known, shape = self._known, (few, width, seen)
         is_new = shape not in known.findings.agreed and shape not in known.failed
         if is_new and known.fault is None and self._may_try(rows, share):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """What a forward took: `rows`, the ids of all the `texts` that shared it, padding included, and `seconds`.
+    """What a forward took: `rows`, the ids of all the `texts` (sequences) that shared it, padding included, and `seconds`.
 
-    `told`: whether another of those texts tells of it. `replayed`: whether it was a CUDA graph.
+    `told`: whether another of those sequences reports it. `replayed`: whether it was a CUDA graph.
     """
 
     rows: int
@@ -21,7 +21,7 @@ class Cost(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Seconds for each text."""
+        """Seconds for each sequence."""
         return self.seconds / self.texts
 
 
@@ -34,7 +34,7 @@ class Span:
 
 @contextmanager
 def timed() -> Iterator[Span]:
-    """How long the block takes; known behind it."""
+    """How long the block takes; known after it."""
     span, start = Span(), perf_counter()
     try:
         yield span

@@ -24,9 +24,9 @@ FEW = 4
 _PIECES = (5, 11)
 """The parts in which ids are forwarded that are to have the bits that they have at once."""
 _NODES, _OTHERS, _CONTEXTS = 8, (1, 7), (2, 40, 448)
-"""A branch of so many nodes is tried behind so many nodes of another, and behind so many ids."""
+"""A branch of so many nodes is tried after so many nodes of another, and after so many ids."""
 _TIMES, _OUTPUTS = 2, 200_000
-"""In how many forwards a shape is tried, or, where that computes fewer values, until so many outputs of matrices were compared:
+"""In how many forwards a shape is tried, or, if that computes fewer values, until so many outputs of matrices were compared:
 of a small model few bits differ, if any.
 """
 _READ = 64
@@ -65,8 +65,8 @@ class Trials:
         return made
 
     def difference(self, filled: SharedCache) -> float:
-        """The largest of logits between places, or what rounding the largest logit may change, if that is more; infinity for a
-        model with too few positions to look.
+        """The largest difference of logits between indices of nodes, or what rounding the largest logit may change, if that is
+        more; infinity for a model with too few positions to look.
         """
         found, largest = 0.0, torch.finfo(self._model.dtype).max / 2  # some models give ids that they mask the least number
         contexts = [base for base in _CONTEXTS if base <= self._base(TRIED)]
@@ -80,7 +80,7 @@ class Trials:
         return found if contexts and found < inf else inf
 
     def agrees(self, filled: SharedCache, rows: int, width: int, seen: int) -> bool:
-        """All ids of a forward, and of some more where there are fewer than 16, are compared with those of usual ones."""
+        """All ids of a forward, and of some more if there are fewer than 16, are compared with those of usual ones."""
         base, new = self._base(seen), max(width, min(USUAL, (_TIMES if rows * width >= FEW else 2 * _TIMES) * width))
         outputs = sum(size for _, size in self._layers)
         turns = ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))
@@ -93,7 +93,7 @@ class Trials:
         return _same(usual, self._forwarded(filled, rows, base, shape, _parts(new, shape.ids), first))
 
     def _base(self, seen: int) -> int:
-        """Behind how many ids it is tried: there is room for the most that are forwarded."""
+        """After how many ids it is tried: the positions suffice for the most that are forwarded."""
         return min(seen, context_window(self._model) or seen) - WIDEST
 
     def _ids(self, first: int, count: int) -> list[int]:
@@ -103,7 +103,7 @@ class Trials:
     def _forwarded(
         self, filled: SharedCache, rows: int, base: int, shape: "_OneShape", pieces: Sequence[int], first: int = _READ
     ) -> list[Tensor]:
-        """Forward ids in parts behind `base` others. Returns their logits, (tried rows, ids, vocabulary), and the keys and
+        """Forward ids in parts after `base` others. Returns their logits, (tried rows, ids, vocabulary), and the keys and
         values of each layer, (tried rows, heads, ids, size).
 
         Every second row is tried, the last among them; others have other ids.
@@ -120,13 +120,13 @@ class Trials:
             logits.append(torch.stack([answers[row].logits for row in tried]))
         return [torch.cat(logits, dim=1), *(part[tried] for part in slots.held(base, base + sum(pieces)))]
 
-    def _branched(self, filled: SharedCache, base: int, before: int, behind: int) -> Tensor:
-        """The logits of a chain of ids, (ids, vocabulary), with so many nodes of other chains before it and behind it."""
+    def _branched(self, filled: SharedCache, base: int, before: int, after: int) -> Tensor:
+        """The logits of a chain of ids, (ids, vocabulary), with so many nodes of other chains before it and after it."""
         shape = _OneShape(USUAL, TRIED)
         text = filled.tiled(1, base, shape.places + 1, shape).join()
         text.length = base
         ids, parents = list[int](), list[int]()
-        for chain in (self._ids(0, before), self._ids(_READ, _NODES), self._ids(0, behind)):
+        for chain in (self._ids(0, before), self._ids(_READ, _NODES), self._ids(0, after)):
             parents += [-1, *range(len(ids), len(ids) + len(chain) - 1)][: len(chain)]
             ids += chain
         (answer,) = text.server.serve([Ask(text, ids, len(ids), parents)])
