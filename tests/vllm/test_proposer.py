@@ -226,7 +226,7 @@ def state(llm: LLM) -> tuple[int, ...]:
     """How much is held: numbers of the draft's caches, and their rows; texts, and sessions alive."""
     drafting: Any = proposer(llm)._engine
     gc.collect()
-    slots = list(drafting._caches._slots.values())
+    slots = list(drafting._caches._caches.values())
     held = [part.numel() for one in slots for layer in one._layers for part in (layer.keys, layer.values)]
     sessions = sum(type(one) is Session for one in gc.get_objects())
     return sum(held), sum(len(one._rows) for one in slots), len(drafting.texts), sessions
