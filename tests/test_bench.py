@@ -3,7 +3,7 @@
 import json
 import shutil
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,29 +19,14 @@ from worlds import ARCHITECTURES, FAMILIES, examples, fitting, model, texts, tok
 from xtok import Budget, XTokAssisted, pair
 from xtok.align.tokenbytes import token_bytes
 from xtok.bench import server
-from xtok.bench.compare import (
-    ALONE,
-    CHAIN,
-    DRAFT,
-    LOOKUP,
-    NO_MODEL,
-    NONE,
-    SETTINGS,
-    TREE,
-    UAG,
-    XTOK,
-    Timed,
-    compare,
-    speed,
-    tuned,
-)
-from xtok.bench.context import compare_contexts
+from xtok.bench.compare import CHAIN, DRAFT, LOOKUP, NO_MODEL, TREE, UAG, compare
 from xtok.bench.drafters import compare_drafters
-from xtok.bench.report import print_servers
+from xtok.bench.pairs import tuned
+from xtok.bench.rows import print_tables
+from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK, Timed, speed
 from xtok.bench.sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
 from xtok.bench.sampled import TREE as TREE_SAMPLED
 from xtok.bench.stretch import blocks_of, shortened, sized, stretch, stretched_to, with_pieces, with_vocabulary
-from xtok.bench.vocabulary import compare_vocabularies
 from xtok.cli.commands import app
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
 from xtok.models.cache import ids_read, vocabulary_size
@@ -132,8 +117,8 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[Any
 
     monkeypatch.setattr("xtok.bench.compare.compare", record("compare"))
     monkeypatch.setattr("xtok.bench.sampled.compare_sampled", record("sampled"))
-    monkeypatch.setattr("xtok.bench.batches.compare_batches", record("batches"))
-    monkeypatch.setattr("xtok.bench.bits.compare_bits", record("bits"))
+    monkeypatch.setattr("xtok.bench.lists.compare_batches", record("batches"))
+    monkeypatch.setattr("xtok.bench.lists.compare_bits", record("bits"))
     monkeypatch.setattr("xtok.bench.drafters.compare_drafters", record("drafters"))
     result = CliRunner().invoke(app, ["bench", *arguments, "--json"])
     assert result.exit_code == 0, result.output
@@ -176,7 +161,7 @@ def test_every_kind_of_prompts_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> N
 def test_prompts_to_tune_on_are_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file, learnt = tmp_path / "prompts.txt", list[list[str]]()
     file.write_text("a\nb\nc\nd\n", encoding="utf-8")
-    monkeypatch.setattr("xtok.bench.compare.tuned", lambda _, draft, texts: learnt.append(texts) or draft)
+    monkeypatch.setattr("xtok.bench.pairs.tuned", lambda _, draft, texts: learnt.append(texts) or draft)
     asked = asked_of(monkeypatch, "--prompts", str(file), "--tune", "--setting", "greedy")
     assert [one[1] for one in asked] == [["a", "c"]] * 2
     assert learnt == [["b", "d"]]
@@ -192,6 +177,7 @@ def test_the_repetition_penalty_is_that_of_its_setting(monkeypatch: pytest.Monke
 @pytest.mark.deep
 def test_a_sampled_benchmark_may_have_an_enlarged_target_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.bench.stretch.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
+    monkeypatch.setattr("xtok.bench.pairs.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
     monkeypatch.setattr("xtok.bench.stretch._WIDTH", 64)
     ((_, _, _, target, draft),) = asked_of(monkeypatch, "sampled", "--ratio", "4", "--dtype", "float16")
     assert len(blocks_of(target[0])) == 4 * len(blocks_of(draft[0]))
@@ -291,7 +277,7 @@ def test_a_model_is_enlarged_to_a_number_of_parameters(architecture: str) -> Non
 
 @pytest.mark.deep
 def test_what_contexts_cost_has_a_row_per_length_and_kind_of_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.bench.context.compare_contexts", partial(compare_contexts, sizes=(16, 64)))
+    monkeypatch.setattr("xtok.bench.overhead.CONTEXTS", (16, 64))
     result = CliRunner().invoke(app, ["bench", "contexts", "--json"])
     rows = json.loads(result.stdout)
     assert [(row["context"], row["budget"]) for row in rows] == list(product((16, 64), ("chain of 5", "tree of 32")))
@@ -327,7 +313,7 @@ def test_the_bench_draws_a_picture_of_an_enlarged_target_and_of_useless_drafts(t
     result = CliRunner().invoke(app, ["bench", *asked, "--setting", "sampled", "--plot", str(picture)])
     assert result.exit_code == 0, result.output
     assert "with random weights" in result.stdout
-    assert "as dear as the target" in result.stdout
+    assert "as expensive as the target" in result.stdout
     assert "where xtok" in picture.read_text(encoding="utf-8")
 
 
@@ -503,15 +489,13 @@ def test_the_bench_widens_the_vocabularies_of_an_enlarged_target_and_of_all_draf
     result = CliRunner().invoke(app, ["bench", *asked, "--ratio", "2", "--useless", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["settings"]["greedy"]
-    assert set(found) == {"as it is", "with random weights", "as dear as the target"}
+    assert set(found) == {"as it is", "with random weights", "as expensive as the target"}
     assert all(row["identical"] == row["prompts"] for rows in found.values() for row in rows)
 
 
 def test_what_is_computed_over_vocabularies_has_a_row_per_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "xtok.bench.vocabulary.compare_vocabularies", partial(compare_vocabularies, sizes=[(8000, 4096), (9000, 5000)])
-    )
-    monkeypatch.setattr("xtok.bench.vocabulary._REPEATS", 2)
+    monkeypatch.setattr("xtok.bench.overhead.VOCABULARIES", ((8000, 4096), (9000, 5000)))
+    monkeypatch.setattr("xtok.bench.overhead._REPEATS", 2)
     result = CliRunner().invoke(app, ["bench", "vocabularies", "--json"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
@@ -558,7 +542,7 @@ def test_texts_by_stable_forwards_are_counted_beside_those_by_others(tmp_path: P
     assert all((row["written"], row["picks"]) == (6, 30) and row["tokens_per_second"] > 0 for row in rows)
     assert {row["speed"] for row in rows if not row["stable"]} == {1.0}
     printed = CliRunner().invoke(app, [*asked, "--limit", "1", "--batch", "1"]).stdout
-    assert "texts that" in printed and "draft" in printed
+    assert "differ: texts with other ids" in printed and "draft" in printed
 
 
 @pytest.mark.parametrize("batch", ["", "0", "1,x", "4,,8"])
@@ -587,9 +571,9 @@ def test_what_a_server_adds_is_measured_beside_its_engine(capsys: pytest.Capture
     added = server.measure_added(XTokAssisted((fitting(tokens, "Llama", 0), tokens)), ["a"], max_new_tokens=2, repeats=1)
     assert added > -1
     rows = [server.ServerRow(8, server.XTOK, 2.5, 0.125, 3.0, 0.75)]
-    print_servers(server.ServerFigures(0.021, rows))
-    told = capsys.readouterr().out
-    assert all(figure in told for figure in ("2.50", "3.00", "0.12 s", "75%", "adds 2.1%"))
+    print_tables({"": rows})
+    printed = capsys.readouterr().out
+    assert all(figure in printed for figure in ("2.50", "3.00", "0.12", "75%"))
 
 
 def test_a_server_that_does_not_start_is_told_of(tmp_path: Path) -> None:

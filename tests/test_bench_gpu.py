@@ -17,8 +17,8 @@ from worlds import ARCHITECTURES, examples, model
 
 from xtok import XTokAssisted, pair
 from xtok.bench import gpu
-from xtok.bench.compare import ALONE, NONE, XTOK, asked_for
-from xtok.bench.report import print_gpu
+from xtok.bench.rows import print_tables
+from xtok.bench.runs import ALONE, NONE, XTOK, named_setting
 from xtok.bench.stretch import blocks_of
 from xtok.bench.widen import Shape, shaped, widened
 from xtok.cli.bench import _large_on
@@ -137,15 +137,15 @@ def test_models_of_other_kinds_are_not_widened() -> None:
 
 @cache
 def figures() -> gpu.GpuFigures:
-    prompts, setting = pair.prompts()[::6], asked_for("penalty")
-    sizes: dict[str, Any] = {"max_new_tokens": 4, "repeats": 1, "moved": 1 << 20}
-    return gpu.compare_on_gpu(*enlarged(torch.float32), prompts[:2], setting, (1, 2), **sizes)
+    prompts, setting = pair.prompts()[::6], named_setting("penalty")
+    return gpu.compare_on_gpu(*enlarged(torch.float32), prompts[:2], setting, (1, 2), max_new_tokens=4, repeats=1)
 
 
 @pytest.fixture(autouse=True)
 def short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_LEAST", 2)
     monkeypatch.setattr(gpu, "_BATCHES", 1)
+    monkeypatch.setattr(gpu, "MOVED", 1 << 20)
 
 
 def test_a_gpu_has_a_row_per_system_and_size_and_one_for_each_way_to_draft() -> None:
@@ -180,17 +180,18 @@ def test_the_limit_is_the_bandwidth_over_the_weights_that_a_forward_reads() -> N
 
 def test_without_prompts_nothing_is_measured_on_a_gpu() -> None:
     with pytest.raises(InvalidInputError, match="no prompts"):
-        gpu.compare_on_gpu(*enlarged(torch.float32), [], asked_for("penalty"), (1,), max_new_tokens=4)
+        gpu.compare_on_gpu(*enlarged(torch.float32), [], named_setting("penalty"), (1,), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("markdown", [False, True])
 def test_what_a_gpu_makes_of_it_is_told_in_tables(markdown: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    print_gpu(replace(figures(), bandwidth=3e12, read=26_000_000_000, limit=115.4), markdown)
-    told = capsys.readouterr().out
+    found = replace(figures(), bandwidth=3e12, read=26_000_000_000, limit=115.4)
+    print_tables({"lists of texts": found.lists, "a level": found.levels}, markdown=markdown)
+    told = f"{found}\n{capsys.readouterr().out}"
     assert all(name in told for name in ("115.4 tokens/s", "3,000 GB/s", ALONE, NONE, XTOK, "of bandwidth:", "of ceiling:"))
     lines = [line for line in told.splitlines() if line.startswith("|")]
     assert len(lines) == markdown * (2 + 10 + 2 + 2)
-    assert {line.count("|") for line in lines} == ({15, 5} if markdown else set())
+    assert {line.count("|") for line in lines} == ({16, 4} if markdown else set())
 
 
 def test_without_a_gpu_the_command_says_so_and_ends_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_the_command_saves_the_figures_as_json(monkeypatch: pytest.MonkeyPatch, 
     assert result.exit_code == 0, result.output
     saved = json.loads(file.read_text(encoding="utf-8"))
     assert [row["system"] for row in saved["lists"]] == [row.system for row in figures().lists]
-    assert result.stdout.count("| --- ") == 14 + 4
+    assert result.stdout.count("| --- ") == 15 + 3
     asked = ["bench", "gpu", "--save", str(tmp_path / "none" / "figures.json")]
     assert "There is no folder" in CliRunner().invoke(app, asked).output
 
@@ -227,7 +228,7 @@ def test_the_command_gives_the_shipped_pair_the_large_shapes_and_measures_it(mon
         ("gpt_neox", torch.bfloat16),
     ]
     assert (len(prompts), sizes, more) == (20, (1, 8, 32), {"max_new_tokens": 64})
-    assert setting == asked_for("penalty")
+    assert setting == named_setting("penalty")
 
 
 def test_a_gpu_that_is_too_small_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from xtok import XTokAssisted, __version__
 from xtok.align.fit import fit
 from xtok.cli import commands as cli
 from xtok.cli import demo
+from xtok.cli.generate import _printed
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
 from xtok.pair import DRAFT, HEADS, TARGET, prompts
@@ -230,7 +231,7 @@ def test_a_training_that_is_stopped_says_how_to_go_on(command: str, monkeypatch:
     file.write_text("吾輩は\n", encoding="utf-8")
     texts = "--prompts" if command == "tune-draft" else "--data"
     _, told = run(command, texts, str(file), "--out", str(tmp_path / "out"), code=130)
-    assert told == "xtok: stopped. What was done is kept: the same command goes on where it was.\n"
+    assert told == "xtok: stopped. What was done is kept: run the same command again to resume.\n"
 
 
 USELESS = [
@@ -262,7 +263,7 @@ def test_what_has_no_effect_or_makes_no_sense_is_refused(arguments: tuple[str, .
 
 @pytest.mark.parametrize("memory", ["inf", "1e300"])
 def test_memory_without_bounds_is_refused(memory: str) -> None:
-    told = f"xtok: --memory is {float(memory)}; give a finite number of GiB, as 8, or leave it out for any.\n"
+    told = f"xtok: --memory is {float(memory)}; give a finite number of GiB, as 8, or leave it out for no limit.\n"
     assert run("serve", "--port", "0", "--memory", memory, code=1) == ("", told)
 
 
@@ -289,7 +290,7 @@ def test_generate_prints_each_piece_as_soon_as_it_is_there(capfd: pytest.Capture
             printed.append(capfd.readouterr().out)
         return "the generation"
 
-    assert cli._printed(pieces()) == "the generation"
+    assert _printed(pieces()) == "the generation"
     assert printed == ["は", "𠮷野", "家"]
     assert capfd.readouterr().out == "\n"
 
@@ -373,7 +374,7 @@ def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
     def faulty() -> list[str]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("xtok.cli.console.prompts", faulty)
+    monkeypatch.setattr("xtok.cli.inspect.prompts", faulty)
     result = CliRunner().invoke(cli.app, ["inspect"])
     assert isinstance(result.exception, ZeroDivisionError)
 

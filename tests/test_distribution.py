@@ -24,7 +24,7 @@ from xtok.align.keys import spelling_key, spelling_keys
 from xtok.align.projection import Projection, projection
 from xtok.align.text import Text
 from xtok.align.tokenbytes import TokenBytes
-from xtok.bench.chi_square import chi_square
+from xtok.bench.sampled import chi_square
 from xtok.decoding.accept import rejection
 from xtok.decoding.pick import Picker
 from xtok.decoding.rounds import run

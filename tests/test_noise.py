@@ -10,7 +10,7 @@ from worlds import FAMILIES, tokenizer
 
 from xtok.align.keys import control_key, spelling_key, spelling_keys
 from xtok.align.tokenbytes import TokenBytes, token_bytes
-from xtok.bench.chi_square import chi_square
+from xtok.bench.sampled import chi_square
 from xtok.sampling.noise import (
     _MULTIPLIERS,
     ACCEPT,

@@ -12,9 +12,10 @@ from worlds import CORPUS, tokenizer
 
 from xtok.align.fit import Fit, fit
 from xtok.align.verdict import verdict
-from xtok.bench.choice import compare_drafts
-from xtok.bench.compare import Timed
+from xtok.bench.drafters import compare_drafts
+from xtok.bench.runs import Timed
 from xtok.cli import commands as cli
+from xtok.cli import inspect
 from xtok.models.load import from_config, load, parameters
 from xtok.pair import DRAFT, TARGET, TUNED, prompts
 
@@ -97,7 +98,7 @@ def test_inspect_judges_several_drafts() -> None:
 
 
 def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "MEASURED_TOKENS", 12)
+    monkeypatch.setattr(inspect, "MEASURED_TOKENS", 12)
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts()[:3]), encoding="utf-8")
     both = ("--draft", str(DRAFT), "--draft", str(TUNED), "--text", str(file), "--measure", "--limit", "2")
@@ -114,16 +115,16 @@ def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, 
 
 def test_the_fastest_draft_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, tuned = (load(one, "model") for one in (TARGET, DRAFT, TUNED))
-    from xtok.bench import choice
+    from xtok.bench import drafters
 
-    by_xtok, seconds = choice.by_xtok, {id(draft[0]): 0.5, id(tuned[0]): 0.25}
+    by_xtok, seconds = drafters.by_xtok, {id(draft[0]): 0.5, id(tuned[0]): 0.25}
 
     def timed(xt: Any, prompt: str, **arguments: Any) -> Timed:
         run = by_xtok(xt, prompt, **arguments)
         return Timed(run.ids, seconds[id(xt.models()[1])], run.target_forwards, run.draft_forwards, run.generation)
 
-    monkeypatch.setattr(choice, "by_xtok", timed)
-    monkeypatch.setattr(choice, "by_transformers", lambda *_, **__: Timed([1] * 8, 1.0, 8, 0, None))
+    monkeypatch.setattr(drafters, "by_xtok", timed)
+    monkeypatch.setattr(drafters, "by_transformers", lambda *_, **__: Timed([1] * 8, 1.0, 8, 0, None))
     found = compare_drafts(target, {"plain": draft, "tuned": tuned}, prompts()[:2], max_new_tokens=8)
     assert [(one.draft, one.speed, one.prompts) for one in found] == [("tuned", 4.0, 2), ("plain", 2.0, 2)]
-    cli._print_choices(found)
+    inspect._print_measured(found)

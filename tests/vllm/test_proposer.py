@@ -19,7 +19,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from xtok import Budget, DraftedText, DraftEngine, Tree, XTokAssisted
-from xtok.bench.chi_square import chi_square
+from xtok.bench.sampled import chi_square
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning
 from xtok.pair import DRAFT, TARGET, prompts

@@ -11,25 +11,21 @@ from xtok.errors import InvalidInputError
 _COLOURS = {"target": "#4c78a8", "draft": "#f58518", "guess": "#eeca3b", "align": "#54a24b", "pick": "#9d9da1"}
 
 
-def draw(settings: Mapping[str, Mapping[str, Sequence[Row]]], title: str, path: Path) -> None:
-    """Draw a benchmark into `path`, PNG or SVG by its suffix: a row of two charts for each setting and draft.
-
-    `settings`: by what texts of a setting are called, and what drafts are. `title` names the models.
-    """
+def draw(tables: Mapping[str, Sequence[Row]], title: str, path: Path) -> None:
+    """Draw a benchmark into `path`, PNG or SVG by its suffix: two charts for each table, by its title."""
     from matplotlib.figure import Figure
 
-    drawn = [(f"{setting}, the draft {kind}", rows) for setting, drafts in settings.items() for kind, rows in drafts.items()]
-    figure = Figure(figsize=(11, 0.4 + 3.4 * len(drawn)), layout="constrained")
+    figure = Figure(figsize=(11, 0.4 + 3.4 * len(tables)), layout="constrained")
     figure.suptitle(title, fontsize=11)
-    charts = figure.subplots(len(drawn), 2, squeeze=False)
-    for (kind, rows), (speeds, splits) in zip(drawn, charts, strict=True):
-        _draw_speeds(speeds, kind, rows)
+    charts = figure.subplots(len(tables), 2, squeeze=False)
+    for (heading, rows), (speeds, splits) in zip(tables.items(), charts, strict=True):
+        _draw_speeds(speeds, heading, rows)
         _draw_splits(splits, [row for row in rows if row.split is not None])
     figure.savefig(path)
 
 
 def check_drawable(path: Path) -> None:
-    """Raises `InvalidInputError` where nothing can be drawn into `path`, before anything is measured."""
+    """Raises `InvalidInputError` if nothing can be drawn into `path`, before anything is measured."""
     if path.suffix not in (".png", ".svg"):
         raise InvalidInputError(f"A picture can't be {path.name!r}. Use a name that ends in .png or .svg.")
     if not path.parent.is_dir():
@@ -38,13 +34,13 @@ def check_drawable(path: Path) -> None:
         raise InvalidInputError("Drawing needs matplotlib. Install it with: pip install 'xtok[plot]'")
 
 
-def _draw_speeds(chart: Any, kind: str, rows: Sequence[Row]) -> None:
+def _draw_speeds(chart: Any, heading: str, rows: Sequence[Row]) -> None:
     names = [row.system for row in rows]
     bars = chart.barh(names, [row.speed for row in rows], color=["#4c78a8" if "xtok" in name else "#bab0ac" for name in names])
     chart.bar_label(bars, [f" {row.speed:.2f} ({row.tokens_per_forward:.2f} tokens per forward)" for row in rows], fontsize=8)
     chart.axvline(1, color="black", linewidth=0.8, linestyle=":")
     chart.set_xlim(0, 1.9 * max(row.speed for row in rows))
-    chart.set_title(f"speed, {kind} (the target alone: 1)", fontsize=10)
+    chart.set_title(f"speed, {heading} (the target alone: 1)", fontsize=10)
     chart.invert_yaxis()
 
 

@@ -2,48 +2,58 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from xtok.assisted import XTokAssisted
-from xtok.bench.chi_square import chi_square
-from xtok.bench.compare import PLAIN, Timed, by_transformers, by_xtok, check_prompts, uag
+from xtok.bench.rows import Column
+from xtok.bench.runs import PLAIN, Timed, by_transformers, by_xtok, check_prompts, uag
 from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.policy.settings import Budget
+from xtok.errors import InvalidInputError
 from xtok.models.prompts import prompt_ids
 from xtok.results.progress import bar
 
+try:
+    from scipy.stats import chisquare
+except ImportError as error:
+    raise InvalidInputError("This benchmark needs SciPy. Install it with: pip install 'xtok[bench]'") from error
+
+_LEAST = 5.0
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 SHARED, TREE, MODE, REJECTION = "shared noise", "shared noise, tree", "the draft's mode", "rejection"
 ASSISTED = "transformers' assisted sampling"
 _FEW = 6
-"""How many ids are sampled to see the distribution of the first: transformers guesses nothing where one id is asked for."""
+"""How many ids are sampled to see the distribution of the first: transformers guesses nothing if one id is requested."""
 
 
 @dataclass(frozen=True)
 class SampledRow:
-    """One system at one temperature.
+    """One system at one temperature. If it raised a `failure`, there are no figures; noise is measured of xtok alone."""
 
-    `surprise`: the mean negative log-likelihood of its ids under the target's own distribution, in nats. `excess`: how far that
-    is from the entropy of the same distributions, in standard deviations; a system that draws from them stays within a few.
-    `p_value`: of its first ids against their exact probabilities. `noise_share`: the part of the time that noise takes.
-    `failure`: what it raised, and then there are no figures.
-    """
-
-    temperature: float
-    system: str
-    tokens_per_forward: float | None
-    surprise: float | None
-    excess: float | None
-    p_value: float | None
-    noise_share: float | None
-    failure: str | None = None
+    temperature: Annotated[float, Column("T")]
+    system: Annotated[str, Column("")]
+    tokens_per_forward: Annotated[float | None, Column(form=".2f")]
+    surprise: Annotated[
+        float | None,
+        Column(form=".2f", note="mean negative log-likelihood of the ids under the target's own distribution, in nats."),
+    ]
+    excess: Annotated[
+        float | None,
+        Column(form="+.1f", note="its distance from the distribution's entropy in standard deviations; beyond 4: other draws."),
+    ]
+    p_value: Annotated[
+        float | None,
+        Column("first id, p", form=".3g", note="of the first ids, by exact probabilities; near 0: other draws."),
+    ]
+    noise_share: Annotated[float | None, Column("noise", form=".1%", note="the share of the time.")]
+    failure: Annotated[str | None, Column()] = None
 
 
 Sampler = Callable[[str, int, int], Timed]
-"""Of a prompt, a seed, and how many ids to write."""
+"""A system gets a prompt, a seed, and how many ids to write."""
 
 
 def compare_sampled(
@@ -55,11 +65,10 @@ def compare_sampled(
     guess_length: int,
     draws: int = 400,
 ) -> list[SampledRow]:
-    """Sample every prompt by every system in turn at each temperature, and give a row per system.
+    """Sample every prompt by every system at each temperature, and give a row per system.
 
-    Nothing but the temperature shapes the distribution.
-
-    `draws` texts of a few ids behind one prompt show whether the first id has the target's distribution.
+    Nothing but the temperature shapes the distribution. `draws` texts of a few ids after one prompt show whether the first id
+    has the target's distribution. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
     rows = []
@@ -72,7 +81,7 @@ def compare_sampled(
 
 
 class _Greedy:
-    """Guesses the likeliest text of a draft model, whatever the noise."""
+    """Guesses the most probable text of a draft model, whatever the noise."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
@@ -82,15 +91,15 @@ class _Greedy:
         return self._draft.start(replace(request, samples=False))
 
 
-def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) -> dict[str, Sampler]:
+def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, Any]) -> dict[str, Sampler]:
     assistant = uag(target[1], draft, guess_length)
 
     def sampled(xt: XTokAssisted) -> Sampler:
-        return lambda prompt, seed, length: by_xtok(xt, prompt, max_new_tokens=length, seed=seed, **asked)
+        return lambda prompt, seed, length: by_xtok(xt, prompt, max_new_tokens=length, seed=seed, **arguments)
 
     def assisted(prompt: str, seed: int, length: int) -> Timed:
         torch.manual_seed(seed)
-        return by_transformers(target, prompt, max_new_tokens=length, **asked, **assistant)
+        return by_transformers(target, prompt, max_new_tokens=length, **arguments, **assistant)
 
     pair, chain = (target, draft), Budget(guess_length, width=1, schedule="constant")
     shared = XTokAssisted(*pair, budget=chain)
@@ -106,10 +115,10 @@ def _systems(target: Any, draft: Any, guess_length: int, asked: dict[str, Any]) 
 def _measured(
     name: str, system: Sampler, target: Any, prompts: Sequence[str], max_new_tokens: int, temperature: float, draws: int
 ) -> SampledRow:
+    title = f"T = {temperature}, {name}"
     try:
-        what = f"T = {temperature}, {name}"
-        samples = [system(prompt, seed, max_new_tokens) for seed, prompt in bar(list(enumerate(prompts)), what)]
-        first = [system(prompts[0], seed, _FEW).ids[0] for seed in bar(range(draws), f"{what}: first ids")]
+        samples = [system(prompt, seed, max_new_tokens) for seed, prompt in bar(list(enumerate(prompts)), title)]
+        first = [system(prompts[0], seed, _FEW).ids[0] for seed in bar(range(draws), f"{title}: first ids")]
     except Exception as error:
         if name != ASSISTED:
             raise
@@ -126,6 +135,24 @@ def _measured(
         p_value=chi_square(torch.bincount(torch.tensor(first), minlength=exact[0].shape[1]), exact[0][0] * draws),
         noise_share=sum(one.seconds_noise for one in stats) / sum(one.seconds for one in stats) if stats else None,
     )
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    """The p-value of Pearson's test of `counts`, (cells,), given what is `expected`, (cells,), of any dtype.
+
+    Cells in which fewer than 5 are expected count as one, as the test requires. If something was counted that can't happen,
+    the p-value is 0; if all counts are of one cell, 1.
+    """
+    if bool(counts[expected == 0].any()):
+        return 0.0
+    order = expected.argsort(descending=True)
+    counts, expected = counts.double()[order], expected.double()[order]
+    large = int((expected >= _LEAST).sum())
+    large -= large > 0 and float(expected[large:].sum()) < _LEAST
+    if large == 0:
+        return 1.0
+    counts, expected = (torch.cat([cells[:large], cells[large:].sum()[None]]) for cells in (counts, expected))
+    return float(chisquare(counts.numpy(), (expected * counts.sum() / expected.sum()).numpy()).pvalue)
 
 
 @torch.no_grad()

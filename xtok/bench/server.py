@@ -1,4 +1,4 @@
-"""Servers side by side: `xtok serve` with a draft and without one, and `transformers serve`, asked by clients at once."""
+"""`xtok serve` with a draft and without one, and `transformers serve`, side by side, asked by several clients at once."""
 
 import json
 import socket
@@ -9,55 +9,46 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPConnection
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from threading import Thread
 from time import perf_counter, sleep
-from typing import Any
+from typing import Annotated, Any, NamedTuple
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 from xtok.assisted import XTokAssisted
-from xtok.bench.compare import check_prompts, in_turns
+from xtok.bench.rows import Column
+from xtok.bench.runs import check_prompts, in_turns
 from xtok.errors import InvalidInputError
+from xtok.models.timing import timed
 from xtok.results.progress import bar
 from xtok.serving.engine import Engine
 
 XTOK, NONE, TRANSFORMERS = "xtok serve", "xtok serve --draft none", "transformers serve"
 _EACH = 3
-"""How many requests each client makes, one behind another."""
-_PATIENCE = 600.0
+"""How many requests each client makes, one after another."""
+_TIMEOUT = 600.0
+_OPEN = build_opener(ProxyHandler({})).open
+"""Opens a page of this machine, whatever proxies the environment names."""
 _TRANSFORMERS = "from transformers.cli.transformers import main; main()"
 
 
 @dataclass(frozen=True)
 class ServerRow:
-    """A server that so many `clients` ask at once.
+    """A server to which so many `clients` send requests at once."""
 
-    `requests_per_second` and `first_text`, the seconds to the first text of a request, are medians: of repeats, and of all
-    requests. `speed`: the median over repeats of the seconds of `transformers serve` ÷ its own. `identical`: the share of texts
-    that are those of `transformers serve`.
-    """
-
-    clients: int
-    system: str
-    requests_per_second: float
-    first_text: float
-    speed: float
-    identical: float
+    clients: Annotated[int, Column()]
+    system: Annotated[str, Column("")]
+    requests_per_second: Annotated[float, Column("requests/s", form=".2f", note="the median over repeats.")]
+    first_text: Annotated[float, Column(form=".2f", note="seconds to the first text of a request, the median over all.")]
+    speed: Annotated[float, Column(form=".2f", note="how many times as fast as transformers serve.")]
+    identical: Annotated[float, Column("as transformers", form=".0%", note="texts that are those of transformers serve.")]
 
 
-@dataclass(frozen=True)
-class ServerFigures:
-    """`added`: what the server adds to the seconds of a text of its engine, as a share of those."""
-
-    added: float
-    rows: list[ServerRow]
-
-
-@dataclass(frozen=True)
-class Load:
-    """What came of some requests: their texts, the seconds to the first piece of each, and those of all together."""
+class Load(NamedTuple):
+    """The texts of some requests, the seconds to the first piece of each, and those of all together."""
 
     texts: list[str]
     firsts: list[float]
@@ -67,10 +58,9 @@ class Load:
 def compare_servers(
     target: str, draft: str, prompts: Sequence[str], clients: Sequence[int], *, max_new_tokens: int, repeats: int
 ) -> list[ServerRow]:
-    """Ask all servers in turn, greedily by the target's generation configuration, and give a row per server and number of
-    clients. `target`, `draft`: paths.
+    """Send requests to all servers in turn, and give a row per server and number of clients. `target`, `draft`: paths.
 
-    Raises `InvalidInputError` without prompts, and where a server doesn't start.
+    Raises `InvalidInputError` without prompts, and if a server doesn't start.
     """
     check_prompts(prompts)
     rows = []
@@ -78,33 +68,27 @@ def compare_servers(
         ports = {name: stack.enter_context(_serving(name, target, draft)) for name in (XTOK, NONE, TRANSFORMERS)}
         for count in bar(clients, "clients"):
             texts = list(islice(cycle(prompts), _EACH * count))
-            asks = {
-                name: partial(_asked, port, _model(name, target), texts, count, max_new_tokens) for name, port in ports.items()
-            }
-            runs = in_turns(asks, repeats)
+            names = {name: target if name == TRANSFORMERS else Path(target).resolve().name for name in ports}
+            loads = {name: partial(_load, port, names[name], texts, count, max_new_tokens) for name, port in ports.items()}
+            runs = in_turns(loads, repeats)
             rows += [_row(count, name, runs) for name in runs]
     return rows
 
 
 def measure_added(xt: XTokAssisted, prompts: Sequence[str], *, max_new_tokens: int, repeats: int) -> float:
-    """What the server adds to a text of its engine, as a share of that: the median over texts, each by the engine before and
-    behind.
-    """
+    """What the server adds to a text of its engine, as a share: the median over texts, each between two of its engine."""
     shares = []
     with _in_thread(xt) as (engine, port):
 
         def alone(prompt: str) -> float:
-            start = perf_counter()
-            engine.submit(prompt, max_new_tokens=max_new_tokens, do_sample=False).result()
-            return perf_counter() - start
-
-        def served(prompt: str) -> float:
-            return _asked(port, "xtok", [prompt], 1, max_new_tokens).seconds
+            with timed() as span:
+                engine.submit(prompt, max_new_tokens=max_new_tokens, do_sample=False).result()
+            return span.seconds
 
         for prompt in bar([*prompts[:1], *list(prompts) * repeats], "texts"):
-            first, again, second = alone(prompt), served(prompt), alone(prompt)
-            shares.append(2 * again / (first + second) - 1)
-    return median(shares[1:])  # the first teaches what pays
+            first, served, second = alone(prompt), _load(port, "xtok", [prompt], 1, max_new_tokens).seconds, alone(prompt)
+            shares.append(2 * served / (first + second) - 1)
+    return median(shares[1:])  # in the first, the budget learns what pays
 
 
 def _row(clients: int, name: str, runs: dict[str, list[Load]]) -> ServerRow:
@@ -122,41 +106,29 @@ def _row(clients: int, name: str, runs: dict[str, list[Load]]) -> ServerRow:
     )
 
 
-def _asked(port: int, model: str, texts: Sequence[str], clients: int, max_new_tokens: int, _run: int = 0) -> Load:
+def _load(port: int, model: str, texts: Sequence[str], clients: int, max_new_tokens: int, _run: int = 0) -> Load:
     """All texts, by so many clients at once, whatever the number of the run."""
-    asked = {"model": model, "max_tokens": max_new_tokens, "temperature": 0, "stream": True}
-    start = perf_counter()
-    with ThreadPoolExecutor(clients) as pool:
-        told = list(pool.map(lambda text: _answer(port, {**asked, "prompt": text}), texts))
-    return Load([text for text, _ in told], [first for _, first in told], perf_counter() - start)
+    body = {"model": model, "max_tokens": max_new_tokens, "temperature": 0, "stream": True}
+    with timed() as span, ThreadPoolExecutor(clients) as pool:
+        answers = list(pool.map(lambda text: _answer(port, {**body, "prompt": text}), texts))
+    return Load([text for text, _ in answers], [first for _, first in answers], span.seconds)
 
 
 def _answer(port: int, body: dict[str, Any]) -> tuple[str, float]:
-    """A text, and the seconds to its first piece. Raises `InvalidInputError` where there is none."""
+    """A text, and the seconds to its first piece. Raises `InvalidInputError` if the server refuses."""
     start, first, pieces = perf_counter(), 0.0, list[str]()
-    connection = HTTPConnection("127.0.0.1", port, timeout=_PATIENCE)
+    url, data = f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode()
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise InvalidInputError(f"A server refused to write: {answer.read(500).decode(errors='replace')}")
-        for data in _events(answer):
-            if piece := "".join(choice["text"] for choice in data["choices"]):
-                first = first or perf_counter() - start
-                pieces.append(piece)
-    finally:
-        connection.close()
+        with _OPEN(Request(url, data, {"Content-Type": "application/json"}), timeout=_TIMEOUT) as answer:
+            for line in answer:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                if piece := "".join(choice["text"] for choice in json.loads(line[6:])["choices"]):
+                    first = first or perf_counter() - start
+                    pieces.append(piece)
+    except HTTPError as error:
+        raise InvalidInputError(f"A server refused to write: {error.read(500).decode(errors='replace')}") from error
     return "".join(pieces), first
-
-
-def _events(answer: Any) -> Iterator[dict[str, Any]]:
-    for line in answer:
-        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield json.loads(line[6:])
-
-
-def _model(name: str, target: str) -> str:
-    return target if name == TRANSFORMERS else Path(target).resolve().name
 
 
 @contextmanager
@@ -181,21 +153,16 @@ def _command(name: str, target: str, draft: str, port: int) -> list[str]:
 
 
 def _wait(started: "subprocess.Popen[bytes]", name: str, port: int) -> None:
-    """Raises `InvalidInputError` where it ends, or doesn't begin."""
-    for _ in range(int(_PATIENCE)):
+    """Wait until it is ready. Raises `InvalidInputError` if it ends or takes too long."""
+    for _ in range(int(_TIMEOUT)):
         if started.poll() is not None:
             raise InvalidInputError(f"{name} ended with status {started.returncode}. Start it by hand to see why.")
         try:
-            connection = HTTPConnection("127.0.0.1", port, timeout=_PATIENCE)
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
+            with _OPEN(f"http://127.0.0.1:{port}/health", timeout=_TIMEOUT):
                 return
         except OSError:
-            pass
-        finally:
-            connection.close()
-        sleep(1)
-    raise InvalidInputError(f"{name} wasn't ready within {_PATIENCE:.0f} seconds.")
+            sleep(1)
+    raise InvalidInputError(f"{name} wasn't ready within {_TIMEOUT:.0f} seconds.")
 
 
 @contextmanager

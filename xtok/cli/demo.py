@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers.utils import logging
 
 from xtok.assisted import XTokAssisted
-from xtok.bench.compare import by_transformers
+from xtok.bench.runs import by_transformers
 from xtok.bench.stretch import forward_seconds, stretch
 from xtok.cli.console import keeping
 from xtok.models.load import load

@@ -1,0 +1,93 @@
+"""The one printer of figures. Each type of row says beside its fields how they are printed."""
+
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+from typing import Any, NamedTuple, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH, _TITLE = 140, 10
+"""How wide tables may be, and how wide the title of a column is before it is wrapped."""
+
+
+class Column(NamedTuple):
+    """How a field is printed: `speed: Annotated[float, Column(form=".2f", note="the median over prompts")]`.
+
+    A field without a `Column` isn't printed, nor is one that is None in all rows. A dictionary has a column for each key.
+
+    `title`: by default the field's name; the column titled "" names the row. `form`: what `format` takes. `of`: another field,
+    printed after a slash. `note`: what the figures are, printed once after all tables. `group`: rows of different values are
+    in different tables, which the values head. `table`: the title of a further table, in which the column is.
+    """
+
+    title: str | None = None
+    form: str = ""
+    of: str = ""
+    note: str = ""
+    group: bool = False
+    table: str = ""
+
+
+def print_tables(tables: Mapping[str, Sequence[Any]], *, markdown: bool = False) -> None:
+    """Print rows by the title of their table, each table's of one type (a dataclass or a NamedTuple), and then the notes."""
+    notes: dict[str, str] = {}
+    for title, rows in tables.items():
+        columns = _columns(rows)
+        groups: dict[str, list[Any]] = {}
+        for row in rows:
+            values = [str(getattr(row, name)) for name, column in columns.items() if column.group]
+            groups.setdefault(": ".join([*values, *[title] * bool(title)]), []).append(row)
+        for heading, group in groups.items():
+            for further in dict.fromkeys(column.table for column in columns.values()):
+                own = {name: one for name, one in columns.items() if one.table == further and not one.group}
+                shown = [row for row in group if any(getattr(row, name) is not None for name in own)]
+                named = {name: one for name, one in columns.items() if name in own or one.title == ""}
+                _print(further or heading, _grid(shown, named), markdown)
+        notes |= {_title(name, column): column.note for name, column in columns.items() if column.note}
+    for name, note in notes.items():
+        typer.echo(f"{name}: {note}" if name else note)
+
+
+def _columns(rows: Sequence[Any]) -> dict[str, Column]:
+    hints = get_type_hints(type(rows[0]), include_extras=True) if rows else {}
+    noted = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: one for name, found in noted.items() for one in found if isinstance(one, Column)}
+
+
+def _title(name: str, column: Column) -> str:
+    return name.replace("_", " ") if column.title is None else column.title
+
+
+def _grid(rows: Sequence[Any], columns: Mapping[str, Column]) -> list[tuple[str, bool, list[str]]]:
+    """The title of each column, whether it is text, and its cells."""
+    grid = []
+    for name, column in columns.items():
+        values = [getattr(row, name) for row in rows]
+        parts = dict.fromkeys(part for value in values if isinstance(value, Mapping) for part in value)
+        grid += [(part, False, [_cell((value or {}).get(part), column) for value in values]) for part in parts]
+        if not parts and any(value is not None for value in values):
+            others = [f"/{getattr(row, column.of)}" if column.of else "" for row in rows]
+            cells = [_cell(value, column) + other * (value is not None) for value, other in zip(values, others, strict=True)]
+            grid.append((_title(name, column), any(isinstance(value, str) for value in values), cells))
+    return grid
+
+
+def _cell(value: Any, column: Column) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    return format(value, column.form)
+
+
+def _print(title: str, grid: list[tuple[str, bool, list[str]]], markdown: bool) -> None:
+    if markdown:
+        lines = [[name for name, *_ in grid], ["---"] * len(grid), *zip(*(cells for *_, cells in grid), strict=True)]
+        typer.echo(f"{title}\n\n" * bool(title) + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+        return
+    table = Table(title=title)
+    for name, text, _ in grid:
+        table.add_column("\n".join(wrap(name, _TITLE)), justify="left" if text else "right", no_wrap=text)
+    for line in zip(*(cells for *_, cells in grid), strict=True):
+        table.add_row(*line)
+    Console(highlight=False, width=_WIDTH).print(table)

@@ -1,0 +1,185 @@
+"""`xtok generate`: a text, piece by piece, or JSON of many."""
+
+import re
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from xtok.cli.console import (
+    OWN_TARGET,
+    STDIN,
+    DeviceOption,
+    DtypeOption,
+    GuessOption,
+    StableOption,
+    TargetOption,
+    as_json,
+    each,
+    guessing,
+    keeping,
+    lines_of,
+    on_the_command_line,
+    text_of,
+)
+from xtok.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from xtok.assisted import XTokAssisted
+    from xtok.drafts.policy.settings import Budget
+    from xtok.results.generation import Generation
+    from xtok.results.stats import Stats
+
+
+@on_the_command_line()
+def generate(
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help='The text to continue, or "-" to read it from stdin.', show_default=False)
+    ] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option(help="A file whose text is a prompt. May be given again.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="A file with one prompt per line. May be given again.", show_default=False)
+    ] = None,
+    target: TargetOption = OWN_TARGET,
+    draft: GuessOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of the target to write.")] = 128,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send each prompt as a user's message, in the target's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="The chat's system message.", show_default=False)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text after this string. May be given again.", show_default=False)
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Sample from the most probable tokens that reach this total.", show_default="the target's"
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Sample from this many most probable tokens.", show_default="the target's")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="How much to guess in every round, as DEPTHxWIDTH: 5x4.", show_default="as much as pays"),
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    stable: StableOption = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Color the text by what guessed it (on a terminal), and count each one's tokens.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON for each prompt: the text, and what guessed each token.")
+    ] = False,
+) -> None:
+    """Continue a text as the target alone would. The text goes to stdout, a summary to stderr."""
+    if show and json:
+        raise InvalidInputError("--show has no effect with --json, which reports what guessed each token. Give one of them.")
+    sampling = _sampling(temperature, top_p=top_p, top_k=top_k, seed=seed)
+    fixed = _budget(budget, draft)
+    texts = _texts(prompt or [], file or [], prompts or [])
+    if len(texts) > 1 and not json:
+        raise InvalidInputError(f"There are {len(texts)} prompts. Give --json for a line each, or put one in quotes.")
+    if system is not None and not chat:
+        raise InvalidInputError("--system has no effect without --chat. Give both.")
+    inputs = [_messages(text, system) if chat else text for text in texts]
+    arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **({"stop_strings": stop} if stop else {})}
+    from xtok.assisted import XTokAssisted
+
+    xt = XTokAssisted(target, guessing(target, draft), budget=fixed, device=each(device), dtype=each(dtype), stable=stable)
+    if draft is None and target != OWN_TARGET:
+        typer.echo(
+            "xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do). Name any small one.",
+            err=True,
+        )
+    if json:
+        for text, answer in zip(texts, xt.generate(inputs, **arguments), strict=True):
+            typer.echo(as_json({"prompt": text, **answer.to_dict()}, indent=None))
+        return
+    answer = _shown(xt, inputs[0], arguments) if show else _printed(xt.stream(inputs[0], **arguments))
+    typer.echo(_summary(answer.stats), err=True)
+    if answer.seed is not None:
+        typer.echo(f"seed {answer.seed}", err=True)
+
+
+def _texts(given: list[str], files: list[Path], lists: list[Path]) -> list[str]:
+    """All prompts. Raises `InvalidInputError` if there is none."""
+    files = [*(STDIN for text in given if text == "-"), *files]
+    texts = [*(text for text in given if text != "-"), *(re.sub(r"\r?\n\Z", "", text_of(file)) for file in files)]
+    texts += [line for file in lists for line in lines_of(file)]
+    if not texts:
+        raise InvalidInputError('There is no prompt. Give one in quotes, "-" to read stdin, --file or --prompts.')
+    return texts
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def _sampling(temperature: float, **settings: Any) -> dict[str, Any]:
+    """The arguments that sample. Raises `InvalidInputError` for those that have no effect on greedy texts."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    if temperature:
+        return {"do_sample": True, "temperature": temperature, **given}
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InvalidInputError(f"{names} has no effect on a greedy text. Leave it out, or sample with --temperature.")
+    return {}
+
+
+def _budget(given: str | None, draft: str | None) -> "Budget | None":
+    """A fixed budget. Raises `InvalidInputError` for a malformed one, and if nothing guesses."""
+    if given is None:
+        return None
+    if draft == "none":
+        raise InvalidInputError('--budget has no effect with --draft none. Leave it out, or give a draft ("lookup" at least).')
+    found = re.fullmatch(r"(\d+)x(\d+)", given)
+    if found is None:
+        raise InvalidInputError(f"--budget is {given!r}; give a depth and a width, as 5x4. 5x1 is a chain.")
+    from xtok.drafts.policy.settings import Budget
+
+    return Budget(int(found[1]), width=int(found[2]), schedule="constant")
+
+
+def _printed(pieces: "Generator[str, None, Generation]") -> "Generation":
+    """Print a text piece by piece, and give its generation."""
+    kept, ended = keeping(pieces)
+    for piece in kept:
+        print(piece, end="", flush=True)
+    print(flush=True)
+    return ended[0]
+
+
+def _shown(xt: "XTokAssisted", prompt: Any, arguments: dict[str, Any]) -> "Generation":
+    """Print a text, colored by what guessed it if stdout is a terminal, and to stderr how many tokens each guessed."""
+    from rich.console import Console
+
+    from xtok.results.terminal import legend, show
+
+    out = Console(highlight=False)
+    if out.is_terminal:
+        tokens, ended = keeping(xt.stream_tokens(prompt, **arguments))
+        show(out, tokens, xt.names)
+        answer = ended[0]
+    else:
+        answer = _printed(xt.stream(prompt, **arguments))
+    Console(stderr=True, highlight=False).print(legend(answer.tokens, answer.drafts))
+    return answer
+
+
+def _summary(stats: "Stats") -> str:
+    parts = [
+        f"{stats.new_tokens} tokens",
+        f"{stats.target_forwards} forwards of the target",
+        f"{stats.tokens_per_forward:.2f} tokens per forward",
+    ]
+    if stats.proposed:
+        parts.append(f"{stats.acceptance_rate:.0%} of the guesses accepted")
+    return ", ".join([*parts, f"{stats.seconds:.2f} s"])

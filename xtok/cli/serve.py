@@ -1,0 +1,81 @@
+"""`xtok serve`."""
+
+from math import isfinite
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xtok.cli.console import (
+    OWN_TARGET,
+    DeviceOption,
+    DtypeOption,
+    GuessOption,
+    StableOption,
+    TargetOption,
+    each,
+    guessing,
+    on_the_command_line,
+)
+from xtok.errors import InvalidInputError
+
+
+@on_the_command_line()
+def serve(
+    target: TargetOption = OWN_TARGET,
+    draft: GuessOption = None,
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="XTOK_API_KEY", help="The key that clients must send.", show_default=False)
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A site whose pages may send requests, as https://example.org. May be given again.", show_default=False
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="The most texts to write at a time.")] = 16,
+    queue: Annotated[int, typer.Option(min=0, help="The most further texts that may wait.")] = 256,
+    memory: Annotated[
+        float | None, typer.Option(min=0, help="The most GiB for the KV caches of all texts.", show_default="no limit")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens of a text.")] = 4096,
+    max_body: Annotated[int, typer.Option(min=1, help="The most bytes of a request.")] = 4 * 1024**2,
+    max_seconds: Annotated[
+        float, typer.Option(min=0, help="The most seconds for a text, waiting included; 0 for no limit.")
+    ] = 600.0,
+    log_texts: Annotated[bool, typer.Option("--log-texts", help="Also write prompts and texts to the log.")] = False,
+    drain_seconds: Annotated[
+        int, typer.Option(min=0, help="How many seconds running requests may continue after SIGTERM.")
+    ] = 30,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    stable: StableOption = None,
+) -> None:
+    """Serve texts over HTTP, by OpenAI's API. Ends by SIGTERM or Ctrl-C."""
+    try:
+        from xtok.serving.http.command import run
+        from xtok.serving.http.protocol import Limits
+        from xtok.serving.http.service import Service
+    except ImportError as error:
+        raise InvalidInputError("Serving needs further packages. Install them with: pip install 'xtok[serve]'") from error
+    from xtok.assisted import XTokAssisted
+    from xtok.cli.demo import SAMPLES
+    from xtok.serving.engine import Engine
+
+    name = "xtok-pair" if target == OWN_TARGET else Path(target).resolve().name if Path(target).exists() else target
+    if memory is not None and not isfinite(memory * 1024**3):
+        raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, as 8, or leave it out for no limit.")
+    size = None if memory is None else int(memory * 1024**3)
+    shown = list(SAMPLES)[::-1] if target == OWN_TARGET else []
+    run(
+        Service(name, Limits(max_tokens, max_body, max_seconds or None), prompts=shown, logs_texts=log_texts),
+        lambda: XTokAssisted(target, guessing(target, draft), device=each(device), dtype=each(dtype), stable=stable),
+        lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size),
+        host=host,
+        port=port,
+        key=api_key,
+        origins=cors_origin or (),
+        drain_seconds=drain_seconds,
+    )

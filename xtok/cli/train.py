@@ -1,0 +1,119 @@
+"""`xtok tune-draft` and `xtok train-heads`."""
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from xtok.bench.rows import Column, print_tables
+from xtok.cli.console import (
+    OWN_TARGET,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    TargetOption,
+    each,
+    goes_on_later,
+    lines_of,
+    load_pair,
+    on_the_command_line,
+)
+
+StartsOption = Annotated[int, typer.Option(min=1, help="How many beginnings of each prompt the target continues.")]
+TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens the target writes after each beginning.")]
+SampledOption = Annotated[float, typer.Option(min=0, max=1, help="The share of texts that are sampled; the others are greedy.")]
+TemperatureOption = Annotated[float | None, typer.Option(help="Of the sampled texts.", show_default="the target's")]
+EpochsOption = Annotated[int, typer.Option(min=1, help="The most epochs; training stops when nothing is gained.")]
+
+
+@on_the_command_line()
+def tune_draft(
+    prompts_from: Annotated[Path, typer.Option("--prompts", help="A file with a prompt per line, or a folder of such files.")],
+    out: Annotated[Path, typer.Option(help="The folder for the tuned draft.")],
+    target: TargetOption = OWN_TARGET,
+    draft: DraftOption = None,
+    starts: StartsOption = 8,
+    max_new_tokens: TokensOption = 64,
+    sampled: SampledOption = 0.5,
+    temperature: TemperatureOption = None,
+    epochs: EpochsOption = 6,
+    learning_rate: Annotated[float | None, typer.Option(help="The learning rate.", show_default="by the draft's size")] = None,
+    lora: Annotated[
+        bool | None,
+        typer.Option("--lora/--full", help="Train LoRA matrices, or all weights.", show_default="LoRA above 500 M parameters"),
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Fine-tune a draft on what the target writes after your prompts. If stopped, it resumes when run again."""
+    from xtok.tune import tune_draft
+
+    with goes_on_later():
+        texts = _lines(prompts_from)
+        done = tune_draft(
+            *load_pair(target, draft, device, dtype),
+            texts,
+            out,
+            starts=starts,
+            max_new_tokens=max_new_tokens,
+            sampled=sampled,
+            temperature=temperature,
+            epochs=epochs,
+            learning_rate=learning_rate,
+            lora=lora,
+        )
+    typer.echo(
+        f"{out}: tokens per forward of the target, on prompts kept apart: {done.after:.2f} with it, {done.before:.2f} with the "
+        f"draft as it was ({done.texts} texts learnt)."
+    )
+    for way, (before, after) in done.ways.items():
+        typer.echo(f"  {way}: {after:.2f}, before {before:.2f}")
+
+
+class _HeadRow(NamedTuple):
+    head: Annotated[int, Column()]
+    guesses: Annotated[dict[str, float], Column(form=".3f")]
+
+
+@on_the_command_line()
+def train_heads(
+    data: Annotated[Path, typer.Option(help="A file with the beginning of a text per line, or a folder of such files.")],
+    out: Annotated[Path, typer.Option(help="The file for the heads.")],
+    target: TargetOption = OWN_TARGET,
+    count: Annotated[int, typer.Option("--heads", min=1, help="How many tokens after the next one the heads guess.")] = 4,
+    starts: StartsOption = 8,
+    max_new_tokens: TokensOption = 64,
+    sampled: SampledOption = 0.0,
+    temperature: TemperatureOption = None,
+    epochs: EpochsOption = 8,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Train heads on the frozen target, on what it writes. If stopped, it resumes when run again."""
+    from xtok.models.load import load
+    from xtok.models.placement import placements
+    from xtok.tune import train_heads
+
+    with goes_on_later():
+        texts = _lines(data)
+        done = train_heads(
+            load(target, "target", placements(each(device), each(dtype), None)[0]),
+            texts,
+            out,
+            heads=count,
+            starts=starts,
+            max_new_tokens=max_new_tokens,
+            sampled=sampled,
+            temperature=temperature,
+            epochs=epochs,
+        )
+    names = ("1st", "2nd", "3rd", "4th", "5th")
+    rows = [_HeadRow(i, dict(zip(names, ranks, strict=True))) for i, ranks in enumerate(done.accuracy, start=1)]
+    print_tables({"how often a head's guesses were right, on texts kept apart": rows})
+    typer.echo(f"{out}: {done.after:.2f} tokens per forward of the target on texts kept apart ({done.texts} texts learnt).")
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file, or of the text files of a folder, in order. Raises `InvalidInputError`."""
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    return [line for file in files for line in lines_of(file)]
