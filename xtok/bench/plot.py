@@ -7,6 +7,7 @@ from typing import Any
 
 from xtok.bench.compare import Row
 from xtok.errors import InvalidInputError
+from xtok.pair import DRAFT, TARGET
 
 _COLOURS = {"target": "#4c78a8", "draft": "#f58518", "guess": "#eeca3b", "align": "#54a24b", "pick": "#9d9da1"}
 
@@ -22,6 +23,16 @@ def draw(tables: Mapping[str, Sequence[Row]], title: str, path: Path) -> None:
         _draw_speeds(speeds, heading, rows)
         _draw_splits(splits, [row for row in rows if row.split is not None])
     figure.savefig(path)
+
+
+def title(target: str, draft: str, model: Any, ratio: float | None, large: bool) -> str:
+    """The models' names, precision, device and sizes. `model`: the target, as it is measured."""
+    names = [Path(one).name if Path(one).exists() else one for one in (target, draft)]
+    parts = ["the pair that ships" if (target, draft) == (str(TARGET), str(DRAFT)) else " with ".join(names)]
+    parts += [str(model.dtype).removeprefix("torch."), str(model.device)]
+    parts += ["both enlarged to 13 B and 160 M parameters"] * large
+    parts += [] if ratio is None else [f"the target enlarged to {ratio:g} forwards of the draft"]
+    return ", ".join(parts)
 
 
 def check_drawable(path: Path) -> None:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-_WIDTH, _TITLE = 140, 10
+_WIDTH, _TITLE = 140, 12
 """How wide tables may be, and how wide the title of a column is before it is wrapped."""
 
 
@@ -87,7 +87,9 @@ def _print(title: str, grid: list[tuple[str, bool, list[str]]], markdown: bool) 
         return
     table = Table(title=title)
     for name, text, _ in grid:
-        table.add_column("\n".join(wrap(name, _TITLE)), justify="left" if text else "right", no_wrap=text)
+        table.add_column(
+            "\n".join(wrap(name, _TITLE, break_long_words=False)), justify="left" if text else "right", no_wrap=text
+        )
     for line in zip(*(cells for *_, cells in grid), strict=True):
         table.add_row(*line)
     Console(highlight=False, width=_WIDTH).print(table)

@@ -1,18 +1,27 @@
 """`xtok bench`: its commands, their options, and the models and texts that they pass to the benchmarks."""
 
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
+from xtok.cli.bench_options import (
+    BatchOption,
+    GuessOption,
+    LargeOption,
+    LimitOption,
+    PenaltyOption,
+    PromptsOption,
+    RatioOption,
+    SettingOption,
+    TokensOption,
+    unless_a_command_follows,
+)
 from xtok.cli.console import (
     EVERY,
     OWN_DRAFT,
     OWN_TARGET,
-    SHIPPED,
     DeviceOption,
     DraftOption,
     DtypeOption,
@@ -33,51 +42,10 @@ ADDED = 8
 """How many prompts show what a server adds to an engine."""
 app = typer.Typer()
 
-PromptsOption = Annotated[
-    Path | None, typer.Option("--prompts", help="A file with one prompt per line.", show_default="20 held-out prompts")
-]
-LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first prompts.", show_default="all")]
-TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens to write for each prompt.")]
-GuessOption = Annotated[int, typer.Option(min=1, help="How many draft tokens a guess of fixed length has.")]
-BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
-RatioOption = Annotated[
-    float | None, typer.Option(min=1, help="Enlarge the target until its forward takes as long as this many of the draft's.")
-]
-LargeOption = Annotated[
-    bool, typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB.")
-]
-SettingOption = Annotated[
-    list[str] | None,
-    typer.Option(help="How to generate: greedy, penalty or sampled. May be given again.", show_default="all three"),
-]
-PenaltyOption = Annotated[
-    float | None,
-    typer.Option("--repetition-penalty", min=1, help="The repetition penalty of the setting penalty.", show_default="1.2"),
-]
-
-
-def _unless_a_command_follows(measure: Callable[..., None]) -> Callable[..., None]:
-    """Options before the name of a command are that command's, and then nothing else is measured."""
-
-    @wraps(measure)
-    def run(ctx: typer.Context, **options: Any) -> None:
-        name, group = ctx.invoked_subcommand, ctx.command
-        if name is None:
-            return measure(ctx, **options)
-        sources: Any = {option: ctx.get_parameter_source(option) for option in options}
-        given = {option: ctx.params[option] for option in options if sources[option].name == "COMMANDLINE"}
-        known = {option.name for option in cast("Any", group).commands[name].params}
-        if others := [option.opts[0] for option in group.params if option.name in given.keys() - known]:
-            ctx.fail(f"{', '.join(others)} has no effect on xtok bench {name}. Leave it out.")
-        ctx.default_map = {name: given}
-        return None
-
-    return run
-
 
 @app.callback(invoke_without_command=True)
 @app.command("compare", help="The target alone, transformers' universal assisted generation, and xtok: also without a command.")
-@_unless_a_command_follows
+@unless_a_command_follows
 @on_the_command_line()
 def compare_systems(
     ctx: typer.Context,
@@ -111,8 +79,8 @@ def compare_systems(
     plot: Annotated[Path | None, typer.Option(help="Draw the speeds and where the time goes, as PNG or SVG.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure on your machine. Without a command: the target alone, transformers' universal assisted generation and xtok, in turns
-    on the same prompts. Each command has options of its own.
+    """Measure on your machine. Without a command: the target alone, transformers' universal assisted generation and xtok, in
+    turns on the same prompts. Each command has options of its own.
     """
     from xtok.bench import compare, pairs, runs, stretch
     from xtok.bench import plot as picture
@@ -147,7 +115,7 @@ def compare_systems(
         f"{settings[name].title}, the draft {kind}": rows for name, by_kind in found.items() for kind, rows in by_kind.items()
     }
     if plot is not None:
-        picture.draw(tables, _models(target, draft, pair[0][0], ratio, large), plot)
+        picture.draw(tables, picture.title(target, draft or OWN_DRAFT, pair[0][0], ratio, large), plot)
     seconds = runs.build_seconds(*pair)
     titles = {name: way.title for name, way in settings.items()}
     print_found({"build_seconds": seconds, "titles": titles, "settings": found}, tables, json)
@@ -373,13 +341,3 @@ def _tokenizers(target: str, draft: str | None) -> tuple[Any, Any]:
 def _measured(file: Path | None, limit: int | None) -> list[str]:
     """The prompts to measure on: all lines of a file, or every sixth of the shipped prompts; the others are for tuning."""
     return (prompts()[::EVERY] if file is None else lines_of(file))[:limit]
-
-
-def _models(target: str, draft: str | None, model: Any, ratio: float | None, large: bool) -> str:
-    """The models' names, precision, device and size, for a picture."""
-    names = [Path(one).name if Path(one).exists() else one for one in (target, draft or OWN_DRAFT)]
-    parts = [SHIPPED if target == OWN_TARGET and draft in (None, OWN_DRAFT) else " with ".join(names)]
-    parts += [str(model.dtype).removeprefix("torch."), str(model.device)]
-    parts += ["both enlarged to 13 B and 160 M parameters"] * large
-    parts += [] if ratio is None else [f"the target enlarged to {ratio:g} forwards of the draft"]
-    return ", ".join(parts)

@@ -1,0 +1,49 @@
+"""What the commands of `xtok bench` share: options, and that those before a command's name are the command's."""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+PromptsOption = Annotated[
+    Path | None, typer.Option("--prompts", help="A file with one prompt per line.", show_default="20 held-out prompts")
+]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first prompts.", show_default="all")]
+TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens to write for each prompt.")]
+GuessOption = Annotated[int, typer.Option(min=1, help="How many draft tokens a guess of fixed length has.")]
+BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
+RatioOption = Annotated[
+    float | None, typer.Option(min=1, help="Enlarge the target until its forward takes as long as this many of the draft's.")
+]
+LargeOption = Annotated[
+    bool, typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB.")
+]
+SettingOption = Annotated[
+    list[str] | None,
+    typer.Option(help="How to generate: greedy, penalty or sampled. May be given again.", show_default="all three"),
+]
+PenaltyOption = Annotated[
+    float | None,
+    typer.Option("--repetition-penalty", min=1, help="The repetition penalty of the setting penalty.", show_default="1.2"),
+]
+
+
+def unless_a_command_follows(measure: Callable[..., None]) -> Callable[..., None]:
+    """Options before the name of a command are that command's, and then nothing else is measured."""
+
+    @wraps(measure)
+    def run(ctx: typer.Context, **options: Any) -> None:
+        name, group = ctx.invoked_subcommand, ctx.command
+        if name is None:
+            return measure(ctx, **options)
+        sources: Any = {option: ctx.get_parameter_source(option) for option in options}
+        given = {option: ctx.params[option] for option in options if sources[option].name == "COMMANDLINE"}
+        known = {option.name for option in cast("Any", group).commands[name].params}
+        if others := [option.opts[0] for option in group.params if option.name in given.keys() - known]:
+            ctx.fail(f"{', '.join(others)} has no effect on xtok bench {name}. Leave it out.")
+        ctx.default_map = {name: given}
+        return None
+
+    return run
