@@ -121,7 +121,7 @@ def test_the_fastest_draft_is_told_first(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def timed(xt: Any, prompt: str, **arguments: Any) -> Timed:
         run = by_xtok(xt, prompt, **arguments)
-        return Timed(run.ids, seconds[id(xt.models()[1])], run.target_forwards, run.draft_forwards, run.generation)
+        return Timed(run.ids, seconds[id(xt.setup.models[1])], run.target_forwards, run.draft_forwards, run.generation)
 
     monkeypatch.setattr(drafters, "by_xtok", timed)
     monkeypatch.setattr(drafters, "by_transformers", lambda *_, **__: Timed([1] * 8, 1.0, 8, 0, None))
