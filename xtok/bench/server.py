@@ -1,4 +1,4 @@
-"""`xtok serve` with a draft and without one, and `transformers serve`, side by side, asked by several clients at once."""
+"""`xtok serve` with a draft and without one, and `transformers serve`, side by side, with several clients at once."""
 
 import json
 import socket

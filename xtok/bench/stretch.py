@@ -1,4 +1,4 @@
-"""A small trained model made as dear as a big one, or given a vocabulary as large, with the same picks."""
+"""A small trained model with more blocks or a larger vocabulary, as expensive as a large one, with the same picks."""
 
 import json
 from collections.abc import Mapping
@@ -35,9 +35,9 @@ _NO_ROWS = "{} can't be given further ids: its logits are no plain product of it
 def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrainedModel:
     """A copy of `model` with `blocks` more blocks, whose MLPs are `width` wide.
 
-    Law: its logits are those of `model`, bit for bit where rows and kernels are. The projections by which the added blocks
-    write are zero, all their other weights are not, so that a forward costs what theirs costs in arithmetic and in memory
-    traffic. (After Net2Net, Chen, Goodfellow, Shlens 2016, arXiv 1511.05641, which widens and deepens networks likewise.)
+    Law: its logits are those of `model`, bit for bit if the kernels are the same for all rows. The projections by which the
+    added blocks write are zero, all their other weights are not, so that a forward costs what theirs costs in arithmetic and in
+    memory traffic. (After Net2Net, Chen, Goodfellow, Shlens 2016, arXiv 1511.05641, which does the same.)
 
     Raises `UnsupportedModelError` for a model whose blocks are of a kind unknown here.
     """
@@ -77,8 +77,8 @@ def with_vocabulary(model: PreTrainedModel, tokenizer: Any, size: int) -> tuple[
     """A model and its tokenizer with further ids, `size` in all.
 
     Law: texts are encoded as before and the logits of the tokenizer's own ids are what they were, within rounding. The ids
-    that are added have together a probability below 1e-4 where nothing but a temperature of 1 or less shapes the distribution,
-    and among themselves they are as unlike as the own ones. Each spells two pieces in a row. All of it is the same each time.
+    that are added have together a probability below 1e-4 if nothing but a temperature of 1 or less shapes the distribution,
+    and their logits vary as those of its own ids do. Each decodes to two pieces in a row. All of it is the same each time.
 
     Saved and loaded again, the model would lose the bias by which they are improbable: transformers' class has none.
     Raises `UnsupportedModelError`, `UnsupportedTokenizerError`, or `InvalidInputError` for a `size` that can't be had.
@@ -132,10 +132,10 @@ def _covers(tokenizer: Any, vocab: list[tuple[str, float]]) -> bool:
     return len(view) == len(vocab) and all(character in pieces for piece in texts for character in piece)
 
 
-def _is_text(spelled: bytes | None) -> bool:
+def _is_text(data: bytes | None) -> bool:
     """Whether some bytes are whole characters; not of a single byte, which may have an id by that beside the character's."""
     try:
-        return spelled is not None and len(spelled) > 1 and bool(spelled.decode())
+        return data is not None and len(data) > 1 and bool(data.decode())
     except UnicodeDecodeError:
         return False
 
@@ -165,7 +165,7 @@ def _remade(tokenizer: Any, state: dict[str, Any]) -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def _with_rows(model: PreTrainedModel, own: int, size: int) -> PreTrainedModel:
-    """The model with rows for `size` ids. Those behind its `own` are rows of them, each about as often as any other."""
+    """The model with rows for `size` ids. Those after its `own` are copies of those, each about as often as any other."""
     reads: Any = model.get_input_embeddings()
     writes = output_embeddings(model)
     plain = type(reads) is nn.Embedding and type(writes) is nn.Linear and writes.out_features >= own
@@ -207,7 +207,7 @@ def sized(model: PreTrainedModel, parameters: float, depth: int) -> PreTrainedMo
 
 def stretched_to(model: PreTrainedModel, seconds: float, width: int = _WIDTH) -> PreTrainedModel:
     """`model` with so many more blocks that its forward of one token takes about `seconds`. Errors are those of `stretch`, and
-    `InvalidInputError` where the machine is so busy that it can't be seen what a block takes.
+    `InvalidInputError` if the machine is too busy to see what a block takes.
     """
     few, more = 2, 6
     smaller, larger = stretch(model, few, width), stretch(model, more, width)
@@ -234,7 +234,7 @@ def shortened(model: PreTrainedModel, blocks: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def forward_seconds(model: PreTrainedModel, context: int = 64, repeats: int = 15) -> float:
-    """The median seconds of a forward of one token behind `context` others."""
+    """The median seconds of a forward of one token after `context` others."""
     cache = model(torch.ones((1, context), dtype=torch.int64, device=model.device), use_cache=True)[CACHE]
     token = torch.ones((1, 1), dtype=torch.int64, device=model.device)
     times = []
@@ -247,7 +247,7 @@ def forward_seconds(model: PreTrainedModel, context: int = 64, repeats: int = 15
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder blocks of a model. Raises `UnsupportedModelError` where they are of a kind unknown here."""
+    """The decoder blocks of a model. Raises `UnsupportedModelError` if they are of an unknown kind."""
     depth = model.config.num_hidden_layers
     found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     if not found or not any(_outputs(found[0][0])):

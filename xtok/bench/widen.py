@@ -66,7 +66,7 @@ class _Heads(NamedTuple):
 def shaped(pair: tuple[PreTrainedModel, Any], shape: Shape) -> tuple[PreTrainedModel, Any]:
     """A model of such a shape and its tokenizer; laws and errors are those of `with_vocabulary`, `widened` and `stretch`.
 
-    It is made where the small one is and in its precision, and there is never another as large beside it.
+    It is made on the small one's device and in its precision, and there is never another as large beside it.
     """
     larger, tokens = with_vocabulary(*pair, shape.vocabulary)
     larger = widened(larger, shape.hidden, shape.heads, shape.width)
@@ -80,7 +80,7 @@ def widened(model: PreTrainedModel, hidden: int, heads: int, width: int) -> PreT
     others zero, for what is added has random weights where it reads and zeros where it writes. So a forward costs what that of
     any model of this shape costs in arithmetic, in memory traffic and in launches. `xtok.bench.stretch.stretch` adds blocks to
     it. (After Net2Net, Chen, Goodfellow, Shlens 2016, arXiv 1511.05641.) Rows that ids are looked up in are apart from those
-    that make logits, even where `model` has one for both.
+    that make logits, even if `model` has one for both.
 
     Raises `UnsupportedModelError` for a model of another kind, and `InvalidInputError` for sizes without room for its own.
     """
@@ -102,7 +102,7 @@ def _heads(model: PreTrainedModel, hidden: int, heads: int, width: int) -> _Head
     """Where the columns of heads are to stand. Raises the errors of `widened`.
 
     A larger head of a Llama turns every so-many-th of its columns as a smaller one turns all. That of a GPT-NeoX turns its
-    first ones alone, as many as it is told to.
+    first ones alone, as many as its configuration says.
     """
     own = model.config
     plain = own.model_type in _EPSILON and getattr(own, "num_key_value_heads", None) in (None, own.num_attention_heads)
@@ -129,7 +129,7 @@ def _turn_alike(config: Any, heads: _Heads) -> None:
 
 
 def _random(config: Any, model: PreTrainedModel) -> PreTrainedModel:
-    """A model of that configuration with random weights, where `model` is and as precise, made there and in that precision."""
+    """A model of that configuration with random weights, on the device and in the precision of `model`."""
     bias = output_embeddings(model).bias is not None  # which the class of a model doesn't give it
     with model.device:
         made = from_config(config, dtype=model.dtype).eval()
@@ -156,7 +156,7 @@ def _fill(wide: Tensor, weight: Tensor, name: str, heads: _Heads) -> None:
 
 
 def _alike(name: str, weight: Tensor, share: float, heads: _Heads) -> Tensor:
-    """What a weight has to be for a wider model to do the same, where `share` of its rows are those of the narrower one."""
+    """What a weight has to be for a wider model to do the same, if `share` of its rows are those of the narrower one."""
     module, kind = name.split(".")[-2:]
     if module in _NORMS and kind == "weight":  # the mean of squares is over more columns, all of which are zero
         return weight * sqrt(share)

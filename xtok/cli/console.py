@@ -15,9 +15,10 @@ from xtok.pair import DRAFT, TARGET
 
 T = TypeVar("T")
 R = TypeVar("R")
-SHIPPED = "the pair that ships"
 OWN_TARGET, OWN_DRAFT = str(TARGET), str(DRAFT)
-TargetOption = Annotated[str, typer.Option(help="Hub id or path of the model whose output you want.", show_default=SHIPPED)]
+TargetOption = Annotated[
+    str, typer.Option(help="Hub id or path of the model whose output you want.", show_default="the one that ships")
+]
 DraftOption = Annotated[
     str | None, typer.Option(help="Hub id or path of the draft model.", show_default="the small one that ships")
 ]

@@ -1,4 +1,4 @@
-"""The demonstration: the pair that ships beside its target alone, and beside the same target made as dear as a larger one."""
+"""The demonstration: the shipped pair beside its target alone, and the same with a target of many more blocks."""
 
 import sys
 from collections import Counter
@@ -39,7 +39,7 @@ BLOCKS = 140
 """By how many blocks the target is enlarged. Deep rather than wide: a forward of several ids then costs about what one of a
 single id costs, as it does on an accelerator."""
 WIDTH = 100
-"""In columns, where there is no terminal."""
+"""In columns, if there is no terminal."""
 ALONE, DRAFTED, LEARNT = "alone", "xtok, draft", "xtok, tuned draft"
 SMALL, LARGE = "as it ships", "enlarged"
 INTRODUCTION = (
@@ -79,12 +79,12 @@ class Run:
 
     @property
     def generation(self) -> Generation | None:
-        """What it was, where it has ended."""
+        """The generation, if it has ended."""
         return self._ended[0] if self._ended else None
 
     @property
     def forwards(self) -> int:
-        """Those of the target, where it has ended."""
+        """Forwards of the target, if it has ended."""
         return self.generation.stats.target_forwards if self.generation else 0
 
     def advance(self) -> None:
@@ -143,7 +143,7 @@ def _settings(systems: dict[System, XTokAssisted]) -> str:
 
 
 def _finished(runs: list[Run], shown: Callable[[], object] = lambda: None) -> list[Run]:
-    """Write texts to their ends, always going on with the one whose clock is behind."""
+    """Write texts to their ends, always going on with the one that has taken less time so far."""
     while going := [run for run in runs if run.generation is None]:
         min(going, key=lambda run: run.seconds).advance()
         shown()
@@ -206,12 +206,12 @@ def _credited(runs: list[Run]) -> list[str]:
 
 def _judged(speeds: dict[System, float]) -> str:
     """What the speeds are, and what is slower than the target alone."""
-    told = "Speed is in multiples of the target alone. Every text was compared with that of transformers' own generate. "
+    text = "Speed is in multiples of the target alone. Every text was compared with that of transformers' own generate. "
     slower = [f"{by}, beside the target {target} ({speed:.2f})" for (target, by), speed in speeds.items() if speed < 1]
     if slower:
-        told += f"Slower than the target alone: {'; '.join(slower)}. "
-    return told + (
-        "xtok saves forwards of the target: where they cost little more than the draft's, as the tiny target's do, there is "
+        text += f"Slower than the target alone: {'; '.join(slower)}. "
+    return text + (
+        "xtok saves forwards of the target: if they cost little more than the draft's, as the tiny target's do, there is "
         "nothing to gain."
     )
 
