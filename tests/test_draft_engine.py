@@ -174,6 +174,7 @@ def state(engine: DraftEngine) -> tuple[int, ...]:
     return sum(held), sum(len(one._rows) for one in slots), len(engine.texts), sessions
 
 
+@pytest.mark.scaled
 def test_a_thousand_texts_leave_nothing_behind() -> None:
     engine = made("several", budget=Budget(2, width=2, schedule="constant"))
     longest = max(TEXTS, key=lambda text: len(prompt(text)))

@@ -385,6 +385,7 @@ def test_many_generations_leave_nothing_behind() -> None:
 # threads
 
 
+@pytest.mark.scaled
 def test_eight_threads_get_what_each_would_get_alone() -> None:
     draft, made = (
         [(OTHER, BYTES), PromptLookup(corpus=["吾輩は猫である。名前はまだ無い。"])],

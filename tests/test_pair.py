@@ -29,6 +29,7 @@ def truth(prompt: str, length: int = LENGTH) -> list[int]:
     return alone(assisted().model, ids, max_new_tokens=length, do_sample=False)
 
 
+@pytest.mark.scaled
 @pytest.mark.parametrize("budget", [*list(FLOORS)[:1], *deep(*list(FLOORS)[1:])])
 def test_it_gives_what_the_target_alone_gives_on_100_held_out_prompts_in_fewer_forwards(budget: Budget) -> None:
     xt = assisted(budget)
@@ -98,6 +99,7 @@ def test_the_tuned_draft_guesses_more_of_what_the_same_target_writes() -> None:
     assert stats[pair.DRAFT][0] > 1.4 * stats[pair.TUNED][0]
 
 
+@pytest.mark.scaled
 def test_the_heads_that_ship_fit_the_target_and_guess_well() -> None:
     assert pair.HEADS.stat().st_size < 6e6
     xt = XTokAssisted(pair.TARGET, HeadsDrafter(pair.HEADS), budget=Budget(4, width=8, schedule="constant"))

@@ -144,6 +144,7 @@ def test_the_shipped_pair_in_float32_draws_the_same_with_and_without_its_draft_i
     assert tokens / forwards > 1.8
 
 
+@pytest.mark.scaled
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
 def test_a_draft_that_is_the_target_itself_guesses_nearly_every_draw(acceptance: Any) -> None:
     """The figures can fail: with noise of its own where it should share, a guess would be right as often as two draws agree."""
@@ -257,6 +258,7 @@ class Only(LogitsProcessor):
         return only
 
 
+@pytest.mark.scaled
 def test_an_end_drawn_inside_an_accepted_block_ends_the_text() -> None:
     asked = {**SETTINGS, "max_new_tokens": 40, "eos_token_id": list(range(2, 40)), "temperature": 3.0}
     start = len(TOKENS("吾輩は").input_ids)

@@ -745,6 +745,7 @@ def ended(pieces: Any, generations: list[Generation]) -> Iterator[str]:
     generations.append((yield from pieces))
 
 
+@pytest.mark.scaled
 def test_no_round_of_any_thread_is_lost() -> None:
     ledger, threads, rounds = Ledger([Account(), Account()]), 8, scaled(2000)
     tree = Tree((1, 2), (-1, 0), probabilities=(0.9, 0.5))
