@@ -109,12 +109,12 @@ class Recorder(BaseStreamer):
 class CountsItsCalls(LogitsProcessor):
     """Keeps a state: what it does depends on how often it was asked."""
 
-    def __init__(self) -> None:
-        self.asked = 0
+    def __init__(self, most: float = 9.0) -> None:
+        self.asked, self.most = 0, most
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.asked += 1
-        return scores + torch.roll(torch.linspace(0, 9, scores.shape[-1]), 7 * self.asked)
+        return scores + torch.roll(torch.linspace(0, self.most, scores.shape[-1], device=scores.device), 7 * self.asked)
 
 
 class StopsOn(StoppingCriteria):

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from front_door import BYTES, OTHER, TARGET, TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_identity import arguments, drafts, fresh, honoured
+from properties import Drawn, Noise, arguments, fresh, honoured, right, samplings, spoilt, without_batch_limits
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
-from worlds import KINDS, budgets, examples, fitting, make_dear, scaled, texts, tokenizer
+from worlds import KINDS, TREE, Kind, budgets, examples, make_dear, model_of, scaled, texts
 
 from xtok import Budget, Context, XTokAssisted, pair
 from xtok.decoding.accept import likeliest_typical
@@ -18,41 +19,14 @@ from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids
 
-TOKENS = tokenizer("SentencePiece BPE")
-TARGET = fitting(TOKENS, "Llama", 0)
-BYTES = tokenizer("byte-level BPE")
-DRAFT = (fitting(BYTES, "GPTNeoX", 1), BYTES)
+DRAFT = (OTHER, BYTES)
+ALONE = XTokAssisted((TARGET, TOKENS))
 PROMPTS = ["吾輩は", "The quick brown", "", "どこで", "吾輩は"]
 SETTINGS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "temperature": 2.0, "seed": 7}
 
 
-def samplings() -> st.SearchStrategy[dict[str, Any]]:
-    """What shapes the distribution that is drawn from."""
-    return st.fixed_dictionaries(
-        {"do_sample": st.just(True), "seed": st.integers(0, 2**64 - 1)},
-        optional={
-            "temperature": st.sampled_from([0.01, 0.3, 0.8, 1.3, 100.0]),
-            "top_k": st.sampled_from([0, 1, 3, 50]),
-            "top_p": st.sampled_from([0.3, 0.95]),
-            "min_p": st.sampled_from([0.02, 0.2]),
-            "typical_p": st.just(0.9),
-            "epsilon_cutoff": st.just(0.002),
-            "eta_cutoff": st.just(0.002),
-            "repetition_penalty": st.sampled_from([0.8, 1.3]),
-            "num_return_sequences": st.just(2),
-        },
-    )
-
-
 def ids_of(generated: Any) -> list[list[int]]:
     return [one.token_ids for one in (generated if isinstance(generated, list) else [generated])]
-
-
-def without_batch_limits(drawn: dict[str, Any]) -> dict[str, Any]:
-    """Several texts can't share a stopping criterion or a list of ends that doesn't end rows."""
-    if "num_return_sequences" in drawn:
-        drawn = {name: value for name, value in drawn.items() if name not in ("stopping_criteria", "stop_strings")}
-    return drawn
 
 
 @examples(400, share=16)
@@ -62,30 +36,21 @@ def without_batch_limits(drawn: dict[str, Any]) -> dict[str, Any]:
     length=st.integers(1, 24),
     drawn=arguments(),
     sampling=samplings(),
-    spoilt=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 700)), max_size=24),
+    noise=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 700)), max_size=24),
     branches=st.integers(1, 4),
 )
 @example(("GPT2", "characters", 0), "", 24, {"eos_token_id": [2, 9]}, {"do_sample": True, "seed": 0}, [(0, 2)] * 12, 1)
 def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
-    target: tuple[str, str, int],
-    prompt: str,
-    length: int,
-    drawn: dict[str, Any],
-    sampling: dict[str, Any],
-    spoilt: list[tuple[int, int]],
-    branches: int,
+    target: Kind, prompt: str, length: int, drawn: Drawn, sampling: Drawn, noise: Noise, branches: int
 ) -> None:
     """Law 6: seeds are enough, whatever is guessed."""
-    tokens = tokenizer(target[1], target[2])
-    model = fitting(tokens, target[0], target[2])
+    pair = model_of(target)
     sampling.pop("num_return_sequences", None)
-    drawn = {**honoured(tokens, drawn), "max_new_tokens": length, "pad_token_id": 0, **sampling}
-    reference = XTokAssisted((model, tokens))
-    expected = reference.generate(prompt, **fresh(drawn))
-    start = len(prompt_ids(tokens, prompt, split_special_tokens=False))
-    mine = XTokAssisted(
-        (model, tokens), drafts(expected.token_ids, start, spoilt, branches), budget=Budget(4, width=4, schedule="constant")
-    ).generate(prompt, **fresh(drawn))
+    drawn = {**honoured(pair[1], drawn), "max_new_tokens": length, "pad_token_id": 0, **sampling}
+    expected = XTokAssisted(pair).generate(prompt, **fresh(drawn))
+    start = len(prompt_ids(pair[1], prompt, split_special_tokens=False))
+    guesses = spoilt(expected.token_ids, start, noise, branches)
+    mine = XTokAssisted(pair, guesses, budget=TREE).generate(prompt, **fresh(drawn))
     assert mine.token_ids == expected.token_ids
     assert mine.seed == expected.seed == sampling["seed"]
 
@@ -102,27 +67,14 @@ def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     sampling=samplings(),
 )
 def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
-    target: tuple[str, str, int],
-    draft: tuple[str, str, int],
-    same: bool,
-    prompt: str,
-    window: int,
-    budget: Budget,
-    drawn: dict[str, Any],
-    sampling: dict[str, Any],
+    target: Kind, draft: Kind, same: bool, prompt: str, window: int, budget: Budget, drawn: Drawn, sampling: Drawn
 ) -> None:
     """Law 6: seeds are enough, for every pair, prompt and budget."""
-    tokens = tokenizer(*target[1:])
-    model = fitting(tokens, target[0], target[2])
-    draft_tokens = tokens if same else tokenizer(*draft[1:])
-    own, more = (target, {}) if same else (draft, {"window": window})
-    draft_model = fitting(draft_tokens, own[0], own[2], copy=1, **more)
-    drawn = without_batch_limits({**honoured(tokens, drawn), "max_new_tokens": 12, "pad_token_id": 0, **sampling})
-    expected = XTokAssisted((model, tokens)).generate(prompt, **fresh(drawn))
-    xt = XTokAssisted((model, tokens), (draft_model, draft_tokens), budget=budget)
-    if budget.depth % 2:
-        make_dear(xt)
-    mine = xt.generate(prompt, **fresh(drawn))
+    pair = model_of(target)
+    helper = model_of(target, copy=1) if same else model_of(draft, copy=1, window=window)
+    drawn = without_batch_limits({**honoured(pair[1], drawn), "max_new_tokens": 12, "pad_token_id": 0, **sampling})
+    expected = XTokAssisted(pair).generate(prompt, **fresh(drawn))
+    mine = make_dear(XTokAssisted(pair, helper, budget=budget), budget.depth % 2).generate(prompt, **fresh(drawn))
     assert ids_of(mine) == ids_of(expected)
     assert all(one.stats.draft_error is None for one in (mine if isinstance(mine, list) else [mine]))
 
@@ -130,10 +82,7 @@ def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
 @pytest.mark.deep
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_the_shipped_pair_in_float32_draws_the_same_with_and_without_its_draft_in_fewer_forwards(temperature: float) -> None:
-    alone, mine = (
-        XTokAssisted(pair.TARGET),
-        XTokAssisted(pair.TARGET, pair.DRAFT, budget=Budget(4, width=4, schedule="constant")),
-    )
+    alone, mine = XTokAssisted(pair.TARGET), XTokAssisted(pair.TARGET, pair.DRAFT, budget=TREE)
     tokens = forwards = 0
     for seed, prompt in enumerate(pair.prompts()[:12]):
         asked = {"max_new_tokens": 40, "do_sample": True, "temperature": temperature, "seed": seed}
@@ -263,12 +212,9 @@ def test_an_end_drawn_inside_an_accepted_block_ends_the_text() -> None:
     asked = {**SETTINGS, "max_new_tokens": 40, "eos_token_id": list(range(2, 40)), "temperature": 3.0}
     start = len(TOKENS("吾輩は").input_ids)
     for seed in range(scaled(20, share=4)):
-        expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **{**asked, "seed": seed})
-        truth = [*expected.token_ids, 50, 51, 52]
-        oracle = ScriptedDrafter(lambda context, truth=truth: truth[len(context.ids) - start :][:6])
-        mine = XTokAssisted((TARGET, TOKENS), oracle, budget=Budget(4, width=4, schedule="constant")).generate(
-            "吾輩は", **{**asked, "seed": seed}
-        )
+        expected = ALONE.generate("吾輩は", **{**asked, "seed": seed})
+        oracle = right([*expected.token_ids, 50, 51, 52], start, 6)
+        mine = XTokAssisted((TARGET, TOKENS), oracle, budget=TREE).generate("吾輩は", **{**asked, "seed": seed})
         assert (mine.token_ids, mine.finish_reason) == (expected.token_ids, expected.finish_reason)
 
 
@@ -277,7 +223,7 @@ def test_control_tokens_in_a_row_are_drawn_independently() -> None:
     controls = [token for token in range(len(TOKENS)) if not TOKENS.decode([token], skip_special_tokens=True)][:2]
     only = LogitsProcessorList([Only(controls)])
     settings = {"do_sample": True, "max_new_tokens": 64, "eos_token_id": None, "logits_processor": only, "seed": 1}
-    drawn = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **settings).token_ids
+    drawn = ALONE.generate("吾輩は", **settings).token_ids
     assert set(drawn) == set(controls)
     assert 16 < drawn.count(controls[0]) < 48
 
@@ -288,10 +234,7 @@ def test_ties_at_the_edge_of_top_k_are_drawn_the_same_with_and_without_a_draft()
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return (scores * 2).round() / 2
 
-    alone, mine = (
-        XTokAssisted((TARGET, TOKENS)),
-        XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4, width=4, schedule="constant")),
-    )
+    alone, mine = ALONE, XTokAssisted((TARGET, TOKENS), DRAFT, budget=TREE)
     flat = LogitsProcessorList([Flat()])
     for seed in range(10):
         asked = {**SETTINGS, "logits_processor": flat, "top_k": 5, "max_new_tokens": 24, "seed": seed}
@@ -299,10 +242,8 @@ def test_ties_at_the_edge_of_top_k_are_drawn_the_same_with_and_without_a_draft()
 
 
 def test_a_temperature_near_0_is_greedy() -> None:
-    greedy = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", do_sample=False, max_new_tokens=SETTINGS["max_new_tokens"])
-    cold = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4, width=4, schedule="constant")).generate(
-        "吾輩は", **{**SETTINGS, "temperature": 1e-4}
-    )
+    greedy = ALONE.generate("吾輩は", do_sample=False, max_new_tokens=SETTINGS["max_new_tokens"])
+    cold = XTokAssisted((TARGET, TOKENS), DRAFT, budget=TREE).generate("吾輩は", **{**SETTINGS, "temperature": 1e-4})
     assert cold.token_ids == greedy.token_ids
 
 
@@ -317,7 +258,7 @@ def test_a_warper_with_a_state_is_the_targets_alone() -> None:
             return scores / (0.3 + 0.3 * self.calls)
 
     alone, mine = (
-        XTokAssisted((TARGET, TOKENS), draft, budget=Budget(4, width=4, schedule="constant")).generate(
+        XTokAssisted((TARGET, TOKENS), draft, budget=TREE).generate(
             "吾輩は", logits_processor=LogitsProcessorList([Annealed(1.0)]), **SETTINGS
         )
         for draft in (None, DRAFT)
@@ -326,16 +267,14 @@ def test_a_warper_with_a_state_is_the_targets_alone() -> None:
 
 
 def test_a_negative_end_means_none() -> None:
-    generation = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4, width=4, schedule="constant")).generate(
-        "吾輩は", eos_token_id=-1, **SETTINGS
-    )
+    generation = XTokAssisted((TARGET, TOKENS), DRAFT, budget=TREE).generate("吾輩は", eos_token_id=-1, **SETTINGS)
     assert generation.stats.draft_error is None
-    assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", eos_token_id=-1, **SETTINGS).token_ids
+    assert generation.token_ids == ALONE.generate("吾輩は", eos_token_id=-1, **SETTINGS).token_ids
 
 
 def test_processors_that_leave_no_token_are_told_of() -> None:
     with pytest.raises(InvalidInputError, match="left no token to draw"):
-        XTokAssisted((TARGET, TOKENS)).generate("吾輩は", logits_processor=LogitsProcessorList([Only([])]), **SETTINGS)
+        ALONE.generate("吾輩は", logits_processor=LogitsProcessorList([Only([])]), **SETTINGS)
 
 
 # rejection
@@ -353,7 +292,7 @@ def test_rejection_gives_the_same_text_for_the_same_seed_and_leaves_greedy_texts
     xt = XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="rejection")
     assert xt.generate("吾輩は", **SETTINGS).token_ids == xt.generate("吾輩は", **SETTINGS).token_ids
     greedy = {"do_sample": False, "max_new_tokens": 16}
-    assert xt.generate("吾輩は", **greedy).token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **greedy).token_ids
+    assert xt.generate("吾輩は", **greedy).token_ids == ALONE.generate("吾輩は", **greedy).token_ids
 
 
 def test_distributions_from_a_draft_of_ones_own_are_not_believed() -> None:
@@ -367,13 +306,8 @@ def test_distributions_from_a_draft_of_ones_own_are_not_believed() -> None:
             probabilities[5] = 1e-300
             return chain([5, 5], b"", [probabilities, probabilities])
 
-    expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **SETTINGS).token_ids
-    assert (
-        XTokAssisted((TARGET, TOKENS), Liar(), budget=Budget(4, width=4, schedule="constant"))
-        .generate("吾輩は", **SETTINGS)
-        .token_ids
-        == expected
-    )
+    xt = XTokAssisted((TARGET, TOKENS), Liar(), budget=TREE)
+    assert xt.generate("吾輩は", **SETTINGS).token_ids == ALONE.generate("吾輩は", **SETTINGS).token_ids
 
 
 # lossy on request
@@ -383,15 +317,13 @@ def test_typical_acceptance_is_lossy_and_says_so() -> None:
     """A guess that the target would seldom draw is taken all the same."""
     with pytest.warns(LossyWarning, match="sampled texts are not the target's own"):
         least = {"posterior_threshold": 1e-200, "posterior_alpha": 1e-200}
-        xt = XTokAssisted(
-            (TARGET, TOKENS), DRAFT, acceptance="typical", budget=Budget(4, width=4, schedule="constant"), **least
-        )
+        xt = XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="typical", budget=TREE, **least)
     generation = xt.generate("吾輩は", **SETTINGS)
-    reference = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **SETTINGS)
+    reference = ALONE.generate("吾輩は", **SETTINGS)
     assert not generation.stats.exact
     assert reference.stats.exact
     assert generation.token_ids != reference.token_ids
-    exact = XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4, width=4, schedule="constant")).generate("吾輩は", **SETTINGS)
+    exact = XTokAssisted((TARGET, TOKENS), DRAFT, budget=TREE).generate("吾輩は", **SETTINGS)
     assert generation.stats.accepted > 2 * exact.stats.accepted
 
 
@@ -409,7 +341,7 @@ def test_typical_acceptance_leaves_greedy_texts_alone() -> None:
     greedy = {"do_sample": False, "max_new_tokens": 16}
     generation = xt.generate("吾輩は", **greedy)
     assert generation.stats.exact
-    assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **greedy).token_ids
+    assert generation.token_ids == ALONE.generate("吾輩は", **greedy).token_ids
 
 
 @examples(200)

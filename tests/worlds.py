@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from xtok import Budget, XTokAssisted
+from xtok import Budget
 from xtok.drafts.policy.latency import ForwardCost
 from xtok.drafts.policy.settings import Schedule
 
@@ -44,17 +44,24 @@ def unidic_words() -> tuple[str, ...]:
     return tuple(sorted(word for word in written if word and word != "*"))
 
 
-KINDS = st.deferred(
+Kind = tuple[str, str, int]
+Pair = tuple[PreTrainedModel, PreTrainedTokenizerFast]
+"""A model and its tokenizer."""
+CHAIN, TREE = Budget(4, width=1, schedule="constant"), Budget(4, width=4, schedule="constant")
+KINDS: st.SearchStrategy[Kind] = st.deferred(
     lambda: st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
 )
 """A model's architecture, its tokenizer's family, and a seed for both."""
 
 
-def make_dear(xt: XTokAssisted) -> None:
-    """Let an instance think that its target costs a second, and its drafts a hundredth: then all guessing pays."""
+def make_dear(xt: Any, so: bool = True) -> Any:
+    """An instance that takes its target for a hundred times as expensive as its drafts, so that all guessing pays."""
+    if not so:
+        return xt
     xt.setup.ledger.target = ForwardCost({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
     for account in xt.setup.ledger.accounts:
         account.forward = ForwardCost({1: (99, 1.0, 0.01)})
+    return xt
 
 
 def budgets() -> st.SearchStrategy[Budget]:
@@ -270,8 +277,15 @@ def fitting(tokenizer: PreTrainedTokenizerFast, architecture: str, seed: int, **
     return model(architecture, len(tokenizer) + 5, seed, more.pop("dtype", torch.float64), **more)
 
 
+def model_of(kind: Kind, **more: Any) -> Pair:
+    """A model of a kind with its tokenizer."""
+    architecture, family, seed = kind
+    tokens = tokenizer(family, seed)
+    return fitting(tokens, architecture, seed, **more), tokens
+
+
 def alone(model: Any, ids: Sequence[int], /, **arguments: Any) -> list[int]:
-    """The new ids that a model writes behind some ids by transformers' own `generate`."""
+    """The new ids that a model writes after some ids by transformers' own `generate`."""
     prompt = torch.tensor([list(ids)])
     output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments)
     return output[0, len(ids) :].tolist()
