@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from worlds import alone, fitting, tokenizer
+from worlds import TREE, alone, fitting, tokenizer
 
-from xtok import Budget, Context, XTokAssisted
+from xtok import Context, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 
 PROMPT = "吾輩は猫である。名前は"
@@ -50,7 +50,7 @@ EACH = [pytest.param(name, marks=[pytest.mark.deep] if name == "no draft" else [
 @pytest.fixture(params=EACH, scope="module")
 def each_draft(request: pytest.FixtureRequest) -> XTokAssisted:
     """An instance with each of the drafts. A file of tests that asks for it as `xt` says `xt = each_draft`."""
-    return XTokAssisted((TARGET, TOKENS), DRAFTS[request.param], budget=Budget(4, width=4, schedule="constant"))
+    return XTokAssisted((TARGET, TOKENS), DRAFTS[request.param], budget=TREE)
 
 
 def encoded(*prompts: str, tokens: Any = TOKENS) -> dict[str, torch.Tensor]:

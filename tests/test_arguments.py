@@ -9,7 +9,7 @@ import torch
 from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, STOP, TARGET, TOKENS, each_draft, encoded, forwards, truth
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from worlds import alone, fitting
+from worlds import TREE, alone, fitting
 
 from xtok import Budget, XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError, XTokError
@@ -34,7 +34,7 @@ def test_stop_strings_of_the_models_own_generation_config_are_honoured() -> None
     model.generation_config.stop_strings = [STOP]
     expected = truth(stop_strings=model.generation_config.stop_strings, tokenizer=TOKENS)
     assert len(expected) < GREEDY["max_new_tokens"]
-    xt = XTokAssisted((model, TOKENS), (TARGET, TOKENS), budget=Budget(4, width=4, schedule="constant"))
+    xt = XTokAssisted((model, TOKENS), (TARGET, TOKENS), budget=TREE)
     assert xt.generate(PROMPT, **GREEDY).token_ids == expected
     assert xt.generate(PROMPT, generation_config=GenerationConfig(**GREEDY)).token_ids == expected
 

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_caches import RECURRENT
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from worlds import ARCHITECTURES, CORPUS, alone, budgets, deep, examples, fitting, make_dear, texts, tokenizer
+from worlds import ARCHITECTURES, CHAIN, CORPUS, TREE, alone, budgets, deep, examples, fitting, make_dear, texts, tokenizer
 
 from xtok import Budget, Generation, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
@@ -40,7 +40,6 @@ TEXTS = (
 )
 WIDE = 4096
 """Positions of the targets that read long prompts."""
-CHAIN, TREE = Budget(4, width=1, schedule="constant"), Budget(4, width=4, schedule="constant")
 
 
 @cache

@@ -14,8 +14,8 @@ import torch
 from front_door import forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, TREE, UNRELATED, greedily, target
-from worlds import budgets, examples, make_dear, scaled, tokenizer
+from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, UNRELATED, greedily, target
+from worlds import TREE, budgets, examples, make_dear, scaled, tokenizer
 
 from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted
 from xtok.drafts.policy.ledger import Ledger
@@ -30,7 +30,6 @@ TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
 LM = target("Llama")
 SIZE = LM.config.vocab_size
 DRAFTS = sorted(set(MADE) - {"none"})
-CONSTANT = Budget(4, width=4, schedule="constant")
 
 
 def made(draft: str = "as it comes", **settings: Any) -> DraftEngine:
@@ -116,10 +115,10 @@ def test_guesses_are_the_likeliest_paths_of_what_xtoks_own_loop_guesses(
     draft: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Ledger, "cheapest_first", lambda self: list(range(len(self.accounts))))  # by measured times
-    xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=CONSTANT)
+    xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=TREE)
     names = [name for name in xt.names if name != "token recycling"]  # which needs the target's logits
     expected = xt.with_drafts(names).generate(text, **GREEDY)
-    engine = made(draft, budget=CONSTANT)
+    engine = made(draft, budget=TREE)
     ids = iter(expected.token_ids)
     first, *rounds = expected.rounds
     drafted = engine.add([*prompt(text), *[next(ids) for _ in range(first.committed)]])
@@ -139,7 +138,7 @@ def test_what_is_learnt_from_is_the_path_alone(monkeypatch: pytest.MonkeyPatch) 
         observe(self, tree, *rest, **named)
 
     monkeypatch.setattr(Ledger, "observe", spy)
-    engine = made("several", budget=CONSTANT)
+    engine = made("several", budget=TREE)
     text = engine.add(prompt(TEXTS[0]))
     guesses = list[Tree]()
     for _ in range(4):
@@ -152,7 +151,7 @@ def test_what_is_learnt_from_is_the_path_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_texts_share_the_drafts_forwards() -> None:
-    alone, many = made(budget=CONSTANT), made(budget=CONSTANT)
+    alone, many = made(budget=TREE), made(budget=TREE)
     given_texts = {alone: [alone.add(prompt(TEXTS[0]))], many: [many.add(prompt(text)) for text in TEXTS]}
     counts = dict[DraftEngine, int]()
     for engine, texts in given_texts.items():
@@ -162,7 +161,7 @@ def test_texts_share_the_drafts_forwards() -> None:
             assert any(engine.propose(texts, 8))
         counts[engine] = len(seen)
     assert counts[many] <= counts[alone] + 1  # one id of the target may be many of the draft's: then it is read apart
-    assert counts[alone] <= CONSTANT.depth
+    assert counts[alone] <= TREE.depth
 
 
 def state(engine: DraftEngine) -> tuple[int, ...]:
@@ -203,7 +202,7 @@ class Fails:
 
 
 def test_a_draft_that_raises_costs_speed_only() -> None:
-    engine = DraftEngine(TOKENS, [Fails(), ScriptedDrafter(lambda context: [7])], size=SIZE, budget=CONSTANT)
+    engine = DraftEngine(TOKENS, [Fails(), ScriptedDrafter(lambda context: [7])], size=SIZE, budget=TREE)
     texts = [engine.add(prompt(text)) for text in TEXTS[:2]]
     engine.propose(texts[:1], 4)
     engine.observe(texts[0], [5])
@@ -216,7 +215,7 @@ def test_a_draft_that_raises_costs_speed_only() -> None:
 
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
 def test_a_model_that_fails_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = made(budget=CONSTANT)
+    engine = made(budget=TREE)
     texts = [engine.add(prompt(text)) for text in TEXTS[:3]]
     engine.propose(texts, 4)
     with monkeypatch.context() as patched:
@@ -229,18 +228,18 @@ def test_a_model_that_fails_costs_speed_only(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nothing_is_guessed_behind_an_end_and_none_is_guessed_beyond_the_targets_ids() -> None:
-    engine = DraftEngine(TOKENS, ScriptedDrafter(lambda context: [5, SIZE - 1]), ends=[9, 11], size=SIZE, budget=CONSTANT)
+    engine = DraftEngine(TOKENS, ScriptedDrafter(lambda context: [5, SIZE - 1]), ends=[9, 11], size=SIZE, budget=TREE)
     text = engine.add(prompt(TEXTS[0]))
     assert engine.propose([text], 4)[0].tokens == (5, SIZE - 1)
     for end, guessed in ((9, 0), (2, 2), (11, 0)):
         engine.observe(text, [end])
         assert len(engine.propose([text], 4)[0]) == guessed
-    small = DraftEngine(TOKENS, ScriptedDrafter(lambda context: [5, SIZE - 1]), budget=CONSTANT)
+    small = DraftEngine(TOKENS, ScriptedDrafter(lambda context: [5, SIZE - 1]), budget=TREE)
     assert not small.propose([small.add([2, 5])], 4)[0]
 
 
 def test_no_texts_and_no_length_are_no_guesses() -> None:
-    engine = made(budget=CONSTANT)
+    engine = made(budget=TREE)
     assert engine.propose([], 4) == []
     text = engine.add(prompt(TEXTS[0]))
     with forwards(UNRELATED) as seen:
@@ -483,7 +482,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("ids", [[], None, 3, ["a"], [1.5], [-1], [SIZE], [5, 1 << 70], "5"], ids=str)
 def test_what_are_no_ids_is_refused_and_changes_nothing(ids: Any) -> None:
-    engine = made(budget=CONSTANT)
+    engine = made(budget=TREE)
     text = engine.add(torch.tensor(prompt(TEXTS[0])))
     with pytest.raises(InvalidInputError):
         engine.add(ids)
@@ -495,7 +494,7 @@ def test_what_are_no_ids_is_refused_and_changes_nothing(ids: Any) -> None:
 
 
 def test_texts_and_lengths_that_make_no_sense_are_refused() -> None:
-    engine = made(budget=CONSTANT)
+    engine = made(budget=TREE)
     text, gone = engine.add(prompt(TEXTS[0])), engine.add(prompt(TEXTS[1]))
     engine.drop(gone)
     for refused in ([gone], [text, text], [3], [[]], [made().add([5])]):
@@ -515,7 +514,7 @@ def test_a_draft_of_the_targets_ids_and_one_of_the_callers_own_serve(monkeypatch
         return picks(context.ids)
 
     for draft in ((SIBLING, TOKENS), ScriptedDrafter(script), [ScriptedDrafter(script), PromptLookup()]):
-        engine = DraftEngine(TOKENS, draft, size=SIZE, budget=replace(CONSTANT, depth=1))
+        engine = DraftEngine(TOKENS, draft, size=SIZE, budget=replace(TREE, depth=1))
         text = engine.add(prompt(TEXTS[0]))
         (guess,) = engine.propose([text], 4)
         assert guess

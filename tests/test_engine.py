@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from test_batches import GREEDY, LENGTH, MADE, SAMPLED, SIBLING, TEXTS, TREE, UNRELATED, WAYS, drawn, greedily, long, target
 from test_caches import RECURRENT
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from worlds import budgets, deep, examples, make_dear, tokenizer
+from worlds import CHAIN, budgets, deep, examples, make_dear, tokenizer
 
 from xtok import Budget, Context, Engine, PromptLookup, Ticket, Tree, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
@@ -917,7 +917,7 @@ def test_figures_tell_what_is_written_and_what_waits() -> None:
 
 def test_guesses_that_come_true_show_in_the_figures() -> None:
     whole = PLAIN.generate(TEXTS[0], **ENDLESS).text
-    xt = XTokAssisted((LM, TOKENS), PromptLookup(corpus=[TEXTS[0] + whole]), budget=Budget(4, width=1, schedule="constant"))
+    xt = XTokAssisted((LM, TOKENS), PromptLookup(corpus=[TEXTS[0] + whole]), budget=CHAIN)
     with Engine(xt) as engine:
         assert engine.submit(TEXTS[0], **ENDLESS).result(PATIENCE).text == whole
     assert engine.stats.tokens == LENGTH

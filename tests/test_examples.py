@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from worlds import fitting, tokenizer
+from worlds import TREE, fitting, tokenizer
 
 from xtok import Budget, Context, Tree, XTokAssisted, chain
 
@@ -46,9 +46,7 @@ def test_the_guides_own_draft_is_a_draft() -> None:
 
     tokens = tokenizer("byte-level BPE")
     model = fitting(tokens, "Llama", 0)
-    generation = XTokAssisted((model, tokens), Repeats(), budget=Budget(4, width=4, schedule="constant")).generate(
-        "吾輩は", max_new_tokens=20, do_sample=False
-    )
+    generation = XTokAssisted((model, tokens), Repeats(), budget=TREE).generate("吾輩は", max_new_tokens=20, do_sample=False)
     assert (
         generation.token_ids == XTokAssisted((model, tokens)).generate("吾輩は", max_new_tokens=20, do_sample=False).token_ids
     )

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from worlds import deep, examples, fitting, make_dear, scaled, tokenizer
+from worlds import TREE_3, deep, examples, fitting, make_dear, scaled, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.align.reencode import Reencoder
@@ -136,7 +136,7 @@ def test_a_draft_that_says_nothing_but_nan_is_told_of(fault: str, mode: str, wid
 @pytest.mark.parametrize("fault", sorted(FAULTS))
 @pytest.mark.parametrize("when", [0, *deep(1), 5])
 def test_rejection_sampling_ends_well_though_its_draft_fails(fault: str, when: int) -> None:
-    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), acceptance="rejection", budget=Budget(3, width=4, schedule="constant"))
+    xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), acceptance="rejection", budget=TREE_3)
     expected = answer(xt, "sampled")[0].token_ids
     with failing(OTHER, when, FAULTS[fault]):
         generation, _ = answer(xt, "sampled")
@@ -326,7 +326,7 @@ def live(kind: type = torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
-@pytest.mark.parametrize("when", [0, *deep(1), 2, *deep(4)])
+@pytest.mark.parametrize("when", [*deep(0, 1), 2, *deep(4)])
 @pytest.mark.parametrize("fault", ["OutOfMemoryError", "all NaN"])
 def test_what_a_failed_draft_held_is_released_at_once(fault: str, when: int, mode: str) -> None:
     """Found here: an exception that was kept for the next round held the draft's cache, in a cycle, until it was collected."""

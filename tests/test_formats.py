@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from front_door import PROMPT, TARGET, TOKENS
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from worlds import CORPUS, fitting, tokenizer
+from worlds import CORPUS, alone
 
 from xtok import XTokAssisted
 from xtok.align.tokenbytes import token_bytes
@@ -17,15 +18,11 @@ from xtok.errors import InvalidInputError
 from xtok.models.load import load, load_without_weights
 from xtok.models.prompts import prompt_ids
 
-TOKENS = tokenizer("SentencePiece BPE")
-TARGET = fitting(TOKENS, "Llama", 0)
-PROMPT = "吾輩は猫である。名前は"
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
 
 
 def truth(model: Any, tokens: Any) -> list[int]:
-    ids = torch.tensor([prompt_ids(tokens, PROMPT)])
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)[0, ids.shape[1] :].tolist()
+    return alone(model, prompt_ids(tokens, PROMPT), **GREEDY)
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ from front_door import (
     with_template,
 )
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from worlds import alone, fitting, tokenizer
+from worlds import TREE, alone, fitting, tokenizer
 
-from xtok import Budget, Generation, XTokAssisted
+from xtok import Generation, XTokAssisted
 from xtok.errors import InvalidInputError, PromptWarning
 
 xt = each_draft
@@ -87,7 +87,7 @@ def test_the_texts_of_num_return_sequences_are_those_of_the_prompt_as_often_in_a
     model.generation_config.eos_token_id = None
     sampled = {**GREEDY, "do_sample": True, "seed": 3, **asked}
     for draft in DRAFTS.values():
-        xt = XTokAssisted((model, TOKENS), draft, budget=Budget(4, width=4, schedule="constant"))
+        xt = XTokAssisted((model, TOKENS), draft, budget=TREE)
         together, listed = xt.generate(PROMPT, num_return_sequences=2, **sampled), xt.generate([PROMPT] * 2, **sampled)
         assert [one.token_ids for one in together] == [one.token_ids for one in listed]
         assert [one.finish_reason for one in together] == [one.finish_reason for one in listed]
@@ -137,11 +137,7 @@ def test_the_stats_are_frozen_and_agree_with_each_other_and_with_the_forwards_ma
 
 
 def test_a_draft_that_agrees_saves_target_forwards() -> None:
-    stats = (
-        XTokAssisted((TARGET, TOKENS), oracle(TARGET), budget=Budget(4, width=4, schedule="constant"))
-        .generate(PROMPT, **GREEDY)
-        .stats
-    )
+    stats = XTokAssisted((TARGET, TOKENS), oracle(TARGET), budget=TREE).generate(PROMPT, **GREEDY).stats
     assert (stats.new_tokens, stats.target_forwards) == (16, 5)
     assert stats.acceptance_rate == 1
     assert stats.tokens_per_forward == 16 / 5
@@ -167,7 +163,7 @@ def test_a_chat_is_read_in_the_targets_template_and_in_the_drafts_own(draft_temp
     draft_tokens = with_template(BYTES, draft_template) if draft_template else BYTES
     ids = chat_ids(tokens)
     expected = alone(TARGET, ids, **GREEDY)
-    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=TREE)
     xt.generate(CHAT, **GREEDY)  # what is found out about models once is found out here
     with forwards(TARGET) as of_target, forwards(OTHER) as of_draft:
         generation = xt.generate(CHAT, **GREEDY)
@@ -266,7 +262,7 @@ def test_the_tokenizers_settings_are_left_as_they_are() -> None:
         made.backend_tokenizer.enable_padding(length=9, pad_id=0, pad_token="<unk>", direction="left")
         made.backend_tokenizer.encode_special_tokens = True
     before = settings()
-    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
+    xt = XTokAssisted((TARGET, tokens), (OTHER, draft_tokens), budget=TREE)
     assert settings() == before
     for splits in (None, True, False):
         xt.generate(PROMPT, split_special_tokens=splits, **GREEDY)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from front_door import BYTES, GREEDY, PROMPT, PROMPTS, TOKENS
-from worlds import alone, fitting, make_dear
+from worlds import TREE, alone, fitting, make_dear
 
-from xtok import Budget, Engine, PromptLookup, XTokAssisted
+from xtok import Engine, PromptLookup, XTokAssisted
 from xtok.models import graphs
 from xtok.models.graphs import takes_graphs
 from xtok.models.prompts import prompt_ids
@@ -25,7 +25,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "penalty": {**GREEDY, "repetition_penalty": 1.3},
     "sampled": {**GREEDY, "do_sample": True, "temperature": 1.3, "top_p": 0.95, "seed": 7},
 }
-TREE = Budget(4, width=4, schedule="constant")
 OTHER = deepcopy(fitting(BYTES, "GPTNeoX", 1)).to(DEVICE)
 DRAFTS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,

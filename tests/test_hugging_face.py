@@ -22,9 +22,9 @@ from front_door import (
     oracle,
 )
 from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
-from worlds import fitting
+from worlds import TREE, fitting
 
-from xtok import Budget, XTokAssisted
+from xtok import XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import CACHE
 
@@ -56,7 +56,7 @@ def test_custom_generate_gives_what_generate_gives_for_padded_rows_of_any_archit
     model = fitting(TOKENS, architecture, 2)
     inputs = encoded(*PROMPTS[:3])
     expected = model.generate(**inputs, **GREEDY)
-    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4, width=4, schedule="constant"))
+    xt = XTokAssisted((model, TOKENS), oracle(model), budget=TREE)
     assert model.generate(**inputs, **GREEDY, custom_generate=xt).tolist() == expected.tolist()
 
 
@@ -79,7 +79,7 @@ def test_custom_generate_takes_a_generation_config(xt: XTokAssisted, positional:
 @pytest.mark.parametrize("arguments", ["plain", "repetition penalty", "an early end"])
 def test_the_returned_dictionary_is_that_of_transformers(architecture: str, arguments: str) -> None:
     model = fitting(TOKENS, architecture, 0)
-    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4, width=4, schedule="constant"))
+    xt = XTokAssisted((model, TOKENS), oracle(model), budget=TREE)
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     inputs = encoded(PROMPT)
     everything = {**GREEDY, **asked, **HF_ARGUMENTS[arguments]()}
@@ -130,7 +130,7 @@ def test_scores_are_recorded_only_where_they_were_asked_for(xt: XTokAssisted) ->
 @pytest.mark.parametrize("only_new", [False, True])
 def test_a_filled_cache_is_continued(architecture: str, rows: int, only_new: bool) -> None:
     model = fitting(TOKENS, architecture, 0)
-    xt = XTokAssisted((model, TOKENS), oracle(model), budget=Budget(4, width=4, schedule="constant"))
+    xt = XTokAssisted((model, TOKENS), oracle(model), budget=TREE)
     inputs = encoded(*[prompt * 2 for prompt in PROMPTS[:rows]])
     seen = inputs["input_ids"].shape[1] - 4
 

@@ -171,7 +171,7 @@ def test_weights_that_are_fetched_for_each_forward_are_converted_as_they_come() 
             check_continues(lm, "target")
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", *deep("zamba")])
+@pytest.mark.parametrize("name", deep("nemotron_h", "zamba"))
 def test_a_compiled_model_in_half_precision_is_judged_as_one_that_isnt(name: str) -> None:
     lm: Any = half(name, 0, torch.bfloat16)
     lm.forward = torch.compile(lm.forward, backend="eager", dynamic=True)

@@ -37,7 +37,7 @@ from front_door import (
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from worlds import budgets, deep, examples, fitting, scaled
+from worlds import TREE, TREE_3, budgets, deep, examples, fitting, scaled
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted, pair
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
@@ -61,7 +61,7 @@ def in_eight_threads(ask: Callable[[int], Any]) -> list[Any]:
 def test_one_instance_serves_eight_threads() -> None:
     tokens, draft_tokens = with_template(TOKENS, TEMPLATE), with_template(BYTES, OTHER_TEMPLATE)
     drafts = [(OTHER, draft_tokens), PromptLookup()]  # what they guess depends on no other text
-    xt = XTokAssisted((TARGET, tokens), drafts, budget=Budget(4, width=4, schedule="constant"))
+    xt = XTokAssisted((TARGET, tokens), drafts, budget=TREE)
     asked: list[tuple[Any, dict[str, Any]]] = [
         *((prompt, {}) for prompt in PROMPTS),
         (CHAT, {}),
@@ -214,7 +214,7 @@ def test_the_models_handed_in_are_never_changed() -> None:
         after = [snapshot(target, tokens), snapshot(draft, draft_tokens)]
         return [name for old, new in zip(before, after, strict=True) for name in old if old[name] != new[name]]
 
-    xt = XTokAssisted((target, tokens), (draft, draft_tokens), budget=Budget(4, width=4, schedule="constant"))
+    xt = XTokAssisted((target, tokens), (draft, draft_tokens), budget=TREE)
     assert not changed()
     xt.generate(PROMPTS, repetition_penalty=1.5, eos_token_id=[5, 6], **GREEDY)
     assert not changed()
@@ -235,15 +235,13 @@ def test_models_and_tokenizers_are_loaded_from_local_paths(tmp_path: Path) -> No
     for name, model, tokens in (("target", TARGET, TOKENS), ("draft", OTHER, BYTES)):
         model.save_pretrained(tmp_path / name)
         tokens.save_pretrained(tmp_path / name)
-    expected = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(4, width=4, schedule="constant")).generate(
-        PROMPT, **GREEDY
-    )
+    expected = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE).generate(PROMPT, **GREEDY)
     for sources in (
         (str(tmp_path / "target"), tmp_path / "draft"),
         (tmp_path / "target", str(tmp_path / "draft")),
         ((TARGET, TOKENS), tmp_path / "draft"),
     ):
-        generation = XTokAssisted(*sources, budget=Budget(4, width=4, schedule="constant")).generate(PROMPT, **GREEDY)
+        generation = XTokAssisted(*sources, budget=TREE).generate(PROMPT, **GREEDY)
         assert generation.token_ids == expected.token_ids == truth()
         assert guesses(generation) == guesses(expected)
 
@@ -319,9 +317,7 @@ def test_an_encoder_that_is_loaded_as_a_language_model_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"BertLMHeadModel isn't causal.*is_decoder=True"):
         XTokAssisted((encoder_model(), TOKENS))
     decoder = encoder_model(is_decoder=True)
-    generation = XTokAssisted((decoder, TOKENS), (OTHER, BYTES), budget=Budget(3, width=4, schedule="constant")).generate(
-        PROMPT, **GREEDY
-    )
+    generation = XTokAssisted((decoder, TOKENS), (OTHER, BYTES), budget=TREE_3).generate(PROMPT, **GREEDY)
     assert generation.token_ids == XTokAssisted((decoder, TOKENS)).generate(PROMPT, **GREEDY).token_ids
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from front_door import BYTES, GREEDY, OTHER, PROMPT, PROMPTS, TARGET, TOKENS, forwards
+from worlds import TREE
 
 from xtok import (
     Budget,
@@ -27,7 +28,7 @@ from xtok.pair import HEADS
 from xtok.serving.vllm import XTokProposer
 
 PAIR, DRAFT = (TARGET, TOKENS), (OTHER, BYTES)
-XT = XTokAssisted(PAIR, DRAFT, budget=Budget(4, width=4, schedule="constant"))
+XT = XTokAssisted(PAIR, DRAFT, budget=TREE)
 XT.generate(PROMPT, **GREEDY)
 DRAFTING = DraftEngine(TOKENS, DRAFT)
 TEXT = DRAFTING.add([1, 2, 3])

@@ -10,9 +10,9 @@ import transformers
 from architectures import tiny
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
-from worlds import alone, fitting, tokenizer
+from worlds import TREE_3, alone, fitting, tokenizer
 
-from xtok import Budget, XTokAssisted
+from xtok import XTokAssisted
 from xtok.errors import UnsupportedModelError
 
 TABLE = Path(__file__).parents[1] / "docs" / "compatibility.md"
@@ -77,7 +77,7 @@ def built(name: str, attention: str) -> PreTrainedModel | str:
 def helped(target: tuple[Any, Any], draft: tuple[Any, Any]) -> str:
     """By what the target's own ids of two texts came; else why the pair is refused."""
     try:
-        xt = XTokAssisted(target, [draft], budget=Budget(3, width=4, schedule="constant"))
+        xt = XTokAssisted(target, [draft], budget=TREE_3)
         generations = xt.generate([TEXT, TEXT[:6]], **PLAIN)
     except UnsupportedModelError as error:
         return str(error)
@@ -94,7 +94,7 @@ def stable(model: PreTrainedModel) -> str:
     half = deepcopy(model).bfloat16()
     try:
         alone = XTokAssisted((half, TOKENS), stable=True)
-        xt = XTokAssisted((half, TOKENS), [(other(), OTHERS)], budget=Budget(3, width=4, schedule="constant"), stable=True)
+        xt = XTokAssisted((half, TOKENS), [(other(), OTHERS)], budget=TREE_3, stable=True)
     except UnsupportedModelError as error:
         return str(error)
     except (RuntimeError, NotImplementedError):  # of a model that has no bfloat16

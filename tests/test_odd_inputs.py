@@ -7,7 +7,7 @@ import pytest
 import torch
 from front_door import forwards
 from transformers import DynamicCache
-from worlds import CORPUS, alone, deep, fitting, tokenizer
+from worlds import CHAIN, CORPUS, alone, deep, fitting, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
@@ -30,7 +30,7 @@ DRAFTS: dict[str, Any] = {
     "the target's ids": (fitting(SPOKEN, "GPTNeoX", 1), SPOKEN),
     "no bytes": (fitting(tokenizer("characters"), "Qwen2", 1), tokenizer("characters")),
 }
-CHAINS, TREES = Budget(4, width=1, schedule="constant"), Budget(4, width=3, schedule="constant")
+CHAINS, TREES = CHAIN, Budget(4, width=3, schedule="constant")
 
 
 @pytest.fixture(params=["other ids", *deep("the target's ids"), "no bytes"])

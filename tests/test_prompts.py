@@ -22,9 +22,9 @@ from front_door import (
     with_template,
 )
 from transformers import pipeline
-from worlds import alone
+from worlds import TREE, alone
 
-from xtok import Budget, Engine, XTokAssisted
+from xtok import Engine, XTokAssisted
 from xtok.errors import InvalidInputError
 
 TEMPLATE = (
@@ -35,9 +35,7 @@ TEMPLATE = (
 OTHER_TEMPLATE = "[{{ mood or '' }}{% for m in messages %}{{ m['content'] }}{% endfor %}]"
 SHORT = {**GREEDY, "max_new_tokens": 8}
 TALKING = with_template(TOKENS, TEMPLATE)
-XT = XTokAssisted(
-    (TARGET, TALKING), (OTHER, with_template(BYTES, OTHER_TEMPLATE)), budget=Budget(4, width=4, schedule="constant")
-)
+XT = XTokAssisted((TARGET, TALKING), (OTHER, with_template(BYTES, OTHER_TEMPLATE)), budget=TREE)
 
 
 def weather(place: str) -> str:

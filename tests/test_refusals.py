@@ -10,7 +10,7 @@ import pytest
 import torch
 from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, TARGET, TOKENS, Recorder, forwards
 from transformers import DynamicCache, LogitsProcessorList
-from worlds import alone, model
+from worlds import TREE, alone, model
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
@@ -28,7 +28,7 @@ from xtok.tune.work import check_trains
 PAIR = (TARGET, TOKENS)
 SMALL = model("Llama", 50, 0, torch.float64)
 """Of fewer ids than any tokenizer here writes."""
-XT = XTokAssisted(PAIR, (OTHER, BYTES), budget=Budget(4, width=4, schedule="constant"))
+XT = XTokAssisted(PAIR, (OTHER, BYTES), budget=TREE)
 for one in (XT, XTokAssisted((OTHER, BYTES))):
     one.generate(PROMPT, **GREEDY)  # what is found out about models once is found out here
 
@@ -392,7 +392,7 @@ def test_what_isnt_installed_is_told_of_together_with_how_to_install_it(
 def test_half_a_new_token_is_a_whole_one_as_transformers_has_it() -> None:
     """Found by trying out bad settings: the draft failed of a length that is no whole number."""
     asked = {**GREEDY, "max_new_tokens": 8.5}
-    generation = XTokAssisted(PAIR, (OTHER, BYTES), budget=Budget(4, width=4, schedule="constant")).generate(PROMPT, **asked)
+    generation = XTokAssisted(PAIR, (OTHER, BYTES), budget=TREE).generate(PROMPT, **asked)
     assert generation.token_ids == alone(TARGET, TOKENS(PROMPT).input_ids, **asked)
     assert generation.stats.draft_error is None
     assert generation.stats.proposed

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache, Phi3Config, PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from worlds import CORPUS, examples, tokenizer
+from worlds import CORPUS, TREE, examples, tokenizer
 
-from xtok import Budget, Context, XTokAssisted
+from xtok import Context, XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedArgumentError
 from xtok.models.cache import CACHE
@@ -95,7 +95,7 @@ def assisted(rope: str, used: tuple[int, ...] = ()) -> XTokAssisted:
     model = deepcopy(made(rope))
     for size in used:
         model.generate(torch.tensor([truth(rope, size)[:size]]), **GREEDY)
-    return XTokAssisted((model, TOKENS), guess(rope), budget=Budget(4, width=4, schedule="constant"))
+    return XTokAssisted((model, TOKENS), guess(rope), budget=TREE)
 
 
 def remembered(model: PreTrainedModel) -> list[Any]:
@@ -193,15 +193,7 @@ def test_a_text_behind_a_filled_cache_is_what_a_new_model_writes() -> None:
             kept = DynamicCache(config=model.config)
             with torch.no_grad():
                 model(ids[:, :held], **{CACHE: kept})
-            how = (
-                {
-                    "custom_generate": XTokAssisted(
-                        (model, TOKENS), guess("dynamic"), budget=Budget(4, width=4, schedule="constant")
-                    )
-                }
-                if helped
-                else {}
-            )
+            how = {"custom_generate": XTokAssisted((model, TOKENS), guess("dynamic"), budget=TREE)} if helped else {}
             written.append(model.generate(ids, **{CACHE: kept}, **GREEDY, **how)[0].tolist())
         assert written[0] == written[1]
 

@@ -12,15 +12,28 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
+import front_door
 import pytest
 import torch
+from front_door import BYTES, TARGET, TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_identity import CLOSE_CALL, alone, arguments, fresh, honoured
-from test_sampling import samplings, without_batch_limits
+from properties import (
+    CLOSE_CALL,
+    Drawn,
+    arguments,
+    excused,
+    few_close_calls,
+    fresh,
+    honoured,
+    right,
+    samplings,
+    with_gap,
+    without_batch_limits,
+)
 from test_trees import paths_of
 from transformers import LogitsProcessorList
-from worlds import KINDS, budgets, deep, examples, fitting, make_dear, scaled, texts, tokenizer
+from worlds import KINDS, TREE, TREE_3, Kind, budgets, deep, examples, fitting, make_dear, model_of, scaled, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, TokenRecycling, Tree, XTokAssisted, pair
 from xtok.align.projection import same_ids
@@ -43,11 +56,11 @@ from xtok.models.prompts import prompt_ids
 from xtok.models.timing import Cost
 from xtok.sampling.noise import noise
 
-TOKENS = tokenizer("SentencePiece BPE")
-TARGET = fitting(TOKENS, "Llama", 0)
-OTHER_TOKENS = tokenizer("byte-level BPE")
-OTHER = (fitting(OTHER_TOKENS, "GPTNeoX", 1), OTHER_TOKENS)
+OTHER = (front_door.OTHER, BYTES)
+ALONE = XTokAssisted((TARGET, TOKENS))
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+TRUTH, START = ALONE.generate("吾輩は", **GREEDY).token_ids, len(prompt_ids(TOKENS, "吾輩は"))
+"""What the target writes after 吾輩は, and how many ids that is."""
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +91,9 @@ def raises_late(context: Context) -> list[int]:
     return [5]
 
 
-def mixed(names: list[str], target: Any, draft: tuple[str, str, int], seen: str) -> list[Any]:
+def mixed(names: list[str], target: Any, draft: Kind, seen: str) -> list[Any]:
     kinds = {
-        "model": lambda: (fitting(tokenizer(*draft[1:]), draft[0], draft[2], copy=1), tokenizer(*draft[1:])),
+        "model": lambda: model_of(draft, copy=1),
         "itself": lambda: (deepcopy(target[0]), target[1]),
         "lookup": PromptLookup,
         "corpus": lambda: PromptLookup([seen, "吾輩は猫である。名前はまだ無い。"]),
@@ -91,27 +104,19 @@ def mixed(names: list[str], target: Any, draft: tuple[str, str, int], seen: str)
     return [kinds[name]() for name in names]
 
 
+@few_close_calls(0.02)
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
 @examples(250, share=16)
 @given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments())
 def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
-    target: tuple[str, str, int],
-    draft: tuple[str, str, int],
-    names: list[str],
-    prompt: str,
-    budget: Budget,
-    drawn: dict[str, Any],
+    target: Kind, draft: Kind, names: list[str], prompt: str, budget: Budget, drawn: Drawn
 ) -> None:
-    tokens = tokenizer(*target[1:])
-    model = fitting(tokens, target[0], target[2])
-    ids = torch.tensor([prompt_ids(tokens, prompt, split_special_tokens=False)])
-    drawn = {**honoured(tokens, drawn), "max_new_tokens": 16}
-    expected, gap = alone(model, tokens, ids, drawn)
-    if gap < CLOSE_CALL[torch.float64]:
+    pair = model_of(target)
+    drawn = {**honoured(pair[1], drawn), "max_new_tokens": 16}
+    expected, gap = with_gap(pair, prompt_ids(pair[1], prompt, split_special_tokens=False), drawn)
+    if excused(gap < CLOSE_CALL[torch.float64]):
         return
-    xt = XTokAssisted((model, tokens), mixed(names, (model, tokens), draft, prompt), budget=budget)
-    if budget.depth % 2:
-        make_dear(xt)
+    xt = make_dear(XTokAssisted(pair, mixed(names, pair, draft, prompt), budget=budget), budget.depth % 2)
     assert xt.generate(prompt, pad_token_id=0, **fresh(drawn)).token_ids == expected
 
 
@@ -119,22 +124,13 @@ def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
 @examples(250, share=16)
 @given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments(), sampling=samplings())
 def test_any_mixture_of_drafts_leaves_sampled_ids_as_they_are_without_a_draft(
-    target: tuple[str, str, int],
-    draft: tuple[str, str, int],
-    names: list[str],
-    prompt: str,
-    budget: Budget,
-    drawn: dict[str, Any],
-    sampling: dict[str, Any],
+    target: Kind, draft: Kind, names: list[str], prompt: str, budget: Budget, drawn: Drawn, sampling: Drawn
 ) -> None:
-    tokens = tokenizer(*target[1:])
-    model = fitting(tokens, target[0], target[2])
-    drawn = without_batch_limits({**honoured(tokens, drawn), "max_new_tokens": 12, "pad_token_id": 0, **sampling})
+    pair = model_of(target)
+    drawn = without_batch_limits({**honoured(pair[1], drawn), "max_new_tokens": 12, "pad_token_id": 0, **sampling})
     drawn.pop("num_return_sequences", None)
-    expected = XTokAssisted((model, tokens)).generate(prompt, **fresh(drawn))
-    xt = XTokAssisted((model, tokens), mixed(names, (model, tokens), draft, prompt), budget=budget)
-    if budget.depth % 2:
-        make_dear(xt)
+    expected = XTokAssisted(pair).generate(prompt, **fresh(drawn))
+    xt = make_dear(XTokAssisted(pair, mixed(names, pair, draft, prompt), budget=budget), budget.depth % 2)
     generation = xt.generate(prompt, **fresh(drawn))
     assert generation.token_ids == expected.token_ids
     mine, closest = generation.stats.min_margin, expected.stats.min_margin
@@ -146,8 +142,8 @@ def test_any_mixture_of_drafts_leaves_sampled_ids_as_they_are_without_a_draft(
 @pytest.mark.parametrize("sampled", [False, True])
 def test_heads_among_others_leave_the_ids_as_they_are(heads: HeadsDrafter, sampled: bool) -> None:
     asked = GREEDY | ({"do_sample": True, "seed": 3} if sampled else {})
-    expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **asked)
-    for budget in (None, Budget(3, width=4, schedule="constant"), Budget(3, width=1, schedule="constant")):
+    expected = ALONE.generate("吾輩は", **asked)
+    for budget in (None, TREE_3, Budget(3, width=1, schedule="constant")):
         generation = XTokAssisted((TARGET, TOKENS), [heads, OTHER, PromptLookup()], budget=budget).generate("吾輩は", **asked)
         assert generation.token_ids == expected.token_ids
         assert generation.stats.draft_error is None
@@ -210,25 +206,16 @@ def test_a_draft_that_raises_takes_none_of_the_others_with_it() -> None:
     def fails(context: Context) -> list[int]:
         raise MemoryError("simulated")
 
-    truth = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
-    start = len(prompt_ids(TOKENS, "吾輩は"))
-    oracle = ScriptedDrafter(lambda context: truth[len(context.ids) - start :][:4])
     with pytest.warns(DraftFailedWarning, match="simulated"):
-        generation = XTokAssisted(
-            (TARGET, TOKENS), [ScriptedDrafter(fails), oracle], budget=Budget(4, width=4, schedule="constant")
-        ).generate("吾輩は", **GREEDY)
-    assert generation.token_ids == truth
+        generation = XTokAssisted((TARGET, TOKENS), [ScriptedDrafter(fails), right(TRUTH, START)], budget=TREE).generate(
+            "吾輩は", **GREEDY
+        )
+    assert generation.token_ids == TRUTH
     assert generation.stats.tokens_per_forward > 3
 
 
 def test_each_draft_is_told_what_was_accepted_of_it() -> None:
-    truth = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
-    start = len(prompt_ids(TOKENS, "吾輩は"))
-
-    def right(ids: int) -> ScriptedDrafter:
-        return ScriptedDrafter(lambda context: truth[len(context.ids) - start :][:ids])
-
-    drafts = [right(1), ScriptedDrafter(lambda context: [7]), right(3)]
+    drafts = [right(TRUTH, START, 1), ScriptedDrafter(lambda context: [7]), right(TRUTH, START, 3)]
     for width in (1, 4):
         stats = (
             XTokAssisted((TARGET, TOKENS), drafts, budget=Budget(4, width, schedule="constant"))
@@ -303,15 +290,15 @@ def test_tokenizers_are_the_same_by_their_tokens_and_not_by_their_sizes() -> Non
     def same(one: Any, other: Any) -> bool:
         return same_tokens(one, token_bytes(one), other, token_bytes(other))
 
-    other = deepcopy(OTHER_TOKENS)
+    other = deepcopy(BYTES)
     other.add_tokens(["another"])
     assert same(TOKENS, deepcopy(TOKENS))
     assert same(TOKENS, padded(TOKENS))
     assert same(padded(TOKENS), TOKENS)
-    assert not same(OTHER_TOKENS, other)
-    assert not same(TOKENS, OTHER_TOKENS)
+    assert not same(BYTES, other)
+    assert not same(TOKENS, BYTES)
     shuffled = tokenizer("byte-level BPE", 1)
-    assert not same(OTHER_TOKENS, shuffled)
+    assert not same(BYTES, shuffled)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -324,7 +311,7 @@ def test_a_draft_with_the_targets_ids_that_is_the_target_is_always_right(width: 
     )
     for prompt in ("吾輩は", "The quick brown", "🍣"):
         generation = xt.generate(prompt, **asked)
-        assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate(prompt, **asked).token_ids
+        assert generation.token_ids == ALONE.generate(prompt, **asked).token_ids
         committed = [one.committed for one in generation.rounds[1:-1]]
         if width == 1 or sampled:  # a greedy tree spends on what is less likely, too
             assert set(committed) == {4}
@@ -337,7 +324,7 @@ def test_a_draft_with_the_targets_ids_and_less_of_them_guesses_what_it_knows() -
     wide = fitting(padded(TOKENS), "Llama", 0)
     assert wide.config.vocab_size > small.config.vocab_size
     for target, draft in ((wide, small), (small, wide)):
-        xt = XTokAssisted((target, TOKENS), [(draft, TOKENS)], budget=Budget(3, width=4, schedule="constant"))
+        xt = XTokAssisted((target, TOKENS), [(draft, TOKENS)], budget=TREE_3)
         again = LogitsProcessorList([PicksAll()])
         generation = xt.generate("吾輩は", logits_processor=again, **GREEDY)
         assert (
@@ -409,7 +396,7 @@ def test_what_takes_one_model_refuses_several() -> None:
 
 
 def test_the_heuristic_schedule_guesses_two_more_after_a_guess_that_was_right_to_its_end() -> None:
-    truth = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY | {"max_new_tokens": 40}).token_ids
+    truth = ALONE.generate("吾輩は", **GREEDY | {"max_new_tokens": 40}).token_ids
     start, depths = len(prompt_ids(TOKENS, "吾輩は")), list[int]()
 
     class Oracle:
@@ -478,7 +465,7 @@ def test_masses_that_are_no_probabilities_are_taken_for_the_nearest(odd: Tree) -
         generation = XTokAssisted((TARGET, TOKENS), [ScriptedDrafter(lambda _: odd), PromptLookup()], budget=budget).generate(
             "吾輩は", **GREEDY
         )
-        assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
+        assert generation.token_ids == TRUTH
         assert generation.stats.draft_error is None
 
 
@@ -495,7 +482,7 @@ def test_a_tree_that_makes_no_sense_costs_speed_only(wrong: Tree) -> None:
     drafts = [ScriptedDrafter(lambda _: wrong), PromptLookup()]
     with pytest.warns(DraftFailedWarning):
         generation = XTokAssisted((TARGET, TOKENS), drafts).generate("吾輩は", **GREEDY)
-    assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
+    assert generation.token_ids == TRUTH
 
 
 def test_a_draft_that_can_not_be_made_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,12 +490,10 @@ def test_a_draft_that_can_not_be_made_costs_speed_only(monkeypatch: pytest.Monke
         raise MemoryError("simulated")
 
     monkeypatch.setattr("xtok.drafts.lookup.Corpus", full)
-    xt = XTokAssisted(
-        (TARGET, TOKENS), [PromptLookup(corpus=["吾輩は猫である。"]), OTHER], budget=Budget(3, width=4, schedule="constant")
-    )
+    xt = XTokAssisted((TARGET, TOKENS), [PromptLookup(corpus=["吾輩は猫である。"]), OTHER], budget=TREE_3)
     with pytest.warns(DraftFailedWarning, match="simulated"):
         generation = xt.generate("吾輩は", **GREEDY)
-    assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
+    assert generation.token_ids == TRUTH
     assert generation.stats.draft_forwards
 
 
@@ -556,7 +541,7 @@ class Remembers:
 @pytest.mark.parametrize("way", ["list", "batch", "samples"])
 def test_a_draft_of_the_callers_own_starts_a_drafter_for_each_text_and_shows_it_that_text_alone(way: str) -> None:
     draft = Remembers()
-    xt = XTokAssisted((TARGET, TOKENS), [draft], budget=Budget(3, width=4, schedule="constant"))
+    xt = XTokAssisted((TARGET, TOKENS), [draft], budget=TREE_3)
     if way == "batch":
         ids = torch.tensor([[5, 6], [7, 8]])
         texts = TARGET.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=xt, pad_token_id=0, **GREEDY).tolist()
@@ -621,7 +606,7 @@ def test_a_tree_whose_extras_make_no_sense_is_taken_without_them(wrong: dict[str
     drafts = [ScriptedDrafter(lambda _: Tree((5, 6), (-1, 0), **wrong)), PromptLookup()]
     xt = XTokAssisted((TARGET, TOKENS), drafts, budget=Budget(3, width, schedule="constant"))
     generation = xt.generate("吾輩は", **GREEDY)
-    assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
+    assert generation.token_ids == TRUTH
     assert generation.stats.draft_error is None
 
 
@@ -639,7 +624,7 @@ def test_a_budget_may_be_of_a_class_of_its_own() -> None:
     class Named(Budget):
         name: str = "mine"
 
-    expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **GREEDY).token_ids
+    expected = TRUTH
     assert XTokAssisted((TARGET, TOKENS), OTHER, budget=Named(3)).generate("吾輩は", **GREEDY).token_ids == expected
 
 
@@ -729,7 +714,7 @@ def test_drafts_guess_for_texts_that_share_forwards_where_whole_rounds_paid(
         assert seconds > 0
         judged.append((texts, picks, guessed))
 
-    wanted = XTokAssisted((TARGET, TOKENS)).generate(PROMPTS[:texts], **GREEDY)
+    wanted = ALONE.generate(PROMPTS[:texts], **GREEDY)
     monkeypatch.setattr(BatchGate, "asks", decides)
     monkeypatch.setattr(BatchGate, "judge", judges)
     made = XTokAssisted((TARGET, TOKENS), ScriptedDrafter(guess)).generate(PROMPTS[:texts], **GREEDY)

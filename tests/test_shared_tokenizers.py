@@ -15,7 +15,7 @@ from packaging.version import Version
 from real_tokenizers import BESIDE, FILES, TEXTS, TOKENIZERS, is_there, reading, real, sample, view
 from tokenizer_losses import files, table, table_of
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
-from worlds import alone, model
+from worlds import TREE_3, alone, model
 
 from xtok import Budget, Context, Tree, XTokAssisted, chain
 from xtok.align.continuation import Continuation
@@ -194,7 +194,7 @@ def test_each_tokenizer_is_read_and_written_by_a_draft_model(target: str, draft:
 def test_a_pair_of_real_vocabularies_writes_and_draws_what_the_target_does_without_a_draft(target: str) -> None:
     """48,586 or 99,574 ids against 50,277, as it comes and in trees."""
     lm, tokens = tiny(target)
-    for budget in (None, Budget(3, width=4, schedule="constant")):
+    for budget in (None, TREE_3):
         xt = XTokAssisted((lm, tokens), tiny("gpt-neox-20b", 1), budget=budget)
         for asked in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": 0.8, "seed": 5}):
             for text in (sample("aozora", 60), sample(TEXTS["English"], 60)):

@@ -20,8 +20,9 @@ from front_door import (
     truth,
 )
 from transformers import TextIteratorStreamer
+from worlds import TREE
 
-from xtok import Budget, XTokAssisted
+from xtok import XTokAssisted
 from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 
@@ -44,7 +45,7 @@ def test_streamed_pieces_are_the_text_and_never_half_a_character(draft: str, len
         "itself": (deepcopy(OTHER), BYTES),
         "oracle": ScriptedDrafter(lambda context: script[len(context.ids) - start :][:3]),
     }
-    xt = XTokAssisted((OTHER, BYTES), drafts[draft], budget=Budget(4, width=4, schedule="constant"))
+    xt = XTokAssisted((OTHER, BYTES), drafts[draft], budget=TREE)
     arguments = {**GREEDY, "max_new_tokens": length, "prefix_allowed_tokens_fn": forced(text, start, BYTES)}
     pieces = list(xt.stream(PROMPT, **arguments))
     whole = xt.generate(PROMPT, **arguments).text

@@ -96,7 +96,7 @@ def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(
     xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES), *beside], budget=TREE, stable=stable)
     make_dear(xt)
     totals, most = list[int](), list[int]()
-    for count in (40, 8, 40):  # the first makes tables
+    for count in (24, 6, 24):  # the first makes tables
         before = waits.count - len(read)
         stats = xt.generate(PROMPTS[0], **{**WAYS[way], "max_new_tokens": count}).stats
         totals.append(waits.count - len(read) - before)
@@ -118,7 +118,7 @@ def test_texts_share_transfers_as_they_share_forwards(waits: Waits, monkeypatch:
     xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES)], budget=TREE)
     make_dear(xt)
     totals, forwarded = list[int](), list[int]()
-    for count in (40, 8, 40):
+    for count in (24, 6, 24):
         before = waits.count
         served.clear()
         xt.generate([PROMPTS[0]] * 4, batch_size=4, **{**WAYS[way], "max_new_tokens": count})

@@ -12,7 +12,7 @@ import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
-from worlds import ARCHITECTURES, examples, fitting, make_dear, model, tokenizer
+from worlds import ARCHITECTURES, TREE, examples, fitting, make_dear, model, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import Path, grown
@@ -55,7 +55,7 @@ def test_models_whose_keys_count_by_their_order_take_none(name: str) -> None:
     assert not traits(built(name, **more.get(name, {}))).branches
 
 
-@pytest.mark.parametrize("budget", [None, Budget(4, width=4, schedule="constant")])
+@pytest.mark.parametrize("budget", [None, TREE])
 def test_a_target_that_takes_no_tree_checks_the_likeliest_chain(budget: Budget | None) -> None:
     tokens = tokenizer("byte-level BPE")
     torch.manual_seed(0)
@@ -149,9 +149,7 @@ def test_what_is_no_tree_is_refused_and_costs_speed_only(wrong: tuple[Any, ...])
     asked = {"max_new_tokens": 12, "do_sample": False}
     broken = ScriptedDrafter(lambda context: Tree(*wrong))
     with pytest.warns(DraftFailedWarning, match="This is no tree"):
-        generation = XTokAssisted((target, tokens), broken, budget=Budget(4, width=4, schedule="constant")).generate(
-            "吾輩は", **asked
-        )
+        generation = XTokAssisted((target, tokens), broken, budget=TREE).generate("吾輩は", **asked)
     assert generation.token_ids == XTokAssisted((target, tokens)).generate("吾輩は", **asked).token_ids
 
 

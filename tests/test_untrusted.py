@@ -13,14 +13,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import front_door
 import numpy as np
 import pytest
 import torch
+from front_door import BYTES, OTHER, PROMPT, TARGET, TEMPLATE, TOKENS, with_template
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
-from worlds import alone, examples, fitting, texts, tokenizer
+from worlds import TREE_3, examples, texts
 
 import xtok
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
@@ -33,18 +35,12 @@ from xtok.models.load import _check_plain
 from xtok.models.prompts import prompt_ids
 
 SOURCES = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in Path(xtok.__file__).parent.rglob("*.py")}
-TOKENS = tokenizer("SentencePiece BPE")
-TARGET = fitting(TOKENS, "Llama", 0)
-BYTES = tokenizer("byte-level BPE")
-OTHER = fitting(BYTES, "GPTNeoX", 1)
-XT = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(3, width=4, schedule="constant"))
-PROMPT = "吾輩は猫である。名前は"
+XT = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE_3)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
 
 
 def truth(prompt: str = PROMPT, **arguments: Any) -> list[int]:
-    """What the target alone writes."""
-    return alone(TARGET, prompt_ids(TOKENS, prompt), tokenizer=TOKENS, **{**GREEDY, **arguments})
+    return front_door.truth(prompt, tokenizer=TOKENS, **{**GREEDY, **arguments})
 
 
 EXPECTED = truth()
@@ -181,6 +177,9 @@ def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
     assert not (saved / "boom").exists()
 
 
+SPOILT = st.binary(max_size=200), st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=4), st.booleans()
+
+
 def garbled(whole: bytes) -> dict[str, bytes]:
     header = min(int.from_bytes(whole[:8], "little"), len(whole))
     return {
@@ -193,6 +192,14 @@ def garbled(whole: bytes) -> dict[str, bytes]:
         "a pickle": pickle.dumps(Bomb(Path("boom"))),
         "more than it says": whole + b"\0" * 99,
     }
+
+
+def spoil(file: Path, noise: bytes, flips: list[tuple[int, int]], whole: bool) -> None:
+    """Leave a file whole but for some bytes, or noise."""
+    data = bytearray(file.read_bytes())
+    for position, byte in flips:
+        data[position % len(data)] = byte
+    file.write_bytes(bytes(data) if whole else noise)
 
 
 @pytest.mark.parametrize("fault", garbled(b"\0" * 9))
@@ -213,7 +220,7 @@ def test_weights_in_torchs_format_that_are_garbled_are_refused(saved: Path, faul
 
 
 @examples(30)
-@given(st.binary(max_size=200), st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=4), st.booleans())
+@given(*SPOILT)
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_any_file_of_weights_is_refused_or_read_as_it_is(
@@ -223,10 +230,7 @@ def test_any_file_of_weights_is_refused_or_read_as_it_is(
     with TemporaryDirectory() as folder:
         file = Path(folder) / "pytorch_model.bin"
         torch.save({"lm_head.weight": torch.ones(4, 4)}, file, _use_new_zipfile_serialization=zipped)
-        data = bytearray(file.read_bytes())
-        for place, byte in flips:
-            data[place % len(data)] = byte
-        file.write_bytes(bytes(data) if whole else noise)
+        spoil(file, noise, flips, whole)
         found = tried(lambda: _check_plain(file, folder, "target"))
         assert found is None or isinstance(found.error, XTokError), repr(found.error)
 
@@ -340,17 +344,12 @@ def test_heads_that_say_nonsense_change_no_text(heads: Path, value: float) -> No
         size = int.from_bytes(kept.read(8), "little")
         known = json.loads(kept.read(size))["__metadata__"]
     save_file(tensors, heads, metadata=known)
-    assert (
-        XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads), budget=Budget(3, width=4, schedule="constant"))
-        .generate(PROMPT, **GREEDY)
-        .token_ids
-        == EXPECTED
-    )
+    assert XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads), budget=TREE_3).generate(PROMPT, **GREEDY).token_ids == EXPECTED
 
 
 @pytest.fixture(scope="module")
 def adapting() -> XTokAssisted:
-    return XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=Budget(3, width=4, schedule="constant"), adapt=True)
+    return XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE_3, adapt=True)
 
 
 @pytest.mark.parametrize("fault", garbled(b"\0" * 9))
@@ -512,13 +511,7 @@ def test_any_text_is_read_as_the_target_reads_it_or_refused(prompt: str) -> None
         assert XT.generate([prompt, PROMPT], **GREEDY)[1].token_ids == EXPECTED
 
 
-def chatting() -> XTokAssisted:
-    tokens = deepcopy(TOKENS)
-    tokens.chat_template = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"
-    return XTokAssisted((TARGET, tokens), (OTHER, BYTES), budget=Budget(3, width=4, schedule="constant"))
-
-
-CHATTING = chatting()
+CHATTING = XTokAssisted((TARGET, with_template(TOKENS, TEMPLATE)), (OTHER, BYTES), budget=TREE_3)
 CONTENT = st.one_of(WILD, ODD, st.lists(st.dictionaries(st.sampled_from(["type", "text"]), WILD, max_size=2), max_size=2))
 CHATS = st.lists(st.dictionaries(st.sampled_from(["role", "content", "name"]) | WILD, CONTENT, max_size=3) | ODD, max_size=3)
 
@@ -563,22 +556,17 @@ def test_any_corpus_is_looked_up_or_refused(corpus: Any) -> None:
     lookup = tried(lambda: PromptLookup(corpus=corpus))
     assert agree(lookup, None, drawn=True), lookup.error
     if not isinstance(lookup, Gone):
-        generation = XTokAssisted((TARGET, TOKENS), lookup, budget=Budget(3, width=4, schedule="constant")).generate(
-            PROMPT, **GREEDY
-        )
+        generation = XTokAssisted((TARGET, TOKENS), lookup, budget=TREE_3).generate(PROMPT, **GREEDY)
         assert (generation.token_ids, generation.stats.draft_error) == (EXPECTED, None)
 
 
 @examples(30)
-@given(st.binary(max_size=200), st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=4), st.booleans())
+@given(*SPOILT)
 def test_any_file_of_heads_is_refused_or_changes_no_text(noise: bytes, flips: list[tuple[int, int]], whole: bool) -> None:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "heads"
         save_heads(Heads(2, 32), described(TARGET, token_bytes(TOKENS)), file)
-        data = bytearray(file.read_bytes())
-        for place, byte in flips:
-            data[place % len(data)] = byte
-        file.write_bytes(bytes(data) if whole else noise)
+        spoil(file, noise, flips, whole)
         xt = tried(lambda: XTokAssisted((TARGET, TOKENS), HeadsDrafter(file), budget=Budget(2, width=4, schedule="constant")))
         assert agree(xt, None, drawn=True), repr(xt.error)
         if not isinstance(xt, Gone):

@@ -47,7 +47,7 @@ def unidic_words() -> tuple[str, ...]:
 Kind = tuple[str, str, int]
 Pair = tuple[PreTrainedModel, PreTrainedTokenizerFast]
 """A model and its tokenizer."""
-CHAIN, TREE = Budget(4, width=1, schedule="constant"), Budget(4, width=4, schedule="constant")
+CHAIN, TREE, TREE_3 = (Budget(depth, width=width, schedule="constant") for depth, width in ((4, 1), (4, 4), (3, 4)))
 KINDS: st.SearchStrategy[Kind] = st.deferred(
     lambda: st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
 )
