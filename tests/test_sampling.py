@@ -178,7 +178,7 @@ def test_a_seed_that_is_none_is_refused_at_once(xt: XTokAssisted, seed: Any) -> 
 
 
 def test_a_stream_of_several_texts_is_refused(xt: XTokAssisted) -> None:
-    with pytest.raises(UnsupportedArgumentError, match=r"num_return_sequences=2 gives several texts. Call generate"):
+    with pytest.raises(UnsupportedArgumentError, match=r"num_return_sequences=2 gives several sequences. Call generate"):
         xt.stream(PROMPTS[0], num_return_sequences=2, **SETTINGS)
 
 

@@ -841,11 +841,11 @@ def test_a_last_id_that_another_one_replaces_changes_no_guess(kind: str, samples
     for prompt in ("吾輩は猫である。吾輩は猫", "メロスは激", "The quick brown"):
         ids = TOKENS(prompt, add_special_tokens=False).input_ids
         used = started()
-        for wrong, right in permutations(TOKENS("名 った brown", add_special_tokens=False).input_ids, 2):
+        for wrong, fits in permutations(TOKENS("名 った brown", add_special_tokens=False).input_ids, 2):
             guess(used, [*ids, wrong])
-            again, fresh = guess(used, [*ids, right]), guess(started(), [*ids, right])
-            guessed += len(fresh)
-            assert again.tokens == fresh.tokens and again.parents == fresh.parents
-            assert again.probabilities == pytest.approx(fresh.probabilities, rel=1e-3)
-            ids = [*ids, right]
+            again, anew = guess(used, [*ids, fits]), guess(started(), [*ids, fits])
+            guessed += len(anew)
+            assert again.tokens == anew.tokens and again.parents == anew.parents
+            assert again.probabilities == pytest.approx(anew.probabilities, rel=1e-3)
+            ids = [*ids, fits]
     assert guessed > 10

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from xtok import Budget
+from xtok import Budget, XTokAssisted
 from xtok.drafts.policy.latency import ForwardCost
 from xtok.drafts.policy.settings import Schedule
 
@@ -58,8 +58,9 @@ def make_dear(xt: Any, so: bool = True) -> Any:
     """An instance that takes its target for a hundred times as expensive as its drafts, so that all guessing pays."""
     if not so:
         return xt
-    xt.setup.ledger.target = ForwardCost({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
-    for account in xt.setup.ledger.accounts:
+    ledger = xt.setup.ledger if isinstance(xt, XTokAssisted) else xt._ledger
+    ledger.target = ForwardCost({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
+    for account in ledger.accounts:
         account.forward = ForwardCost({1: (99, 1.0, 0.01)})
     return xt
 
