@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from xtok.decoding.arguments import check_arguments, check_batch, check_rows, check_seed, check_streamer
+from xtok.decoding.arguments import check_arguments, check_batch, check_rows, check_streamer
 from xtok.decoding.assemble import assemble
 from xtok.decoding.prepare import Request, by_row, completed, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
@@ -29,6 +29,7 @@ from xtok.models.cache_set import CacheSet
 from xtok.models.load import Source
 from xtok.models.modes import Modes, current, own_modes, within
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach
+from xtok.models.probe import traits
 from xtok.models.prompts import Chat, KnownPrompt, Prompt, is_several
 from xtok.models.roles import Target
 from xtok.results.generation import Generation, finished
@@ -216,7 +217,8 @@ class XTokAssisted:
         check_batch(batch_size, progress)
         check_streamer(streamer, several=many)
         requests = prepare(self.setup, list(prompt) if many else [prompt], arguments)
-        check_streamer(streamer, several=len(requests) > 1)
+        if streamer is not None:
+            check_streamer(streamer, several=len(requests) > 1)
         batch_size = min(batch_size, len(requests))
         shown = progress or (progress is None and len(requests) > 1 and sys.stderr.isatty())
         with self.setup.caches.lent(batch_size, current()) as caches:
@@ -290,7 +292,6 @@ class XTokAssisted:
         them, and it does refuse those of a generation config. Each row of a batch is a generation of its own: processors are
         copied per row, and asked with a batch of one. `seed` is as in `generate`; transformers hands it over.
         """
-        check_seed(seed)
         if model is not self.model:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
         check_arguments({name: passed_to_generate(name) for name in ("assistant_model", "synced_gpus")})
@@ -302,6 +303,7 @@ class XTokAssisted:
             logits_processor,
             stopping_criteria,
             generation_config,
+            traits(self.model),
             inputs=model_kwargs,
             keeps_cache=keeps_cache,
         )

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from functools import cached_property
 
 from xtok.align.tokenbytes import TokenBytes
 
@@ -16,11 +17,23 @@ class Text:
     def __init__(self, view: TokenBytes, prompt: Sequence[int]) -> None:
         self.view = view
         self.ids = list(prompt)
-        self.data = view.to_bytes(self.ids)
-        self.prompt_size = len(self.data)
         self.prompt_length = len(self.ids)
         self.pieces: list[bytes] = []
         self.controls = 0
+
+    @cached_property
+    def _prompt(self) -> bytes:
+        return self.view.to_bytes(self.ids[: self.prompt_length])
+
+    @cached_property
+    def data(self) -> bytes:
+        """The bytes of all ids. They are looked up when they are first needed, after the prompt was forwarded."""
+        return self._prompt
+
+    @property
+    def prompt_size(self) -> int:
+        """How many of the bytes are the prompt's."""
+        return len(self._prompt)
 
     @property
     def new_ids(self) -> list[int]:

@@ -1,7 +1,6 @@
 """Arguments that can't be honoured, refused before any work is done."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -17,6 +16,8 @@ from xtok.models.traits import Traits
 
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
+_NAMED = {"attention_mask", "custom_generate", "inputs", "batch_size", "progress", "streamer"}
+"""What transformers is given by xtok, or not at all: if the caller passes None, it is left out."""
 _LIMITS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time")
 _NUMBERS = (
     *_LIMITS,
@@ -32,6 +33,17 @@ _OBJECTS = {
     "generation_config": (GenerationConfig, "a GenerationConfig"),
     CACHE: (Cache, "a Cache, or leave it out"),
 }
+
+
+def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of transformers' `generate` that can be passed on to it, a cache under the name that it has for it.
+
+    Raises `InvalidInputError` or `UnsupportedArgumentError` for what can't be honoured.
+    """
+    check_arguments(arguments)
+    arguments = with_cache_renamed(arguments)
+    check_kinds(arguments)
+    return {name: value for name, value in arguments.items() if value is not None or name not in _NAMED}
 
 
 def with_cache_renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,11 +94,10 @@ def _is_ids(value: Any) -> bool:
     return all(_is_whole(one) and abs(one) < 1 << 63 for one in several)
 
 
-@contextmanager
-def handed_on(arguments: Iterable[str]) -> Iterator[None]:
-    """What transformers doesn't check, and stumbles over, in an error that names the arguments it was handed."""
+def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_generate: Callable[..., Any]) -> None:
+    """Call transformers' `generate`. What it doesn't check, and stumbles over, becomes an error that names the arguments."""
     try:
-        yield
+        model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=custom_generate, **arguments)
     except (XTokError, torch.OutOfMemoryError):
         raise
     except (AttributeError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
@@ -145,6 +156,17 @@ def check_streamer(streamer: Any, *, several: bool) -> None:
         )
     if streamer is not None and several:
         raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
+
+
+def check_prepared(config: GenerationConfig, ids: Tensor, inputs: Mapping[str, Any], known: Traits) -> None:
+    """Raises `InvalidInputError` or `UnsupportedArgumentError` for what transformers prepared and xtok can't honour.
+
+    `ids`: (rows, length). `inputs`: what else the model is given. `known`: its traits.
+    """
+    check_positions(inputs.get("position_ids"))
+    check_config(config, inputs, rows=len(ids))
+    check_ids(ids, known.ids_read)
+    check_boundary(known, ids, inputs, config.max_length)
 
 
 def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int) -> None:

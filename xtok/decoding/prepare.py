@@ -19,48 +19,39 @@ from transformers.generation.logits_process import (
 )
 
 from xtok.align.vocabulary import Vocabulary
-from xtok.decoding.arguments import (
-    check_arguments,
-    check_boundary,
-    check_config,
-    check_ids,
-    check_kinds,
-    check_positions,
-    check_seed,
-    handed_on,
-    with_cache_renamed,
-)
+from xtok.decoding.arguments import call_generate, check_arguments, check_prepared, check_seed, checked, with_cache_renamed
 from xtok.decoding.setup import Setup
 from xtok.decoding.stops import StopStrings
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CACHE
 from xtok.models.probe import traits
-from xtok.models.prompts import KnownPrompt, is_ids, is_several, prompt_ids, template_arguments
+from xtok.models.prompts import is_several, read_prompt
 from xtok.models.roles import Target
 from xtok.models.stable import StableShapes
+from xtok.models.traits import Traits
 from xtok.sampling.noise import Noise, noise
 
 _COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
 """What a model may be given beside ids that follows from those, and from the padding."""
-_NAMED = {"attention_mask", "custom_generate", "inputs", "batch_size", "progress", "streamer"}
-"""What transformers is given by xtok, or not at all: if the caller passes None, it is left out."""
 
 
 @dataclass(frozen=True)
 class Request:
     """What is to be generated: a prompt as transformers prepared it for a decoding method, and the noise to sample with.
 
-    `ids`: (1, length), int64, padding included; `inputs`: what else the model is given for them. `prompt`: what the caller
-    gave, None if that was ids; `template`: the arguments of a chat's template. `keeps_cache`: whether the caller handed in the
-    cache, or is to be given it. `shared`: processors and criteria that other requests were given, too. `prediction`: text that
-    the caller expects. `seed`, `noise`: None if it is greedy. `shapes`: fixed shapes of the target's forward passes, if any.
+    `ids`: (1, length), int64, padding included. `known`: the target's traits. `inputs`: what else the target is given for the
+    ids. `prompt`: what the caller gave, None if that was ids; `template`: the arguments of a chat's template. `keeps_cache`:
+    whether the caller handed in the cache, or is to be given it. `shared`: processors and criteria that other requests were
+    given, too. `prediction`: text that the caller expects. `seed`, `noise`: None if it is greedy. `shapes`: fixed shapes of the
+    target's forward passes, if any.
     """
 
     ids: Tensor
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
+    known: Traits
     cache: Any = None
     inputs: dict[str, Any] = field(default_factory=dict)
     prompt: Any = None
@@ -93,7 +84,7 @@ class Request:
         counted = None if positions is None else (positions if mask is None else positions[mask != 0]).flatten()
         return counted is None or torch.equal(counted, torch.arange(len(counted), dtype=torch.int64, device=counted.device))
 
-    @property
+    @cached_property
     def shares_forwards(self) -> bool:
         """Whether its forward passes can be shared with other sequences', as far as that depends on the request."""
         return self.is_plain and not self.keeps_cache
@@ -122,7 +113,6 @@ def prepare(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> 
     Raises `InvalidInputError` or `UnsupportedArgumentError` for what can't be honoured, before anything is generated.
     """
     seed = arguments.pop("seed", None)
-    check_seed(seed)
     several = len(prompts) > 1
     if several:
         _check_copies(arguments)
@@ -146,12 +136,15 @@ def completed(setup: Setup, requests: Sequence[Request], seed: int | None) -> li
     Equal prompts are numbered, different ones differ by their ids: so a prompt is sampled alike alone and in any batch.
     Without a seed, one is drawn by torch's generator. Raises `InvalidInputError` if greedy requests are given one.
     """
+    if seed is not None:
+        check_seed(seed)
     sampled = any(one.config.do_sample for one in requests)
     if not sampled and seed is not None:
         raise InvalidInputError(f"seed={seed} has no effect on greedy generation. Leave it out, or pass do_sample=True.")
     if sampled:
         seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if seed is None else seed)
-    shapes, equal, found = setup.shapes_now(), Counter[bytes](), list[Request]()
+    shapes = None if setup.shapes is None else setup.shapes_now()
+    equal, found = Counter[bytes](), list[Request]()
     for one in requests:
         if one.config.do_sample and seed is not None:
             prompt = ",".join(map(str, one.unpadded)).encode()
@@ -159,8 +152,8 @@ def completed(setup: Setup, requests: Sequence[Request], seed: int | None) -> li
             equal[prompt] += 1
         else:
             found.append(replace(one, shapes=shapes))
-    for one in found:
-        setup.check(one.prediction, plain=one.shares_forwards)
+    shared = [one.shares_forwards for one in found]
+    setup.check([one.prediction for one in found], shared=all(shared))
     return found
 
 
@@ -169,19 +162,11 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
 
     `several`: whether the same arguments serve other prompts, too.
     """
-    check_arguments(arguments)
-    arguments = with_cache_renamed(arguments)
-    check_kinds(arguments)
-    arguments = {name: value for name, value in arguments.items() if value is not None or name not in _NAMED}
-    prediction = _taken_prediction(arguments)
-    template = template_arguments(arguments)
-    splits = arguments.pop("split_special_tokens", None)
-    known = isinstance(prompt, KnownPrompt)
-    read = prompt.ids if known else prompt_ids(target.vocabulary.tokenizer, prompt, splits, template)
-    prompt = prompt.prompt if known else prompt
-    prompt = None if is_ids(prompt) else prompt
-    ids = torch.tensor([read], dtype=torch.int64, device=traits(target.model).device)
-    stop_strings = _taken_stop_strings(target.model, arguments)
+    arguments = checked(arguments)
+    prediction, stop_strings = _taken_prediction(arguments), _taken_stop_strings(target.model, arguments)
+    read, prompt, template = read_prompt(target.vocabulary.tokenizer, prompt, arguments)
+    known = traits(target.model)
+    ids = torch.tensor([read], dtype=torch.int64, device=known.device)
     if arguments.get("generation_config") is None:
         arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
     keeps_cache = CACHE in arguments
@@ -197,14 +182,12 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Tensor:
-        given = Request(input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
+        given = Request(input_ids, logits_processor, stopping_criteria, generation_config, known, inputs=model_kwargs)
         given = replace(given, prompt=prompt, template=template, shared=shared, prediction=prediction, keeps_cache=keeps_cache)
         found.extend(by_row(target, given, stop_strings))
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
-    model: Any = target.model
-    with handed_on(arguments):
-        model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
+    call_generate(target.model, ids, arguments, capture)
     return found
 
 
@@ -213,12 +196,8 @@ def by_row(target: Target, batch: Request, stop_strings: Any) -> list[Request]:
 
     The cache is taken from `inputs`. Processors and criteria are copied for each row, for they may keep a state.
     """
-    model, ids, inputs = target.model, batch.ids, batch.inputs
-    check_positions(inputs.get("position_ids"))
-    check_config(batch.config, inputs, rows=len(ids))
-    known = traits(model)
-    check_ids(ids, known.ids_read)
-    check_boundary(known, ids, inputs, batch.config.max_length)
+    ids, inputs, known = batch.ids, batch.inputs, batch.known
+    check_prepared(batch.config, ids, inputs, known)
     cache = inputs.pop(CACHE, None)
     known.check_cache(cache)
     inputs.pop("use_cache", None)

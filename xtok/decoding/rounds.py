@@ -49,15 +49,15 @@ def _round(sequences: list[Sequence]) -> list[list[int]]:
 
     A sequence whose prompt isn't read yet has some of it read.
     """
-    gates = _batch_gates(sequences)
-    batch = Batch(max(1, sum(one.slot.shares for one in sequences))) if gates is None else gates.batch(len(sequences))
-    is_reading, before = any(one.is_reading for one in sequences), _seconds(sequences)
-    guessing = [one for one in sequences if not one.is_reading and one.drafting is not None]
+    guessing = [one for one in sequences if one.drafting is not None and not one.is_reading]
+    gates, before = _batch_gates(sequences), _seconds(sequences)
+    batch = Batch(max(1, sum([one.slot.shares for one in sequences]))) if gates is None else gates.batch(len(sequences))
     planned = dict(zip(guessing, together([_plan(one, batch) for one in guessing]), strict=True)) if guessing else {}
     going = [one for one in sequences if one.finish_reason is None]
     trees = _evened(going, [planned.get(one, _NOTHING) for one in going]) if planned else [_NOTHING] * len(going)
     blocks = dict(zip(going, _verified(going, trees), strict=True))
-    if gates is not None and not is_reading and not any(one.session and one.session.reads for one in sequences):
+    all_guess = gates is not None and len(guessing) == len(sequences)
+    if gates is not None and all_guess and not any(one.session and one.session.reads for one in sequences):
         gates.judge(batch, sum(map(len, blocks.values())), _seconds(sequences) - before)
     return [blocks.get(one, []) for one in sequences]
 

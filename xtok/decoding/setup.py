@@ -1,8 +1,9 @@
 """What all sequences of an `XTokAssisted` share."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import Literal
 
@@ -86,7 +87,7 @@ class Setup:
         adapted = [] if self.adapter is None else [self.adapter.draft.model]
         return [self.target.model, *adapted, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
 
-    @property
+    @cached_property
     def shows_hidden(self) -> bool:
         """Whether a draft reads the target's hidden states."""
         return any(isinstance(one, HeadsDrafter) for one in self.drafts)
@@ -119,17 +120,18 @@ class Setup:
         models = [weights(one.model) / size if isinstance(one, ModelDraft) else WITHOUT_A_MODEL for one in self.drafts]
         return Ledger([Account() for _ in self.drafts], self.ledger.padded, nominal=models)
 
-    def check(self, prediction: object, *, plain: bool) -> None:
-        """Raises `UnsupportedArgumentError` for a request that this setup can't honour.
+    def check(self, predictions: Sequence[object], *, shared: bool) -> None:
+        """Raises `UnsupportedArgumentError` for requests that this setup can't honour.
 
-        `plain`: whether its forward passes can be shared, as those of fixed shapes have to be.
+        `predictions`: what their callers expect, None if nothing. `shared`: whether their forward passes can be shared, as
+        those of fixed shapes have to be.
         """
-        if prediction and self.acceptance == "rejection":
+        if any(predictions) and self.acceptance == "rejection":
             raise UnsupportedArgumentError(
                 "acceptance='rejection' needs the distribution that guesses are drawn from, and a prediction has none. Leave "
                 "it out, or use acceptance='match'."
             )
-        if self.stable and not (self.shapes is not None and plain):
+        if self.stable and not (self.shapes is not None and shared):
             raise UnsupportedArgumentError(
                 f"stable=True can't go on in a cache of the caller's, or read anything but ids. Leave {CACHE} and "
                 "further inputs of the model out, or stable=True."

@@ -15,44 +15,47 @@ from xtok.drafts.policy.settings import Budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
 from xtok.models.cache_set import CacheSet, Slots
-from xtok.models.forwards import Slot
-from xtok.models.probe import traits
 from xtok.models.recurrent import cached_model
-from xtok.models.traits import Traits
 from xtok.sampling.processors import warpers
 
 
 def start(setup: Setup, request: Request, caches: CacheSet, most: int | None = None) -> Sequence:
     """The sequence of a request, with its slots in `caches`. `most`: how many positions those may have, beside guesses."""
-    request = request.with_own_state()
-    model, vocabulary, slots = setup.target.model, setup.target.vocabulary, Slots(caches, most)
-    known, guesses = traits(model), bool(setup.drafts or request.prediction)
-    branches = not guesses or known.branches_in(request.cache)
+    request = request.with_own_state() if request.shared else request
+    vocabulary, known, guesses = setup.target.vocabulary, request.known, bool(setup.drafts or request.prediction)
+    branches, half = not guesses or known.branches_in(request.cache), known.computes_in_half
+    tolerance, slots = known.tolerance(half=half), Slots(caches, most)
+    model, shows_hidden = setup.target.model, setup.shows_hidden
     try:
-        slot = _slot(setup, request, known, slots)
-        half = known.computes_in_half
+        if request.shares_forwards and known.shares:
+            slot = slots.take(model, known, shows_hidden=shows_hidden, shapes=request.shapes)
+        else:  # the model needs a cache of its own, or the caller gave one
+            prompt = request.ids, request.config
+            slot = cached_model(model, request.cache, request.inputs, shows_hidden=shows_hidden, prompt=prompt)
         varies = half and not (request.shapes is not None and slot.fixed)
         judged = request.noise is not None and setup.accept is not None
         meter = Meter(chains_only=not branches, exact=not judged and not varies, shared_forwards=slot.shares)
         ledger = _ledger(setup, request, varies=varies) if guesses else None
+        budget = _budget(setup, judged=judged, branches=branches)
+        recorded = request.recorded("output_scores"), request.recorded("output_logits")
+        text = Text(vocabulary.view, request.unpadded)
         return Sequence(
             slot=slot,
             slots=slots,
             ids=request.ids,
-            text=Text(vocabulary.view, request.unpadded),
+            text=text,
             picker=Picker(
                 request.processors,
                 meter,
                 request.noise,
                 None if request.noise is None else vocabulary.keys.to(request.ids.device),
                 setup.accept,
-                known.tolerance(half=half),
-                request.recorded("output_scores"),
-                request.recorded("output_logits"),
+                tolerance,
+                *recorded,
             ),
             criteria=request.criteria,
             config=request.config,
-            budget=_budget(setup, judged=judged, branches=branches),
+            budget=budget,
             deepest=slot.limit,
             meter=meter,
             drafting=partial(_session, setup, request, meter, slots, ledger) if ledger else None,
@@ -64,15 +67,6 @@ def start(setup: Setup, request: Request, caches: CacheSet, most: int | None = N
     except BaseException:
         slots.leave()
         raise
-
-
-def _slot(setup: Setup, request: Request, known: Traits, slots: Slots) -> Slot:
-    """A slot whose forward passes are shared; or a cache of its own, if the model needs one or the caller gave it."""
-    model = setup.target.model
-    if request.shares_forwards and known.shares:
-        return slots.take(model, known, shows_hidden=setup.shows_hidden, shapes=request.shapes)
-    prompt = request.ids, request.config
-    return cached_model(model, request.cache, request.inputs, shows_hidden=setup.shows_hidden, prompt=prompt)
 
 
 def _budget(setup: Setup, *, judged: bool, branches: bool) -> Budget:

@@ -8,6 +8,8 @@ from xtok.models import timing
 from xtok.models.timing import Cost, Span
 
 _PARTS = ("target", "draft", "propose", "reading", "align", "noise", "all")
+_ZERO = dict.fromkeys(_PARTS, 0.0)
+_NONE = Cost(0, 0.0)
 
 
 @dataclass
@@ -24,10 +26,10 @@ class Meter:
     exact: bool = True
     accepted_by_draft: list[int] = field(default_factory=list)
     shared_forwards: bool = True
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    seconds: dict[str, float] = field(default_factory=_ZERO.copy)
     _drafted: list[Cost] = field(default_factory=list)
     _away: float = 0.0
-    _shared: Cost = field(default_factory=lambda: Cost(0, 0.0))
+    _shared: Cost = _NONE
 
     def now(self) -> float:
         """Seconds on the text's own clock, which stands still while others are served."""

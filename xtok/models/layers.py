@@ -31,6 +31,10 @@ class View:
     def __init__(self, rows: int, room: int | None, *, evenly: bool = False) -> None:
         self.rows, self.room, self.evenly = rows, room, evenly
 
+    def layers(self, count: int) -> list["Layer"]:
+        """So many layers of a cache that are looked at by this."""
+        return [Layer(self) for _ in range(count)]
+
     def look(self, first: int, places: Tensor, seen: int, start: int | None) -> None:
         """Set it for the next forward."""
         self.first, self.last = first, first + len(places)

@@ -110,6 +110,17 @@ def _check_asked(prompt: Any, split_special_tokens: Any, template: Mapping[str, 
         raise InvalidInputError(f"split_special_tokens is for texts, and the prompt is {kind}. Leave it out.")
 
 
+def read_prompt(tokenizer: Any, prompt: Any, arguments: dict[str, Any]) -> tuple[list[int], Any, dict[str, Any]]:
+    """The ids of a prompt; the prompt itself, None if it is ids; and the arguments of a chat's template, which are taken out of
+    those of the call, as `split_special_tokens` is. Raises `InvalidInputError` for what is no prompt.
+    """
+    template, splits = template_arguments(arguments), arguments.pop("split_special_tokens", None)
+    if isinstance(prompt, KnownPrompt):
+        return prompt.ids, prompt.prompt, template
+    ids = prompt_ids(tokenizer, prompt, splits, template)
+    return ids, None if is_ids(prompt) else prompt, template
+
+
 def template_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Take the arguments of a chat's template out of those of a call. Raises `InvalidInputError` for what is none."""
     given = arguments.pop("chat_template_kwargs", None)

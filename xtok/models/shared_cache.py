@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from xtok.models import timing
 from xtok.models.cache import CACHE
 from xtok.models.forwards import Answer, Ask, Parent, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
-from xtok.models.groups import grouped, is_wide, row_of, span_of
-from xtok.models.layers import Layer, View, doubled
+from xtok.models.groups import grouped, is_wide
+from xtok.models.layers import View, doubled
 from xtok.models.masks import NewIds, Trees
 from xtok.models.shapes import CHUNK, Shapes, rounded
-from xtok.models.timing import Cost, timed
+from xtok.models.timing import Cost
 from xtok.models.traits import Traits, read
 
 
@@ -126,7 +127,7 @@ class SharedCache:
         self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
         self._model, self._shapes, self._graphs = model, shapes, graphs
         self._view = View(rows, room, evenly=shapes is not None)
-        self._layers = [Layer(self._view) for _ in known.layers]
+        self._layers = self._view.layers(len(known.layers))
         self._cache = Cache(layers=list(self._layers))
         self._trees = Trees(known.windows, known.dtype, self.device)
         self.state = None if graphs is None else state_of(model)
@@ -181,9 +182,12 @@ class SharedCache:
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
         """Which asks are to share a forward pass."""
         self._close_gaps()
+        if self._shapes is not None:
+            self._shapes.refresh()
+        if len(asks) == 1:
+            return [list(asks)]
         if self._shapes is None:
             return grouped(asks)
-        self._shapes.refresh()
         narrow = sorted((ask for ask in asks if not is_wide(ask)), key=self._seen)
         kinds = [list(kind) for _, kind in groupby(narrow, key=self._seen)]
         parts = (part for kind in kinds for part in grouped(kind))
@@ -213,7 +217,8 @@ class SharedCache:
 
         If forward passes are captured these are all rows up to a power of two, as far as there are so many: few shapes.
         """
-        first, last = span_of(asks)
+        asked = _rows(asks)
+        first, last = min(asked), 1 + max(asked)
         if self._shapes is not None or not self._captures(asks):
             return first, last
         rows = min(len(layer.keys) for layer in self._layers if layer.keys is not None)
@@ -227,18 +232,19 @@ class SharedCache:
         assert width is not None
         self._settle()
         before = self._replays
-        with timed() as took:
-            logits, *hidden = self._forward(first, last, asks, width)
-            wait_for(logits)
+        start = timing.perf_counter()
+        logits, *hidden = self._forward(first, last, asks, width)
+        wait_for(logits)
+        seconds = timing.perf_counter() - start
         if self._shapes is not None:
-            self._shapes.served(took.seconds)
+            self._shapes.served(seconds)
         replayed = self._replays > before
-        cost = Cost((last - first) * width, took.seconds, len(asks), replayed=replayed)  # padding included
+        cost = Cost((last - first) * width, seconds, len(asks), replayed=replayed)  # padding included
         found = list[Answer]()
         for ask in asks:
             slot: Any = ask.slot
             slot.take(ask)
-            row = row_of(ask) - first, slice(-ask.rows, None)
+            row = slot.index - first, slice(-ask.rows, None)
             shown = hidden[0][row] if hidden else None
             found.append(Answer(logits[row], shown, cost._replace(told=bool(found))))
         return found
@@ -248,7 +254,7 @@ class SharedCache:
 
         Returns their logits, (rows, new, vocabulary), and last hidden states, (rows, new, size), if they are shown.
         """
-        asked = {row_of(ask): ask for ask in asks}
+        asked = dict(zip(_rows(asks), asks, strict=True))
         rows = self._rows[first:last] + [None] * (last - max(first, len(self._rows)))  # the latter are no sequence's
         news = [NewIds() if row is None else row.new(asked.get(row.index)) for row in rows]
         ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
@@ -339,3 +345,8 @@ class SharedCache:
                     layer.copy(row.index, gap, used)
                 self._trees.copy(row.index, gap)
                 self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap
+
+
+def _rows(asks: Sequence[Ask]) -> list[int]:
+    """The rows of the cache that some asks are about."""
+    return [ask.slot.index for ask in asks if isinstance(ask.slot, SharedSlot)]
