@@ -27,7 +27,7 @@ from xtok.errors import InvalidInputError
 from xtok.models.cache import CACHE
 from xtok.models.cache_set import CacheSet
 from xtok.models.load import Source
-from xtok.models.modes import Modes, current, own_modes, within
+from xtok.models.modes import current, own_modes, within
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach
 from xtok.models.probe import traits
 from xtok.models.prompts import Chat, KnownPrompt, Prompt, is_several
@@ -35,7 +35,7 @@ from xtok.models.roles import Target
 from xtok.results.generation import Generation, finished
 from xtok.results.outputs import as_transformers, columns
 from xtok.results.progress import advanced
-from xtok.results.trace import Committed, Token, WrittenRound, round_tokens, written_round
+from xtok.results.trace import Token, WrittenRound, as_committed, round_tokens, written_round
 
 T = TypeVar("T")
 BATCH = 8
@@ -76,63 +76,46 @@ class XTokAssisted:
         `propose(context, budget)`; or a list of such, whose guesses are merged. A list is taken as it is. Drafts with the
         target's own token ids skip the text.
 
-        `budget`: how much is guessed in each round. Without one, as much as pays, by what forwards cost and guesses gain
-        lately; `Budget(depth=5, width=1, schedule="constant")` guesses chains of five of the draft's tokens, say.
+        `budget`: how much is guessed in each round. None: as much as pays, by what forward passes cost and guesses gain lately.
+        `Budget(depth=5, width=1, schedule="constant")`, for example, guesses chains of five draft tokens.
 
-        `acceptance`, of sampled texts. "match": a guess is accepted where it is what the target draws; draft and target look at
-        the same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by the draft's distribution,
-        projected onto the target's ids by bytes, in chains of the budget's depth; what comes out are draws from the target's
-        own distribution, too, but they depend on the draft and that depth, so `stats.exact` is False.
-
-        "typical", **lossy**: any guess is accepted that isn't too unlikely, above min(`posterior_threshold`,
-        `posterior_alpha` * exp(-entropy)) (Medusa, Cai et al. 2024). Sampled texts are then no draws from the target's
-        distribution, and `stats.exact` is False.
+        `acceptance`, of sampled texts. "match": a guess is accepted if it is what the target draws; draft and target see the
+        same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by the draft's distribution,
+        projected onto the target's ids by bytes, in chains of the budget's depth. Its texts are draws from the target's own
+        distribution, too, but depend on the draft and that depth. "typical", **lossy**: guesses are accepted if their
+        probability is above min(`posterior_threshold`, `posterior_alpha` * exp(-entropy)) (Medusa, Cai et al. 2024). With both
+        of the latter, `stats.exact` is False.
 
         `adapt`: a copy of the draft learns from each greedy text when it is done, in 3% of the time that those take, and
-        guesses the greedy ones to come. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
+        guesses later greedy texts. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
 
-        `stable`: forward passes of the target are batch-invariant: they have fixed shapes, by which an id has the same logits
+        `stable`: forward passes of the target are batch-invariant: they have fixed shapes, in which a token has the same logits
         in every bit, whatever is forwarded with it. So the ids are the same in any precision, with or without a draft, alone or
-        beside other texts. (A pick after a branch of a tree, where the last bits may differ, is accepted at once
-        only if its lead is at least 8 times the largest rounding difference seen in trials; else the next forward pass
-        decides.) None, the default: in half precision if the target can be held so, else not. True: in any precision; a target
-        that can't is refused. False: not.
+        in a batch. (A pick after a side branch of a tree, where the last bits may differ, is accepted at once only if its
+        margin is at least 8 times the largest rounding difference seen in trials; else the next forward pass decides.)
+        None: in half precision if the target allows it. True: in any precision; a target that doesn't is refused. False: never.
 
-        xtok finds such shapes by a few extra forward passes when one is first needed. For a single sequence that takes at most
-        a tenth of the time spent generating. What was found is kept in a cache folder (`XTOK_CACHE`, else xtok in the user's).
-        Mixtures of experts, models whose forward passes can't be shared, and numbers of threads that are no power of two can't
-        be held so, nor can acceptance other than "match", where ids depend on the draft anyway. For such targets in half
-        precision, an `UnstableWarning` says what isn't promised: the same call still gives the same text, for what is guessed
-        then follows from ids and counts and not from a clock, but near-ties (`stats.near_ties`) may fall otherwise than without
-        a draft or beside other texts.
+        Fixed shapes are found by a few extra forward passes when they are first needed, in at most a tenth of the time spent
+        generating, and kept in a cache folder (`XTOK_CACHE`, else xtok in the user's). Mixtures of experts, models whose
+        forward passes can't be shared, numbers of threads that are no power of two, and other `acceptance` than "match" don't
+        allow them. In half precision, an `UnstableWarning` then says what isn't promised: the same call still gives the same
+        text, but near-ties (`stats.near_ties`) may be decided otherwise than without a draft or in another batch.
 
-        `compile`: forwards are captured as CUDA graphs by their shapes, and replayed, so that a small model's take what its
-        kernels take and not what launching them does. None: not, until that was measured on a GPU. True: for each model that is
-        on one GPU and runs nothing but kernels (no hooks, no offloading); a target that can't is refused. Caches stay allocated
-        between calls then, since graphs know their places. A graph is used where it gave the bits of the forward that it was
-        captured from; `stats.target_replays` counts.
+        `compile`: forward passes are captured as CUDA graphs by their shapes, and replayed. None: not, until that was measured
+        on a GPU. True: for each model that is on one GPU, without hooks or offloading; a target that can't is refused. Caches
+        then stay allocated between calls. A graph is used only if it gave the bits of the forward pass that it was captured
+        from; `stats.target_replays` counts.
 
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
-        drafts', such as `device=("cuda:0", "cpu")`. Without them, models are in the precision that their configurations say
-        (`dtype="auto"`), the target on the best device there is (an accelerator, else the CPU), and drafts beside it.
-        `device_map="auto"` spreads a model over several devices, by accelerate.
+        drafts', such as `device=("cuda:0", "cpu")`. By default, models have the precision of their configurations
+        (`dtype="auto"`), the target is on the best device there is, and drafts are beside it. `device_map="auto"` spreads a
+        model over several devices, by accelerate.
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
-        self._arguments = dict[str, Any](
-            target=target,
-            draft=list(draft) if isinstance(draft, list) else draft,
-            budget=budget,
-            acceptance=acceptance,
-            posterior_threshold=posterior_threshold,
-            posterior_alpha=posterior_alpha,
-            adapt=adapt,
-            stable=stable,
-            compile=compile,
-            device=device,
-            dtype=dtype,
-            device_map=device_map,
-        )
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
+        if isinstance(draft, list):
+            self._arguments["draft"] = list(draft)
         self.setup = assemble(**self._arguments)
         self._whole: XTokAssisted | None = None
 
@@ -194,20 +177,20 @@ class XTokAssisted:
         (1, n)); or a tokenizer's encoding of one text. A list of such prompts is answered by a list: a list of whole numbers
         is one prompt, a list of lists of them is several.
 
-        `tools`, `enable_thinking`, and whatever `chat_template_kwargs` holds, are handed to the templates of chats. Of an
+        `tools`, `enable_thinking`, and whatever `chat_template_kwargs` holds, are passed to the templates of chats. Of an
         encoding, ids and attention mask are read.
 
         `arguments` are those of transformers' `generate`, among them `streamer`, `stop_strings`, `logits_processor` and
         `stopping_criteria`. `split_special_tokens=True` reads control tokens written out in a text as plain text.
-        `seed`, where `do_sample=True` (with greedy texts it is refused): the ids depend on target, prompt, settings and seed
+        `seed`, with `do_sample=True` (it is refused for greedy texts): the ids depend on target, prompt, settings and seed
         alone, not on the draft or on what else is in the list. The same prompt again, in a list or by `num_return_sequences`,
         gives further, independent texts.
 
-        `prediction`: a text that the answer is likely to hold, such as a document that is to be edited: it is guessed from, as
+        `prediction`: text that the answer is likely to contain, such as a document that is to be edited. It is guessed from, as
         by OpenAI's Predicted Outputs, and changes no id.
 
-        `batch_size`: how many texts of a list are written at a time, by forwards that they share; as one ends, the next begins,
-        and ids don't depend on it. `progress`: a bar on stderr; None for one where that is a terminal.
+        `batch_size`: how many prompts of a list share forward passes; as one ends, the next begins, and ids don't depend on it.
+        `progress`: a bar on stderr; None: if that is a terminal.
 
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
@@ -266,7 +249,7 @@ class XTokAssisted:
             with self.setup.caches.lent(1, modes) as caches:
                 with within(modes):
                     sequence = start(self.setup, request, caches)
-                for one, tokens in round_tokens(_committed(sequence, modes), sequence.drafts):
+                for one, tokens in round_tokens(as_committed(sequence, modes), sequence.drafts):
                     yield from show(one, tokens)
                 with within(modes):
                     _LAST.given[self] = [finished(sequence)]
@@ -346,20 +329,6 @@ class XTokAssisted:
             streamer.end()
         _LAST.given[self] = [results[one] for one in started]
         return started
-
-
-def _committed(sequence: Sequence, modes: Modes) -> Iterator[Committed]:
-    """The rounds of a sequence as it runs. Between them the caller's own modes apply."""
-    waiting = iter([sequence])
-    rounds = run(lambda _: list(waiting))
-    while True:
-        with within(modes):
-            committed = next(rounds, None)
-        if committed is None:
-            return
-        if block := committed[sequence]:
-            is_last = sequence.finish_reason is not None
-            yield Committed(sequence.rounds[-1], block, sequence.text.pieces[-len(block) :], is_last)
 
 
 def _made_again(kind: type[XTokAssisted], arguments: dict[str, Any]) -> XTokAssisted:
