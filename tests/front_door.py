@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from scripted import ScriptedDrafter
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from worlds import TREE, alone, fitting, tokenizer
 
 from xtok import Context, XTokAssisted
-from xtok.drafts.scripted import ScriptedDrafter
 
 PROMPT = "吾輩は猫である。名前は"
 PROMPTS = [PROMPT, "The quick brown fox", "自然言語処理とは何か。🍣", "メロス"]

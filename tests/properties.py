@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from front_door import CountsItsCalls
 from hypothesis import strategies as st
+from scripted import ScriptedDrafter
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from worlds import Pair
 
 from xtok import Context, Tree
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.tree import Trie
 
 Drawn = dict[str, Any]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import ScriptedDrafter
 from worlds import ARCHITECTURES, budgets, examples, fitting, texts, tokenizer
 
 from xtok import Budget, XTokAssisted, pair
 from xtok.align.tokenbytes import token_bytes
 from xtok.drafts import adapt
 from xtok.drafts.adapt import SHARE, Adapter
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.load import draft_model, load
 

@@ -10,6 +10,7 @@ from architectures import tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from scripted import ScriptedDrafter
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from worlds import ARCHITECTURES, FAMILIES, alone, examples, fitting, model, texts, tokenizer
@@ -21,7 +22,6 @@ from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.meter import Meter
 from xtok.drafts.reader import Reader
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import CACHE, context_window, new_cache
 from xtok.models.cached_model import CachedModel

@@ -314,7 +314,7 @@ def test_inspect_prints_the_same_figures_as_json(tmp_path: Path) -> None:
     found = json.loads(told)
     assert (found["texts"], found["characters"]) == (2, 18)
     assert (found["target"]["window"], found["draft"]["window"]) == (512, 256)
-    assert found["shared"] == round(found["target"]["shared"] * found["target"]["spellings"])
+    assert found["shared"] == round(found["target"]["shared"] * found["target"]["byte_strings"])
 
 
 def test_inspect_needs_no_weights(tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_vocabularies_are_compared_by_bytes_and_not_by_their_strings() -> None:
     assert not common & strings
     found = fit(unigram, byte_level, CORPUS)
     assert found.shared >= 256 + sum(len(text.encode()) > 1 for text in common)
-    assert found.target.shared == found.shared / found.target.spellings
+    assert found.target.shared == found.shared / found.target.byte_strings
     assert found.shared == fit(byte_level, unigram, CORPUS).shared
 
 
@@ -479,23 +479,23 @@ def test_nothing_is_lost_between_two_tokenizers_that_spell_everything_in_whole_c
 def test_characters_that_a_tokenizer_without_fallback_cannot_spell_are_named() -> None:
     sample = ["吾輩は🦊である。", "🦊"]
     found = fit(tokenizer("Unigram with byte fallback"), tokenizer("Unigram without fallback"), sample)
-    assert (found.target.unspellable, found.draft.unspellable) == ((), ("🦊",))
+    assert (found.target.unwritable, found.draft.unwritable) == ((), ("🦊",))
     assert (found.target.altered_texts, found.draft.altered_texts) == (0, 2)
     assert (found.target.single_bytes, found.target.missing_bytes) == (256, 0)
     assert found.draft.missing_bytes > 100
-    assert any("can't spell 1 character of the sample (🦊)" in loss for loss in found.losses)
+    assert any("can't write 1 character of the sample (🦊)" in loss for loss in found.losses)
 
 
 def test_characters_that_a_normalizer_rewrites_are_named() -> None:
     found = fit(tokenizer("byte-level BPE"), tokenizer("Unigram with NFKC"), ["１２ Ａ 猫"])
-    assert (found.draft.unspellable, found.draft.rewritten) == ((), ("１", "２", "Ａ"))
+    assert (found.draft.unwritable, found.draft.rewritten) == ((), ("１", "２", "Ａ"))
     assert found.draft.normalizer == "NFKC, Prepend, Replace"
     assert any("rewrites 3 different characters of the sample (１ ２ Ａ)" in loss for loss in found.losses)
 
 
 def test_a_space_that_comes_back_between_words_is_not_lost_but_a_newline_is() -> None:
     found = fit(tokenizer("byte-level BPE"), tokenizer("WordPiece"), ["a a", "a\na"])
-    assert found.draft.unspellable == ("\n",)
+    assert found.draft.unwritable == ("\n",)
     assert found.draft.altered_texts == 1
 
 

@@ -20,9 +20,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from worlds import fitting, scaled, tokenizer
 
 from xtok import Budget, XTokAssisted
-from xtok.align.keys import spelling_key, spelling_keys
+from xtok.align.keys import bytes_key, noise_keys
 from xtok.align.projection import Projection, projection
-from xtok.align.text import Text
+from xtok.align.text import SequenceText
 from xtok.align.tokenbytes import TokenBytes
 from xtok.bench.sampled import chi_square
 from xtok.decoding.accept import rejection
@@ -31,7 +31,8 @@ from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Sequence as Written
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.ledger import Account, Ledger
+from xtok.drafts.policy.draft import DraftPolicy
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.session import Session
@@ -96,7 +97,7 @@ class TableReader(Reader):
 
     def __init__(self, view: TokenBytes) -> None:
         self.view = view
-        self._spelled = {}
+        self._ids_of = {}
         self._draft: Any = SimpleNamespace(vocabulary=SimpleNamespace(view=view, size=len(view), ends=frozenset()))
 
     def longest(self, guess: int) -> int:
@@ -105,7 +106,7 @@ class TableReader(Reader):
     size = 1
 
     def read(self, context: Any, guess: int) -> bytes:
-        self.seen = self.view.ids_spelling(context.data[-1:])[0]
+        self.seen = self.view.ids_of_bytes(context.data[-1:])[0]
         return b""
 
     branched = 0
@@ -163,7 +164,7 @@ class Made:
 
 def session_of(made: ProjectedDrafter, view: TokenBytes, root: Noise) -> Session:
     request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=len(view), view=view))
-    return Session([Made(made)], request, Ledger([Account()]), [5], root)
+    return Session([Made(made)], request, Policy([DraftPolicy()]), [5], root)
 
 
 LONGEST: Counter[str] = Counter()
@@ -177,7 +178,7 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
     text = Written(
         slot=model,
         ids=prompt,
-        text=Text(view, [5]),
+        text=SequenceText(view, [5]),
         picker=Picker(LogitsProcessorList(), meter, root, keys, rejection if mode == "rejection" else None),
         criteria=StoppingCriteriaList([MaxLengthCriteria(1 + LENGTH), EosTokenCriteria(END)]),
         config=GenerationConfig(max_length=1 + LENGTH, do_sample=True),
@@ -199,7 +200,7 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
 def texts_of(
     mode: str, keys: torch.Tensor | None = None, view: TokenBytes = TARGET, seeds: int = SEEDS
 ) -> list[tuple[int, ...]]:
-    keys = spelling_keys(view, len(view)) if keys is None else keys
+    keys = noise_keys(view, len(view)) if keys is None else keys
     return [sampled(mode, seed, keys, view) for seed in range(seeds)]
 
 
@@ -268,14 +269,14 @@ def test_rejection_gives_the_exact_joint_distribution_by_other_texts() -> None:
 
 
 @pytest.mark.deep
-def test_rejection_is_exact_where_a_token_adds_fewer_bytes_than_its_own() -> None:
+def test_rejection_is_exact_if_a_token_adds_fewer_bytes_than_its_own() -> None:
     """Found in review: guesses counted the token's bytes, the loop those added, and so two guesses shared their noise."""
     assert p_value(texts_of("rejection", view=JOINED, seeds=FEWER)) > PASSES
 
 
 @pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-def test_rejection_is_exact_with_a_draft_that_fails_behind_one_of_its_own_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_is_exact_with_a_draft_that_fails_after_one_of_its_own_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found in review: a guess that is thrown away because of what it says leaves others to be accepted too often."""
     right = TableReader.branch
 
@@ -291,8 +292,8 @@ def test_rejection_is_exact_with_a_draft_that_fails_behind_one_of_its_own_guesse
 # the same test fails for samplers that are wrong on purpose
 
 
-def test_noise_shared_by_ids_that_spell_the_same_is_found_out() -> None:
-    keys = spelling_keys(TARGET, len(TARGET))
+def test_noise_shared_by_ids_with_the_same_bytes_is_found_out() -> None:
+    keys = noise_keys(TARGET, len(TARGET))
     keys[4] = keys[3]
     assert p_value(texts_of("no draft", keys, seeds=ENOUGH)) < FAILS
 
@@ -330,7 +331,7 @@ def rare_draws(noise_of: Callable[[torch.Tensor, int], torch.Tensor]) -> float:
     drawn = 0
     for seed in range(DRAWS):
         state = noise(seed, 0, b"").at(0, 0)
-        other = noise_of(torch.tensor([spelling_key(b"common")]), state)[0]
+        other = noise_of(torch.tensor([bytes_key(b"common")]), state)[0]
         drawn += bool(noise_of(keys, state).max() + scores > other + common)
     share = RARE * COUNT
     return chi_square(torch.tensor([drawn, DRAWS - drawn]), DRAWS * torch.tensor([share, 1 - share]))

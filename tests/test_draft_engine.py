@@ -14,12 +14,12 @@ import torch
 from front_door import forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
+from scripted import ScriptedDrafter
 from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, UNRELATED, greedily, target
 from worlds import TREE, budgets, examples, make_dear, scaled, tokenizer
 
 from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted
-from xtok.drafts.policy.ledger import Ledger
-from xtok.drafts.scripted import ScriptedDrafter
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedTokenizerError
 from xtok.models import timing
@@ -114,7 +114,7 @@ def test_texts_that_come_and_go_are_the_targets_own(
 def test_guesses_are_the_likeliest_paths_of_what_xtoks_own_loop_guesses(
     draft: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ledger, "cheapest_first", lambda self: list(range(len(self.accounts))))  # by measured times
+    monkeypatch.setattr(Policy, "cheapest_first", lambda self: list(range(len(self.accounts))))  # by measured times
     xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=TREE)
     names = [name for name in xt.names if name != "token recycling"]  # which needs the target's logits
     expected = xt.with_drafts(names).generate(text, **GREEDY)
@@ -125,19 +125,19 @@ def test_guesses_are_the_likeliest_paths_of_what_xtoks_own_loop_guesses(
     for one in rounds:
         room = LENGTH - (len(drafted.ids) - len(prompt(text))) - 1  # the loop guesses nothing that can't be committed any more
         (guess,) = engine.propose([drafted], room)
-        assert guess.tokens == one.tree.of(one.tree.likeliest_path(room)).tokens
+        assert guess.tokens == one.tree.subset(one.tree.likeliest_path(room)).tokens
         engine.observe(drafted, [next(ids) for _ in range(one.committed)])
 
 
 def test_what_is_learnt_from_is_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Tree]()
-    observe = Ledger.observe
+    observe = Policy.observe
 
-    def spy(self: Ledger, tree: Tree, *rest: Any, **named: Any) -> None:
+    def spy(self: Policy, tree: Tree, *rest: Any, **named: Any) -> None:
         seen.append(tree)
         observe(self, tree, *rest, **named)
 
-    monkeypatch.setattr(Ledger, "observe", spy)
+    monkeypatch.setattr(Policy, "observe", spy)
     engine = made("several", budget=TREE)
     text = engine.add(prompt(TEXTS[0]))
     guesses = list[Tree]()

@@ -13,7 +13,7 @@ from worlds import FAMILIES, fitting, tokenizer
 from xtok import Budget, Context, Tree
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
-from xtok.align.keys import spelling_keys
+from xtok.align.keys import noise_keys
 from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.candidates import Candidates
@@ -103,7 +103,7 @@ NORMAL = sorted(set(FAMILIES) - {"WordPiece", "byte-level BPE with a prefix spac
 
 
 @pytest.mark.parametrize(("target", "draft"), list(permutations(NORMAL, 2)))
-def test_a_guess_spells_how_the_text_goes_on(target: str, draft: str) -> None:
+def test_a_guess_decodes_to_how_the_text_goes_on(target: str, draft: str) -> None:
     view = token_bytes(tokenizer(target))
     guessed = 0
     for size in range(2, len(TEXT) - 4):
@@ -136,8 +136,8 @@ def test_the_last_draft_token_of_the_context_is_healed_into_a_longer_one() -> No
 def test_a_guess_is_cut_as_the_target_lately_cut_the_same_bytes() -> None:
     tokens = tokenizer("byte-level BPE")
     view = token_bytes(tokens)
-    single = [view.ids_spelling(bytes([byte]))[0] for byte in "は猫".encode()]
-    start = view.ids_spelling(b"-")[0]
+    single = [view.ids_of_bytes(bytes([byte]))[0] for byte in "は猫".encode()]
+    start = view.ids_of_bytes(b"-")[0]
     continuation = Continuation(encoder(tokens, view))
     committed = [start, *single, start]
     assert continuation.ids(committed, "は猫".encode()) == single
@@ -197,9 +197,9 @@ def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may
     tokens, draft_tokens = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
     made = draft_model((fitting(draft_tokens, "GPT2", 0, window=window), draft_tokens))
     view, reader = token_bytes(tokens), Reader(made, Meter(), slot=slot(made.model))
-    keys = spelling_keys(view, len(view))
-    ids = projection(view, made.vocabulary.view).own
-    several = [token for token in range(len(view)) if not made.vocabulary.view.ids_spelling(view[token] or b"")]
+    keys = noise_keys(view, len(view))
+    ids = projection(view, made.vocabulary.view).draft_ids
+    several = [token for token in range(len(view)) if not made.vocabulary.view.ids_of_bytes(view[token] or b"")]
     longer = Projection(ids, torch.tensor(several)[torch.arange(len(ids)) % len(several)], torch.ones(len(ids)).double())
     candidates = Candidates(longer, made.vocabulary.size, keys, made.vocabulary.ends, END)
     drafter = ProjectedDrafter(made, reader, candidates, view, Meter(), LogitsProcessorList(), independent=False)

@@ -19,13 +19,13 @@ from architectures import tiny
 from front_door import CHAT, CountsItsCalls, StopsOn, forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
+from scripted import ScriptedDrafter
 from test_batches import GREEDY, LENGTH, MADE, SAMPLED, SIBLING, TEXTS, TREE, UNRELATED, WAYS, drawn, greedily, long, target
 from test_caches import RECURRENT
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from worlds import CHAIN, budgets, deep, examples, make_dear, tokenizer
 
 from xtok import Budget, Context, Engine, PromptLookup, Ticket, Tree, XTokAssisted
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import (
     DraftFailedWarning,
     EngineClosedError,

@@ -150,7 +150,7 @@ def test_rejection_sampling_ends_well_though_its_draft_fails(fault: str, when: i
 @given(st.sampled_from(list("吾猫はけ自然\ufffdz")), st.sampled_from(sorted(SETTINGS)), st.sampled_from([1, 4]))
 def test_a_drafts_tokenizer_that_raises_on_some_text_costs_speed_only(character: str, mode: str, width: int) -> None:
     xt = INSTANCES["another tokenizer", width]
-    encode, raised = Reencoder._move_to, list[str]()
+    encode, raised = Reencoder._encode, list[str]()
 
     def picky(self: Reencoder, text: str) -> int:
         if character in text:
@@ -159,7 +159,7 @@ def test_a_drafts_tokenizer_that_raises_on_some_text_costs_speed_only(character:
         return encode(self, text)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Reencoder, "_move_to", picky)
+        patched.setattr(Reencoder, "_encode", picky)
         generation, told = answer(xt, mode)
     assert generation.token_ids == ALONE[mode]
     assert told == [DraftFailedWarning] * len(raised)

@@ -22,9 +22,10 @@ from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 from worlds import deep, examples
 
 from xtok import PromptLookup, XTokAssisted
-from xtok.align.text import Text
+from xtok.align.text import SequenceText
 from xtok.decoding.prepare import Request
-from xtok.drafts.policy.ledger import Account, Ledger, Proposal
+from xtok.drafts.policy.draft import DraftPolicy, Proposal
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.tree import chain
 from xtok.errors import UnstableWarning
 from xtok.models.cache import CACHE
@@ -219,8 +220,8 @@ def test_what_holds_for_a_whole_text_is_asked_once(monkeypatch: pytest.MonkeyPat
     """Found here: all weights were looked at three times for each text, and all new ids copied for each of them."""
     xt, asked = XTokAssisted((target("Llama", "float32"), TOKENS), (UNRELATED, BYTES)), list[str]()
     monkeypatch.setattr(Traits, "computes_in_half", property(lambda _: bool(asked.append("half"))))
-    new_ids = Text.new_ids
-    monkeypatch.setattr(Text, "new_ids", property(lambda text: asked.append("ids") or new_ids.__get__(text)))
+    new_ids = SequenceText.new_ids
+    monkeypatch.setattr(SequenceText, "new_ids", property(lambda text: asked.append("ids") or new_ids.__get__(text)))
     is_plain = Request.is_plain.func
     counted = cached_property(lambda prepared: asked.append("plain") or is_plain(prepared))
     counted.__set_name__(Request, "is_plain")
@@ -244,7 +245,7 @@ def test_near_ties_are_reported_with_their_positions_and_margins() -> None:
 
 @given(rounds=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 20), st.booleans()), max_size=12), seed=st.integers(0, 99))
 def test_no_second_reaches_what_a_ledger_without_a_clock_decides(rounds: list[tuple[int, int, bool]], seed: int) -> None:
-    random, ledgers = Random(seed), [Ledger([Account(), Account()], nominal=[0.1, 0.01]) for _ in range(2)]
+    random, ledgers = Random(seed), [Policy([DraftPolicy(), DraftPolicy()], nominal=[0.1, 0.01]) for _ in range(2)]
     for right, rows, asked in rounds:
         tree = chain(range(6), probabilities=[0.9**depth for depth in range(1, 7)])
         for ledger in ledgers:

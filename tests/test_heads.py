@@ -21,9 +21,10 @@ from xtok.decoding.rounds import run
 from xtok.decoding.setup import Setup
 from xtok.decoding.start import start
 from xtok.drafts.base import Request
-from xtok.drafts.heads import Heads, Trained, described, save_heads
+from xtok.drafts.heads import Heads, HeadsInfo, described, save_heads
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.ledger import Account, Ledger
+from xtok.drafts.policy.draft import DraftPolicy
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError
 from xtok.models.cache_set import CacheSet
@@ -111,7 +112,7 @@ def test_hidden_states_are_those_after_which_the_last_id_was_picked(monkeypatch:
 
 def heads_for(path: Path, **changed: Any) -> Path:
     known = described(TARGET, token_bytes(TOKENS))
-    known = Trained(**{"target": known.target, "hidden_size": known.hidden_size, "vocabulary": known.vocabulary} | changed)
+    known = HeadsInfo(**{"target": known.target, "hidden_size": known.hidden_size, "vocabulary": known.vocabulary} | changed)
     save_heads(Heads(2, 32), known, path)
     return path
 
@@ -125,7 +126,7 @@ def test_heads_of_another_size_than_they_say_are_refused(tmp_path: Path) -> None
 def test_heads_guess_after_a_carried_token(tmp_path: Path) -> None:
     save_heads(Heads(1, 32), described(TARGET, token_bytes(TOKENS)), tmp_path / "h")
     request = Request(XTokAssisted((TARGET, TOKENS)).target.vocabulary, Meter(), model=TARGET)
-    session = Session([HeadsDrafter(tmp_path / "h")], request, Ledger([Account()]), TOKENS("吾輩は").input_ids)
+    session = Session([HeadsDrafter(tmp_path / "h")], request, Policy([DraftPolicy()]), TOKENS("吾輩は").input_ids)
     session.extend([7], hidden=torch.randn(32, dtype=TARGET.dtype), carried=9)
     (guess,) = together([session.propose(Budget(4, width=4, schedule="constant"))])
     assert guess.tokens[0] == 9 and len(guess) > 1 and request.meter.draft_error is None

@@ -13,12 +13,12 @@ import torch
 from accelerate import cpu_offload
 from architectures import tiny
 from front_door import TOKENS
+from scripted import ScriptedDrafter
 from test_batches import TEXTS, long
 from transformers import PreTrainedModel
 from worlds import deep
 
 from xtok import Budget, Context, XTokAssisted
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import CACHE, new_cache
 from xtok.models.continues import check_continues

@@ -23,6 +23,7 @@ from properties import (
     spoilt,
     with_gap,
 )
+from scripted import ScriptedDrafter
 from transformers import AutoModelForCausalLM, DynamicCache, StoppingCriteria, StoppingCriteriaList
 from worlds import ARCHITECTURES, KINDS, TREE, Kind, alone, budgets, examples, fitting, make_dear, model_of, texts, tokenizer
 
@@ -30,7 +31,6 @@ from xtok import Budget, Context, Tree, XTokAssisted
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning, UnsupportedArgumentError
 from xtok.models.cache import CACHE
 from xtok.models.prompts import prompt_ids
@@ -130,10 +130,10 @@ def test_ids_that_are_cut_as_no_tokenizer_cuts_them_stay_as_they_are(
     script: list[int] = []
     for text, by_bytes in pieces:
         if by_bytes:
-            script += [view.ids_spelling(bytes([byte]))[0] for byte in text.encode()]
+            script += [view.ids_of_bytes(bytes([byte]))[0] for byte in text.encode()]
         else:
             script += tokens(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    script = (script or [view.ids_spelling(b"a")[0]])[:40]
+    script = (script or [view.ids_of_bytes(b"a")[0]])[:40]
     whole, said = [*start, *script], view.to_bytes([*start, *script])
     continuation = Continuation(encoder(tokens, view))
     shown: list[list[int]] = []

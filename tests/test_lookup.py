@@ -18,7 +18,8 @@ from xtok.drafts.corpus import Corpus
 from xtok.drafts.given import as_draft
 from xtok.drafts.lookup import Belief, Lookup
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.ledger import Account, Ledger
+from xtok.drafts.policy.draft import DraftPolicy
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.repeats import Repeats
 from xtok.drafts.session import Session
 from xtok.drafts.tree import chain
@@ -77,7 +78,7 @@ def test_followers_are_what_followed_the_longest_ends_before(ids: list[int], cou
 
 @examples(200)
 @given(ids=st.lists(st.integers(0, 9), max_size=60))
-def test_the_first_follower_is_the_latest_where_ends_are_short(ids: list[int]) -> None:
+def test_the_first_follower_is_the_latest_if_ends_are_short(ids: list[int]) -> None:
     (place, agreeing), *_ = read(ids).followers(1) or [(0, 0)]
     if 0 < agreeing < 8:
         assert (agreeing, place) == brute_force(ids)[0]
@@ -102,7 +103,7 @@ texts = st.lists(st.text(alphabet="あいab", max_size=20), max_size=4)
 @examples(300)
 @given(texts=texts, end=st.text(alphabet="あいab", max_size=12))
 @example(texts=["あ"], end="い")
-def test_a_corpus_is_continued_where_most_bytes_agree(texts: list[str], end: str) -> None:
+def test_a_corpus_is_continued_at_the_positions_where_most_bytes_agree(texts: list[str], end: str) -> None:
     data = end.encode()
     places = [(text.encode(), cut) for text in texts for cut in range(len(text.encode()) + 1)]
 
@@ -119,7 +120,7 @@ def test_a_corpus_is_continued_where_most_bytes_agree(texts: list[str], end: str
         assert [text for text, _ in found] == list(expected - {b""})
 
 
-def test_a_corpus_looks_at_a_number_of_places_that_hardly_grows_with_it() -> None:
+def test_a_corpus_compares_a_number_of_positions_that_hardly_grows_with_it() -> None:
     looks = {}
     for size in (1_000, 100_000):
         random = Random(0)
@@ -181,7 +182,7 @@ def test_a_lookup_learns_how_far_it_is_to_be_believed() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=5), st.integers(1, 9), st.lists(st.integers(0, 2)))))
-def test_masses_fall_along_a_continuation(history: list[tuple[list[int], int, list[int]]]) -> None:
+def test_probabilities_fall_along_a_continuation(history: list[tuple[list[int], int, list[int]]]) -> None:
     belief = Belief()
     for ids, agreeing, new in history:
         belief.given = ids, agreeing
@@ -224,7 +225,7 @@ def test_a_drafter_is_shown_the_carried_token_as_if_it_were_committed() -> None:
 
     view = token_bytes(WORDS)
     vocabulary = Vocabulary(WORDS, view, len(WORDS), frozenset())
-    session = Session([as_draft(Own())], Request(vocabulary, Meter()), Ledger([Account()]), [5, 6])
+    session = Session([as_draft(Own())], Request(vocabulary, Meter()), Policy([DraftPolicy()]), [5, 6])
     limit = Budget(schedule="constant")
     session.extend([7], carried=8)
     (tree,) = together([session.propose(limit)])

@@ -20,7 +20,7 @@ from worlds import examples
 
 import xtok
 from xtok import Budget, DraftEngine, Engine, HeadsDrafter, PromptLookup, TokenRecycling, XTokAssisted, pair
-from xtok.align.keys import spelling_key
+from xtok.align.keys import bytes_key
 from xtok.drafts import adapt
 from xtok.errors import DraftFailedWarning, LossyWarning
 from xtok.models.cache import CACHE
@@ -262,7 +262,7 @@ def test_fixed_shapes_are_found_under_each_mode_and_hold_under_others(name: str)
 def test_noise_and_draws_have_the_same_bits_under_each_mode(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     scores = 8 * torch.randn(3, 6000, generator=generator)
-    keys = torch.tensor([spelling_key(b"%d" % i) for i in range(6000)])
+    keys = torch.tensor([bytes_key(b"%d" % i) for i in range(6000)])
 
     def drawn() -> list[torch.Tensor]:
         states = states_of([5, 1 << 63, 9], keys.device)

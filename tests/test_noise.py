@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import FAMILIES, tokenizer
 
-from xtok.align.keys import control_key, spelling_key, spelling_keys
+from xtok.align.keys import bytes_key, control_key, noise_keys
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.bench.sampled import chi_square
 from xtok.sampling.noise import (
@@ -24,7 +24,7 @@ from xtok.sampling.noise import (
 
 PASSES, FAILS = 1e-3, 1e-6
 INT64 = torch.iinfo(torch.int64)
-KEYS = torch.tensor([spelling_key(f"token {i}".encode()) for i in range(5000)])
+KEYS = torch.tensor([bytes_key(f"token {i}".encode()) for i in range(5000)])
 
 
 def bins(numbers: torch.Tensor, count: int) -> torch.Tensor:
@@ -36,12 +36,12 @@ def tolerance(cells: torch.Tensor, count: int) -> float:
     return chi_square(torch.bincount(cells, minlength=count).double(), torch.full((count,), len(cells) / count))
 
 
-def test_it_is_uniform_over_tokens_at_each_place() -> None:
+def test_noise_is_uniform_over_tokens_at_each_position() -> None:
     numbers = torch.cat([uniform(KEYS, noise(0, 0, b"").at(offset, 0)) for offset in range(200)])
     assert tolerance(bins(numbers, 1000), 1000) > PASSES
 
 
-def test_it_is_uniform_over_places_for_each_token() -> None:
+def test_noise_is_uniform_over_positions_for_each_token() -> None:
     states = [noise(seed, 0, b"prompt").at(offset, 0) for seed, offset in product(range(100), range(100))]
     numbers = torch.stack([uniform(KEYS[:5], state) for state in states])
     for token in range(5):
@@ -59,7 +59,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("places", PLACES)
-def test_places_that_differ_in_one_thing_have_independent_noise(places: str) -> None:
+def test_positions_that_differ_in_one_thing_have_independent_noise(places: str) -> None:
     """Pairs of numbers fill the unit square evenly."""
     numbers = [bins(uniform(KEYS[:1000], state), 20) for state in PLACES[places]]
     pairs = torch.cat([20 * one + other for one, other in pairwise(numbers)])
@@ -67,7 +67,7 @@ def test_places_that_differ_in_one_thing_have_independent_noise(places: str) -> 
 
 
 def test_tokens_that_differ_in_one_byte_have_independent_noise() -> None:
-    keys = torch.tensor([spelling_key(i.to_bytes(2, "big")) for i in range(2000)])
+    keys = torch.tensor([bytes_key(i.to_bytes(2, "big")) for i in range(2000)])
     numbers = torch.stack([bins(uniform(keys, state), 20) for state in PLACES["seeds"]])
     assert tolerance((20 * numbers[:, :-1] + numbers[:, 1:]).flatten(), 400) > PASSES
 
@@ -111,7 +111,7 @@ PINNED = ["0x1.59e9fa839754bp-3", "0x1.9e592744649bcp-1", "0x1.77f96fa5d8d7cp-2"
 
 
 def test_its_bits_are_pinned_for_every_device() -> None:
-    keys = torch.tensor([spelling_key(b"a"), spelling_key("日本".encode()), control_key(2)])
+    keys = torch.tensor([bytes_key(b"a"), bytes_key("日本".encode()), control_key(2)])
     numbers = uniform(keys, noise(7, 1, b"prompt").at(5, 2))
     assert [number.hex() for number in numbers.tolist()] == PINNED
 
@@ -123,20 +123,20 @@ def test_a_gpu_gives_the_same_bits() -> None:
         torch.testing.assert_close(gumbel(KEYS.cuda(), state).cpu(), gumbel(KEYS, state), rtol=1e-14, atol=1e-14)
 
 
-def test_equal_spellings_have_equal_keys_in_any_vocabulary_and_no_two_ids_of_one_have() -> None:
+def test_equal_bytes_have_equal_keys_in_any_two_vocabularies_and_different_ones_within_one() -> None:
     key_of: dict[bytes, int] = {}
     for family in FAMILIES:
         view = token_bytes(tokenizer(family))
-        keys = spelling_keys(view, len(view) + 5).tolist()
+        keys = noise_keys(view, len(view) + 5).tolist()
         assert len(set(keys)) == len(keys), family
         for token in reversed(range(len(view))):
-            if (piece := view[token]) and view.ids_spelling(piece)[0] == token:
+            if (piece := view[token]) and view.ids_of_bytes(piece)[0] == token:
                 assert key_of.setdefault(piece, keys[token]) == keys[token]
 
 
-def test_the_first_id_of_a_spelling_has_its_key_and_the_others_their_own() -> None:
-    keys = spelling_keys(TokenBytes((b"B", b"A", b"A", None, b"A"), "test"), 6).tolist()
-    assert keys[:2] == [spelling_key(b"B"), spelling_key(b"A")]
+def test_the_first_id_of_some_bytes_has_their_key_and_the_others_have_their_own() -> None:
+    keys = noise_keys(TokenBytes((b"B", b"A", b"A", None, b"A"), "test"), 6).tolist()
+    assert keys[:2] == [bytes_key(b"B"), bytes_key(b"A")]
     assert keys[3] == control_key(3)
     assert keys[5] == control_key(5)
     assert len(set(keys)) == 6

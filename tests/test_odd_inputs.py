@@ -108,7 +108,7 @@ def test_ids_of_one_token_and_of_control_tokens(draft: Any, ids: list[int]) -> N
 @pytest.mark.parametrize("text", ["", "吾輩は"])
 def test_ids_that_end_in_half_a_character(draft: Any, text: str, size: int) -> None:
     view = token_bytes(BYTES)
-    half = [view.ids_spelling(bytes([byte]))[0] for byte in "🍣".encode()[:size]]
+    half = [view.ids_of_bytes(bytes([byte]))[0] for byte in "🍣".encode()[:size]]
     ids = [*BYTES(text).input_ids, *half]
     with pytest.raises(UnicodeDecodeError):
         view.to_bytes(ids).decode()

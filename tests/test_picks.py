@@ -107,7 +107,7 @@ CUTS = st.tuples(
 @given(st.integers(0, 999), SIZES, st.sampled_from([0.0, 0.5, 2.0, 6.0]), CUTS, st.booleans())
 @example(0, 48586, 0.5, [TopPLogitsWarper(0.5)], False)  # more ids than are looked at fail the cut
 @example(0, 7, 0.0, [TopPLogitsWarper(0.1)], False)  # the cut parts equal scores
-def test_what_cuts_a_distribution_may_be_asked_of_the_draw_alone(
+def test_cuts_may_be_applied_to_the_draw_alone(
     seed: int, size: int, tolerance: float, cuts: list[LogitsProcessor], tied: bool
 ) -> None:
     scores, keys = scores_of(seed, 1, size, tolerance), keys_of(seed, size)
@@ -189,7 +189,7 @@ def test_cuts_are_known_by_their_very_kinds_at_the_end_and_in_the_usual_order() 
     assert known_cuts([]) == 0
 
 
-def test_margins_are_measured_in_logits_where_processors_can_be_seen_through() -> None:
+def test_margins_are_measured_in_logits_if_all_processors_are_known() -> None:
     assert scale([]) == 1
     assert scale([TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.25)]) == pytest.approx(2.5)
     assert scale([NoBadWordsLogitsProcessor([[3]])]) == 1
@@ -200,7 +200,7 @@ def test_margins_are_measured_in_logits_where_processors_can_be_seen_through() -
 @examples(30)
 @given(st.integers(0, 999), st.sampled_from([1e3, 1e5, 1e6]))
 @example(1, 1e6)  # the least score that min-p leaves was rounded up to float32
-def test_min_p_is_asked_of_large_scores_too(seed: int, size: float) -> None:
+def test_min_p_is_applied_to_large_scores_too(seed: int, size: float) -> None:
     scores = torch.zeros(10)
     scores[3], scores[5] = size, size - 0.6875
     cut = MinPLogitsWarper(0.5)(torch.zeros(1, 1, dtype=torch.int64), scores[None].clone())

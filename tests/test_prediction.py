@@ -113,8 +113,8 @@ def test_what_is_learnt_of_a_prediction_is_of_that_text_alone() -> None:
     before = xt.setup.ledger.target.cells
     found = xt.generate(TEXTS[0], prediction=truth, **LONG)
     assert found.stats.accepted_by_draft[1] > 0
-    assert len(xt.setup.ledger.accounts) == 1
-    assert xt.setup.ledger.lately.rounds > 9
+    assert len(xt.setup.ledger.drafts) == 1
+    assert xt.setup.ledger.recent.rounds > 9
     assert xt.setup.ledger.target.cells is before
 
 
@@ -170,7 +170,7 @@ def test_drafts_that_there_are_not_are_refused(wrong: Any) -> None:
 
 @pytest.mark.parametrize("way", sorted(WAYS))
 @pytest.mark.parametrize("draft", sorted(MADE))
-def test_rounds_come_as_they_are_told_of_afterwards(draft: str, way: str) -> None:
+def test_rounds_are_streamed_as_they_are_reported_afterwards(draft: str, way: str) -> None:
     xt = XTokAssisted((TARGET, TOKENS), MADE[draft](), budget=TREE)
     rounds = xt.stream_rounds(TEXTS[0], prediction=TEXTS[1], **WAYS[way])
     returned: list[Generation] = []

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import ScriptedDrafter
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -29,7 +30,6 @@ from transformers import (
 from worlds import alone, examples, fitting, tokenizer
 
 from xtok import Budget, Context, Tree, XTokAssisted
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.drafts.tree import Trie
 from xtok.errors import UnsupportedModelError
 from xtok.models import quantized

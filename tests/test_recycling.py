@@ -32,7 +32,7 @@ rows = st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=12)
 @examples(100)
 @given(forwards=st.lists(rows, max_size=12), asked=rows, seed=st.integers(0, 99))
 @example(forwards=[[3, 3, 5]], asked=[3, 4, 5], seed=0)
-def test_a_table_holds_what_was_likeliest_behind_each_id_the_last_time(
+def test_a_table_holds_what_was_likeliest_after_each_id_the_last_time(
     forwards: list[list[int]], asked: list[int], seed: int
 ) -> None:
     table = _Table(SIZE)
@@ -44,7 +44,7 @@ def test_a_table_holds_what_was_likeliest_behind_each_id_the_last_time(
         wanted |= {token: [] for token in ids}
         for token, row in zip(ids, logits, strict=True):
             wanted[token].append(row[:SIZE])
-    known, ids_after, logits_behind = table.behind(asked)
+    known, ids_after, logits_behind = table.likeliest_after(asked)
     assert known == [token in wanted for token in asked]
     for token, found, values in zip([token for token in asked if token in wanted], ids_after, logits_behind, strict=True):
         tops = [row.topk(16) for row in wanted[token]]  # of an id that comes twice in a forward, either
@@ -71,7 +71,7 @@ def test_real_text_takes_fewer_forwards(way: str, least: float) -> None:
     assert sum(one.stats.new_tokens for one in made) > least * sum(one.stats.target_forwards for one in made)
 
 
-def test_it_is_used_where_it_pays() -> None:
+def test_token_recycling_is_used_if_it_pays() -> None:
     xt = XTokAssisted(pair.TARGET, TokenRecycling())
     make_dear(xt)
     arguments = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
@@ -129,7 +129,7 @@ class Seen:
             raise RuntimeError("simulated")
 
 
-def test_a_drafter_is_shown_the_targets_logits_behind_each_id_that_it_checked() -> None:
+def test_a_drafter_is_shown_the_targets_logits_after_each_id_that_it_checked() -> None:
     alone = XTokAssisted((TARGET, TOKENS)).generate(PROMPTS[0], **GREEDY, output_logits=True, return_dict_in_generate=True)
     ids = alone.token_ids
     draft = Seen(ids, fails=False)

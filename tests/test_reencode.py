@@ -130,7 +130,7 @@ def test_the_mark_that_some_tokenizers_write_for_a_space_may_stand_in_a_text() -
 def test_the_model_alone_cuts_a_continuation_as_the_whole_tokenizer_does(family: tuple[str, int], text: str) -> None:
     mine = encoder_of(family)
     if mine.bare is not None:
-        whole = mine.encode_behind(text)
+        whole = mine.encode_after(text)
         assert whole is None or mine.bare(text) == whole.ids
 
 

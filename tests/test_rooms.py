@@ -27,7 +27,7 @@ def test_a_package_imports_only_from_packages_before_it(module: str) -> None:
             assert package == "__version__" or ORDER.index(package) <= floor, f"{module} imports {package}"
 
 
-def test_what_ids_spell_needs_no_torch() -> None:
+def test_the_bytes_of_ids_need_no_torch() -> None:
     for module, path in MODULES.items():
         if module.startswith("align") and module not in ("align.keys", "align.projection", "align.vocabulary"):
             assert "torch" not in path.read_text(encoding="utf-8"), module

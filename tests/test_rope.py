@@ -14,13 +14,13 @@ import torch
 from architectures import tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
+from scripted import ScriptedDrafter
 from transformers import AutoModelForCausalLM, DynamicCache, Phi3Config, PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from worlds import CORPUS, TREE, examples, tokenizer
 
 from xtok import Context, XTokAssisted
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import UnsupportedArgumentError
 from xtok.models.cache import CACHE
 from xtok.models.prompts import prompt_ids

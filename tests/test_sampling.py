@@ -10,12 +10,12 @@ from front_door import BYTES, OTHER, TARGET, TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
 from properties import Drawn, Noise, arguments, fresh, honoured, right, samplings, spoilt, without_batch_limits
+from scripted import ScriptedDrafter
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from worlds import KINDS, TREE, Kind, budgets, examples, make_dear, model_of, scaled, texts
 
 from xtok import Budget, Context, XTokAssisted, pair
 from xtok.decoding.accept import likeliest_typical
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids
 

@@ -31,12 +31,13 @@ from properties import (
     with_gap,
     without_batch_limits,
 )
+from scripted import ScriptedDrafter
 from test_trees import paths_of
 from transformers import LogitsProcessorList
 from worlds import KINDS, TREE, TREE_3, Kind, budgets, deep, examples, fitting, make_dear, model_of, scaled, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, TokenRecycling, Tree, XTokAssisted, pair
-from xtok.align.projection import same_ids
+from xtok.align.projection import identity_projection
 from xtok.align.tokenbytes import same_tokens, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Drafter, Request
@@ -44,9 +45,11 @@ from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
 from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
+from xtok.drafts.policy.draft import DraftPolicy, Proposal
+from xtok.drafts.policy.gate import Batch, BatchGate
 from xtok.drafts.policy.latency import _MEMORY
-from xtok.drafts.policy.ledger import Account, Batch, BatchGate, Ledger, Pace, Proposal
-from xtok.drafts.scripted import ScriptedDrafter
+from xtok.drafts.policy.limits import CostLimit
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
@@ -173,7 +176,7 @@ class Guesses:
 
 def merged(guesses: Sequence[Tree], budget: Budget) -> tuple[Tree, Session]:
     request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=9, view=token_bytes(TOKENS)))
-    session = Session([Guesses(tree) for tree in guesses], request, Ledger([Account() for _ in guesses]), [])
+    session = Session([Guesses(tree) for tree in guesses], request, Policy([DraftPolicy() for _ in guesses]), [])
     return together([session.propose(budget)])[0], session
 
 
@@ -227,9 +230,9 @@ def test_each_draft_is_told_what_was_accepted_of_it() -> None:
         assert stats.accepted_by_draft[2] > 5
 
 
-def test_a_draft_is_left_alone_where_cheaper_ones_are_sure_and_asked_where_they_are_not() -> None:
+def test_a_draft_is_left_alone_when_cheaper_ones_are_sure_and_asked_when_they_are_not() -> None:
     """A speed law: judged over all rounds together it would pay, so it would be asked where it adds nothing, too."""
-    ledger, asked = Ledger([Account(), Account()]), {0.0: 0, 0.9: 0}
+    ledger, asked = Policy([DraftPolicy(), DraftPolicy()]), {0.0: 0, 0.9: 0}
     tree = Tree((1,), (-1,), probabilities=(0.9,))
     ledger.observe(Tree(), [1], Cost(1, 1.0), [Proposal(), Proposal()])
     for step in range(800):
@@ -245,7 +248,7 @@ def test_a_draft_is_left_alone_where_cheaper_ones_are_sure_and_asked_where_they_
 
 def test_a_drafts_time_costs_the_picks_that_cheaper_drafts_would_make_in_it() -> None:
     """A speed law: beside the target alone this draft would pay, but not beside a cheaper one that guesses three ids."""
-    ledger, asked = Ledger([Account(), Account()]), 0
+    ledger, asked = Policy([DraftPolicy(), DraftPolicy()]), 0
     three, four = (tree_of([(list(range(1, size + 1)), 0.9)]) for size in (3, 4))
     ledger.observe(Tree(), [1], Cost(1, 1.0), [Proposal(), Proposal()])
     for step in range(600):
@@ -259,14 +262,14 @@ def test_a_drafts_time_costs_the_picks_that_cheaper_drafts_would_make_in_it() ->
 
 
 def test_a_draft_that_earns_nothing_is_asked_ever_less_and_another_goes_on() -> None:
-    ledger, random = Ledger([Account(), Account()]), Random(0)
+    ledger, random = Policy([DraftPolicy(), DraftPolicy()]), Random(0)
     asked = [0, 0]
     for _ in range(600):
         tree = Tree((1,), (-1,), probabilities=(0.5,))
         right = random.random() < 0.8
         shares = []
-        for draft, account in enumerate(ledger.accounts):
-            on = ledger.ready() and account.backoff(0.0).asks()
+        for draft, account in enumerate(ledger.drafts):
+            on = ledger.ready() and account.gate(0.0).asks()
             asked[draft] += on
             own = frozenset([0]) if draft == 1 else frozenset()
             guess = tree if draft == 1 else Tree((2,), (-1,), probabilities=(0.5,))
@@ -366,8 +369,8 @@ def test_a_draft_with_the_targets_ids_sees_no_padding() -> None:
 
 
 def test_the_projection_of_the_same_ids_is_each_to_itself() -> None:
-    found = same_ids(5, 7)
-    assert found.own.tolist() == found.theirs.tolist() == [0, 1, 2, 3, 4]
+    found = identity_projection(5, 7)
+    assert found.draft_ids.tolist() == found.target_ids.tolist() == [0, 1, 2, 3, 4]
     assert found.weights.tolist() == [1.0] * 5
 
 
@@ -412,7 +415,7 @@ def test_the_heuristic_schedule_guesses_two_more_after_a_guess_that_was_right_to
     assert depths[:6] == [2, 4, 6, 5, 7, 9]
 
 
-def test_a_draft_goes_on_only_behind_tokens_that_it_is_confident_of() -> None:
+def test_a_draft_continues_only_tokens_that_it_is_confident_of() -> None:
     def expand(front: list[Path]) -> Steps[list[list[Path]]]:
         yield from ()
         return [[Path(path.probability * 0.5, 0, path.written + b"a", 0.5)] for path in front]
@@ -459,7 +462,7 @@ def test_schedules_that_make_no_sense_are_refused(wrong: dict[str, Any], told: s
         Tree((5,), (-1,), probabilities=(0.0,)),
     ],
 )
-def test_masses_that_are_no_probabilities_are_taken_for_the_nearest(odd: Tree) -> None:
+def test_numbers_that_are_no_probabilities_are_taken_for_the_nearest_one(odd: Tree) -> None:
     for schedule in ("cost", "constant", "heuristic"):
         budget = Budget(3, schedule=schedule, width=4)
         generation = XTokAssisted((TARGET, TOKENS), [ScriptedDrafter(lambda _: odd), PromptLookup()], budget=budget).generate(
@@ -497,7 +500,7 @@ def test_a_draft_that_can_not_be_made_costs_speed_only(monkeypatch: pytest.Monke
     assert generation.stats.draft_forwards
 
 
-def test_a_mass_is_never_more_than_its_parents_whatever_rounding_does() -> None:
+def test_a_probability_is_never_more_than_its_parents_whatever_rounding_does() -> None:
     """Found in review: 1 - (1 - p)(1 - q) isn't monotone in floats, and a node was kept without its parent."""
     trie = Trie()
     chain = Tree((1, 2), (-1, 0))
@@ -508,13 +511,13 @@ def test_a_mass_is_never_more_than_its_parents_whatever_rounding_does() -> None:
 
 def test_reading_a_long_prompt_is_no_reason_to_leave_a_draft_alone() -> None:
     """Found in review: lookup in a long prompt was banned for thousands of rounds for the time that reading it took."""
-    ledger = Ledger([Account()])
+    ledger = Policy([DraftPolicy()])
     tree = Tree((1,), (-1,), probabilities=(0.9,))
     for generation in range(3):
         for turn in range(20):
             first = turn == 0
             asked = Proposal(tree, 0.0, (), 30.0 if first else 1e-4, first, frozenset([0]))
-            on = not ledger.ready() or ledger.accounts[0].backoff(0.0).asks()
+            on = not ledger.ready() or ledger.drafts[0].gate(0.0).asks()
             assert on, (generation, turn)
             ledger.observe(tree, [1, 5], Cost(2, 1.0), [asked])
 
@@ -610,7 +613,7 @@ def test_a_tree_whose_extras_make_no_sense_is_taken_without_them(wrong: dict[str
     assert generation.stats.draft_error is None
 
 
-def test_a_start_that_gives_no_drafter_is_told_of() -> None:
+def test_a_start_that_gives_no_drafter_is_reported() -> None:
     class Nothing:
         def start(self, request: Request) -> None:
             return None
@@ -633,14 +636,14 @@ def test_a_budget_may_be_of_a_class_of_its_own() -> None:
 PROMPTS = ["吾輩は", "The quick brown", "🍣", "メロス"]
 
 
-def forwards_in(ledger: Ledger) -> int:
+def forwards_in(ledger: Policy) -> int:
     """How many forwards of the target were measured. Rounds of several texts may share one."""
     return sum(count for count, _, _ in ledger.target.cells.values())
 
 
-def rounds_in(ledger: Ledger) -> int:
+def rounds_in(ledger: Policy) -> int:
     """How many rounds were told of: each of them adds one to a sum that keeps a share of itself."""
-    return round(log(1 - (1 - _MEMORY) * ledger.lately.rounds, _MEMORY))
+    return round(log(1 - (1 - _MEMORY) * ledger.recent.rounds, _MEMORY))
 
 
 def judged(generations: Sequence[Generation], length: int) -> int:
@@ -659,20 +662,20 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Cost]:
     """What each round tells ledgers of its forward; those that share one tell of the same."""
-    costs, right = list[Cost](), Ledger.observe
+    costs, right = list[Cost](), Policy.observe
 
-    def observe(self: Ledger, tree: Tree, block: Sequence[int], forward: Cost, *more: Any, **named: Any) -> None:
+    def observe(self: Policy, tree: Tree, block: Sequence[int], forward: Cost, *more: Any, **named: Any) -> None:
         costs.append(forward)
         right(self, tree, block, forward, *more, **named)
 
-    monkeypatch.setattr(Ledger, "observe", observe)
+    monkeypatch.setattr(Policy, "observe", observe)
     return costs
 
 
 @pytest.mark.usefixtures("steady")
 @pytest.mark.parametrize("schedule", ["cost", *deep("constant")])
 @pytest.mark.parametrize("way", ["list", "one by one", "samples", "batch", "streams"])
-def test_all_rounds_of_all_texts_are_in_the_ledger(way: str, schedule: Any, told: list[Cost]) -> None:
+def test_the_policy_knows_all_rounds_of_all_texts(way: str, schedule: Any, told: list[Cost]) -> None:
     """Found in review: each text of a list had a ledger of its own, and the last to end replaced those of the others."""
     xt = XTokAssisted((TARGET, TOKENS), [OTHER, PromptLookup()], budget=Budget(3, schedule=schedule, width=4))
     generations: list[Generation] = []
@@ -697,7 +700,7 @@ def test_all_rounds_of_all_texts_are_in_the_ledger(way: str, schedule: Any, told
 
 @pytest.mark.parametrize("texts", [1, 2, 4])
 @pytest.mark.parametrize("guesses", [[True], [False], [True, False, False]])
-def test_drafts_guess_for_texts_that_share_forwards_where_whole_rounds_paid(
+def test_drafts_guess_for_texts_that_share_forwards_if_whole_rounds_paid(
     texts: int, guesses: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decided, guessed, judged = list[bool](), list[bool](), list[tuple[int, int, bool]]()
@@ -732,11 +735,11 @@ def ended(pieces: Any, generations: list[Generation]) -> Iterator[str]:
 
 @pytest.mark.scaled
 def test_no_round_of_any_thread_is_lost() -> None:
-    ledger, threads, rounds = Ledger([Account(), Account()]), 8, scaled(2000)
+    ledger, threads, rounds = Policy([DraftPolicy(), DraftPolicy()]), 8, scaled(2000)
     tree = Tree((1, 2), (-1, 0), probabilities=(0.9, 0.5))
 
     def play(thread: int) -> None:
-        pace = Pace(ledger, ledger.accounts[0])
+        pace = CostLimit(ledger, ledger.drafts[0])
         for step in range(rounds):
             ledger.asks(0, 0.0, Batch()), pace.expanded(1, [0.9, 0.5]), pace.verified([0.9, 0.5]), ledger.probabilities(1, tree)
             asked = [Proposal(tree, 0.0, [Cost(1 << step % 6, 0.1)], own=frozenset([draft])) for draft in range(2)]
@@ -750,7 +753,7 @@ def test_no_round_of_any_thread_is_lost() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert forwards_in(ledger) == threads * rounds
-    assert [sum(n for n, _, _ in account.forward.cells.values()) for account in ledger.accounts] == [threads * rounds] * 2
+    assert [sum(n for n, _, _ in account.forward.cells.values()) for account in ledger.drafts] == [threads * rounds] * 2
 
 
 def test_a_copy_of_an_instance_begins_with_nothing_learnt() -> None:
@@ -802,11 +805,11 @@ def test_guesses_are_judged_only_if_the_carried_token_before_them_was_right(
     session.ledger.target.add(1, 1.0)
     tree = together([session.propose(Budget(depth=5, width=4))])[0]
     assert tree.tokens[0] == CARRIED
-    before = deepcopy(session.ledger.accounts[0].calibration)
+    before = deepcopy(session.ledger.drafts[0].calibration)
     session.extend(block)
     session.observe(Cost(4, 1.0))
-    assert (session.ledger.accounts[0].calibration != before) == learnt
-    assert session.ledger.lately.picks == len(block)
+    assert (session.ledger.drafts[0].calibration != before) == learnt
+    assert session.ledger.recent.picks == len(block)
     assert (session._meter.accepted_by_draft or []) == (accepted or [0])
 
 

@@ -19,11 +19,11 @@ from front_door import (
     forwards,
     truth,
 )
+from scripted import ScriptedDrafter
 from transformers import TextIteratorStreamer
 from worlds import TREE
 
 from xtok import XTokAssisted
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 
 xt = each_draft

@@ -53,7 +53,7 @@ def test_where_the_bytes_are_text_they_are_what_the_tokenizer_decodes(family: tu
 
 @given(families, texts())
 @example(("Unigram with byte fallback", 0), "𠮷🍣")
-def test_the_bytes_of_an_encoded_text_are_the_text_where_the_tokenizer_round_trips(family: tuple[str, int], text: str) -> None:
+def test_the_bytes_of_an_encoded_text_are_the_text_if_the_tokenizer_round_trips(family: tuple[str, int], text: str) -> None:
     tokens = tokenizer(*family)
     ids = tokens(text, add_special_tokens=False, split_special_tokens=True).input_ids
     if tokens.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == text:
@@ -78,7 +78,7 @@ def test_prefix_look_ups_find_what_a_search_of_the_whole_table_finds(family: tup
     seen = view(family)
     table = list(enumerate(seen.table))
     assert set(seen.ids_starting_with(prefix)) == {i for i, piece in table if piece and piece.startswith(prefix)}
-    assert set(seen.ids_spelling(prefix)) == {i for i, piece in table if piece == prefix}
+    assert set(seen.ids_of_bytes(prefix)) == {i for i, piece in table if piece == prefix}
     compatible = {i for i, piece in table if piece and (piece.startswith(prefix) or prefix.startswith(piece))}
     assert set(seen.compatible(prefix)) == compatible
 
@@ -226,7 +226,7 @@ def test_tables_stay_small() -> None:
     import sys
 
     seen = token_bytes(tokenizer("byte-level BPE"))
-    seen.ids_spelling(b"a")
+    seen.ids_of_bytes(b"a")
     size = sys.getsizeof(seen.table) + sum(sys.getsizeof(piece) for piece in seen.table) + sys.getsizeof(seen._order)
     assert size < 200 * len(seen)
 

@@ -13,11 +13,11 @@ import pytest
 from front_door import TARGET, TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
+from scripted import ScriptedDrafter
 from test_batches import MADE, WAYS
 from worlds import FAMILIES, budgets, examples, fitting, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, chain
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.results.trace import Token
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from front_door import BYTES, GREEDY, OTHER, PROMPTS, TARGET, TOKENS
+from scripted import ScriptedDrafter
 from torch.overrides import TorchFunctionMode
 from transformers import LogitsProcessorList
 from worlds import make_dear
@@ -18,7 +19,6 @@ import xtok.sampling.draws
 import xtok.sampling.largest
 from xtok import Budget, PromptLookup, TokenRecycling, XTokAssisted
 from xtok.drafts import recycling
-from xtok.drafts.scripted import ScriptedDrafter
 from xtok.errors import DraftFailedWarning
 from xtok.models import forwards
 from xtok.models.forwards import Answer, Ask
@@ -86,13 +86,13 @@ def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(
 
     Token recycling takes one for each guess. Its levels are read from its table, which is on the CPU.
     """
-    read, behind = list[int](), recycling._Table.behind
+    read, behind = list[int](), recycling._Table.likeliest_after
 
     def spy(table: recycling._Table, ids: Sequence[int]) -> Any:
         read.append(len(ids))
         return behind(table, ids)
 
-    monkeypatch.setattr(recycling._Table, "behind", spy)
+    monkeypatch.setattr(recycling._Table, "likeliest_after", spy)
     xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES), *beside], budget=TREE, stable=stable)
     make_dear(xt)
     totals, most = list[int](), list[int]()
@@ -130,16 +130,16 @@ def test_texts_share_transfers_as_they_share_forwards(waits: Waits, monkeypatch:
 @pytest.mark.parametrize("way", WAYS)
 def test_token_recycling_takes_one_for_each_guess(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Its table is on the CPU, so its levels take none."""
-    looks, looked_at = list[int](), recycling.looked_at
+    looks, as_lists = list[int](), recycling.as_lists
 
     def spy(*given: Any) -> Any:
         looks.append(1)
-        return looked_at(*given)
+        return as_lists(*given)
 
     draft = TokenRecycling()
     xt = XTokAssisted((TARGET, TOKENS), draft, budget=TREE)
     xt.generate(PROMPTS[0], **WAYS[way])
-    monkeypatch.setattr(recycling, "looked_at", spy)
+    monkeypatch.setattr(recycling, "as_lists", spy)
     stats = xt.generate(PROMPTS[0], **WAYS[way]).stats  # of which it knows all
     assert stats.proposed > len(looks) > 0 and len(looks) <= stats.target_forwards
     (table,) = draft._tables.values()

@@ -11,14 +11,18 @@ import torch
 import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
+from scripted import ScriptedDrafter
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from worlds import ARCHITECTURES, TREE, examples, fitting, make_dear, model, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import Path, grown
-from xtok.drafts.policy.latency import ForwardCost
-from xtok.drafts.policy.ledger import Account, BatchGate, BatchGates, Calibration, Ledger, Limit, Pace, Proposal
-from xtok.drafts.scripted import ScriptedDrafter
+from xtok.drafts.policy.calibration import Calibration
+from xtok.drafts.policy.draft import DraftPolicy, Proposal
+from xtok.drafts.policy.gate import BatchGate, BatchGates
+from xtok.drafts.policy.latency import LatencyModel
+from xtok.drafts.policy.limits import CostLimit, DraftBudget
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.tree import CARRIED, Trie, chain
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Steps, together
@@ -87,7 +91,7 @@ def test_the_likeliest_nodes_of_merged_guesses_are_a_tree(guesses: list[tuple[li
 
 
 @given(guesses=guesses, mixed=guesses)
-def test_a_mass_stays_a_probability_and_falls_along_a_path_when_sources_are_mixed(
+def test_a_probability_stays_one_and_falls_along_a_path_when_sources_are_mixed(
     guesses: list[tuple[list[int], float]], mixed: list[tuple[list[int], float]]
 ) -> None:
     trie = Trie()
@@ -107,7 +111,7 @@ def test_a_tree_within_a_depth_has_the_nodes_up_to_it(guesses: list[tuple[list[i
         trie.add(tokens, probability)
     tree = trie.best(len)
     assert paths_of(tree.within(longest)) == [path for path in paths_of(tree) if len(path) <= longest]
-    first = tree.of(tree.likeliest_path(longest))
+    first = tree.subset(tree.likeliest_path(longest))
     assert first.parents == tuple(range(-1, len(first) - 1))
     assert not len(first) or tuple(first.tokens) in paths_of(tree)
 
@@ -153,7 +157,7 @@ def test_what_is_no_tree_is_refused_and_costs_speed_only(wrong: tuple[Any, ...])
     assert generation.token_ids == XTokAssisted((target, tokens)).generate("吾輩は", **asked).token_ids
 
 
-def test_what_a_text_repeats_is_guessed_though_the_draft_is_too_dear_to_be_asked() -> None:
+def test_what_a_text_repeats_is_guessed_although_the_draft_is_too_expensive_to_be_asked() -> None:
     tokens = tokenizer("byte-level BPE")
     target = fitting(tokens, "Llama", 0)
     asked = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None}
@@ -161,8 +165,8 @@ def test_what_a_text_repeats_is_guessed_though_the_draft_is_too_dear_to_be_asked
     expected = XTokAssisted((target, tokens)).generate("吾輩は", logits_processor=again, **asked).token_ids
     xt = XTokAssisted((target, tokens), (deepcopy(target), tokens), budget=Budget(5, schedule="cost", width=4))
     make_dear(xt)
-    for trial in xt.setup.ledger.accounts[0].backoffs:
-        trial.waiting = 10**6
+    for trial in xt.setup.ledger.drafts[0].gates:
+        trial.wait = 10**6
     generation = xt.generate("吾輩は", logits_processor=again, **asked)
     assert generation.token_ids == expected
     assert generation.stats.draft_forwards == 0
@@ -182,18 +186,18 @@ class Cycles(LogitsProcessor):
 
 
 def simulated(
-    ledger: Ledger, *, target: float, draft: float, right: float, rounds: int, seed: int = 0, row: float = 0.01
+    ledger: Policy, *, target: float, draft: float, right: float, rounds: int, seed: int = 0, row: float = 0.01
 ) -> tuple[float, float]:
     """The speed over that of the target's forward of one row alone, and the forwards of the draft per round, where a guess is
     right so often. `row`: what a row more costs of a forward.
 
     Where the ledger has a second account, what is right is known there, too, for next to nothing.
     """
-    random, (account, *others) = Random(seed), ledger.accounts
-    budget, picks, seconds, drafted = Limit(8, 1, schedule="cost", pace=Pace(ledger, account)), 0, 0.0, 0
+    random, (account, *others) = Random(seed), ledger.drafts
+    budget, picks, seconds, drafted = DraftBudget(8, 1, schedule="cost", cost_limit=CostLimit(ledger, account)), 0, 0.0, 0
     for _ in range(rounds):
         calls, probabilities = 0, list[float]()
-        asked = ledger.ready() and account.backoff(0.0).asks()
+        asked = ledger.ready() and account.gate(0.0).asks()
         if asked:
             calls, probabilities = 1, [0.6]
             while budget.expanded(calls, probabilities[-1:]):
@@ -212,8 +216,8 @@ def simulated(
     return picks * target / seconds, drafted / rounds
 
 
-def new_ledger(accounts: int = 1) -> Ledger:
-    return Ledger([Account() for _ in range(accounts)])
+def new_ledger(accounts: int = 1) -> Policy:
+    return Policy([DraftPolicy() for _ in range(accounts)])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -223,7 +227,7 @@ def test_a_useless_draft_costs_next_to_nothing(draft: float, seed: int) -> None:
     assert speed > 0.98
 
 
-def test_a_cheap_and_good_draft_is_used_the_more_the_dearer_the_target_is() -> None:
+def test_a_cheap_and_good_draft_is_used_the_more_the_more_expensive_the_target_is() -> None:
     runs = {ratio: simulated(new_ledger(), target=1.0, draft=1 / ratio, right=0.7, rounds=600) for ratio in (3, 10, 60)}
     depths = [depth for _, depth in runs.values()]
     assert depths == sorted(depths)
@@ -258,14 +262,14 @@ def test_bad_luck_stops_no_draft_that_pays() -> None:
 def test_what_a_drafter_says_is_corrected_by_what_comes_of_it() -> None:
     ledger = new_ledger()
     simulated(ledger, target=1.0, draft=0.001, right=0.9, rounds=400)
-    assert ledger.accounts[0].calibration.believed(0.6) > 0.8
+    assert ledger.drafts[0].calibration.believed(0.6) > 0.8
 
 
 @given(
     parents=st.integers(1, 12).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))),
     data=st.data(),
 )
-def test_where_nothing_was_picked_behind_a_guess_it_says_nothing_of_those_behind_it(
+def test_if_nothing_was_picked_after_a_guess_nothing_is_learnt_of_its_descendants(
     parents: tuple[int, ...], data: st.DataObject
 ) -> None:
     tree = Tree(tuple(range(len(parents))), parents, probabilities=tuple(data.draw(st.floats(0, 1)) for _ in parents))
@@ -275,7 +279,7 @@ def test_where_nothing_was_picked_behind_a_guess_it_says_nothing_of_those_behind
     known = [node for node in range(len(tree)) if node not in tree.descendants(right[-1])]
     found, wanted = Calibration(), Calibration()
     found.learn(tree, right, ended=True)
-    wanted.learn(tree.of(known), [known.index(node) for node in right])
+    wanted.learn(tree.subset(known), [known.index(node) for node in right])
     assert found == wanted
 
 
@@ -286,7 +290,7 @@ def test_a_tree_after_a_token_has_its_paths_after_that(guesses: list[tuple[list[
         trie.add(tokens, min(1.0, probability))
     tree = trie.best(len)
     tree = tree if says else replace(tree, probabilities=())
-    after = tree.after(first)
+    after = tree.prefixed(first)
     assert paths_of(after) == [(first,), *((first, *path) for path in paths_of(tree))]
     assert after.probabilities == ((CARRIED, *(CARRIED * one for one in tree.probabilities)) if says or not tree else ())
 
@@ -303,7 +307,7 @@ def test_forwards_are_as_wide_as_gains_most_beyond_their_rows(
     offers: list[tuple[int, list[float]]], row: float, step: int
 ) -> None:
     """What stands in place of padding is free."""
-    ledger = Ledger([Account()], padded=lambda texts, rows: step * ceil(rows / step))
+    ledger = Policy([DraftPolicy()], padded=lambda texts, rows: step * ceil(rows / step))
     for rows in (1, 33):
         ledger.target.add(rows, 1 + row * rows)
     price = len(offers) * ledger.rate * ledger.target.fit()[1]
@@ -343,7 +347,7 @@ def crowded(batch_gate: BatchGate, *, texts: int, right: float, guessing: float,
 @example(8, 2.0, 1.4, 0)
 @example(1, 0.375, 1.5, 0)
 @example(1, 0.0, 1.09375, 0)
-def test_a_crowd_guesses_where_that_pays_and_next_to_never_else(texts: int, right: float, guessing: float, seed: int) -> None:
+def test_a_batch_guesses_if_that_pays_and_next_to_never_otherwise(texts: int, right: float, guessing: float, seed: int) -> None:
     speed = crowded(BatchGate(), texts=texts, right=right, guessing=guessing, rounds=1200, seed=seed)
     gain = (1 + right) / guessing
     assert speed > (0.94 if gain < 0.8 else 0.88), "a loss of less than rounds differ by is hard to see"
@@ -351,7 +355,7 @@ def test_a_crowd_guesses_where_that_pays_and_next_to_never_else(texts: int, righ
         assert speed > 0.9 * gain
 
 
-def test_a_hiccup_where_nothing_was_measured_yet_is_soon_forgotten() -> None:
+def test_a_hiccup_before_anything_was_measured_is_soon_forgotten() -> None:
     """Found by review: a first forward of so many rows that took long kept guesses from being made ever after."""
     ledger = new_ledger()
     for rows in (1, 2, 4, 8):
@@ -380,23 +384,23 @@ def test_a_crowd_begins_with_what_is_known_of_one_of_about_its_size() -> None:
     assert 4 < asked[8] < 40 and asked[7] < 6 and asked[5] < 6
 
 
-def test_a_draft_whose_guesses_cost_no_row_is_used_where_they_would_not_pay() -> None:
+def test_a_draft_whose_guesses_cost_no_row_is_used_even_if_rows_would_not_pay() -> None:
     settings: Any = {"target": 1.0, "draft": 0.1, "right": 0.6, "rounds": 600, "row": 0.5}
     assert simulated(new_ledger(), **settings)[0] > 0.96
-    padded = Ledger([Account()], padded=lambda texts, rows: 4 * ceil(rows / 4))
+    padded = Policy([DraftPolicy()], padded=lambda texts, rows: 4 * ceil(rows / 4))
     assert simulated(padded, **settings)[0] > 1.6 / 2.5  # of which 1 / 2.5 is what the target alone has
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.floats(1e-4, 10.0)), max_size=30), st.integers(1, 60))
 def test_a_forward_never_costs_less_than_nothing_nor_less_for_more_rows(measured: list[tuple[int, float]], rows: int) -> None:
-    line = ForwardCost()
+    line = LatencyModel()
     for some, seconds in measured:
         line.add(some, seconds)
     assert 0 <= line.at(rows) <= line.at(rows + 1) + 1e-12
 
 
 def test_a_line_finds_what_a_forward_and_a_row_cost() -> None:
-    line = ForwardCost()
+    line = LatencyModel()
     for rows in (1, 5, 9, 17, 33) * 10:
         line.add(rows, 0.04 + 0.001 * rows)
     assert line.at(1) == pytest.approx(0.041, rel=0.05)

@@ -23,14 +23,14 @@ from xtok.align.encoding import encoder
 from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.cli.commands import app
-from xtok.drafts.lessons import NOT_LEARNT, Written, batch, lessons
+from xtok.drafts.examples import IGNORED, WrittenText, batch, training_examples
 from xtok.errors import InvalidInputError
 from xtok.models.load import draft_model, load
 from xtok.tune import split
 from xtok.tune.loss import guessing_loss
-from xtok.tune.training import train
+from xtok.tune.training import TrainingSettings, train
 from xtok.tune.work import per_way
-from xtok.tune.writing import beginnings, called, drawn, way, write
+from xtok.tune.writing import beginnings, drawn, name_of_way, way, write
 
 PROMPTS = pair.prompts()[:9]
 SETTINGS: dict[str, Any] = {"starts": 1, "max_new_tokens": 8, "sampled": 0.5, "epochs": 3, "learning_rate": 2e-3}
@@ -172,8 +172,8 @@ def test_a_draft_learns_what_the_target_writes(tmp_path: Path) -> None:
     assert done.texts > 0
     assert all(torch.equal(weight, before[name]) for name, weight in learner.model.state_dict().items())
     view = token_bytes(target[1])
-    rows, seen = lessons(learner, view, written), projection(view, learner.vocabulary.view)
-    model, found = train(learner.model.float(), rows, seen, measure, tmp_path / "own", epochs=12, learning_rate=2e-3, lora=None)
+    rows, seen = training_examples(learner, view, written), projection(view, learner.vocabulary.view)
+    model, found = train(learner.model.float(), rows, seen, measure, tmp_path / "own", TrainingSettings(12, 2e-3))
     assert max(found) > first
     assert measure(model) == max(found)
 
@@ -206,14 +206,14 @@ def test_a_share_of_the_texts_is_sampled(share: float, size: int) -> None:
     assert abs(sum(drawn(i, share) for i in range(size)) - share * size) <= 1
 
 
-def said(start: str, text: str, family: str = "characters") -> tuple[TokenBytes, Written]:
+def said(start: str, text: str, family: str = "characters") -> tuple[TokenBytes, WrittenText]:
     """A text in the ids of some target, each with a distribution that names it."""
     tokens = tokenizer(family)
     view = token_bytes(tokens)
     ids = encoder(tokens, view).ids_after(text) or []
     ids = ids if view.to_bytes(ids, before=b"a") == text.encode() else []
     likeliest = torch.tensor([[token, 0] for token in ids], dtype=torch.int64).reshape(-1, 2)
-    return view, Written(start, text, ids, likeliest, torch.tensor([[0.75, 0.0]]).expand(len(ids), 2))
+    return view, WrittenText(start, text, ids, likeliest, torch.tensor([[0.75, 0.0]]).expand(len(ids), 2))
 
 
 FAMILY = st.sampled_from(["Unigram with byte fallback", "byte-level BPE", "SentencePiece BPE"])
@@ -226,8 +226,8 @@ def test_the_continuation_alone_is_learnt_and_all_of_it(start: str, text: str, o
     target, one = said(start, text, other)
     view, whole = draft.vocabulary.view, draft.vocabulary.encoder.ids(start + text)
     assume(view.to_bytes(whole).endswith(text.encode()))
-    (row,) = lessons(draft, target, [one])
-    learnt = row.labels[row.labels != NOT_LEARNT].tolist()
+    (row,) = training_examples(draft, target, [one])
+    learnt = row.labels[row.labels != IGNORED].tolist()
     assert row.input_ids[len(row.input_ids) - len(learnt) :].tolist() == learnt
     pieces = [view[token] or b"" for token in row.input_ids.tolist()]
     sizes = [len(b"".join(pieces[place:])) for place in range(len(pieces))]
@@ -238,11 +238,11 @@ def test_the_continuation_alone_is_learnt_and_all_of_it(start: str, text: str, o
         assert rest.startswith(target[int(row.likeliest[place, 0])] or b"")
 
 
-def test_the_distributions_of_the_target_stand_where_its_ids_begin() -> None:
+def test_the_distributions_of_the_target_are_at_the_bytes_where_its_ids_begin() -> None:
     tokens = tokenizer("byte-level BPE")
     draft = draft_model((fitting(tokens, "Llama", 0), tokens))
     target, one = said("吾輩は", "猫である。名前")
-    (row,) = lessons(draft, target, [one])
+    (row,) = training_examples(draft, target, [one])
     known = row.likeliest[row.probabilities.sum(dim=-1) > 0][:, 0].tolist()
     assert known and set(known) <= set(one.ids)
     assert known[0] == one.ids[0]
@@ -252,7 +252,7 @@ def test_the_distributions_of_the_target_stand_where_its_ids_begin() -> None:
 def test_the_loss_is_the_cross_entropy_with_what_is_known(seed: int, soft: bool) -> None:
     torch.manual_seed(seed)
     logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
-    labels[0, :3] = NOT_LEARNT
+    labels[0, :3] = IGNORED
     few = torch.rand(2, 5, 7).topk(3).indices
     known = torch.randn(2, 5, 7).softmax(dim=-1).gather(2, few)
     known[0] = 0
@@ -261,7 +261,7 @@ def test_the_loss_is_the_cross_entropy_with_what_is_known(seed: int, soft: bool)
     found = guessing_loss(logits, labels, few, known, same)
     total, count = 0.0, 0
     for row, place in product(range(2), range(1, 5)):
-        if labels[row, place] != NOT_LEARNT:
+        if labels[row, place] != IGNORED:
             spoken = logits[row, place - 1].softmax(dim=-1)
             hard, count = -float(spoken[labels[row, place]].log()), count + 1
             told, heard = known[row, place], spoken[few[row, place]]
@@ -274,16 +274,16 @@ def test_rows_are_padded_with_what_is_not_learnt() -> None:
     tokens = tokenizer("byte-level BPE")
     draft = draft_model((fitting(tokens, "Llama", 0), tokens))
     target, one = said("吾輩は", "猫である")
-    found = batch(lessons(draft, target, [one, said("", "名前はまだ無い。どこで")[1]]))
+    found = batch(training_examples(draft, target, [one, said("", "名前はまだ無い。どこで")[1]]))
     assert len({part.shape[:2] for part in found.values()}) == 1
-    assert torch.equal(found["labels"] == NOT_LEARNT, (found["attention_mask"] == 0) | (found["labels"] != found["input_ids"]))
+    assert torch.equal(found["labels"] == IGNORED, (found["attention_mask"] == 0) | (found["labels"] != found["input_ids"]))
 
 
-def test_a_draft_that_can_not_spell_the_texts_is_told_so() -> None:
+def test_a_draft_that_can_not_write_the_texts_is_refused() -> None:
     tokens = tokenizer("WordPiece")
     draft = draft_model((fitting(tokens, "Llama", 0), tokens))
-    with pytest.raises(InvalidInputError, match="can spell 0 of 2 texts"):
-        lessons(draft, said("", "")[0], [said("a", "안녕하세요")[1], said("b", "😀👍")[1]])
+    with pytest.raises(InvalidInputError, match="can write 0 of 2 texts"):
+        training_examples(draft, said("", "")[0], [said("a", "안녕하세요")[1], said("b", "😀👍")[1]])
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
 
 def test_going_on_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kill(monkeypatch, "xtok.tune.writing._continued", 1, tmp_path)
-    with pytest.raises(InvalidInputError, match="begun with other settings: sampled, epochs"):
+    with pytest.raises(InvalidInputError, match="started with other settings: sampled, epochs"):
         tuned(tmp_path, sampled=1.0, epochs=4)
 
 
@@ -342,7 +342,7 @@ def test_the_command_tunes_and_tells_what_was_gained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_texts_are_picked_in_all_ways_as_evenly_as_the_share_allows(share: float) -> None:
-    counts = Counter(called(way(index, share)) for index in range(80))
+    counts = Counter(name_of_way(way(index, share)) for index in range(80))
     assert counts["sampled"] == 80 * share
     assert abs(counts["greedy"] - counts["greedy, repetition penalty 1.2"]) <= 1
 

@@ -47,13 +47,13 @@ def english() -> Fit:
 def test_a_verdict_is_a_sentence_that_follows_from_sizes_and_tokenizers(found: Fit, share: float, word: str, told: str) -> None:
     judged = verdict(found, 1_000_000, round(1_000_000 * share))
     assert judged.word == word
-    assert judged.told.startswith(f"{word.capitalize()}: a forward of the draft reads ")
-    assert told in judged.told
-    assert judged.told.count(". ") == 0
-    assert judged.told.endswith(".")
+    assert judged.sentence.startswith(f"{word.capitalize()}: a forward of the draft reads ")
+    assert told in judged.sentence
+    assert judged.sentence.count(". ") == 0
+    assert judged.sentence.endswith(".")
 
 
-def test_a_draft_token_that_spells_more_pays_sooner() -> None:
+def test_a_draft_token_with_more_bytes_pays_sooner() -> None:
     characters, words = tokenizer("characters"), tokenizer("byte-level BPE")
     text = ["the quick brown fox jumps over the lazy dog"]
     long, short = fit(characters, words, text), fit(words, characters, text)
@@ -61,13 +61,13 @@ def test_a_draft_token_that_spells_more_pays_sooner() -> None:
     assert verdict(long, 100, 10).ceiling > verdict(short, 100, 10).ceiling
 
 
-def test_the_share_that_a_draft_can_spell_is_counted_in_tokens_of_the_target() -> None:
+def test_the_share_that_a_draft_can_write_is_counted_in_tokens_of_the_target() -> None:
     found = english()
-    assert found.draft.unspellable == ("龘",)
+    assert found.draft.unwritable == ("龘",)
     ids = tokenizer("byte-level BPE")("龘龘龘龘龘龘龘龘龘 the fox", add_special_tokens=False).input_ids
     assert len(ids) > 9
-    assert found.spelled == pytest.approx((len(ids) - 9 * 3) / len(ids))  # each of its three bytes is a token
-    assert SAME.spelled == 1
+    assert found.writable == pytest.approx((len(ids) - 9 * 3) / len(ids))  # each of its three bytes is a token
+    assert SAME.writable == 1
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -85,8 +85,8 @@ def test_inspect_says_first_what_to_expect_without_any_weights(tmp_path: Path) -
     assert told.startswith("Poor: a forward of the draft reads 27% of the weights")
     found = json.loads(run("inspect", "--json")[0])
     assert found["verdict"]["word"] == "poor"
-    assert found["verdict"]["told"] == told.splitlines()[0]
-    assert found["spelled"] == 1
+    assert found["verdict"]["sentence"] == told.splitlines()[0]
+    assert found["writable"] == 1
 
 
 def test_inspect_judges_several_drafts() -> None:
@@ -113,7 +113,7 @@ def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, 
     assert "--limit has no effect without --measure" in run("inspect", "--limit", "2", code=1)[1]
 
 
-def test_the_fastest_draft_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_draft_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, tuned = (load(one, "model") for one in (TARGET, DRAFT, TUNED))
     from xtok.bench import drafters
 

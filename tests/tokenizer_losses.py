@@ -104,7 +104,7 @@ def _is_swallowed(name: str, mark: str) -> bool:
 
 def missing_bytes(name: str) -> int:
     """How many of the 243 bytes of UTF-8 no id spells by itself."""
-    return sum(not view(name).ids_spelling(bytes([byte])) for byte in range(256) if byte not in NEVER)
+    return sum(not view(name).ids_of_bytes(bytes([byte])) for byte in range(256) if byte not in NEVER)
 
 
 def sharing(name: str) -> int:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok import Budget, XTokAssisted
-from xtok.drafts.policy.latency import ForwardCost
+from xtok.drafts.policy.latency import LatencyModel
 from xtok.drafts.policy.settings import Schedule
 
 SHARED = Path(os.environ.get("XTOK_SHARED", Path(__file__).parents[2] / "shared"))
@@ -59,9 +59,9 @@ def make_dear(xt: Any, so: bool = True) -> Any:
     if not so:
         return xt
     ledger = xt.setup.ledger if isinstance(xt, XTokAssisted) else xt._ledger
-    ledger.target = ForwardCost({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
-    for account in ledger.accounts:
-        account.forward = ForwardCost({1: (99, 1.0, 0.01)})
+    ledger.target = LatencyModel({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
+    for account in ledger.drafts:
+        account.forward = LatencyModel({1: (99, 1.0, 0.01)})
     return xt
 
 

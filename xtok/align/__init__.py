@@ -1,4 +1,4 @@
-"""What ids spell, and how a text of one tokenizer is written in the ids of another.
+"""The bytes of ids, and how a text of one tokenizer is written in the ids of another.
 
 Nothing here knows of models, drafts or decoding.
 """

@@ -1,4 +1,4 @@
-"""Draft → target: a guessed text as the target's ids behind the ids that are already committed."""
+"""From draft to target: the target's ids for a guessed text that follows committed ids."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -10,12 +10,12 @@ _FOLLOWERS = 32
 
 
 class Continuation:
-    """The target's ids for guessed bytes behind committed ids. One per generation.
+    """Encodes guessed bytes as the target's ids that follow committed ids. Each sequence has its own.
 
-    Law: `view.to_bytes(ids)` is a beginning of the guess, or of the guess as the target's tokenizer normalises it.
-    The committed ids are never re-encoded: a few of them are looked at to see how the text would be cut there, and where no cut
-    falls on their end, the guess is encoded for itself. A model doesn't always cut as its tokenizer does, least of all when it
-    repeats itself; so where the same bytes followed the same id before, they are cut as they were then.
+    Law: `view.to_bytes(ids)` is a beginning of the guess, or of the guess as the target's tokenizer normalises it. The
+    committed ids are never re-encoded. The last few of them are encoded together with the guess, to see where the text would be
+    cut; if no cut falls on their end, the guess is encoded by itself. A model doesn't always cut a text as its tokenizer does,
+    least of all when it repeats itself. So if the same bytes followed the same id before, they are cut as they were then.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -25,7 +25,10 @@ class Continuation:
         self._followers: dict[int, dict[int, bytes]] = {}
 
     def ids(self, committed: Sequence[int], guess: bytes) -> list[int]:
-        """Ids for `guess`, less a character that it leaves unfinished. The last of `committed` may be another one next time."""
+        """The ids for `guess`, without a character that it leaves unfinished.
+
+        The guess follows the ids `committed`, the last of which may be another one in the next call.
+        """
         self._learn(committed)
         before = list(committed[-_LOOK_BACK:])
         found: list[int] = []
@@ -39,16 +42,18 @@ class Continuation:
             token = canonical[0] if own is None else own
             canonical = canonical[1:] if canonical[:1] == [token] else []
             found.append(token)
-            guess = self._less(guess, token)
+            guess = self._rest_after(guess, token)
         return [*found, *canonical]
 
-    def _less(self, guess: bytes, token: int) -> bytes:
-        """The guess behind `token`; nothing where the tokenizer rewrote the text, for then its ids are taken as they are."""
+    def _rest_after(self, guess: bytes, token: int) -> bytes:
+        """What is left of the guess after `token`; nothing if the tokenizer rewrote the text: then its ids are taken as they
+        are.
+        """
         piece = self._view[token] or b""
         return guess[len(piece) :] if piece and guess.startswith(piece) else b""
 
     def _learn(self, committed: Sequence[int]) -> None:
-        """Remember what followed each id, the latest last; not yet the last id, in whose place another may come."""
+        """Remember which ids followed each id, the latest last. The last one is left out, since it may still change."""
         for i in range(max(1, self._learned), len(committed) - 1):
             if piece := self._view[committed[i]]:
                 followers = self._followers.setdefault(committed[i - 1], {})
@@ -57,47 +62,46 @@ class Continuation:
         self._learned = max(0, len(committed) - 1)
 
     def _followed(self, before: int, guess: bytes) -> int | None:
-        """The id that lately followed `before` and begins `guess`."""
+        """The latest id that followed `before` and that `guess` begins with, if there is one."""
         latest = islice(reversed(self._followers.get(before, {}).items()), _FOLLOWERS)
         return next((token for token, piece in latest if guess.startswith(piece)), None)
 
     def _canonical(self, context: Sequence[int], guess: bytes) -> list[int]:
-        """The ids for `guess` as the target's tokenizer would cut it behind `context`."""
+        """The ids for `guess` as the target's tokenizer would cut it after `context`."""
         tail = self._tail(context)
-        # Without pre-tokens, a cut at the tail's end leaves nothing in the tail that could tell on what follows.
-        found = self._behind(tail, guess) if self._encoder.pretokenizes or not self._encoder.cuttable else None
+        # Without pre-tokens, a cut at the tail's end leaves nothing in the tail that could change what follows.
+        found = self._after(tail, guess) if self._encoder.pretokenizes or not self._encoder.cuttable else None
         if found is None:
             missing = _missing_bytes(tail)
-            spelled = self._spelled_out(guess[:missing])
-            found = None if spelled is None else spelled + self._alone(guess[missing:])
+            first = self._byte_by_byte(guess[:missing])
+            rest = guess[missing:].decode(errors="ignore")
+            found = None if first is None else first + (self._encoder.ids_after(rest) or [])
         return found or []
 
     def _tail(self, context: Sequence[int]) -> bytes:
-        """The bytes of the last ids, from where a character begins."""
+        """The bytes of the last ids, from the first whole character on."""
         tail = self._view.to_bytes(context[-_LOOK_BACK:], before=b"x")
         return tail[_first_boundary(tail) :]
 
-    def _behind(self, tail: bytes, guess: bytes) -> list[int] | None:
-        """The ids behind `tail` in the encoding of tail and guess together; None where no id begins at the tail's end."""
+    def _after(self, tail: bytes, guess: bytes) -> list[int] | None:
+        """The ids after `tail` in the encoding of tail and guess together; None if no id begins at the tail's end."""
         ids = self._encoder.ids((tail + guess).decode(errors="ignore"))
-        spelled = b"".join(self._view[token] or b"" for token in ids)
-        size = -1 if self._view.strips_space and spelled.startswith(b" " + tail) else 0  # less a dummy space
+        data = b"".join(self._view[token] or b"" for token in ids)
+        size = -1 if self._view.strips_space and data.startswith(b" " + tail) else 0  # less a dummy space
         for i, token in enumerate(ids):
             if size >= len(tail):
                 return ids[i:] if size == len(tail) else None
             size += len(self._view[token] or b"")
         return [] if size == len(tail) else None
 
-    def _alone(self, guess: bytes) -> list[int]:
-        return self._encoder.ids_after(guess.decode(errors="ignore")) or []
-
-    def _spelled_out(self, data: bytes) -> list[int] | None:
-        ids = [self._view.ids_spelling(data[i : i + 1])[:1] for i in range(len(data))]
+    def _byte_by_byte(self, data: bytes) -> list[int] | None:
+        """An id for each byte; None if a byte has none."""
+        ids = [self._view.ids_of_bytes(data[i : i + 1])[:1] for i in range(len(data))]
         return [token[0] for token in ids] if all(ids) else None
 
 
 def _first_boundary(data: bytes) -> int:
-    """Where the first whole character begins."""
+    """The index of the first byte that begins a character."""
     return next((i for i, byte in enumerate(data) if byte & 0xC0 != 0x80), len(data))
 
 

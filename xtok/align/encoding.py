@@ -1,6 +1,7 @@
-"""Plain text → ids: a tokenizer's own encoding, with nothing added and no text read as a control token.
+"""From plain text to ids: a tokenizer's own encoding, with nothing added and no text read as a control token.
 
-But where a vocabulary itself spells the name of one (`<EOD|LLM-jp>`): there is no other way to write that.
+There is one exception: if an ordinary token has the name of a control token (`<EOD|LLM-jp>`), there is no other way to write
+it.
 """
 
 import json
@@ -14,27 +15,30 @@ from typing import Any, NamedTuple
 from xtok.align.tokenbytes import TokenBytes
 
 SENTINELS = ("\n", "。", "|")
-"""Texts to encode a continuation behind, where encoding it bare would put a dummy prefix in front of it."""
+"""A continuation is encoded after one of these texts, so that no dummy prefix is put in front of it."""
 
 _NO_CHARACTER = "\U0010ffff"
 
 
 class Encoded(NamedTuple):
-    """Ids with where in the text (in characters) each begins, and with whether each begins a pre-token."""
+    """Ids, at which character of the text each begins, and whether each begins a pre-token (a word, mostly)."""
 
     ids: list[int]
     starts: list[int]
-    heads: list[bool]
+    word_starts: list[bool]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """One tokenizer's plain encoding, and what is known about where it can be cut.
+    """One tokenizer's plain encoding, and what is known about the positions at which it can be cut.
 
-    Law: where `parts_at(text, cut)` is true and `cut` begins a token of `encode(text)`, and also a pre-token if `pretokenizes`,
-    `encode(text).ids == encode(text[:cut]).ids + encode_behind(text[cut:])`.
-    That law is exact but for pieces of a Unigram whose scores sum up to the same float: those break ties by rounding.
-    `bare`: as `ids_after`, by the tokenizer's model alone, at a fraction of the cost; None where more is to be done than that.
+    Law: if `splits_at(text, cut)` is true and `cut` begins a token of `encode(text)`, and also a pre-token if `pretokenizes`,
+    `encode(text).ids == encode(text[:cut]).ids + encode_after(text[cut:]).ids`.
+    There is one exception: pieces of a Unigram whose scores sum up to the same float, whose ties are broken by rounding.
+
+    `ids`, `encode`: the encoding of a text. `pretokenizes`: a pre-tokenizer splits texts into words. `normalizes`: a normalizer
+    may change a text. `cuttable`: encodings can be cut at all. `unknown`: the id of a character that has no token. `bare`: as
+    `ids_after`, by the tokenizer's model alone, in a fraction of the time; None if the tokenizer does more than its model.
     """
 
     view: TokenBytes
@@ -48,11 +52,11 @@ class Encoder:
 
     @cached_property
     def _leads(self) -> list[tuple[str, list[int]]]:
-        """Sentinels and their ids; none that is unknown, for it would swallow an unknown character behind it."""
+        """Sentinels and their ids, without unknown ones: those would swallow an unknown character that follows."""
         leads = [(sentinel, self.ids(sentinel)) for sentinel in SENTINELS]
         return [(sentinel, ids) for sentinel, ids in leads if ids and ids[-1] != self.unknown]
 
-    def parts_at(self, text: str, cut: int) -> bool:
+    def splits_at(self, text: str, cut: int) -> bool:
         """Whether no token, added token or normalisation can reach across character `cut` of `text`."""
         if not self.cuttable or not _is_settled(text, cut):
             return False
@@ -67,7 +71,7 @@ class Encoder:
         return not self.view.straddled(before + text[cut : cut + reach].encode(), len(before))
 
     def ids_after(self, text: str) -> list[int] | None:
-        """As `encode_behind`, the ids alone."""
+        """The ids of `encode_after`."""
         if self.bare is not None:
             return self.bare(text)
         for sentinel, lead in self._leads:
@@ -76,13 +80,13 @@ class Encoder:
                 return ids[len(lead) :]
         return None
 
-    def encode_behind(self, text: str) -> Encoded | None:
-        """`text` as the continuation of some other text, without a dummy prefix; None where that can't be had."""
+    def encode_after(self, text: str) -> Encoded | None:
+        """Encodes `text` as the continuation of another text, without a dummy prefix; None if the tokenizer can't."""
         for sentinel, lead in self._leads:
             whole = self.encode(sentinel + text)
             starts = [start - len(sentinel) for start in whole.starts[len(lead) :]]
             if whole.ids[: len(lead)] == lead and not (starts and starts[0] < 0):
-                return Encoded(whole.ids[len(lead) :], starts, whole.heads[len(lead) :])
+                return Encoded(whole.ids[len(lead) :], starts, whole.word_starts[len(lead) :])
         return None
 
 
@@ -105,8 +109,8 @@ def _fast(backend: Any, view: TokenBytes) -> Encoder:
     def encode(text: str) -> Encoded:
         encoding = copy.encode(text, add_special_tokens=False)
         words = encoding.word_ids
-        heads = [True, *map(ne, words[1:], words)] if words else []
-        return Encoded(encoding.ids, [start for start, _ in encoding.offsets], heads)
+        word_starts = [True, *map(ne, words[1:], words)] if words else []
+        return Encoded(encoding.ids, [start for start, _ in encoding.offsets], word_starts)
 
     return Encoder(
         view,
@@ -121,9 +125,9 @@ def _fast(backend: Any, view: TokenBytes) -> Encoder:
 
 
 def _sharing(backend: Any) -> Any:
-    """A tokenizer of the same parts, without truncation, padding and what goes around a text.
+    """A tokenizer that shares the parts of `backend`, without truncation, padding and tokens around a text.
 
-    Copying 256,000 ids takes two seconds and 170 MB; so that is done only where added ids can't be had otherwise.
+    Copying 256,000 ids takes two seconds and 170 MB; it is done only if there is no other way to get the same added ids.
     """
     copy = type(backend)(backend.model)
     if backend.normalizer is not None:
@@ -131,7 +135,7 @@ def _sharing(backend: Any) -> Any:
     if backend.pre_tokenizer is not None:
         copy.pre_tokenizer = backend.pre_tokenizer
     added = backend.get_added_tokens_decoder()
-    copy.add_tokens([added[token] for token in sorted(added)])  # behind the normalizer, which is applied to them
+    copy.add_tokens([added[token] for token in sorted(added)])  # after the normalizer is set, which is applied to them
     return copy if copy.get_added_tokens_decoder() == added else _copy(backend)
 
 
@@ -144,7 +148,7 @@ def _copy(backend: Any) -> Any:
 
 
 def _bare(backend: Any) -> Callable[[str], list[int]] | None:
-    """The model's own cut of a text, where all that the tokenizer does before it is to write spaces as `▁`."""
+    """The encoding by the tokenizer's model alone, if the tokenizer does nothing before it but write spaces as `▁`."""
     normalizer = _state(backend.normalizer)
     literal = any(not token.special for token in backend.get_added_tokens_decoder().values())
     if backend.pre_tokenizer is not None or literal or not _is_simple(normalizer) or not _takes_whole_texts(backend.model):
@@ -155,24 +159,24 @@ def _bare(backend: Any) -> Callable[[str], list[int]] | None:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """The settings of a part of a fast tokenizer; None where it has no such part."""
+    """The settings of a part of a fast tokenizer; None if it has no such part."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _takes_whole_texts(model: Any) -> bool:
-    """Whether a model cuts a text of many words without marks at the ends of words, and always in the same way."""
+    """Whether a model can cut a text of many words at once, without marks at word ends, and always in the same way."""
     names = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
     return type(model).__name__ in ("BPE", "Unigram") and not any(getattr(model, name, None) for name in names)
 
 
 def _unknown(ids: Callable[[str], list[int]], view: TokenBytes) -> int | None:
-    """The id that stands for a character that can't be spelled. A tokenizer's `unk_token_id` may be another."""
+    """The id of a character that has no token. A tokenizer's `unk_token_id` may be another id."""
     last = ids(_NO_CHARACTER)[-1:]
     return last[0] if last and (view[last[0]] or b"?") not in _NO_CHARACTER.encode() else None
 
 
 def _slow(tokenizer: Any, view: TokenBytes) -> Encoder:
-    """Tokenizers written in Python say nothing of positions: their encoding can't be cut."""
+    """The encoder of a tokenizer written in Python, which says nothing of positions: its encoding can't be cut."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
@@ -185,7 +189,7 @@ def _slow(tokenizer: Any, view: TokenBytes) -> Encoder:
 
 
 def _splits(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether a pre-tokenizer parts a text into words."""
+    """Whether a pre-tokenizer splits a text into words."""
     if pre_tokenizer is None:
         return False
     if pre_tokenizer["type"] == "Sequence":
@@ -203,7 +207,7 @@ def _is_simple(normalizer: dict[str, Any] | None) -> bool:
 
 
 def _is_settled(text: str, cut: int) -> bool:
-    """Whether the characters around `cut` are such that no rule for spaces, marks, digits or letters in motion joins them."""
+    """Whether no normalization rule for spaces, combining marks or Hangul joins the characters on both sides of `cut`."""
     before, after = text[cut - 1 : cut], text[cut : cut + 1]
     if not before or not after or before.isspace() or (after.isspace() and (after != " " or text[cut + 1 : cut + 2].isspace())):
         return False

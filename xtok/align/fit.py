@@ -1,4 +1,4 @@
-"""How well the tokenizers of a pair fit, told before any generation."""
+"""How well the tokenizers of a pair fit, found out before any generation."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,49 +13,51 @@ from xtok.errors import InvalidInputError
 UTF8_BYTES = frozenset(range(0xF5)) - {0xC0, 0xC1}
 """The 243 byte values that occur in UTF-8."""
 
-_TOLD = 8
-_WORTH_TELLING = 0.01
+_NAMED = 8
+"""How many lost characters are named."""
+_WORTH_MENTIONING = 0.01
 
 
 @dataclass(frozen=True)
 class Side:
     """One tokenizer of a pair, and what it makes of a sample. Shares are between 0 and 1.
 
-    `spellings`: how many different byte strings its tokens spell; `shared`: the share of them that the other side has too.
-    `single_bytes`: for how many of the 256 byte values it has a token; `missing_bytes`: how many of `UTF8_BYTES` have none.
+    `family`, `normalizer`: what kind of tokenizer it is. `vocabulary`: how many ids it has. `byte_strings`: how many different
+    byte strings its ids decode to; `shared`: the share of them that the other side has too. `single_bytes`: how many of the 256
+    byte values have an id; `missing_bytes`: how many of `UTF8_BYTES` have none. `tokens_per_character`: on the sample.
     `mid_character`: the share of its tokens on the sample that end inside a character.
-    `unspellable`, `rewritten`: the characters of the sample that don't come back, because it has no way to write them or
-    because its normalizer writes others. `altered_texts`: how many texts of the sample don't come back.
-    `window`: how many tokens its model was made for, None where that is unknown.
+    `unwritable`, `rewritten`: the characters of the sample that don't come back, because it has no ids for them or
+    because its normalizer replaces them. `altered_texts`: how many texts of the sample don't come back.
+    `window`: how many tokens its model was made for; None if that is unknown.
     """
 
     family: str
     normalizer: str
     vocabulary: int
-    spellings: int
+    byte_strings: int
     shared: float
     single_bytes: int
     missing_bytes: int
     tokens_per_character: float
     mid_character: float
-    unspellable: tuple[str, ...]
+    unwritable: tuple[str, ...]
     rewritten: tuple[str, ...]
     altered_texts: int
     window: int | None
 
     @property
     def reach(self) -> float | None:
-        """How many characters like those of the sample its window holds."""
+        """How many characters like those of the sample fit into its window; None if that is unknown."""
         return None if self.window is None else self.window / self.tokens_per_character
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A pair on a sample of `texts` texts with `characters` characters.
+    """How two tokenizers fit, on a sample of `texts` texts with `characters` characters.
 
-    `shared`: how many byte strings both vocabularies have. `losses`: sentences that say what will be lost, for this pair.
-    `same`: whether both have the same tokens, so that guesses are ids and skip the text. `spelled`: the share of the target's
-    tokens on the sample whose characters the draft can write.
+    `shared`: how many byte strings both vocabularies have. `losses`: sentences that say what this pair loses. `same`: whether
+    both have the same tokens, so that guesses are ids and never become text. `writable`: the share of the target's tokens on
+    the sample whose characters the draft can write.
     """
 
     target: Side
@@ -65,11 +67,11 @@ class Fit:
     shared: int
     losses: tuple[str, ...]
     same: bool
-    spelled: float
+    writable: float
 
     @property
     def target_tokens_per_draft_token(self) -> float:
-        """How many tokens of the target the text of one draft token makes, on the sample."""
+        """How many tokens of the target have as much text as one draft token, on the sample."""
         return self.target.tokens_per_character / self.draft.tokens_per_character
 
 
@@ -81,26 +83,27 @@ def fit(
     target_window: int | None = None,
     draft_window: int | None = None,
 ) -> Fit:
-    """Compare two transformers tokenizers on a sample. No model is needed.
+    """Compare two transformers tokenizers on a sample of texts. No model is needed.
 
+    `target_window`, `draft_window`: how many tokens the models were made for, if known.
     Raises `InvalidInputError` for a sample without text and `UnsupportedTokenizerError` for a tokenizer that can't be read.
     """
     texts = [text for text in texts if text]
     if not texts:
         raise InvalidInputError("The sample has no text. Pass at least one character.")
     views = token_bytes(target), token_bytes(draft)
-    spellings = _spellings(views[0]), _spellings(views[1])
-    of_target = _side(target, views[0], spellings[0], spellings[1], texts, target_window)
-    of_draft = _side(draft, views[1], spellings[1], spellings[0], texts, draft_window)
-    shared = len(spellings[0] & spellings[1])
+    byte_strings = _byte_strings(views[0]), _byte_strings(views[1])
+    of_target = _side(target, views[0], byte_strings[0], byte_strings[1], texts, target_window)
+    of_draft = _side(draft, views[1], byte_strings[1], byte_strings[0], texts, draft_window)
+    shared = len(byte_strings[0] & byte_strings[1])
     same = same_tokens(target, views[0], draft, views[1])
     losses = tuple(_window_losses(of_target, of_draft) if same else _losses(of_target, of_draft))
-    spelled = 1.0 if same else _spelled(encoder(target, views[0]), texts, {*of_draft.unspellable, *of_draft.rewritten})
-    return Fit(of_target, of_draft, len(texts), sum(map(len, texts)), shared, losses, same, spelled)
+    writable = 1.0 if same else _writable(encoder(target, views[0]), texts, {*of_draft.unwritable, *of_draft.rewritten})
+    return Fit(of_target, of_draft, len(texts), sum(map(len, texts)), shared, losses, same, writable)
 
 
-def _spellings(view: TokenBytes) -> frozenset[bytes]:
-    return frozenset(spelling for spelling in view.table if spelling)
+def _byte_strings(view: TokenBytes) -> frozenset[bytes]:
+    return frozenset(piece for piece in view.table if piece)
 
 
 def _side(
@@ -109,26 +112,26 @@ def _side(
     reading = encoder(tokenizer, view)
     encoded = [reading.ids(text) for text in texts]
     tokens = max(1, sum(map(len, encoded)))
-    unspellable, rewritten = _lost(reading, sorted(set("".join(texts))))
+    unwritable, rewritten = _lost(reading, sorted(set("".join(texts))))
     return Side(
         family=view.family,
         normalizer=_normalizer(tokenizer),
         vocabulary=len(tokenizer),
-        spellings=len(own),
+        byte_strings=len(own),
         shared=len(own & other) / max(1, len(own)),
         single_bytes=sum(bytes([byte]) in own for byte in range(256)),
         missing_bytes=sum(bytes([byte]) not in own for byte in UTF8_BYTES),
         tokens_per_character=tokens / sum(map(len, texts)),
         mid_character=sum(_mid_characters(view, ids) for ids in encoded) / tokens,
-        unspellable=unspellable,
+        unwritable=unwritable,
         rewritten=rewritten,
         altered_texts=sum(text not in _text(view, ids) for text, ids in zip(texts, encoded, strict=True)),
         window=window,
     )
 
 
-def _spelled(reading: Encoder, texts: Sequence[str], lost: set[str]) -> float:
-    """The share of the tokens of texts that write no character of `lost`, nor a part of one."""
+def _writable(reading: Encoder, texts: Sequence[str], lost: set[str]) -> float:
+    """The share of the tokens of texts that hold no character of `lost`, nor a part of one."""
     whole = right = 0
     for text in texts:
         decoder, parts = utf8_decoder(), 0
@@ -154,8 +157,8 @@ def _mid_characters(view: TokenBytes, ids: Sequence[int]) -> int:
 
 
 def _lost(reading: Encoder, characters: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The characters that don't come back: those that can't be spelled, and those that become others."""
-    unspellable: list[str] = []
+    """The characters that don't come back: those that have no ids, and those that become others."""
+    unwritable: list[str] = []
     rewritten: list[str] = []
     for character in characters:
         ids = reading.ids(character)
@@ -163,8 +166,8 @@ def _lost(reading: Encoder, characters: Sequence[str]) -> tuple[tuple[str, ...],
         if character in text or _comes_back_in_a_word(reading, character):
             continue
         nothing = not text or "\ufffd" in text or reading.unknown in ids
-        (unspellable if nothing else rewritten).append(character)
-    return tuple(unspellable), tuple(rewritten)
+        (unwritable if nothing else rewritten).append(character)
+    return tuple(unwritable), tuple(rewritten)
 
 
 def _comes_back_in_a_word(reading: Encoder, character: str) -> bool:
@@ -174,7 +177,7 @@ def _comes_back_in_a_word(reading: Encoder, character: str) -> bool:
 
 
 def _normalizer(tokenizer: Any) -> str:
-    """What a tokenizer does to a text before cutting it, in the names of the tokenizers library."""
+    """What a tokenizer does to a text before it cuts it, in the tokenizers library's names."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return "its own"
@@ -189,22 +192,22 @@ def _steps(state: dict[str, Any]) -> list[str]:
 
 
 def _losses(target: Side, draft: Side) -> Iterator[str]:
-    if target.unspellable:
-        yield f"The target can't spell {_named(target.unspellable)}, with or without a draft."
+    if target.unwritable:
+        yield f"The target can't write {_named(target.unwritable)}, with or without a draft."
     if target.rewritten:
         yield f"The target's tokenizer rewrites {_named(target.rewritten)} in a prompt, with or without a draft."
-    if draft.unspellable:
-        yield f"The draft can't spell {_named(draft.unspellable)}: it guesses none of these, and worse behind them."
+    if draft.unwritable:
+        yield f"The draft can't write {_named(draft.unwritable)}: it guesses none of these, and worse after them."
     if draft.rewritten:
         yield f"The draft's tokenizer rewrites {_named(draft.rewritten)}: it guesses none of these."
-    if draft.altered_texts and not draft.unspellable and not draft.rewritten:
-        yield "The draft's tokenizer alters spaces or joined characters: it guesses worse where these stand."
+    if draft.altered_texts and not draft.unwritable and not draft.rewritten:
+        yield "The draft's tokenizer alters spaces or joined characters: it guesses worse near these."
     if draft.missing_bytes:
         yield (
             f"The draft has no token for {draft.missing_bytes} of the {len(UTF8_BYTES)} bytes of UTF-8: "
-            "a character beyond the sample may be one that it can't spell."
+            "a character beyond the sample may be one that it can't write."
         )
-    if draft.mid_character >= _WORTH_TELLING:
+    if draft.mid_character >= _WORTH_MENTIONING:
         yield (
             f"{draft.mid_character:.0%} of the draft's tokens end inside a character: "
             "a guess that ends so loses that last character."
@@ -221,9 +224,9 @@ def _window_losses(target: Side, draft: Side) -> Iterator[str]:
 
 
 def _named(characters: Sequence[str]) -> str:
-    """A few of the characters, with how many they are."""
+    """A phrase that names a few of the characters and says how many they are."""
     few = " ".join(
-        character if character.isprintable() and character.strip() else ascii(character) for character in characters[:_TOLD]
+        character if character.isprintable() and character.strip() else ascii(character) for character in characters[:_NAMED]
     )
     count = "1 character" if len(characters) == 1 else f"{len(characters)} different characters"
-    return f"{count} of the sample ({few}{' and others' if len(characters) > _TOLD else ''})"
+    return f"{count} of the sample ({few}{' and others' if len(characters) > _NAMED else ''})"

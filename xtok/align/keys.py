@@ -1,4 +1,4 @@
-"""What noise knows an id by: its spelling, which is the same in any vocabulary."""
+"""The key by which noise knows an id: a hash of its bytes, which is the same in any vocabulary."""
 
 from hashlib import blake2b
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from xtok.align.tokenbytes import TokenBytes
 
 
-def spelling_keys(view: TokenBytes, size: int) -> Tensor:
-    """One key per id, (size,), int64: the same for equal spellings in any vocabulary, but different for any two ids of one.
+def noise_keys(view: TokenBytes, size: int) -> Tensor:
+    """One key for each of `size` ids, (size,), int64: the same for equal bytes in any vocabulary, yet unique within one.
 
-    The first id of a spelling has that spelling's own key; further ids that spell the same, and those that spell nothing, have
-    keys of their id. Without that, two ids with the same noise would be drawn too often or too seldom.
+    The first id of some bytes has the key of those bytes; further ids with the same bytes, and ids without bytes, have keys of
+    their own number. Otherwise two ids with the same noise would be drawn too often or too seldom.
     """
     keys, seen = [], set[bytes]()
     for token in range(size):
@@ -23,20 +23,23 @@ def spelling_keys(view: TokenBytes, size: int) -> Tensor:
             keys.append(digest(piece + token.to_bytes(8, "little"), b"duplicate"))
         else:
             seen.add(piece)
-            keys.append(spelling_key(piece))
+            keys.append(bytes_key(piece))
     return torch.tensor(keys, dtype=torch.int64, device="cpu")
 
 
-def spelling_key(piece: bytes) -> int:
-    """The key of a spelling, as a signed number of 64 bits."""
+def bytes_key(piece: bytes) -> int:
+    """The key of an id's bytes, as a signed number of 64 bits."""
     return digest(piece, b"spelling")
 
 
 def control_key(token: int) -> int:
-    """The key of an id that spells nothing."""
+    """The key of an id without bytes, as a signed number of 64 bits."""
     return digest(token.to_bytes(8, "little"), b"control")
 
 
 def digest(data: bytes, kind: bytes) -> int:
-    """64 bits of a hash, as a signed number. `kind`: at most 16 bytes that tell uses of it apart."""
+    """The first 64 bits of the BLAKE2b hash of `data`, as a signed number.
+
+    `kind`: at most 16 bytes; equal data of different kinds has different digests.
+    """
     return int.from_bytes(blake2b(data, digest_size=8, person=kind).digest(), "little", signed=True)

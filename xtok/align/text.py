@@ -1,4 +1,4 @@
-"""A text that grows id by id: what it spells so far, and its new part in pieces, never half a character."""
+"""The ids and bytes of one sequence, which grows id by id."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,11 +7,12 @@ from functools import cached_property
 from xtok.align.tokenbytes import TokenBytes
 
 
-class Text:
-    """The ids of a prompt, of which none are padding, and those that were committed behind it, with the bytes that they spell.
+class SequenceText:
+    """The ids of a prompt, without padding, and those that were committed after it, with the bytes that they decode to.
 
-    `pieces`: the bytes of each new id. `controls` counts those that spell nothing: they move no offset, and yet must not share
-    their noise.
+    `ids`: all of them. `data`: their bytes. `prompt_length`: how many ids the prompt has. `prompt_size`: how many bytes it has.
+    `pieces`: the bytes of each new id. `controls`: how many new ids decode to nothing; they move no byte offset, and yet must
+    not share their noise.
     """
 
     def __init__(self, view: TokenBytes, prompt: Sequence[int]) -> None:
@@ -37,22 +38,25 @@ class Text:
 
     @property
     def new_ids(self) -> list[int]:
-        """What was committed behind the prompt."""
+        """The ids that were committed after the prompt."""
         return self.ids[self.prompt_length :]
 
     @property
     def new_data(self) -> bytes:
-        """The bytes of the new text."""
+        """The bytes of the new ids."""
         return self.data[self.prompt_size :]
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Where the next id stands, for noise: how many bytes, and how many ids that spell nothing, the new text has so far."""
+    def position(self) -> tuple[int, int]:
+        """The position of the next id, as noise counts it: how many bytes and how many control tokens the new text has."""
         return len(self.data) - self.prompt_size, self.controls
 
-    def places(self, tokens: Sequence[int], parents: Sequence[int], count: int) -> list[tuple[int, int]]:
-        """Where the ids after the text and after the nodes of a tree are, as `place` says it: the first `count` of them."""
-        found, written = [self.place], [b""]
+    def positions(self, tokens: Sequence[int], parents: Sequence[int], count: int) -> list[tuple[int, int]]:
+        """The positions of the next id after the text and after each node of a tree: the first `count` of them.
+
+        `tokens`, `parents`: those of the tree's nodes. Each position is as `position` has it.
+        """
+        found, written = [self.position], [b""]
         for token, parent in zip(tokens[: count - 1], parents, strict=False):
             before, (offset, controls) = written[parent + 1], found[parent + 1]
             piece = self.view.to_bytes([token], before=before or self.data)
@@ -70,8 +74,8 @@ class Text:
 
 
 def utf8_decoder() -> codecs.IncrementalDecoder:
-    """A decoder that is given pieces of bytes one after another, and gives the whole characters that each completes.
+    """A decoder that turns the bytes of pieces, one after another, into the whole characters that they complete.
 
-    Bytes that are no UTF-8 become U+FFFD; what is left of an unfinished character comes with the `final` ones.
+    Bytes that are no UTF-8 become U+FFFD, and so does an unfinished character when `final` is passed.
     """
     return codecs.getincrementaldecoder("utf-8")(errors="replace")

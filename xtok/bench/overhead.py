@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from xtok.align.keys import spelling_keys
+from xtok.align.keys import noise_keys
 from xtok.align.projection import projection
 from xtok.align.vocabulary import Vocabulary
 from xtok.assisted import XTokAssisted
@@ -156,7 +156,7 @@ def _pair(tokenizer: Any, size: int) -> tuple[Any, Any]:
 def _seconds(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, float]:
     found = {"to build an instance": build_seconds(target, draft)}
     whole, own = target_model(target).vocabulary, draft_model(draft)
-    found["to build its keys for noise"] = _once(lambda: spelling_keys(whole.view, whole.size))
+    found["to build its keys for noise"] = _once(lambda: noise_keys(whole.view, whole.size))
     found["to build its projection"] = _once(lambda: projection(whole.view, own.vocabulary.view))
     made = ModelDraft(own, whole)
     for rows in _NOISY:

@@ -54,7 +54,7 @@ def inspect(
         for name, (fitting, judged) in found.items():
             if len(found) > 1:
                 typer.echo(typer.style(f"\n{name}", bold=True))
-            typer.echo(judged.told)
+            typer.echo(judged.sentence)
             _print_fit(fitting)
     lines = [line.rstrip("\r\n") for line in texts if line.strip()]
     rows = _measured(target, drafts, lines[: limit or MEASURED]) if measure else []
@@ -119,12 +119,12 @@ def _cells(side: "Side", found: "Fit") -> dict[str, str]:
         "family": side.family,
         "normalizer": side.normalizer,
         "vocabulary": str(side.vocabulary),
-        "different byte strings": str(side.spellings),
+        "different byte strings": str(side.byte_strings),
         "… that the other has": f"{side.shared:.1%}",
         "single bytes": f"{side.single_bytes} of 256",
         "tokens per character": f"{side.tokens_per_character:.2f}",
         "… ending inside one": f"{side.mid_character:.1%}",
-        "unspellable characters": str(len(side.unspellable)),
+        "unwritable characters": str(len(side.unwritable)),
         "rewritten characters": str(len(side.rewritten)),
         "altered texts": f"{side.altered_texts} of {found.texts}",
         "context window": "unknown" if side.window is None else f"{side.window} ≈ {side.reach:.0f} characters",

@@ -13,11 +13,12 @@ from xtok.decoding.prepare import as_generate
 from xtok.decoding.setup import PREDICTION, Acceptance, Setup, named, padding, warn_unstable
 from xtok.drafts.adapt import Adapter
 from xtok.drafts.base import Draft
-from xtok.drafts.given import as_draft, as_list, guesses, without_a_model
+from xtok.drafts.given import as_draft, as_list, is_drafting, without_a_model
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.policy.ledger import Account, Ledger
+from xtok.drafts.policy.draft import DraftPolicy
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError
@@ -58,7 +59,7 @@ def assemble(
     _check_places(target, given, places)
     loaded = target_model(target, places[0])
     beside = traits(loaded.model).device
-    models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not guesses(one)}
+    models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not is_drafting(one)}
     _check_drafts(loaded, given, list(models.values()), acceptance=acceptance, adapt=adapt)
     wanted = stable or (stable is None and acceptance == "match" and traits(loaded.model).computes_in_half)
     shapes = _shapes(loaded, acceptance, stable) if wanted else None
@@ -78,7 +79,7 @@ def assemble(
         shapes=shapes,
         captures=captured,
         adapter=adapter,
-        ledger=Ledger([Account() for _ in drafts], padding(shapes, captures=captured)),
+        ledger=Policy([DraftPolicy() for _ in drafts], padding(shapes, captures=captured)),
         caches=CachePool(captures=captured),
     )
 
@@ -103,7 +104,7 @@ def _check_thresholds(**given: Any) -> None:
 def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
     """Raises `InvalidInputError` if a setting is for a model that xtok doesn't load."""
     check_places(target, "target", places[0])
-    models = [one for one in drafts if not guesses(one)]
+    models = [one for one in drafts if not is_drafting(one)]
     for one in models:
         check_places(one, "draft", places[1])
     if not models and places[1] not in (DEFAULT, places[0]):

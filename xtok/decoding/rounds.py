@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xtok.decoding.pick import Ahead, picks
 from xtok.decoding.sequence import Round, Sequence
-from xtok.drafts.policy.ledger import Batch, BatchGates
+from xtok.drafts.policy.gate import Batch, BatchGates
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.forwards import Answer, Ask, Steps, answered, together
@@ -164,7 +164,7 @@ def _ahead(sequence: Sequence, tree: Tree, answer: Answer) -> Ahead:
     with sequence.meter.timing("all"):
         picker, text = sequence.picker, sequence.text
         scores = picker.ahead(sequence.ids, answer.logits)
-        places = text.places(tree.tokens, tree.parents, len(scores)) if picker.noise is not None else []
+        places = text.positions(tree.tokens, tree.parents, len(scores)) if picker.noise is not None else []
         in_place = _in_place(sequence, tree)
         return Ahead(picker, scores, places, 1 + in_place, sequence.slot.tolerance if in_place < len(tree) else 0.0)
 
@@ -210,7 +210,7 @@ def _walk(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> tupl
     token: the likely next pick, if it is left to the next round.
     """
     text = sequence.text
-    offset, _ = text.place
+    offset, _ = text.position
     drafts = () if sequence.session is None else sequence.session.sources(tree)
     block, path, carried = list[int](), list[int](), None
     node: int | None = -1
@@ -235,7 +235,7 @@ def _pick(sequence: Sequence, tree: Tree, node: int, checked: Answer, known: Kno
     """What is picked after a node, and whether that is sure. If it may depend on where the node is in the cache, it is left to
     the next round.
     """
-    picker, ids, place, row = sequence.picker, sequence.ids, sequence.text.place, slice(node + 1, node + 2)
+    picker, ids, place, row = sequence.picker, sequence.ids, sequence.text.position, slice(node + 1, node + 2)
     in_place = node < _in_place(sequence, tree)
     for token, margin in known.picks[row]:
         if in_place:
@@ -253,4 +253,4 @@ def _in_place(sequence: Sequence, tree: Tree) -> int:
     With fixed shapes, those of the others differ in their last bits: attention adds up in the order of the cache. They are
     forwarded again by the next round, if they come true.
     """
-    return tree.lead if sequence.slot.fixed else len(tree)
+    return tree.leading_chain if sequence.slot.fixed else len(tree)

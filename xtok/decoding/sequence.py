@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from xtok.align.text import Text
+from xtok.align.text import SequenceText
 from xtok.decoding.pick import Picker
 from xtok.decoding.stops import StopStrings
 from xtok.drafts.adapt import Adapter
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.ledger import Ledger
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Tree
@@ -67,7 +67,7 @@ class Sequence:
     slot: Slot
     slots: Slots
     ids: Tensor
-    text: Text
+    text: SequenceText
     picker: Picker
     criteria: StoppingCriteriaList
     config: GenerationConfig
@@ -75,7 +75,7 @@ class Sequence:
     deepest: int | None
     meter: Meter
     drafting: Callable[[], Session] | None = None
-    ledger: Ledger | None = None
+    ledger: Policy | None = None
     adapter: Adapter | None = None
     seed: int | None = None
     drafts: tuple[str, ...] = ()

@@ -14,7 +14,8 @@ from xtok.drafts.adapt import Adapter
 from xtok.drafts.base import Draft
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.policy.ledger import WITHOUT_A_MODEL, Account, Ledger
+from xtok.drafts.policy.draft import DraftPolicy
+from xtok.drafts.policy.policy import WITHOUT_A_MODEL, Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, UnstableWarning, UnsupportedArgumentError, XTokError, shown
 from xtok.models.cache import CACHE, weights
@@ -59,7 +60,7 @@ class Setup:
     shapes: StableShapes | None = None
     captures: bool = False
     adapter: Adapter | None = None
-    ledger: Ledger
+    ledger: Policy
     caches: CachePool
 
     def with_drafts(self, names: Collection[str]) -> "Setup":
@@ -77,7 +78,7 @@ class Setup:
             drafts=drafts,
             names=tuple(self.names[i] for i in kept),
             adapter=self.adapter if any(isinstance(one, ModelDraft) for one in drafts) else None,
-            ledger=Ledger([Account() for _ in drafts], self.ledger.padded),
+            ledger=Policy([DraftPolicy() for _ in drafts], self.ledger.padded),
             caches=CachePool(captures=self.captures),
         )
 
@@ -114,11 +115,11 @@ class Setup:
                 return None
         return self.shapes
 
-    def ledger_without_a_clock(self) -> Ledger:
+    def ledger_without_a_clock(self) -> Policy:
         """A ledger for one sequence: what it decides follows from ids and counts, so the same call gives the same text."""
         size = weights(self.target.model)
         models = [weights(one.model) / size if isinstance(one, ModelDraft) else WITHOUT_A_MODEL for one in self.drafts]
-        return Ledger([Account() for _ in self.drafts], self.ledger.padded, nominal=models)
+        return Policy([DraftPolicy() for _ in self.drafts], self.ledger.padded, nominal=models)
 
     def check(self, predictions: Sequence[object], *, shared: bool) -> None:
         """Raises `UnsupportedArgumentError` for requests that this setup can't honour.

@@ -3,14 +3,14 @@
 from dataclasses import replace
 from functools import partial
 
-from xtok.align.text import Text
+from xtok.align.text import SequenceText
 from xtok.decoding.pick import Picker
 from xtok.decoding.prepare import Request
 from xtok.decoding.sequence import Sequence
 from xtok.decoding.setup import PREDICTION, Setup
 from xtok.drafts.base import Request as DraftRequest
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.ledger import Ledger
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
@@ -38,7 +38,7 @@ def start(setup: Setup, request: Request, caches: CacheSet, most: int | None = N
         ledger = _ledger(setup, request, varies=varies) if guesses else None
         budget = _budget(setup, judged=judged, branches=branches)
         recorded = request.recorded("output_scores"), request.recorded("output_logits")
-        text = Text(vocabulary.view, request.unpadded)
+        text = SequenceText(vocabulary.view, request.unpadded)
         return Sequence(
             slot=slot,
             slots=slots,
@@ -75,15 +75,15 @@ def _budget(setup: Setup, *, judged: bool, branches: bool) -> Budget:
     return setup.budget if branches else replace(setup.budget, width=1)
 
 
-def _ledger(setup: Setup, request: Request, *, varies: bool) -> Ledger:
+def _ledger(setup: Setup, request: Request, *, varies: bool) -> Policy:
     """Sequences share what all of the instance learn of costs and gains; unless that, by the shapes of forward passes, might
     change the text of a call that is repeated (it `varies`: bits depend on shapes).
     """
     ledger = setup.ledger_without_a_clock() if varies and setup.stable is not False else setup.ledger
-    return ledger if request.prediction is None else ledger.with_account()
+    return ledger if request.prediction is None else ledger.with_draft()
 
 
-def _session(setup: Setup, request: Request, meter: Meter, slots: Slots, ledger: Ledger) -> Session:
+def _session(setup: Setup, request: Request, meter: Meter, slots: Slots, ledger: Policy) -> Session:
     """The drafters of a sequence."""
     given = DraftRequest(
         setup.target.vocabulary,

@@ -1,1 +1,1 @@
-"""Whatever guesses."""
+"""Drafts: all that guesses how a sequence goes on. The target is not run here."""

@@ -1,4 +1,4 @@
-"""A draft that learns what its target writes, while it serves."""
+"""A draft that is fine-tuned on what its target writes, while it serves."""
 
 import warnings
 from collections import deque
@@ -19,49 +19,50 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.lessons import Lesson, Written, batch, lessons
+from xtok.drafts.examples import Example, WrittenText, batch, training_examples
 from xtok.errors import DraftFailedWarning, InvalidInputError, reason
 from xtok.models.modes import Modes, plain, within
 from xtok.models.roles import DraftModel
 
 SHARE = 0.03
-"""How much of the time of all generations learning may take."""
+"""How much learning may take, as a share of the time of all generations."""
 _REMEMBERED = 64
 _BATCH = 4
-"""How many texts a step learns from: the latest, and some of those remembered."""
+"""How many texts a step learns from: the latest, and some of the remembered ones."""
 _STEPS = 4
-"""At most so many per text, however long it took: more would be learnt by heart."""
+"""The most steps per text, however long it took to generate: more would learn it by heart."""
 _READ = 500
-"""How many characters of a prompt it learns behind."""
+"""How many of a prompt's last characters are the context of what is learnt."""
 _RANK, _RATE = 8, 3e-3
 
 
 class Adapter:
-    """Small matrices beside those of a draft, which learn the target's texts (LoRA, Hu et al. 2021, arXiv 2106.09685).
+    """A copy of a draft that learns the target's texts by low-rank matrices (LoRA, Hu et al. 2021, arXiv 2106.09685).
 
-    Laws: what is generated doesn't depend on it. The draft handed in is never changed. Learning takes no more than `SHARE` of
-    the time of the generations that it learns from, and its memory doesn't grow.
+    Laws: what is generated doesn't depend on it. The caller's draft is never changed. Learning takes no more than `SHARE` of
+    the time of the generations that it learns from, and its memory doesn't grow. `draft`: the copy that guesses.
     """
 
     @plain
     def __init__(self, draft: DraftModel, target: TokenBytes) -> None:
-        """Raises `InvalidInputError` where peft is not installed."""
+        """`target`: its tokenizer. Raises `InvalidInputError` if peft is not installed."""
         if find_spec("peft") is None:
             raise InvalidInputError("adapt=True needs peft. Install it with: pip install 'xtok[tune]'")
         self.draft = replace(draft, model=deepcopy(draft.model))
         self._target = target
-        self._learner = with_lora(_sharing(draft.model), _RANK).eval()
+        self._learner = with_lora(_sharing_weights(draft.model), _RANK).eval()
         self._optimizer = torch.optim.AdamW([weight for weight in self._learner.parameters() if weight.requires_grad], lr=_RATE)
-        self._texts: deque[Lesson] = deque(maxlen=_REMEMBERED)
+        self._texts: deque[Example] = deque(maxlen=_REMEMBERED)
         self._random = Random(0)
         self._lock = Lock()
         self._due = self._cost = 0.0
         self._failed = False
 
     def learn(self, start: str, text: str, seconds: float) -> None:
-        """Take in a text that took `seconds` to generate, and learn for as long as is due.
+        """Take in a text that took `seconds` to generate, and learn for as long as is allowed by now.
 
-        `start`: the text that it was written behind. A failure ends no more than the learning, with a `DraftFailedWarning`.
+        `start`: the text before it, such as the prompt. If learning fails, it ends, with a `DraftFailedWarning`; guessing goes
+        on.
         """
         if self._failed or not text or not self._lock.acquire(blocking=False):
             return
@@ -75,13 +76,13 @@ class Adapter:
             self._lock.release()
 
     def save(self, file: str | PathLike[str]) -> None:
-        """Keep what was learnt, in safetensors."""
+        """Write what was learnt to a file, in safetensors."""
         with self._lock:
             save_file({name: weight.detach().cpu().contiguous() for name, weight in self._matrices().items()}, file)
 
     @plain
     def load(self, file: str | PathLike[str]) -> None:
-        """Go on with what was kept. Raises `InvalidInputError` for a file that is no adapter of this draft."""
+        """Go on from what `save` wrote. Raises `InvalidInputError` for a file that is no adapter of this draft."""
         try:
             kept = load_file(Path(file))
         except (OSError, SafetensorError, TypeError, ValueError) as error:
@@ -95,13 +96,15 @@ class Adapter:
             self._serve()
 
     def _matrices(self) -> dict[str, torch.Tensor]:
-        """What learns, by its name: (rank, inputs) or (outputs, rank) beside each linear layer."""
+        """The trainable matrices by name, (rank, inputs) or (outputs, rank) for each linear layer."""
         return {name: weight for name, weight in self._learner.named_parameters() if weight.requires_grad}
 
     def _take_in(self, start: str, text: str, seconds: float) -> None:
         empty = torch.zeros((0, 1), dtype=torch.float32, device="cpu")
-        with suppress(InvalidInputError):  # a text that can't be spelled teaches nothing
-            self._texts.extend(lessons(self.draft, self._target, [Written(start[-_READ:], text, [], empty.long(), empty)]))
+        with suppress(InvalidInputError):  # the draft has no ids for this text
+            self._texts.extend(
+                training_examples(self.draft, self._target, [WrittenText(start[-_READ:], text, [], empty.long(), empty)])
+            )
         self._due = min(self._due + SHARE * seconds, SHARE * seconds + _STEPS * self._cost)
         steps = 0
         while self._texts and self._due > self._cost and steps < _STEPS:
@@ -116,15 +119,15 @@ class Adapter:
     def _step(self) -> None:
         few = self._random.sample(list(self._texts), min(_BATCH - 1, len(self._texts)))
         rows = batch([self._texts[-1], *few])
-        asked = {name: rows[name].to(self._learner.device) for name in ("input_ids", "attention_mask", "labels")}
-        self._learner(**asked).loss.backward()
+        inputs = {name: rows[name].to(self._learner.device) for name in ("input_ids", "attention_mask", "labels")}
+        self._learner(**inputs).loss.backward()
         torch.nn.utils.clip_grad_norm_(self._matrices().values(), 1.0, error_if_nonfinite=True)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     @torch.no_grad()
     def _serve(self) -> None:
-        """Put what was learnt into the weights that guess: there it costs nothing."""
+        """Merge what was learnt into the weights of the draft that guesses, so that guessing takes no more time."""
         from peft.tuners.lora import LoraLayer
 
         for name, module in self._learner.get_base_model().named_modules():
@@ -136,22 +139,22 @@ class Adapter:
 
 
 def with_lora(model: PreTrainedModel, rank: int) -> Any:
-    """`model` with small matrices of a rank beside all its linear layers, which alone learn. Its own weights are held still."""
+    """`model` with low-rank matrices beside all its linear layers. They alone are trainable; its own weights are frozen."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # the caller's random numbers stay what they are
-        warnings.simplefilter("ignore")  # it tells of what it does by itself
+        warnings.simplefilter("ignore")  # about what it does by itself
         torch.default_generator.manual_seed(0)
         return get_peft_model(model, config)
 
 
-def _sharing(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of its own that shares the weights of `model`."""
+def _sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of `model` that shares its weights."""
     shared = {id(weight): torch.nn.Parameter(_trainable(weight.detach()), requires_grad=False) for weight in model.parameters()}
     return deepcopy(model, shared)
 
 
 def _trainable(weight: torch.Tensor) -> torch.Tensor:
-    """The weight, or a copy of one that was made in inference mode, behind which nothing can be learnt."""
+    """The weight, or a copy if it was made in inference mode: gradients don't pass through such a weight."""
     return weight.clone() if weight.is_inference() else weight

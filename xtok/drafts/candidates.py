@@ -1,4 +1,4 @@
-"""How what the draft's ids stand for in the target's vocabulary races under noise."""
+"""The target's ids that a draft's distribution makes likely, under the target's noise or without it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,36 +11,39 @@ from xtok.drafts.growth import SHARPNESS
 from xtok.sampling.draws import Distribution
 from xtok.sampling.largest import largest
 
-_RACING, _CONTINUED = 40, 64
-"""Among how many of the draft's ids the best are looked for, and behind how many of them longer ones."""
+_BEST, _LENGTHENED = 40, 64
+"""How many of the target's ids are found, and for how many of the draft's likeliest ids longer ones are considered."""
 _IDS = 8
-"""How many ids of the target are looked at for one of the draft's: the weightiest, and of equal ones the first."""
+"""How many ids of the target each id of the draft is projected onto: those of most weight, and of equal ones the first."""
 
 
-def _table(projected: Projection, own: int, theirs: int) -> tuple[Tensor, Tensor]:
-    """The weightiest ids for each of the draft's, int64, and their weights, float32: (own, few) twice.
+def _table(projected: Projection, draft_size: int, target_size: int) -> tuple[Tensor, Tensor]:
+    """The ids of the target onto which each id of the draft is projected, int64, and their weights, float32: (draft_size, 8)
+    each.
 
-    `own`, `theirs`: how many ids draft and target have. Where there is no id, it is `theirs`, of no weight.
+    `draft_size`, `target_size`: how many ids the models have. Rows are filled up with the id `target_size`, of weight 0.
     """
-    order = torch.argsort(projected.theirs, stable=True)
+    order = torch.argsort(projected.target_ids, stable=True)
     order = order[torch.argsort(projected.weights[order], descending=True, stable=True)]
-    order = order[torch.argsort(projected.own[order], stable=True)]
-    rows = projected.own[order]
+    order = order[torch.argsort(projected.draft_ids[order], stable=True)]
+    rows = projected.draft_ids[order]
     rank = torch.arange(len(rows), dtype=torch.int64, device="cpu") - torch.searchsorted(rows, rows)
-    held = (rank < _IDS) & (rows < own) & (projected.theirs[order] < theirs)
-    ids = torch.full((own, _IDS), theirs, dtype=torch.int64, device="cpu")
-    weights = torch.zeros((own, _IDS), dtype=torch.float32, device="cpu")
-    ids[rows[held], rank[held]] = projected.theirs[order][held]
+    held = (rank < _IDS) & (rows < draft_size) & (projected.target_ids[order] < target_size)
+    ids = torch.full((draft_size, _IDS), target_size, dtype=torch.int64, device="cpu")
+    weights = torch.zeros((draft_size, _IDS), dtype=torch.float32, device="cpu")
+    ids[rows[held], rank[held]] = projected.target_ids[order][held]
     weights[rows[held], rank[held]] = projected.weights[order][held].float()
     return ids, weights
 
 
 class Candidates:
-    """What distributions over a draft's ids stand for in the target's. Made once for a pair; nothing in it changes."""
+    """Takes distributions over a draft's ids to the target's ids. It is made once for a pair; nothing in it changes."""
 
     def __init__(self, projected: Projection, size: int, keys: Tensor, ends: Iterable[int], target_end: int | None) -> None:
-        """`size`: how many ids the draft has. `keys`: those of the target's ids for noise, (vocabulary,), int64, on the
-        draft's device. The draft's `ends` of text stand for `target_end`.
+        """Make the tables of a pair.
+
+        `size`: how many ids the draft has. `keys`: those of the target's ids for noise, (vocabulary,), int64, on the draft's
+        device. `ends`: the draft's ids that end a text; they are taken to `target_end`, if there is one.
         """
         ids, weights = _table(projected, size, len(keys))
         if target_end is not None:
@@ -52,32 +55,32 @@ class Candidates:
         self._first_weights, self._longer_weights = weights[:, 0].contiguous(), weights[:, 1:].contiguous()
         self._first_keys = self.keys[self._first]
 
-    def raced(
+    def likeliest(
         self, ids: Tensor | None, probabilities: Tensor, noise: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """The target's ids that are likeliest to be drawn, int64, and how likely, falling: (rows, few) twice. An id that comes
-        several times is as likely as all of them together.
+        """The target's ids that are likeliest to be drawn, int64, and how likely, falling: (rows, few) each.
 
-        `probabilities`: those of the draft's `ids`, int64, (rows, ids) both, falling; of all, (rows, draft's vocabulary), where
-        `ids` is None. `noise` gives ids exponential noise, (rows, ids), by their keys, (ids,) or (rows, ids); without it the
-        likeliest ids count, as a greedy target picks them.
+        An id may come several times; then it is as likely as all of them together (`summed`). `ids`, `probabilities`: of the
+        draft, int64 and float32, (rows, ids) each, falling; if `ids` is None, probabilities of all ids, (rows, draft's
+        vocabulary). `noise` takes keys, (ids,) or (rows, ids), to exponential noise, (rows, ids); if it is None, the target
+        picks greedily, and the most probable ids come first.
         """
         seen: Any = slice(None) if ids is None else ids
-        likely, own = (probabilities, ids) if ids is not None else largest(probabilities, _CONTINUED)
-        likely, own = likely[:, :_CONTINUED], own[:, :_CONTINUED]
+        likely, own = (probabilities, ids) if ids is not None else largest(probabilities, _LENGTHENED)
+        likely, own = likely[:, :_LENGTHENED], own[:, :_LENGTHENED]
         first, longer = self._first[seen].expand(len(own), -1), self._longer[own].flatten(1)
         more = (likely[..., None] * self._longer_weights[own]).flatten(1)
         target_probabilities = torch.cat([probabilities * self._first_weights[seen], more], dim=1)
         keys = torch.cat([self._first_keys[seen].expand_as(first), self.keys[longer]], dim=1)
         wins = target_probabilities**SHARPNESS if noise is None else target_probabilities / noise(keys)
-        best, places = largest(wins, _RACING)
-        tokens = torch.cat([first, longer], dim=1).gather(1, places)
+        best, indices = largest(wins, _BEST)
+        tokens = torch.cat([first, longer], dim=1).gather(1, indices)
         return tokens, best / wins.sum(dim=-1, keepdim=True)
 
     def distribution(self, ids: Tensor | None, probabilities: Tensor) -> Distribution:
-        """The distribution over the target's ids that one over the draft's stands for.
+        """The distribution over the target's ids that belongs to one over the draft's.
 
-        `probabilities`: those of the draft's `ids`, int64, (ids,) both; of all, (draft's vocabulary,), where `ids` is None.
+        `ids`, `probabilities`: of the draft, (ids,) each; if `ids` is None, probabilities of all ids, (draft's vocabulary,).
         """
         first, longer, weights, more = self._first, self._longer, self._first_weights, self._longer_weights
         if ids is not None:
@@ -89,9 +92,9 @@ class Candidates:
         return Distribution(theirs, target_probabilities[theirs] / target_probabilities[theirs].sum())
 
 
-def summed(tokens: Sequence[int], target_probabilities: Sequence[float]) -> list[tuple[int, float]]:
-    """Each id once, with the sum of its target_probabilities, falling."""
+def summed(tokens: Sequence[int], probabilities: Sequence[float]) -> list[tuple[int, float]]:
+    """Each id once, with the sum of its probabilities, falling."""
     sums: dict[int, float] = {}
-    for token, probability in zip(tokens, target_probabilities, strict=True):
+    for token, probability in zip(tokens, probabilities, strict=True):
         sums[token] = sums.get(token, 0.0) + probability
     return [(token, sums[token]) for token in sorted(sums, key=lambda token: -sums[token])]

@@ -1,4 +1,4 @@
-"""Texts to find continuations in."""
+"""Texts in which continuations are looked up."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,64 +6,69 @@ from collections.abc import Sequence
 import numpy as np
 
 _DEPTH = 32
-"""How many bytes before a place are looked at."""
+"""How many bytes before a position are compared."""
 _LOOKED = 16
-"""How many places are looked at, where many agree."""
+"""How many positions are considered if many agree."""
 _SAME = 12
-"""Continuations that agree in so many bytes count as one."""
+"""Continuations whose first so many bytes agree count as one."""
 _GAP = b"\xff"
-"""Stands between texts; no byte of UTF-8."""
+"""Separates texts; UTF-8 has no such byte."""
 
 
 class Corpus:
-    """Texts, and all their places in the order of the bytes before them, read backwards: a suffix array of the reversed texts.
+    """Texts with an index of the bytes before each position: a suffix array of the reversed texts (Manber, Myers 1990).
 
-    Law: `continuations` are those behind the places where most bytes agree with the end of what is looked up, up to 32.
-    A look-up costs the logarithm of the corpus' size; making it, a few sorts.
+    Law: `continuations` follow those positions before which the most bytes, up to 32, agree with the end of what is looked up.
+    A look-up takes time in proportion to the logarithm of the corpus' size; making the index takes a few sorts.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._data = _GAP.join([b"", *(text.encode(errors="replace") for text in texts), b""])
         self._reversed = self._data[::-1]
-        self._places = _sorted_suffixes(np.frombuffer(self._reversed, dtype=np.uint8))
+        self._positions = _sorted_suffixes(np.frombuffer(self._reversed, dtype=np.uint8))
 
     def continuations(self, end: bytes, size: int, count: int) -> tuple[int, list[tuple[bytes, float]]]:
-        """How many bytes of `end` agree, and the likeliest `count` continuations of at most `size` bytes, with their shares."""
+        """The likeliest `count` continuations after occurrences of `end`, with at most `size` bytes each.
+
+        Returns how many of the last bytes of `end` agree, and the continuations, each with the share of occurrences that it
+        follows.
+        """
         wanted = end[-_DEPTH:][::-1]
         agreeing = self._agreeing(wanted)
         if not agreeing:
             return 0, []
         first, last = (self._insertion(wanted[:agreeing] + tail) for tail in (b"", b"\xff" * _DEPTH))
-        places = self._places[np.unique(np.linspace(first, last - 1, min(_LOOKED, last - first)).astype(np.int64))]
-        found = [self._behind(len(self._data) - int(place), size) for place in places]
+        positions = self._positions[np.unique(np.linspace(first, last - 1, min(_LOOKED, last - first)).astype(np.int64))]
+        found = [self._after(len(self._data) - int(position), size) for position in positions]
         counts = Counter(text[:_SAME] for text in found if text)
         whole = {text[:_SAME]: text for text in found}
         return agreeing, [(whole[start], times / len(found)) for start, times in counts.most_common(count)]
 
-    def _behind(self, place: int, size: int) -> bytes:
-        return self._data[place : place + size].partition(_GAP)[0]
+    def _after(self, position: int, size: int) -> bytes:
+        """The next `size` bytes, up to the end of the text that the position is in."""
+        return self._data[position : position + size].partition(_GAP)[0]
 
     def _agreeing(self, wanted: bytes) -> int:
-        """How many bytes the best place agrees in: it is a neighbour of where `wanted` would stand."""
+        """How many bytes agree at the best position, which is a neighbour of the one at which `wanted` would be inserted."""
         at = self._insertion(wanted)
-        near = (self._at(i, len(wanted)) for i in (at - 1, at) if 0 <= i < len(self._places))
+        near = (self._at(i, len(wanted)) for i in (at - 1, at) if 0 <= i < len(self._positions))
         return max((_common(found, wanted) for found in near), default=0)
 
     def _insertion(self, wanted: bytes) -> int:
-        """How many places come before `wanted`."""
-        low, high = 0, len(self._places)
+        """How many positions sort before `wanted`."""
+        low, high = 0, len(self._positions)
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self._at(middle, len(wanted)) < wanted else (low, middle)
         return low
 
     def _at(self, index: int, size: int) -> bytes:
-        start = int(self._places[index])
+        start = int(self._positions[index])
         return self._reversed[start : start + min(size, _DEPTH)]
 
 
 def _sorted_suffixes(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """The places in the order of their first `_DEPTH` bytes, by prefix doubling (Manber, Myers 1990).
+    """The indices of all suffixes, sorted by their first `_DEPTH` bytes, by prefix doubling (Manber, Myers 1990).
 
     `data`: (bytes,), uint8. Returns (bytes,), int64.
     """
@@ -79,12 +84,12 @@ def _sorted_suffixes(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> "np.
         ranks[order] = np.cumsum(steps)
         if known >= _DEPTH or bool(steps[1:].all()):
             return order
-        behind = np.zeros(len(data), dtype=np.uint64)
-        behind[: max(0, len(data) - known)] = ranks[known:] + np.uint64(1)
-        keys = ranks * np.uint64(len(data) + 1) + behind
+        following = np.zeros(len(data), dtype=np.uint64)
+        following[: max(0, len(data) - known)] = ranks[known:] + np.uint64(1)
+        keys = ranks * np.uint64(len(data) + 1) + following
         known *= 2
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """How many first bytes two texts share."""
+    """How many of their first bytes are equal."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

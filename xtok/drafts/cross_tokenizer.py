@@ -1,4 +1,4 @@
-"""A draft model with a tokenizer of its own, which guesses what the target writes greedily."""
+"""A draft model with a tokenizer of its own, which guesses text that the target writes greedily."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xtok.align.continuation import Continuation
 from xtok.drafts.base import Context, ModelDrafter
-from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, check_numbers, grown, looked_at
+from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, as_lists, check_numbers, grown
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.reader import Reader
@@ -17,18 +17,19 @@ from xtok.models.forwards import Steps
 from xtok.models.roles import DraftModel
 from xtok.sampling.largest import largest
 
-_SEEN = 64
-"""Of how many ids the conditionals are told: the others have next to none, once they are sharpened."""
+_CONSIDERED = 64
+"""For how many ids probabilities are computed: the others have next to none, once logits are multiplied by `SHARPNESS`."""
 
 _TIED = 1e-6
-"""A chain goes on behind its last token unless a longer one is likelier by more than rounding."""
+"""A chain replaces its last token by a longer one only if that is likelier by more than rounding."""
 
 
 @dataclass
-class _Text(Path):
-    """A guessed text. `written` begins with `given`, bytes that the context has already, as soon as it is long enough.
+class _Guess(Path):
+    """A guessed text in the draft's tokens.
 
-    `token` is the draft's last one. `ended`: the draft ends its text here.
+    `given`: bytes that the context already has; `written` begins with them, as soon as it is long enough. `token`: the draft's
+    last token. `ended`: the draft ends its text here.
     """
 
     given: bytes = b""
@@ -37,7 +38,7 @@ class _Text(Path):
 
     @property
     def is_open(self) -> bool:
-        """Whether the draft goes on behind it."""
+        """Whether the draft can continue it."""
         return not self.ended
 
     @property
@@ -47,11 +48,11 @@ class _Text(Path):
 
 
 class CrossTokenizerDrafter(ModelDrafter):
-    """Reads the context in the draft's own ids, guesses texts, and gives them in the target's ids. One per generation.
+    """Reads the context in the draft's own ids, guesses texts, and gives them in the target's ids. Each sequence has its own.
 
-    The last draft token of the context may be the beginning of a longer one ("healing", as in guidance's token healing): the
-    guesses start from both, each with the conditional that the draft gives it, from the forward that reads the context.
-    The draft's end of text becomes `target_end`.
+    The last draft token of the context may be the beginning of a longer one (token healing, as in guidance). So guesses start
+    both after it and with longer tokens in its place, with the probabilities that the draft gives to each, from the forward
+    pass that reads the context. The draft's end of text becomes `target_end`.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class CrossTokenizerDrafter(ModelDrafter):
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """A tree of the target's ids for what the draft writes within the budget; a chain where its width is 1."""
+        """A tree of the target's ids for what the draft writes within the budget; a chain if its width is 1."""
         chained = budget.width == 1 or not self._draft.branches
         depth = self._reader.longest(budget.depth)
         pending = self._reader.read(context, depth)
@@ -80,88 +81,92 @@ class CrossTokenizerDrafter(ModelDrafter):
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         with self._meter.drafting():
             first = yield from self._first(pending, chained)
-        texts = yield from grown(first, budget, self._expanded if not chained else lambda front: self._expanded(front, 1))
+        guesses = yield from grown(first, budget, self._expanded if not chained else lambda front: self._expanded(front, 1))
         with self._meter.timing("align"):
-            return self._mapped(context, texts[-1:] if chained else texts, budget)
+            return self._tree(context, guesses[-1:] if chained else guesses, budget)
 
-    def _first(self, pending: bytes, chained: bool) -> Steps[list[_Text]]:
-        """The beginnings of guesses: after the last token, and in place of it. A chain begins with the likeliest."""
+    def _first(self, pending: bytes, chained: bool) -> Steps[list[_Guess]]:
+        """The first tokens of guesses: after the context's last token, and in place of it. A chain has the likeliest alone.
+
+        All guesses begin with `pending`, the bytes of a character that the context leaves unfinished.
+        """
         logits = yield from self._reader.logits(rows=min(2, self._reader.size))
         rows = logits.float() * SHARPNESS
         token, count = self._reader.last, 1 if chained else CHILDREN
         last = self._view[token] or b""
-        behind = _Text(1.0, -1, b"", given=pending)
-        longer = _Text(0.0, -2, b"", given=last + pending)
+        follows = _Guess(1.0, -1, b"", given=pending)
+        longer = _Guess(0.0, -2, b"", given=last + pending)
         others = [other for other in self._view.ids_starting_with(last + pending) if other != token] if last else []
         if len(rows) < 2 or not others:
-            return (yield from self._children(rows[-1:], [behind], count))[0]
+            return (yield from self._children(rows[-1:], [follows], count))[0]
         again = self._only(rows[0], [token, *others]).softmax(dim=-1)
         stays, again[token] = again[token].clone(), 0.0
         probabilities = torch.stack([stays, 1 - stays])
         starts = torch.stack([rows[1], again.log()])
-        next_ones, longer_ones = yield from self._children(starts, [behind, longer], count, probabilities)
+        next_ones, longer_ones = yield from self._children(starts, [follows, longer], count, probabilities)
         if not chained:
             return [*next_ones, *longer_ones]
-        if not longer_ones or behind.probability >= longer_ones[0].probability * (1 - _TIED):
+        if not longer_ones or follows.probability >= longer_ones[0].probability * (1 - _TIED):
             return next_ones
         self._reader.take_back()
         return [replace(one, parent=-1) for one in longer_ones]
 
-    def _expanded(self, front: list[_Text], count: int = CHILDREN) -> Steps[list[list[_Text]]]:
-        """The continuations of some texts, all by one forward."""
+    def _expanded(self, front: list[_Guess], count: int = CHILDREN) -> Steps[list[list[_Guess]]]:
+        """The continuations of some guesses, all by one forward pass."""
         with self._meter.drafting():
             first = self._reader.branched
-            logits = yield from self._reader.branch([text.token for text in front], [text.parent for text in front])
-            for node, text in enumerate(front, start=first):
-                text.parent = node
+            logits = yield from self._reader.branch([guess.token for guess in front], [guess.parent for guess in front])
+            for node, guess in enumerate(front, start=first):
+                guess.parent = node
             return (yield from self._children(logits.float() * SHARPNESS, front, count))
 
     def _children(
-        self, logits: Tensor, texts: list[_Text], count: int, probabilities: Tensor | None = None
-    ) -> Steps[list[list[_Text]]]:
-        """The `count` likeliest continuations of each text by its row of `logits`. Where a text ends, it has none.
+        self, logits: Tensor, guesses: list[_Guess], count: int, probabilities: Tensor | None = None
+    ) -> Steps[list[list[_Guess]]]:
+        """The `count` likeliest continuations of each guess by its row of `logits`.
 
-        `logits`: (texts, vocabulary), float32. `probabilities`: of the texts, (texts,), if only the device knows them yet.
+        `logits`: (guesses, vocabulary), float32. `probabilities`: those of the guesses, (guesses,), if they are still on the
+        device.
         """
-        missing = [text.given[len(text.written) :] for text in texts]
+        missing = [guess.given[len(guess.written) :] for guess in guesses]
         allowed = [
             self._only(row, self._view.compatible(rest)) if rest else row for row, rest in zip(logits, missing, strict=True)
         ]
-        likely, ids = largest(torch.stack(allowed) if any(missing) else logits, _SEEN)
+        likely, ids = largest(torch.stack(allowed) if any(missing) else logits, _CONSIDERED)
         probabilities = likely[:0, 0] if probabilities is None else probabilities
         numbers = ids[:, :count], likely.softmax(dim=-1)[:, :count], probabilities
-        tokens, conditionals, found = yield from looked_at(self._meter, *numbers)
+        tokens, conditionals, found = yield from as_lists(self._meter, *numbers)
         check_numbers(logits, conditionals)
-        for text, probability in zip(texts, found, strict=False):
-            text.probability = probability
+        for guess, probability in zip(guesses, found, strict=False):
+            guess.probability = probability
         return [
-            [child for token, p in zip(own, ps, strict=True) if (child := self._child(text, p, token))]
-            for text, own, ps in zip(texts, tokens, conditionals, strict=True)
+            [child for token, p in zip(own, ps, strict=True) if (child := self._child(guess, p, token))]
+            for guess, own, ps in zip(guesses, tokens, conditionals, strict=True)
         ]
 
-    def _child(self, text: _Text, conditional: float, token: int) -> _Text | None:
+    def _child(self, guess: _Guess, conditional: float, token: int) -> _Guess | None:
         piece, ended = self._view[token], token in self._draft.vocabulary.ends
         if not conditional > 0 or (piece is None and not ended):
             return None
-        written = text.written + (piece or b"")
-        return _Text(
-            text.probability * conditional, text.parent, written, conditional, given=text.given, token=token, ended=ended
+        written = guess.written + (piece or b"")
+        return _Guess(
+            guess.probability * conditional, guess.parent, written, conditional, given=guess.given, token=token, ended=ended
         )
 
     @staticmethod
     def _only(logits: Tensor, allowed: Sequence[int]) -> Tensor:
-        """`logits`, (vocabulary,), of some ids, those that the model has; -inf of all others."""
+        """Logits, (vocabulary,), with -inf for all ids but `allowed` ones; those that the model lacks are left out."""
         ids = torch.tensor([token for token in allowed if token < len(logits)], dtype=torch.int64, device=logits.device)
         only = torch.full_like(logits, -torch.inf)
         only[ids] = logits[ids]
         return only
 
-    def _mapped(self, context: Context, texts: list[_Text], budget: Budget) -> Tree:
-        """The likeliest of the target's ids for what the texts add."""
+    def _tree(self, context: Context, guesses: list[_Guess], budget: Budget) -> Tree:
+        """The tree of the target's ids for the likeliest texts that guesses add."""
         probabilities: dict[tuple[bytes, bool], float] = {}
-        for text in texts:
-            if len(text.written) >= len(text.given):
-                probabilities[text.added, text.ended] = probabilities.get((text.added, text.ended), 0.0) + text.kept
+        for guess in guesses:
+            if len(guess.written) >= len(guess.given):
+                probabilities[guess.added, guess.ended] = probabilities.get((guess.added, guess.ended), 0.0) + guess.kept
         likeliest = sorted(probabilities.items(), key=lambda item: -item[1])
         trie = Trie()
         for (added, ended), probability in likeliest[: budget.verified([probability for _, probability in likeliest])]:

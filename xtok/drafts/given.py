@@ -1,4 +1,4 @@
-"""What a caller gives as drafts."""
+"""Takes what a caller gives as drafts to a list of drafts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from xtok.drafts.recycling import TokenRecycling
 
 
 class _Shared:
-    """A drafter of the caller's own that serves all texts."""
+    """A draft whose one drafter, the caller's own, serves all sequences."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -20,24 +20,24 @@ class _Shared:
 
 
 def as_draft(given: Draft | Drafter) -> Draft:
-    """What starts drafters. One that guesses by itself serves all texts."""
+    """The draft that starts drafters. A drafter given as it is serves all sequences."""
     return _Shared(given) if isinstance(given, Drafter) else given
 
 
-def guesses(given: Any) -> bool:
-    """Whether it is a draft or a drafter, and no model. Where it has `propose`, it is a drafter, whatever else it has."""
+def is_drafting(given: Any) -> bool:
+    """Whether an object is a draft (it has `start`) or a drafter (it has `propose`), and so no model."""
     return not isinstance(given, type) and any(callable(getattr(given, name, None)) for name in ("propose", "start"))
 
 
 def without_a_model() -> list[Draft]:
-    """What guesses beside a model, or where there is none, by the text and by what the target held for likely before."""
+    """The drafts that guess beside a draft model, or without one: by the text, and by the target's earlier predictions."""
     return [PromptLookup(), TokenRecycling()]
 
 
 def as_list(draft: Any, beside: Sequence[Draft]) -> list[Any]:
-    """A model guesses together with what stands `beside` it. Anything else is taken as it is."""
+    """The drafts and models that a caller gives, as a list. A single model is joined by the drafts `beside` it."""
     if draft is None:
         return []
     if isinstance(draft, list):
         return list(draft)
-    return [draft] if guesses(draft) else [draft, *beside]
+    return [draft] if is_drafting(draft) else [draft, *beside]

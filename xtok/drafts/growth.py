@@ -1,4 +1,4 @@
-"""Guesses that grow level by level: one forward of the draft continues the likeliest ones, whatever branch they are on."""
+"""Trees of guesses that grow level by level: one forward pass of the draft continues the likeliest guesses of all branches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,22 +20,24 @@ from xtok.sampling.largest import largest
 from xtok.sampling.noise import PICK, near_exponential, states_of
 
 CHILDREN = 8
-"""How many continuations of a guess are looked at."""
+"""How many continuations of a guess are considered."""
 _SMALL = 8192
-"""Vocabularies up to this size are looked at as a whole."""
+"""Of vocabularies up to this size, all ids are considered."""
 _SEEN, _LEAST, _MOST = 1024, 64, 256
-"""Of larger ones so many ids are looked at in all rows of a forward together, and in one row at least and at most."""
+"""Of larger ones, so many ids are considered in all rows of a forward pass together, and in one row at least and at most."""
 SHARPNESS = 1 / 0.6
-"""A distribution's best token is the target's best more often than it would be drawn: measured best among 0.5 to 1.25 for the
-0.6."""
+"""Draft logits are multiplied by this, since a distribution's best token is the target's best more often than it would be
+drawn. Of temperatures from 0.5 to 1.25, 0.6 was measured to be best.
+"""
 
 
 @dataclass
 class Path:
-    """A guess: `probability` says how probable it is, `kept` that none of the continuations looked at is right.
+    """A guessed continuation of the context.
 
-    `confidence`: the probability of its last token alone.
-    `parent` is the node of the draft's cache that its last token continues, as for `CachedModel.branch`.
+    `probability`: how probable it is. `kept`: how probable it is that it is right and none of its known continuations is.
+    `parent`: the node of the draft's cache that its last token continues, as for `CachedModel.branch`. `written`: its bytes.
+    `confidence`: the probability of its last token alone, if all before it is right.
     """
 
     probability: float
@@ -49,27 +51,27 @@ class Path:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be continued."""
+        """Whether the draft can continue it."""
         return True
 
 
 @dataclass
 class IdPath(Path):
-    """A guess in the target's ids, of which `controls` spell nothing."""
+    """A guess in the target's `ids`, of which `controls` many have no bytes."""
 
     ids: tuple[int, ...] = ()
     controls: int = 0
 
 
-Some = TypeVar("Some", bound=Path)
+AnyPath = TypeVar("AnyPath", bound=Path)
 
 
 def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | None, Tensor]:
-    """The ids that matter in each row, int64, and their probabilities, float32, as warpers leave them: (rows, ids) twice.
+    """The likeliest ids of each row, int64, and their probabilities after `warpers`, float32: (rows, ids) each.
 
-    `logits`: (rows, vocabulary). None for all ids. Of large vocabularies and of distributions that are cut they are some of the
-    likeliest, falling: a guess may be approximate, and to look at a whole vocabulary in every row would cost more than the
-    draft's forward.
+    `logits`: (rows, vocabulary). The ids are None for all ids in their order. Of large vocabularies, and of distributions that
+    warpers cut, they are some of the likeliest, falling: a guess may be approximate, and a pass over the whole vocabulary in
+    every row would take longer than the draft's forward pass.
     """
     ids, values = None, logits
     if logits.shape[1] > _SMALL or any(type(one) is not TemperatureLogitsWarper for one in warpers):
@@ -79,23 +81,23 @@ def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | No
 
 
 def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int = PICK) -> list[int]:
-    """The states of the target's noise behind each guess, one number each."""
+    """The states of the target's noise after each guess, one number each."""
     assert context.noise is not None
     offset, at = len(context.data) - context.prompt_size, context.noise.at
     return [at(offset + len(guess.written), context.controls + guess.controls, purpose) for guess in guesses]
 
 
-def noise_behind(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> Tensor:
-    """The target's exponential noise behind each guess, (guesses, ids), float32. `keys`: (ids,) or (guesses, ids), int64.
+def noise_after(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> Tensor:
+    """The target's exponential noise after each guess, (guesses, ids), float32. `keys`: (ids,) or (guesses, ids), int64.
 
-    A probability divided by it is exp(log(probability) + Gumbel noise), so the greatest is the draw if the probabilities are
-    the target's distribution.
+    A probability divided by it is exp(log(probability) + Gumbel noise), so the largest quotient is the draw if the
+    probabilities are the target's distribution.
     """
     return near_exponential(keys, states_of(noise_states(context, guesses), keys.device))
 
 
-def looked_at(meter: Meter, *parts: Tensor) -> Steps[list[list[Any]]]:
-    """Some numbers as lists. Texts that are at the same level of their guesses have theirs by one transfer."""
+def as_lists(meter: Meter, *parts: Tensor) -> Steps[list[list[Any]]]:
+    """Tensors as lists. Sequences whose guesses are at the same level share one transfer from the device."""
     with meter.away():
         looked: Looked = yield Look(parts)
     meter.spend(looked.seconds)
@@ -103,29 +105,29 @@ def looked_at(meter: Meter, *parts: Tensor) -> Steps[list[list[Any]]]:
 
 
 def check_numbers(logits: Tensor, probabilities: Sequence[Sequence[float]]) -> None:
-    """Raises `ArithmeticError` where the likeliest `probabilities` are none because some `logits` are NaN or infinite.
+    """Raises `ArithmeticError` if the likeliest of `probabilities` are NaN because some `logits` are NaN or infinite.
 
-    `logits`: (rows, vocabulary). A draft that says nothing but that (an overflow in half precision, say) would seem to have no
-    guesses.
+    `logits`: (rows, vocabulary). Otherwise a draft with such logits (after an overflow in half precision, say) would seem to
+    have no guesses.
     """
     if any(isnan(one) for row in probabilities for one in row[:1]) and not bool(logits.max() < torch.inf):
         raise ArithmeticError("its logits hold NaN or infinity; load it in another precision, or use another one")
 
 
 def next_ids(
-    meter: Meter, context: Context, front: Sequence[IdPath], ids: Tensor, own: Tensor, keys: Tensor, view: TokenBytes
+    meter: Meter, context: Context, front: Sequence[IdPath], ids: Tensor, conditionals: Tensor, keys: Tensor, view: TokenBytes
 ) -> Steps[list[list[IdPath]]]:
-    """The likeliest ids behind each guess, by how probable they are and the noise there.
+    """The continuations of each guess by its likeliest next ids, under the target's noise if it samples.
 
-    `ids`: some of the target's, int64, and `own`: how probable they are, float32, (guesses, ids) twice. `keys`: those of the
-    target's ids for noise, (vocabulary,), int64.
+    `ids`: candidates after each guess, ids of the target, int64, (guesses, ids). `conditionals`: their probabilities, float32,
+    of the same shape. `keys`: those of the target's ids for noise, (vocabulary,), int64. `view`: the target's.
     """
     if context.noise is not None:
-        own = own / noise_behind(context, front, keys[ids])
-        own /= own.sum(dim=-1, keepdim=True)
-    top = own.topk(min(CHILDREN, own.shape[-1]))
-    probabilities, tokens = yield from looked_at(meter, top.values, ids.gather(1, top.indices))
-    check_numbers(own, probabilities)
+        conditionals = conditionals / noise_after(context, front, keys[ids])
+        conditionals /= conditionals.sum(dim=-1, keepdim=True)
+    top = conditionals.topk(min(CHILDREN, conditionals.shape[-1]))
+    probabilities, tokens = yield from as_lists(meter, top.values, ids.gather(1, top.indices))
+    check_numbers(conditionals, probabilities)
     return [
         [child(context, view, guess, probability, token) for probability, token in zip(*pairs, strict=True) if probability > 0]
         for guess, *pairs in zip(front, probabilities, tokens, strict=True)
@@ -133,14 +135,14 @@ def next_ids(
 
 
 def child(context: Context, view: TokenBytes, guess: IdPath, conditional: float, token: int) -> IdPath:
-    """A guess and a further id, so probable."""
+    """A guess that continues another by an id of the target, whose probability is `conditional` if that guess is right."""
     piece = view.to_bytes([token], before=guess.written or context.data)
     ids, controls = (*guess.ids, token), guess.controls + (not piece)
     return IdPath(guess.probability * conditional, -1, guess.written + piece, conditional, ids=ids, controls=controls)
 
 
 def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
-    """The likeliest ids of some guesses, as many as the budget allows."""
+    """The tree of the likeliest ids of some guesses, as many as the budget allows."""
     trie = Trie()
     for guess in guesses:
         trie.add(guess.ids[: budget.longest], guess.kept)
@@ -148,19 +150,22 @@ def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
 
 
 def grown(
-    first: list[Some], budget: Budget, expand: Callable[[list[Some]], Steps[Sequence[Sequence[Some]]]]
-) -> Steps[list[Some]]:
-    """All guesses that come of `first`, as far as the budget allows. `expand` gives each of some guesses its continuations."""
+    first: list[AnyPath], budget: Budget, expand: Callable[[list[AnyPath]], Steps[Sequence[Sequence[AnyPath]]]]
+) -> Steps[list[AnyPath]]:
+    """All guesses that grow from the guesses `first`, as far as the budget allows, those included.
+
+    `expand` gives the continuations of each of some guesses, by one forward pass of the draft.
+    """
     found, level = list(first), 1
 
-    def is_open(path: Some) -> bool:
+    def is_open(path: AnyPath) -> bool:
         return path.is_open and path.confidence >= budget.confidence
 
     waiting = sorted(filter(is_open, first), key=_falling)
     while count := budget.expanded(level, [path.probability for path in waiting]):
         front, waiting = waiting[:count], waiting[count:]
-        found_behind = yield from expand(front)
-        for path, children in zip(front, found_behind, strict=True):
+        continued = yield from expand(front)
+        for path, children in zip(front, continued, strict=True):
             path.kept = max(0.0, path.probability - sum(child.probability for child in children))
             waiting += filter(is_open, children)
             found += children

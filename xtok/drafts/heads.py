@@ -1,4 +1,4 @@
-"""Heads on the target itself, which guess several of its next tokens from one hidden state."""
+"""Heads on the target itself, which guess several of its next tokens from one hidden state (Medusa)."""
 
 import json
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from xtok.models.modes import plain
 
 
 class Heads(nn.Module):
-    """Residual blocks on a target's last hidden state, one for each further token: h + SiLU(W h + b).
+    """Residual blocks on a target's last hidden state h, one for each further token: h + SiLU(W h + b).
 
-    (Medusa, Cai et al. 2024, arXiv 2401.10774.) The target's own output embedding turns them into logits, so they are small:
-    (count, size, size) and (count, size) weights, `size` being the hidden size. At first each says what the target itself says.
+    (Medusa, Cai et al. 2024, arXiv 2401.10774.) The target's own output embedding turns their outputs into logits, so they are
+    small: weights W of (count, size, size) and b of (count, size), with the hidden size `size`. Untrained, each gives h.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -40,13 +40,17 @@ class Heads(nn.Module):
         self.bias = nn.Parameter(torch.zeros(count, size, dtype=torch.float32, device="cpu"))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states (…, size) → those of the tokens behind the next one, (…, count, size)."""
+        """Takes hidden states, (…, size), to those for the tokens after the next one, (…, count, size)."""
         return hidden[..., None, :] + nn.functional.silu(torch.einsum("...i,koi->...ko", hidden, self.weight) + self.bias)
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Which target heads were trained for, and how often their first, second, … guess was right, (heads, ranks)."""
+class HeadsInfo:
+    """Which target heads were trained for, and how accurate they are.
+
+    `target`: the last part of its name. `vocabulary`: a digest of the bytes of its ids. `accuracy`: how often the first,
+    second, … guess of each head was right, (heads, ranks).
+    """
 
     target: str
     hidden_size: int
@@ -55,15 +59,14 @@ class Trained:
 
 
 class HeadsDrafter:
-    """Guesses by heads that `xtok train-heads` trained for the target. No further model; it needs trained heads for each
-    target.
+    """Guesses by heads that `xtok train-heads` trained for the target.
 
-    One object may serve several instances and threads.
+    It needs no further model, but heads trained for each target. One object may serve several instances and threads.
     """
 
     @plain
     def __init__(self, file: str | PathLike[str]) -> None:
-        """Raises `InvalidInputError` for a file that holds no heads. The target is compared when it is known."""
+        """Raises `InvalidInputError` for a file that holds no heads. Whether they fit a target, `check` tells later."""
         try:
             self.file = Path(file)
         except TypeError as error:
@@ -72,20 +75,20 @@ class HeadsDrafter:
             with safe_open(self.file, framework="pt") as kept:
                 known = json.loads((kept.metadata() or {})["xtok"])
                 weight, bias = kept.get_tensor("weight"), kept.get_tensor("bias")
-            self.trained = Trained(**{**known, "accuracy": tuple(map(tuple, known["accuracy"]))})
+            self.trained = HeadsInfo(**{**known, "accuracy": tuple(map(tuple, known["accuracy"]))})
             _check_shapes(weight, bias)
             self.heads = Heads(*weight.shape[:2])
             self.heads.load_state_dict({"weight": weight, "bias": bias})
             self._copies = dict[tuple[torch.device, torch.dtype], Heads]()
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            told = "it is a folder" if Path(self.file).is_dir() else reason(error)
-            raise InvalidInputError(f"{self.file} holds no heads: {told}. Make one with: xtok train-heads") from error
+            why = "it is a folder" if Path(self.file).is_dir() else reason(error)
+            raise InvalidInputError(f"{self.file} holds no heads: {why}. Make one with: xtok train-heads") from error
 
     def check(self, model: PreTrainedModel, view: TokenBytes) -> None:
         """Raises `InvalidInputError` unless the heads were trained for this target."""
         if not (isinstance(model, PreTrainedModel) and isinstance(view, TokenBytes)):
             raise InvalidInputError(
-                f"Heads are checked against a model and what its ids spell; given was {shown((model, view))}."
+                f"Heads are checked against a model and the bytes of its ids (TokenBytes); given was {shown((model, view))}."
             )
         mine, found = replace(self.trained, hidden_size=self.heads.weight.shape[-1]), described(model, view)
         for name in ("target", "hidden_size", "vocabulary"):
@@ -96,7 +99,7 @@ class HeadsDrafter:
                 )
 
     def start(self, request: Request) -> "HeadsGuesser":
-        """A drafter for one text of the target that the heads were trained for, `request.model`."""
+        """A drafter for one sequence of the target that the heads were trained for, `request.model`."""
         check_request(request)
         if request.model is None:
             raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
@@ -112,7 +115,10 @@ class HeadsDrafter:
 
 
 def _check_shapes(weight: Tensor, bias: Tensor) -> None:
-    """`weight` is (heads, size, size), `bias` (heads, size). Before any memory is taken: a file may claim what it hasn't."""
+    """Raises `ValueError` unless `weight` is (heads, size, size) and `bias` (heads, size), both floating point.
+
+    This is checked before any memory is taken, since a file may claim any shape.
+    """
     count, size = bias.shape if bias.dim() == 2 else (0, 0)
     if not count or not size or weight.shape != (count, size, size):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, bias {tuple(bias.shape)}")
@@ -120,8 +126,8 @@ def _check_shapes(weight: Tensor, bias: Tensor) -> None:
         raise ValueError(f"weight is of {weight.dtype}, bias of {bias.dtype}")
 
 
-def described(model: PreTrainedModel, view: TokenBytes) -> Trained:
-    """What tells a target from others: the last part of its name, its hidden size, and a digest of what its ids spell.
+def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
+    """What heads for this target are known by: the last part of its name, its hidden size, and a digest of its ids' bytes.
 
     Raises `InvalidInputError` for a target whose output embedding doesn't take its hidden states as they are.
     """
@@ -131,11 +137,11 @@ def described(model: PreTrainedModel, view: TokenBytes) -> Trained:
         raise InvalidInputError(
             f"{type(model).__name__} has no output embedding of its hidden size, {size}, that heads could share."
         )
-    spelled = sha256(b"\0".join(b"\1" if piece is None else b"\2" + piece for piece in view.table)).hexdigest()
-    return Trained(Path(str(model.name_or_path)).name, size, spelled[:16])
+    digest = sha256(b"\0".join(b"\1" if piece is None else b"\2" + piece for piece in view.table)).hexdigest()
+    return HeadsInfo(Path(str(model.name_or_path)).name, size, digest[:16])
 
 
-def save_heads(heads: Heads, trained: Trained, file: Path) -> None:
+def save_heads(heads: Heads, trained: HeadsInfo, file: Path) -> None:
     """Write a file that `HeadsDrafter` reads, in float16."""
     known = {"target": trained.target, "hidden_size": trained.hidden_size, "vocabulary": trained.vocabulary}
     tensors = {name: tensor.detach().cpu().half().contiguous() for name, tensor in heads.state_dict().items()}
@@ -143,7 +149,7 @@ def save_heads(heads: Heads, trained: Trained, file: Path) -> None:
 
 
 class HeadsGuesser(ModelDrafter):
-    """`HeadsDrafter` for one generation."""
+    """The drafter of `HeadsDrafter` for one sequence."""
 
     def __init__(
         self, heads: Heads, keys: Tensor, head: Any, view: TokenBytes, meter: Meter, warpers: LogitsProcessorList
@@ -158,7 +164,7 @@ class HeadsGuesser(ModelDrafter):
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """The likeliest products of what each head says; nothing where the hidden state isn't known yet."""
+        """The guesses of largest products of the heads' probabilities; none as long as the hidden state isn't known."""
         if context.hidden is None:
             return Tree()
         with self._meter.drafting():
@@ -169,7 +175,7 @@ class HeadsGuesser(ModelDrafter):
         return tree_of(found, budget)
 
     def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What each head says: ids, int64, and their probabilities, float32, (heads, ids) twice. `hidden`: (hidden size,)."""
+        """The distribution of each head: ids, int64, and probabilities, float32, (heads, ids) each. `hidden`: (size,)."""
         logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
         ids, probabilities = likeliest(logits.to(self._keys.device), self._warpers)
         if ids is None:
@@ -186,7 +192,7 @@ class HeadsGuesser(ModelDrafter):
     def _children(
         self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
     ) -> Steps[list[list[IdPath]]]:
-        """The likeliest ids behind each guess, by the distribution of the next head and the noise there.
+        """The continuations of each guess by the distribution of its next head, under the target's noise if it samples.
 
         `distributions`: what `_distributions` gives.
         """

@@ -1,4 +1,4 @@
-"""What followed the same words before: guesses without a model."""
+"""Prompt lookup: guesses what followed the same text before. It needs no model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
@@ -14,21 +14,23 @@ from xtok.drafts.tree import Tree, Trie, chain
 from xtok.errors import InvalidInputError
 
 _LONGEST = 8
+"""More agreeing ids than that count as so many."""
 _PRIOR = (0.0, 0.2, 0.5, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9)
-"""How often the next id is the same where so many ids before it are, until it has been seen."""
+"""How often the next id is the same if 0, 1, … ids before it are: an assumption, until enough was observed."""
 _WEIGHT = 4
+"""So many observations weigh as much as the assumption."""
 _LEAST = 0.01
-"""What is less probable isn't guessed."""
+"""Ids that are less probable aren't guessed."""
 _BYTES = 8
-"""How many bytes an id of the target is taken to have at most."""
+"""How many bytes an id of the target is assumed to have at most."""
 
 
 class PromptLookup:
-    """Guesses what followed the longest repeated end of prompt and output, there or in a corpus. No model, next to no cost.
+    """Guesses what followed the longest earlier occurrence of the text's end, in prompt and output or in a corpus.
 
-    (Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.) `corpus`: texts that the target may
-    quote, such as retrieved documents. A look-up costs the same however large it is, and so does its tokenizer not matter: the
-    corpus is looked up by its bytes. One object may serve several instances and threads.
+    It needs no model and next to no time. (Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.)
+    `corpus`: texts that the target may quote, such as retrieved documents. They are looked up by their bytes, so that any
+    tokenizer will do, and in a time that hardly depends on their size. One object may serve several instances and threads.
     """
 
     def __init__(self, corpus: Sequence[str] = ()) -> None:
@@ -44,7 +46,7 @@ class PromptLookup:
 
     @property
     def index(self) -> Corpus | None:
-        """The corpus, made ready where it is first asked for."""
+        """The index of the corpus, which is made at its first use; None without a corpus."""
         with self._lock:
             if self._index is None and self._texts:
                 self._index = Corpus(self._texts)
@@ -54,34 +56,35 @@ class PromptLookup:
         return f"PromptLookup({f'a corpus of {len(self._texts)} texts' if self._texts else ''})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has a lock of its own, for locks can't be copied."""
+        """Leaves out the lock, which can't be copied: a copy has its own."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=Lock())
 
     def start(self, request: Request) -> "Lookup":
-        """A drafter for one text."""
+        """A drafter for one sequence."""
         check_request(request)
         return Lookup(self.index, request.vocabulary.encoder)
 
 
 class Prediction:
-    """Guesses that a text goes on as its caller foresees, and again wherever the two agree (OpenAI's Predicted Outputs). One
-    object may serve several texts.
+    """Guesses that a text is the one that its caller predicts (OpenAI's Predicted Outputs).
+
+    After the two differ, it guesses again as soon as they agree somewhere. One object may serve several sequences.
     """
 
     def __init__(self, text: str) -> None:
         self._data = text.encode(errors="replace")
         self._corpus = Corpus([text])
 
-    def start(self, request: Request) -> "Foreseen":
-        """A drafter for one text."""
-        return Foreseen(self._data, self._corpus, request.vocabulary.encoder)
+    def start(self, request: Request) -> "PredictionLookup":
+        """A drafter for one sequence."""
+        return PredictionLookup(self._data, self._corpus, request.vocabulary.encoder)
 
 
 class Lookup:
-    """`PromptLookup` for one generation, whose target has `encoder`."""
+    """The drafter of `PromptLookup` for one sequence. `encoder`: that of the target."""
 
     def __init__(self, corpus: Corpus | None, encoder: Encoder) -> None:
         self._corpus = corpus
@@ -92,7 +95,7 @@ class Lookup:
         self._beliefs = Belief(), Belief()
 
     def propose(self, context: Context, budget: Budget) -> Tree:
-        """What followed, the longest match first, as branches."""
+        """The continuations after earlier occurrences of the text's end, as branches; those of the longest ones first."""
         ids, (shown, last) = context.ids, self._shown
         is_as_shown = shown > 0 and len(ids) >= shown and ids[shown - 1] == last
         for belief in self._beliefs:
@@ -106,7 +109,10 @@ class Lookup:
 
     @staticmethod
     def _mix(trie: Trie, found: list[tuple[list[int], int, float]], belief: "Belief") -> None:
-        """Add continuations, each with how many ids agree before it and its share."""
+        """Add continuations to the tree.
+
+        `found`: for each, its ids, how many ids before it agree with the text's end, and its share among them.
+        """
         left = 1.0
         for i, (ids, agreeing, share) in enumerate(found):
             probabilities = [left * share * probability for probability in belief.probabilities(agreeing, len(ids))]
@@ -117,28 +123,28 @@ class Lookup:
                 belief.given = ids, agreeing
 
     def _repeated(self, ids: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
-        """From prompt and output. The last of `ids` isn't taken in yet, for it may not be committed."""
+        """Continuations in prompt and output, `ids`, of which the last may not be committed. Each is as for `_mix`."""
         repeats = self._repeats
         for token in ids[len(repeats.ids) : -1]:
             repeats.append(token)
         if not budget.longest or not ids:
             return []
         found = repeats.followers(budget.width, ids[-1])
-        return [(repeats.continuation(start, budget.longest, ids[-1]), agreeing, 1.0) for start, agreeing in found]
+        return [(repeats.continuation(position, budget.longest, ids[-1]), agreeing, 1.0) for position, agreeing in found]
 
     def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """From the corpus."""
+        """Continuations in the corpus. Each is as for `_mix`."""
         agreeing, texts = corpus.continuations(context.data, _BYTES * budget.longest, budget.width)
         known = self._ids_within(context, agreeing)
         mapped = [(self._ids_of(context, text, budget), known, share) for text, share in texts if known]
         return [one for one in mapped if one[0]]
 
     def _ids_of(self, context: Context, text: bytes, budget: Budget) -> list[int]:
-        """A text as ids after the context's."""
+        """The ids for a text after the context."""
         return self._continuation.ids(context.ids, text)[: budget.longest]
 
     def _ids_within(self, context: Context, size: int) -> int:
-        """How many of the last ids lie within the last `size` bytes, as far as it matters."""
+        """How many of the last ids lie within the last `size` bytes, `_LONGEST` at most."""
         count = 0
         for token in reversed(context.ids[-_LONGEST:]):
             size -= len(self._view[token] or b"")
@@ -148,29 +154,29 @@ class Lookup:
         return count
 
 
-class Foreseen(Lookup):
-    """`Prediction` for one generation."""
+class PredictionLookup(Lookup):
+    """The drafter of `Prediction` for one sequence. `data`: the bytes of the predicted text; `corpus`: that text alone."""
 
     def __init__(self, data: bytes, corpus: Corpus, encoder: Encoder) -> None:
         super().__init__(corpus, encoder)
         self._data = data
 
     def _repeated(self, ids: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
-        """Nothing: what the text repeats is no merit of what was predicted."""
+        """No continuations: those in prompt and output are another drafter's."""
         return []
 
     def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """As long as the text is the beginning of what was predicted, what comes next there; else what a corpus has."""
+        """What comes next in the prediction, as long as the text is its beginning; else what a look-up in it gives."""
         new = context.data[context.prompt_size :]
         if not self._data.startswith(new):
             return super()._found(corpus, context, budget)
-        behind = self._data[len(new) : len(new) + _BYTES * budget.longest]
-        ids = self._ids_of(context, behind, budget)
+        rest = self._data[len(new) : len(new) + _BYTES * budget.longest]
+        ids = self._ids_of(context, rest, budget)
         return [(ids, _LONGEST, 1.0)] if ids else []
 
 
 class Belief:
-    """How far a continuation is believed, by how many ids before it agree: learnt from those that were given before."""
+    """How probable continuations are, by how many ids before them agree. It is learnt from what became of earlier ones."""
 
     def __init__(self) -> None:
         self._hits = [rate * _WEIGHT for rate in _PRIOR]
@@ -178,7 +184,10 @@ class Belief:
         self.given: tuple[list[int], int] = ([], 0)
 
     def probabilities(self, agreeing: int, size: int) -> list[float]:
-        """For each id of a continuation, the probability of all up to it."""
+        """For each of `size` ids of a continuation, the probability that it and all before it are right.
+
+        `agreeing`: how many ids before the continuation agree with the text's end.
+        """
         found, probability = list[float](), 1.0
         for i in range(size):
             known = min(agreeing + i, _LONGEST)
@@ -187,7 +196,7 @@ class Belief:
         return found
 
     def learn(self, new: Sequence[int]) -> None:
-        """Learn from what came in place of the last continuation given, if anything is known of that."""
+        """Learn from what became of the continuation `given` last: `new` ids came in its place, if that is known."""
         (ids, agreeing), self.given = self.given, ([], 0)
         for i, (guess, truth) in enumerate(zip(ids, new, strict=False)):
             known = min(agreeing + i, _LONGEST)

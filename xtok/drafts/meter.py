@@ -14,9 +14,11 @@ _NONE = Cost(0, 0.0)
 
 @dataclass
 class Meter:
-    """Counts and times of one generation while it runs.
+    """Counts and times of one sequence while it runs.
 
-    `seconds`: by part; of a forward that texts share, each has its share.
+    `draft_forwards`: forward passes of drafts. `target_replays`: forward passes of the target that were replayed CUDA graphs.
+    `draft_error`: what a draft failed with. `accepted_by_draft`: how many guessed ids of each draft were accepted. `seconds`:
+    by part; a forward pass that sequences share counts for each of them in equal parts.
     """
 
     draft_forwards: int = 0
@@ -32,12 +34,12 @@ class Meter:
     _shared: Cost = _NONE
 
     def now(self) -> float:
-        """Seconds on the text's own clock, which stands still while others are served."""
+        """Seconds on the sequence's own clock, which is stopped while others are served."""
         return timing.perf_counter() - self._away
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Let the text's clock stand still."""
+        """Stop the sequence's clock during the block."""
         left = timing.perf_counter()
         try:
             yield
@@ -45,11 +47,11 @@ class Meter:
             self._away += timing.perf_counter() - left
 
     def spend(self, seconds: float) -> None:
-        """Let the text's clock go on by its share of what texts had done together."""
+        """Move the sequence's clock forward by its share of work that sequences shared."""
         self._away -= seconds
 
     def drafts(self, cost: Cost) -> None:
-        """Count a forward of a draft."""
+        """Count a forward pass of a draft."""
         self.spend(cost.share)
         self.seconds["reading"] += cost.share
         self.draft_forwards += 1
@@ -57,8 +59,10 @@ class Meter:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Tell the guess that is being timed what the block forwards and how long it takes, with all that it does with it: what
-        it is for the texts that share the forward, if each has as much to do.
+        """Note the forward pass in the block as one cost of the guess that is being timed.
+
+        Its seconds are those of the whole block, times the number of sequences that share the forward pass: as if each of them
+        had as much to do.
         """
         self._shared, start = Cost(0, 0.0), self.now()
         yield
@@ -70,13 +74,13 @@ class Meter:
         self.accepted_by_draft = [old + new for old, new in zip(before, counts, strict=True)]
 
     def add(self, seconds: float, *parts: str) -> None:
-        """Add seconds that were measured elsewhere to some parts."""
+        """Add seconds that were measured elsewhere to each of some parts."""
         for part in parts:
             self.seconds[part] += seconds
 
     @contextmanager
     def timing(self, part: str) -> Iterator[Span]:
-        """Add the seconds that the block takes to `part`; they are known behind it."""
+        """Add the seconds that the block takes to `part`; the span has them after the block."""
         span, start = Span(), self.now()
         try:
             yield span

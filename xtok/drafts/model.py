@@ -1,4 +1,4 @@
-"""A draft model as a draft: it reads and guesses the target's ids where those are its own, and else text."""
+"""A draft model as a draft: chooses how it reads and guesses, by the two tokenizers and by how the target picks."""
 
 from functools import cached_property
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from xtok.align.continuation import Continuation
-from xtok.align.projection import Projection, projection, same_ids
+from xtok.align.projection import Projection, identity_projection, projection
 from xtok.align.tokenbytes import same_tokens
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.adapt import Adapter
@@ -24,7 +24,7 @@ class ModelDraft:
     """A draft model for targets of one vocabulary."""
 
     def __init__(self, draft: DraftModel, target: Vocabulary, adapter: Adapter | None = None) -> None:
-        """`adapter`: it has a copy of the draft that learns, for greedy texts."""
+        """`adapter`: has a copy of the draft that learns, which is used for greedy texts."""
         self._draft = draft
         self._target = target
         self._adapter = adapter
@@ -34,20 +34,23 @@ class ModelDraft:
 
     @property
     def model(self) -> PreTrainedModel:
-        """What guesses."""
+        """The draft model."""
         return self._draft.model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelDraft":
-        """Itself: nothing in it changes but what is made where it is first asked for."""
+        """Returns the object itself: nothing in it changes but parts that are made at their first use."""
         return self
 
     @cached_property
     def _projection(self) -> Projection:
         own = self._draft.vocabulary
-        return same_ids(self._target.size, own.size) if self._same else projection(self._target.view, own.view)
+        return identity_projection(self._target.size, own.size) if self._same else projection(self._target.view, own.view)
 
     def start(self, request: Request) -> Drafter:
-        """A drafter for one text. Draws are guessed in the target's ids, and so is all by a draft that has those."""
+        """A drafter for one sequence.
+
+        It guesses ids of the target if the draft has the same tokens or if the target samples; otherwise it guesses text.
+        """
         model = self._draft if self._adapter is None or request.samples else self._adapter.draft
         slot = request.slots.take(model.model)
         if self._same:
@@ -68,13 +71,12 @@ class ModelDraft:
             self._target.view,
             request.meter,
             request.shapes,
-            shares=request.samples,
             independent=request.independent and request.samples,
         )
 
 
 def _own_prompt(tokenizer: Any, request: Request) -> list[int] | None:
-    """A chat in the draft's own template; None where it reads the target's text instead."""
+    """The draft's ids for a chat, by its own template; None if it reads the target's text instead."""
     if not is_chat(request.prompt):
         return None
     template = {name: value for name, value in request.template.items() if name != "chat_template"}  # which is the target's

@@ -1,4 +1,4 @@
-"""A draft model that guesses the target's ids, step by step, from its own distribution as the target's vocabulary has it."""
+"""A draft model that guesses ids of the target, by its own distribution projected onto the target's vocabulary."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,11 +14,11 @@ from xtok.drafts.candidates import Candidates, summed
 from xtok.drafts.growth import (
     CHILDREN,
     IdPath,
+    as_lists,
     check_numbers,
     grown,
     likeliest,
-    looked_at,
-    noise_behind,
+    noise_after,
     noise_states,
     tree_of,
 )
@@ -32,36 +32,36 @@ from xtok.sampling.draws import Distribution, race
 from xtok.sampling.noise import GUESS, states_of
 
 _PENDING = 3
-"""The bytes of an unfinished character, at most."""
+"""How many bytes of an unfinished character there are at most."""
 
 
 @dataclass
-class _Draw(IdPath):
+class _Guess(IdPath):
     """A guess in the target's ids.
 
-    `own`: the draft's ids for the last of them. `size`: how many of its own the draft has read when it has read those.
-    `distributions`: what each was drawn from, where draws are judged by that.
+    `draft_ids`: the draft's ids for the last of them. `size`: how many ids the draft has read after those. `distributions`:
+    what each id was drawn from, for speculative sampling; else empty.
     """
 
-    own: tuple[int, ...] = ()
+    draft_ids: tuple[int, ...] = ()
     size: int = 0
     distributions: tuple[Distribution, ...] = ()
 
     @property
     def is_open(self) -> bool:
-        """Whether the draft can read it."""
-        return bool(self.own)
+        """Whether the draft can continue it: it has ids for its last one."""
+        return bool(self.draft_ids)
 
 
 class ProjectedDrafter(ModelDrafter):
-    """Guesses what the target is about to draw, in the target's ids. One per generation.
+    """Guesses what the target is about to pick, in the target's ids. Each sequence has its own.
 
-    The distribution of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary; what several
-    of the draft's tokens begin with is summed up on one id. Where the target picks greedily, the likeliest guess is the best of
-    that distribution. Under the noise of the target's own picks, the likeliest guess is what the target would draw if that
-    distribution were its own (Daliri, Musco, Suresh 2024), and the next ones what it would draw if the distribution differed a
-    little. With `independent` noise the guesses are draws of a chain and carry their distributions, for speculative sampling
-    (Leviathan et al. 2023, Chen et al. 2023).
+    The distribution of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary: an id with
+    which several of the draft's tokens begin has the sum of their probabilities. If the target picks greedily, the likeliest
+    guess is the best id of that distribution. If it samples, the likeliest guess is what it would draw, by its own noise, from
+    that distribution (Daliri, Musco, Suresh 2024, arXiv 2408.07978), and the next ones are what it would draw if the
+    distribution were a little different. With `independent` noise the guesses are a chain of draws that carry their
+    distributions, for speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
     """
 
     def __init__(
@@ -74,124 +74,122 @@ class ProjectedDrafter(ModelDrafter):
         warpers: LogitsProcessorList,
         *,
         independent: bool,
-        shares: bool = True,
     ) -> None:
-        """`shares`: whether it looks at the target's noise, if there is any."""
+        """`target`: the bytes of the target's ids."""
         self._draft = draft
         self._reader = reader
         self._target = target
         self._meter = meter
         self._warpers = warpers
         self._independent = independent
-        self._shares = shares
         self._failure: Exception | None = None
         self._candidates = candidates
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """A tree; a chain where the budget's width is 1, and always of independent draws.
+        """A tree of guesses; a chain if the budget's width is 1, and always of independent draws.
 
-        What fails behind a first draw is raised in the next round: what was drawn must be judged, for what is thrown away
-        selects what is kept.
+        What fails after a first draw is raised in the next round. What was drawn must be judged: to throw some draws away would
+        change the distribution of those that are kept.
         """
         if self._failure is not None:
             self._fail(self._failure)
         depth = self._reader.longest(min(budget.depth, budget.longest))
         pending = self._reader.read(context, depth + _PENDING)
-        rest = self._reader.spelled(pending) if pending else []
+        rest = self._reader.ids_of(pending) if pending else []
         size = self._reader.size + len(rest or ())
         if rest is None or not self._reader.size or not depth or not self._reader.holds(size):
             return Tree()
         chained = budget.width == 1 or self._independent or not self._draft.branches
         with self._meter.drafting():
             logits = yield from self._reader.logits(rows=1, rest=rest)
-            first = (yield from self._children(context, logits, [_Draw(1.0, -1, b"", size=size)], chained))[0]
+            first = (yield from self._children(context, logits, [_Guess(1.0, -1, b"", size=size)], chained))[0]
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
-        draws = yield from grown(first, budget, lambda front: self._expanded(context, front, chained))
-        return self._chain(draws) if self._independent else tree_of(draws, budget)
+        guesses = yield from grown(first, budget, lambda front: self._expanded(context, front, chained))
+        return self._chain(guesses) if self._independent else tree_of(guesses, budget)
 
     def _fail(self, failure: Exception) -> NoReturn:
-        """Raise it and forget it: an exception and the frames that it came through would hold each other, caches and all."""
+        """Raise a failure and forget it: an exception and its frames would keep each other, and caches with them, alive."""
         self._failure = None
         try:
             raise failure
         finally:
             del failure
 
-    def _expanded(self, context: Context, front: list[_Draw], chained: bool) -> Steps[list[list[_Draw]]]:
-        """The continuations of some guesses, all by one forward."""
+    def _expanded(self, context: Context, front: list[_Guess], chained: bool) -> Steps[list[list[_Guess]]]:
+        """The continuations of some guesses, all by one forward pass."""
         try:
             with self._meter.drafting():
                 logits = yield from self._read(front)
                 return (yield from self._children(context, logits, front, chained))
         except Exception as error:
-            self._failure = error.with_traceback(None)  # which would hold on to all that the forward held
+            self._failure = error.with_traceback(None)  # which would keep all tensors of the forward pass alive
             return [[] for _ in front]
 
-    def _read(self, front: list[_Draw]) -> Steps[Tensor]:
-        """The draft's logits behind each guess, (guesses, vocabulary). An id of the target may be several of its own."""
+    def _read(self, front: list[_Guess]) -> Steps[Tensor]:
+        """The draft's logits after each guess, (guesses, vocabulary). An id of the target may be several of the draft's."""
         tokens, parents, last = list[int](), list[int](), list[int]()
         first = self._reader.branched
-        for draw in front:
-            for token in draw.own:
+        for guess in front:
+            for token in guess.draft_ids:
                 tokens.append(token)
-                parents.append(draw.parent)
-                draw.parent = first + len(tokens) - 1
+                parents.append(guess.parent)
+                guess.parent = first + len(tokens) - 1
             last.append(len(tokens) - 1)
         logits = yield from self._reader.branch(tokens, parents)
         return logits[last]
 
-    def _children(self, context: Context, logits: Tensor, draws: list[_Draw], chained: bool) -> Steps[list[list[_Draw]]]:
-        """The likeliest ids behind each guess, by the distribution and the noise there. Nothing behind those of nothing.
+    def _children(self, context: Context, logits: Tensor, guesses: list[_Guess], chained: bool) -> Steps[list[list[_Guess]]]:
+        """The continuations of each guess by its likeliest next ids, under the target's noise if it samples.
 
-        `logits`: the draft's, (draws, vocabulary).
+        `logits`: the draft's, (guesses, vocabulary).
         """
         ids, probabilities = likeliest(logits, self._warpers)
         if self._independent:
             check_numbers(logits, probabilities[:, :1].tolist())
             distribution = self._candidates.distribution(None if ids is None else ids[0], probabilities[0])
-            return [self._drawn(context, draws[0], distribution)]
-        noise = partial(self._noise, context, draws) if context.noise is not None and self._shares else None
-        tokens, target_probabilities = yield from looked_at(self._meter, *self._candidates.raced(ids, probabilities, noise))
+            return [self._drawn(context, guesses[0], distribution)]
+        noise = partial(self._noise, context, guesses) if context.noise is not None else None
+        tokens, target_probabilities = yield from as_lists(self._meter, *self._candidates.likeliest(ids, probabilities, noise))
         check_numbers(logits, target_probabilities)
         count = 1 if chained else CHILDREN
         return [
-            [self._child(context, draw, *one) for one in summed(*row)[:count] if one[1] > 0]
-            for draw, *row in zip(draws, tokens, target_probabilities, strict=True)
+            [self._child(context, guess, *one) for one in summed(*row)[:count] if one[1] > 0]
+            for guess, *row in zip(guesses, tokens, target_probabilities, strict=True)
         ]
 
-    def _noise(self, context: Context, draws: list[_Draw], keys: Tensor) -> Tensor:
-        """As `noise_behind`: (draws, ids)."""
+    def _noise(self, context: Context, guesses: list[_Guess], keys: Tensor) -> Tensor:
+        """As `noise_after`, and timed: (guesses, ids)."""
         with self._meter.timing("noise"):
-            return noise_behind(context, draws, keys)
+            return noise_after(context, guesses, keys)
 
-    def _drawn(self, context: Context, draw: _Draw, distribution: Distribution) -> list[_Draw]:
-        """The guess that is drawn from a distribution; none from one of nothing."""
+    def _drawn(self, context: Context, guess: _Guess, distribution: Distribution) -> list[_Guess]:
+        """The continuation of a guess by an id drawn from `distribution`; empty if that has no ids."""
         if not len(distribution.ids):
             return []
         keys = self._candidates.keys[distribution.ids]
         with self._meter.timing("noise"):
-            states = states_of(noise_states(context, [draw], GUESS), keys.device)
-            place = int(race(distribution.probabilities.log()[None], keys, states, 1, whole=True)[1])
-        child = self._child(context, draw, int(distribution.ids[place]), float(distribution.probabilities[place]))
-        return [replace(child, distributions=(*draw.distributions, distribution))]
+            states = states_of(noise_states(context, [guess], GUESS), keys.device)
+            index = int(race(distribution.probabilities.log()[None], keys, states, 1, whole=True)[1])
+        child = self._child(context, guess, int(distribution.ids[index]), float(distribution.probabilities[index]))
+        return [replace(child, distributions=(*guess.distributions, distribution))]
 
-    def _child(self, context: Context, draw: _Draw, token: int, probability: float) -> _Draw:
-        piece = self._target.to_bytes([token], before=draw.written or context.data)
-        own = self._reader.reads(token, piece)
-        held = own if self._reader.holds(draw.size + len(own)) else ()
-        return _Draw(
-            draw.probability * probability,
-            draw.parent,
-            draw.written + piece,
+    def _child(self, context: Context, guess: _Guess, token: int, probability: float) -> _Guess:
+        piece = self._target.to_bytes([token], before=guess.written or context.data)
+        draft_ids = self._reader.reads(token, piece)
+        held = draft_ids if self._reader.holds(guess.size + len(draft_ids)) else ()
+        return _Guess(
+            guess.probability * probability,
+            guess.parent,
+            guess.written + piece,
             probability,
-            ids=(*draw.ids, token),
-            own=tuple(held),
-            size=draw.size + len(own),
-            controls=draw.controls + (not piece),
+            ids=(*guess.ids, token),
+            draft_ids=tuple(held),
+            size=guess.size + len(draft_ids),
+            controls=guess.controls + (not piece),
         )
 
     @staticmethod
-    def _chain(draws: list[_Draw]) -> Tree:
-        """The longest guess, with its distributions."""
-        return chain(draws[-1].ids, draws[-1].written, draws[-1].distributions) if draws else Tree()
+    def _chain(guesses: list[_Guess]) -> Tree:
+        """The longest guess as a chain, with its distributions."""
+        return chain(guesses[-1].ids, guesses[-1].written, guesses[-1].distributions) if guesses else Tree()

@@ -13,14 +13,17 @@ from xtok.models.roles import DraftModel
 
 
 class Reader:
-    """The text of one generation in the draft's own ids, and the draft's logits behind them.
+    """Reads the text of one sequence in the draft's own ids, and gives the draft's logits after them.
 
-    A text beyond the draft's window is read from its most recent part. What a round costs here doesn't grow with the text.
+    Of a text that is longer than the draft's window, it reads the most recent part. The time per round doesn't grow with the
+    text.
     """
 
     def __init__(self, draft: DraftModel, meter: Meter, prompt: Sequence[int] | None = None, slot: Slot | None = None) -> None:
-        """`prompt`: the draft's own ids for the prompt (its chat template), instead of the prompt's text. `slot`: its place in
-        the draft, one of its own where there is none.
+        """Begin with an empty text.
+
+        `prompt`: the draft's own ids for the prompt, by its chat template; None to read the prompt's text. `slot`: the cache
+        slot in the draft; None for a new one.
         """
         self._draft = draft
         self._meter = meter
@@ -32,12 +35,12 @@ class Reader:
         self._window = self._slot.limit
         self._lead = len(draft.lead if prompt is None else prompt)
         self._ids = list(draft.lead if prompt is None else prompt)
-        self._start = self._held = 0  # the cache holds `_held` ids from `_start` on, as far as they are read alike
-        self._spelled: dict[bytes, list[int] | None] = {}
+        self._start = self._held = 0  # the cache holds `_held` of the ids from `_start` on
+        self._ids_of: dict[bytes, list[int] | None] = {}
 
     @property
     def size(self) -> int:
-        """How many ids of the text fit the window."""
+        """How many ids of the text are in the window."""
         return len(self._ids) - self._start
 
     @property
@@ -47,21 +50,21 @@ class Reader:
 
     @property
     def branched(self) -> int:
-        """How many nodes stand behind what was read."""
+        """How many nodes the cache slot holds after the text."""
         return self._slot.branched
 
     def longest(self, guess: int) -> int:
-        """How much of a guess of `guess` tokens leaves room in the window for a text to guess behind."""
+        """How long a guess may be, at most `guess` tokens, so that half of the window is left for the text."""
         return guess if self._window is None else min(guess, self._window // 2)
 
     def holds(self, tokens: int) -> bool:
-        """Whether the window has room for so many tokens."""
+        """Whether so many tokens fit into the window."""
         return self._window is None or tokens <= self._window
 
     def read(self, context: Context, guess: int) -> bytes:
-        """Read on to the end of the context, with room for a guess of `guess` ids.
+        """Take in the text up to the end of the context, and leave room in the window for a guess of `guess` ids.
 
-        Returns the bytes of a character left unfinished.
+        Returns the bytes of a character that the text leaves unfinished.
         """
         with self._meter.timing("align"):
             same, pending = self._follow(context)
@@ -70,16 +73,19 @@ class Reader:
             return pending
 
     def reads(self, token: int, piece: bytes) -> Sequence[int]:
-        """The draft's own ids for an id of the target that spells `piece`; none where it can't read that."""
-        return self.spelled(piece) or () if piece else ()
+        """The draft's own ids for an id of the target with the bytes `piece`; empty if it has none."""
+        return self.ids_of(piece) or () if piece else ()
 
-    def spelled(self, piece: bytes) -> list[int] | None:
-        """The draft's ids for some bytes: one that spells them, else those of its tokenizer, else one for each byte."""
-        if piece not in self._spelled:
-            self._spelled[piece] = self._spell(piece)
-        return self._spelled[piece]
+    def ids_of(self, piece: bytes) -> list[int] | None:
+        """The draft's ids for some bytes; None if it has none.
 
-    def _spell(self, piece: bytes) -> list[int] | None:
+        It is one id if there is one with these bytes, else the tokenizer's encoding, else one id for each byte.
+        """
+        if piece not in self._ids_of:
+            self._ids_of[piece] = self._find_ids(piece)
+        return self._ids_of[piece]
+
+    def _find_ids(self, piece: bytes) -> list[int] | None:
         if (one := self._one(piece)) is not None:
             return [one]
         try:
@@ -91,13 +97,13 @@ class Reader:
         return ids if ids and max(ids) < self._draft.vocabulary.size else None
 
     def _one(self, piece: bytes) -> int | None:
-        """The draft's first id that spells some bytes and that the model knows."""
+        """The draft's first id with exactly these bytes that the model has logits for."""
         return next(
-            (token for token in self._draft.vocabulary.view.ids_spelling(piece) if token < self._draft.vocabulary.size), None
+            (token for token in self._draft.vocabulary.view.ids_of_bytes(piece) if token < self._draft.vocabulary.size), None
         )
 
     def _follow(self, context: Context) -> tuple[int, bytes]:
-        """Take in what is new. Returns how many ids stay what they were, and the bytes of a character left unfinished."""
+        """Take in what is new. Returns how many first ids are unchanged, and the bytes of an unfinished character."""
         if self._seen is None:
             self._begin = context.prompt_size if self._own_prompt else 0
             self._seen = context.data[: self._begin]
@@ -112,7 +118,7 @@ class Reader:
         return same, self._text.pending
 
     def _move_start(self, guess: int) -> None:
-        """Begin where the text fits the window together with a guess; that place moves in steps of half a window."""
+        """Choose the first id that is read, so that text and guess fit into the window. It moves in steps of half a window."""
         if self._window is None:
             return
         room = max(1, self._window - guess)
@@ -121,9 +127,9 @@ class Reader:
             self._held = 0
 
     def logits(self, rows: int, rest: Sequence[int] = ()) -> Steps[Tensor]:
-        """The logits behind the last `rows` ids of the text and `rest`, (rows, vocabulary).
+        """The draft's logits after each of the last `rows` ids of the text followed by `rest`, (rows, vocabulary).
 
-        Only what the KV cache lacks is forwarded.
+        Only ids that the KV cache lacks are forwarded.
         """
         held = min(self._held, self.size + len(rest) - rows)
         if not self._slot.roll_back(held):
@@ -138,11 +144,11 @@ class Reader:
         return logits
 
     def branch(self, tokens: list[int], parents: list[int]) -> Steps[Tensor]:
-        """The logits behind further tokens, nodes of a tree, (tokens, vocabulary); parents as for `Ask`."""
+        """The draft's logits after further tokens, nodes of a tree, (tokens, vocabulary). `parents` are as for `Ask`."""
         return self._forward(Ask(self._slot, tokens, len(tokens), parents))
 
     def take_back(self) -> None:
-        """Forget the last token."""
+        """Drop the last token from the KV cache."""
         self._slot.roll_back(self._slot.length - 1)
         self._held -= 1
 
@@ -154,14 +160,14 @@ class Reader:
 
 
 class IdReader(Reader):
-    """The same for a draft whose ids are the target's: it reads those, and no text."""
+    """A `Reader` for a draft whose ids are the target's: it reads the target's ids and needs no text."""
 
     def __init__(self, draft: DraftModel, meter: Meter, slot: Slot | None = None) -> None:
         super().__init__(draft, meter, prompt=(), slot=slot)
         self._shown = list[int]()
 
     def reads(self, token: int, piece: bytes) -> Sequence[int]:
-        """The id itself, where the model has it and goes on behind it."""
+        """The id itself; empty if the model lacks it or ends its text with it."""
         return (token,) if token < self._draft.vocabulary.size and token not in self._draft.vocabulary.ends else ()
 
     def _follow(self, context: Context) -> tuple[int, bytes]:

@@ -1,4 +1,4 @@
-"""What the target itself held for likely behind the same id before: guesses without a model."""
+"""Token recycling: guesses what the target itself predicted after the same id before. It needs no model."""
 
 from collections.abc import Sequence
 from threading import Lock
@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Context, ModelDrafter, Request, check_request
-from xtok.drafts.growth import SHARPNESS, IdPath, grown, looked_at, next_ids, tree_of
+from xtok.drafts.growth import SHARPNESS, IdPath, as_lists, grown, next_ids, tree_of
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
@@ -20,18 +20,18 @@ from xtok.models.timing import timed
 from xtok.sampling.largest import largest
 
 _KEPT = 16
-"""How many ids are remembered behind each."""
+"""How many likely next ids are remembered for each id."""
 _DTYPES = torch.int64, torch.float32
-"""Of those ids, and of their logits."""
+"""The types of those ids and of their logits."""
 
 
 class TokenRecycling:
-    """Guesses what the target held for likely behind the same id the last time that it checked one. No model.
+    """Guesses the ids that the target found likely after the same id when it last checked one. It needs no model.
 
-    (Token Recycling: Luo et al. 2024, https://arxiv.org/abs/2408.08696.) Every forward of the target says what it holds for
-    likely behind each id that it checks, wrong guesses among them. The 16 likeliest are remembered, in up to 0.5 kB for each
-    id, by all texts of an instance for all of them, and guesses are trees of those. So it guesses where nothing repeats itself,
-    and what the target would draw of them where it samples. One object may serve several instances and threads.
+    (Token Recycling: Luo et al. 2024, https://arxiv.org/abs/2408.08696.) Every forward pass of the target predicts what follows
+    each id that it checks, wrong guesses included. The 16 likeliest ids are remembered, in up to 0.5 kB for each id, for all
+    sequences of an instance, and guesses are trees of them. So it also guesses if a text doesn't repeat itself, and if the
+    target samples, it guesses what the target would draw from them. One object may serve several instances and threads.
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class TokenRecycling:
         return "TokenRecycling()"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has learnt nothing yet."""
+        """Leaves out all that was learnt: a copy begins without it."""
         return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         TokenRecycling.__init__(self)
 
     def start(self, request: Request) -> "Recycler":
-        """A drafter for one text."""
+        """A drafter for one sequence."""
         check_request(request)
         with self._lock:
             table = self._tables.setdefault(request.vocabulary, _Table(request.vocabulary.size))
@@ -57,40 +57,41 @@ class TokenRecycling:
 
 
 class _Table:
-    """The likeliest ids behind each of some ids, int64, and their logits, float32: (places, few) twice. It is on the CPU, for
-    levels of so few numbers take less there than what they would wait for on another device.
+    """The likeliest next ids after each id, int64, and their logits, float32: (rows, few) each, with a row for each known id.
+
+    It is on the CPU: so few numbers take less time there than the wait for another device would.
     """
 
     def __init__(self, size: int) -> None:
-        """`size`: how many ids there are."""
+        """`size`: how many ids the vocabulary has."""
         few = min(_KEPT, size)
-        self._places: dict[int, int] = {}
+        self._row_of: dict[int, int] = {}
         self._ids, self._logits = (torch.zeros(0, few, dtype=dtype, device="cpu") for dtype in _DTYPES)
         self._lock = Lock()
 
     def learn(self, ids: Sequence[int], found: Tensor, logits: Tensor) -> None:
-        """Remember what was `found` likely behind each of `ids`, and its logits: (ids, few) twice."""
+        """Remember the likeliest next ids that were `found` after each of `ids`, and their logits: (ids, few) each."""
         with self._lock:
-            rows = {token: row for row, token in enumerate(ids)}  # of one that is there twice the last
-            places = [self._places.setdefault(token, len(self._places)) for token in rows]
+            rows = {token: row for row, token in enumerate(ids)}  # of an id that comes twice, the last
+            table_rows = [self._row_of.setdefault(token, len(self._row_of)) for token in rows]
             found, logits = found[list(rows.values())], logits[list(rows.values())]
-            missing = len(self._places) - len(self._ids)
+            missing = len(self._row_of) - len(self._ids)
             if missing > 0:
                 more = len(self._ids) + missing  # twice as many
                 self._ids = torch.cat([self._ids, found.new_zeros(more, found.shape[1])])
                 self._logits = torch.cat([self._logits, logits.new_zeros(more, found.shape[1])])
-            self._ids[places], self._logits[places] = found, logits
+            self._ids[table_rows], self._logits[table_rows] = found, logits
 
-    def behind(self, ids: Sequence[int]) -> tuple[list[bool], Tensor, Tensor]:
-        """Which of `ids` something is remembered behind, and what it is, (known ids, few) twice."""
+    def likeliest_after(self, ids: Sequence[int]) -> tuple[list[bool], Tensor, Tensor]:
+        """Which of `ids` are known, and of those the likeliest next ids and their logits, (known ids, few) each."""
         with self._lock:
-            places = [self._places.get(token) for token in ids]
-            rows = [place for place in places if place is not None]
-            return [place is not None for place in places], self._ids[rows], self._logits[rows]
+            rows = [self._row_of.get(token) for token in ids]
+            known = [row for row in rows if row is not None]
+            return [row is not None for row in rows], self._ids[known], self._logits[known]
 
 
 class Recycler(ModelDrafter):
-    """`TokenRecycling` for one generation."""
+    """The drafter of `TokenRecycling` for one sequence."""
 
     def __init__(self, table: _Table, vocabulary: Vocabulary, meter: Meter, warpers: LogitsProcessorList) -> None:
         self._table = table
@@ -100,16 +101,16 @@ class Recycler(ModelDrafter):
         self._seen: tuple[Sequence[int], tuple[Tensor, Tensor], float] | None = None
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
-        """Look for what the target's latest forward held for likely behind some ids: (ids, vocabulary)."""
+        """Find the likeliest next ids after `ids` by the logits of the target's latest forward pass, (ids, vocabulary)."""
         if not ids:
             return
-        with self._meter.away(), timed() as span:  # the time that it takes is the next guess's
+        with self._meter.away(), timed() as span:  # its time counts for the next guess
             found = largest(logits[:, : self._vocabulary.size], min(_KEPT, self._vocabulary.size))
         self._seen = ids, found, span.seconds
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """The likeliest products of what is remembered behind each id; nothing where nothing is."""
+        """The guesses of largest products of remembered probabilities; none if nothing is remembered."""
         yield from self._remember()
         if not context.ids:
             return Tree()
@@ -118,20 +119,22 @@ class Recycler(ModelDrafter):
         return tree_of(found, budget)
 
     def _remember(self) -> Steps[None]:
-        """Remember what was looked for behind the latest forward."""
+        """Add to the table what `learn` found."""
         if self._seen is None:
             return
         (ids, (values, found), seconds), self._seen = self._seen, None
         self._meter.spend(seconds)
-        parts = yield from looked_at(self._meter, found, values.float())
+        parts = yield from as_lists(self._meter, found, values.float())
         self._table.learn(
             ids, *(torch.tensor(part, dtype=dtype, device="cpu") for part, dtype in zip(parts, _DTYPES, strict=True))
         )
 
     def _expanded(self, context: Context, front: Sequence[IdPath]) -> Steps[list[list[IdPath]]]:
-        """The likeliest ids behind each guess, by what is remembered behind its last and the noise there."""
+        """The continuations of each guess by what is remembered after its last id, under the target's noise if it samples."""
         with self._meter.drafting():
-            known, ids, logits = self._table.behind([guess.ids[-1] if guess.ids else context.ids[-1] for guess in front])
+            known, ids, logits = self._table.likeliest_after(
+                [guess.ids[-1] if guess.ids else context.ids[-1] for guess in front]
+            )
             if not any(known):
                 return [[] for _ in front]
             scores = logits * SHARPNESS if context.noise is None else self._warpers(ids, logits)  # type: ignore[arg-type, unused-ignore]

@@ -1,18 +1,18 @@
-"""Where the end of a growing text stood before, and what followed."""
+"""Finds earlier occurrences of the end of a growing text, and what followed them."""
 
 from itertools import islice
 
 _LEVELS = 16
-"""How many of the repeated ends, the longest first, know their latest place; the others, one that may be older."""
+"""For how many of the repeated ends, the longest first, the latest occurrence is kept; for others it may be an older one."""
 _STEPS = 64
-"""How many of them are looked at for followers: in a text that goes round there are as many as it has ids."""
+"""How many of them are searched for followers: a text that repeats itself has as many as it has ids."""
 
 
 class Repeats:
-    """A suffix automaton of ids that are appended (Blumer et al. 1985, Theoretical Computer Science 40).
+    """A suffix automaton of ids that are appended one by one (Blumer et al. 1985, Theoretical Computer Science 40).
 
-    Law: `followers` are the ids that followed ends of the text before, those of the longest ends first; of equally long ones,
-    the latest first. An append and a look-up cost the same however long the text is.
+    Law: `followers` are the ids that followed earlier occurrences of the text's ends, those of the longest ends first; of
+    equally long ones, the latest first. The time of an append or a look-up doesn't depend on the length of the text.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,9 @@ class Repeats:
         self._refresh(before, token)
 
     def followers(self, count: int, ahead: int | None = None) -> list[tuple[int, int]]:
-        """At most `count` places, with distinct ids there, and how many ids before each agree with the end of the text; with
-        the end of the text and the id `ahead`, if there is one, which isn't taken in.
+        """At most `count` positions with different ids, each with how many ids before it agree with the end of the text.
+
+        `ahead`: an id that is taken for the next one of the text, but isn't appended.
         """
         found: dict[int, tuple[int, int]] = {}
         state = self._link[self._last]
@@ -51,11 +52,13 @@ class Repeats:
             state = self._link[state]
         return list(found.values())[:count]
 
-    def continuation(self, place: int, longest: int, ahead: int | None = None) -> list[int]:
-        """The ids from a place on. Where they reach the end of the text, and the id `ahead`, they go round: what repeats is
-        taken to go on so.
+    def continuation(self, position: int, longest: int, ahead: int | None = None) -> list[int]:
+        """The `longest` ids from a position on.
+
+        If they reach the end of the text (and the id `ahead`), they start again at the position: what repeats itself is taken
+        to go on repeating.
         """
-        found = self.ids[place : place + longest]
+        found = self.ids[position : position + longest]
         if ahead is not None and len(found) < longest:
             found.append(ahead)
         period = len(found)
@@ -69,7 +72,7 @@ class Repeats:
         return len(self._next) - 1
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest end that stood before: one that there is, or a part of one."""
+        """The state of the longest end that occurred before: an existing state, or one that is split off from it."""
         whole = self._next[state][token]
         if self._length[whole] == self._length[state] + 1:
             return whole
@@ -81,7 +84,7 @@ class Repeats:
         return part
 
     def _refresh(self, state: int, token: int) -> None:
-        """The newest id is the latest follower of the ends before it."""
+        """Make the newest id the latest follower of the ends before it."""
         for _ in range(_LEVELS):
             if state < 0:
                 return

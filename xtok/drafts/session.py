@@ -8,9 +8,12 @@ from operator import index
 
 from torch import Tensor
 
-from xtok.align.text import Text
+from xtok.align.text import SequenceText
 from xtok.drafts.base import Context, Draft, Drafter, ModelDrafter, Request
-from xtok.drafts.policy.ledger import Batch, Ledger, Limit, Pace, Proposal
+from xtok.drafts.policy.draft import Proposal
+from xtok.drafts.policy.gate import Batch
+from xtok.drafts.policy.limits import CostLimit, DraftBudget
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import CARRIED, Tree, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError
@@ -35,7 +38,7 @@ class Session:
     """
 
     def __init__(
-        self, drafts: Sequence[Draft], request: Request, ledger: Ledger, prompt: Sequence[int], noise: Noise | None = None
+        self, drafts: Sequence[Draft], request: Request, ledger: Policy, prompt: Sequence[int], noise: Noise | None = None
     ) -> None:
         """`prompt`: the target's ids, without padding. `noise`: that under which the target picks; None where it is greedy."""
         self._meter = request.meter
@@ -43,7 +46,7 @@ class Session:
         self.ledger = ledger
         self._noise = noise
         self._view = request.vocabulary.view
-        self._text = Text(self._view, prompt)
+        self._text = SequenceText(self._view, prompt)
         self._hidden: Tensor | None = None
         self._carried: int | None = None
         self._first: int | None = None
@@ -126,7 +129,7 @@ class Session:
 
     def _whole(self, tree: Tree) -> Tree:
         """A guess with the carried token that it comes after, if there is one."""
-        return tree if self._first is None else tree.after(self._first)
+        return tree if self._first is None else tree.prefixed(self._first)
 
     def sources(self, tree: Tree) -> tuple[int | None, ...]:
         """Of each node of the round's guess, which draft guessed it, the cheapest of several; None for a carried token."""
@@ -156,7 +159,7 @@ class Session:
         self.proposals = [
             replace(one, own=frozenset(i for i, node in enumerate(nodes) if node in one.own)) for one in self.proposals
         ]
-        return tree.of(nodes)
+        return tree.subset(nodes)
 
     def _believed(self, tree: Tree) -> list[float]:
         """How probable each node is believed to be: of a guess that stands alone, by its draft's account."""
@@ -172,7 +175,7 @@ class Session:
         block, proposals = self._committed[confirmed:], self.proposals
         if self._first is not None and not confirmed:  # all that was guessed comes after what is wrong
             tree, proposals = Tree(), [Proposal()] * len(proposals)
-        right = tree.along(block)
+        right = tree.path_of(block)
         self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
         if limit.schedule == "heuristic" and block:
             self.ledger.adjust(limit.depth, block, proposals)
@@ -190,15 +193,15 @@ class Session:
 
     def _own(self, draft: int, limit: Budget, sure: float, batch: Batch) -> Budget | None:
         """The limit of one draft; None where it isn't to be asked."""
-        account = self.ledger.accounts[draft]
+        account = self.ledger.drafts[draft]
         if limit.schedule == "heuristic":
             return replace(limit, depth=account.depth or limit.depth)
         if limit.schedule == "constant":
             return limit
         if not self.ledger.asks(draft, sure, batch):
             return None
-        tries = batch.tries or account.backoff(sure).distance > 0
-        return Limit.of(limit, Pace(self.ledger, account, batch.texts, self._unread, batch.explores, tries))
+        tries = batch.tries or account.gate(sure).pause > 0
+        return DraftBudget.of(limit, CostLimit(self.ledger, account, batch.sequences, self._unread, batch.explores, tries))
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Steps[Proposal]:
         """A guess, as far as it can be verified."""

@@ -7,16 +7,17 @@ from xtok.errors import InvalidInputError, shown
 from xtok.sampling.draws import Distribution
 
 CARRIED = 0.98
-"""How probable a carried token is: all of 155 that were looked at were picked again."""
+"""How probable a carried token is taken to be: all of 155 that were looked at were picked again."""
 
 
 @dataclass(frozen=True)
 class Tree:
     """Guessed continuations of a context. A node is one id; its parent is an earlier node, or -1 for the context itself.
 
-    `guess` holds the bytes that the drafter holds for likeliest; it is for measuring alone.
-    `probabilities`: that the target's picks pass through each node, as the drafter believes; empty if it doesn't say.
-    `distributions`, of a chain whose ids were drawn at random: what each node was drawn from.
+    `tokens`: the target's id of each node. `parents`: the index of each node's parent. `guess`: the bytes that the drafter
+    believes to be likeliest; only measurements use it. `probabilities`: how probable the drafter believes it to be that the
+    target picks each node and all nodes above it; empty if it doesn't say. `distributions`: what each node was drawn from, if
+    the tree is a chain whose ids were drawn at random; else empty.
     """
 
     tokens: tuple[int, ...] = ()
@@ -29,7 +30,10 @@ class Tree:
         try:
             sizes = {len(self.tokens), len(self.parents)} | ({len(self.probabilities)} if self.probabilities else set())
             is_tree = len(sizes) == 1 and all(-1 <= parent < node for node, parent in enumerate(self.parents))
-        except (TypeError, RuntimeError):  # of what has no length, no order, or, as a tensor of several numbers, no truth
+        except (
+            TypeError,
+            RuntimeError,
+        ):  # from values without a length, an order or one truth value
             is_tree = False
         if not is_tree:
             raise InvalidInputError(
@@ -40,16 +44,16 @@ class Tree:
         return len(self.tokens)
 
     def child(self, node: int, token: int) -> int | None:
-        """The node that guesses `token` behind `node`, or None."""
+        """The node that guesses `token` after `node`, or None if there is none."""
         pairs = zip(self.parents, self.tokens, strict=True)
         return next((i for i, pair in enumerate(pairs) if pair == (node, token)), None)
 
     def children(self, node: int) -> list[int]:
-        """What is guessed behind `node`."""
+        """The ids that are guessed after `node`; -1 is the context."""
         return [token for parent, token in zip(self.parents, self.tokens, strict=True) if parent == node]
 
-    def along(self, tokens: Iterable[int]) -> list[int]:
-        """The nodes that `tokens` run through, as far as the tree has them."""
+    def path_of(self, tokens: Iterable[int]) -> list[int]:
+        """The nodes that guess `tokens`, one after another from the context on, up to the first id that no node guesses."""
         path: list[int] = []
         for token in tokens:
             node = self.child(path[-1] if path else -1, token)
@@ -59,26 +63,30 @@ class Tree:
         return path
 
     def descendants(self, node: int) -> set[int]:
-        """The nodes below a node."""
+        """All nodes below a node."""
         found = {node}
         for child, parent in enumerate(self.parents):
             found |= {child} if parent in found else set()
         return found - {node}
 
     def likeliest_path(self, longest: int) -> list[int]:
-        """The nodes from the context through each node's likeliest child, at most `longest` of them."""
+        """The nodes on the way from the context through each node's likeliest child, `longest` of them at most."""
         path: list[int] = []
         while len(path) < longest and (best := self._best_child(path[-1] if path else -1)) is not None:
             path.append(best)
         return path
 
     def within(self, longest: int) -> "Tree":
-        """The nodes that are at most `longest` deep."""
+        """The tree without the nodes that are deeper than `longest`."""
         depths = self._depths()
-        return self if max(depths, default=0) <= longest else self.of([i for i, depth in enumerate(depths) if depth <= longest])
+        return (
+            self
+            if max(depths, default=0) <= longest
+            else self.subset([i for i, depth in enumerate(depths) if depth <= longest])
+        )
 
     def likeliest(self, nodes: int) -> "Tree":
-        """The likeliest nodes, so many at most; the first ones where it says no probabilities."""
+        """The tree of the likeliest nodes, so many at most; of the first ones if it has no probabilities."""
         if len(self) <= nodes:
             return self
         probabilities: list[float] = []
@@ -86,10 +94,10 @@ class Tree:
             probabilities.append(
                 min(self.probabilities[node] if self.probabilities else 1.0, probabilities[parent] if parent >= 0 else 1.0)
             )
-        return self.of(sorted(sorted(range(len(self)), key=lambda node: (-probabilities[node], node))[:nodes]))
+        return self.subset(sorted(sorted(range(len(self)), key=lambda node: (-probabilities[node], node))[:nodes]))
 
-    def after(self, token: int) -> "Tree":
-        """The tree of a carried token, whose children are this tree's roots."""
+    def prefixed(self, token: int) -> "Tree":
+        """The tree that begins with `token`, a carried token, and goes on as this one."""
         probabilities = (
             (CARRIED, *(CARRIED * probability for probability in self.probabilities))
             if self.probabilities or not self.tokens
@@ -98,8 +106,8 @@ class Tree:
         return Tree((token, *self.tokens), (-1, *(1 + parent for parent in self.parents)), self.guess, (), probabilities)
 
     @property
-    def lead(self) -> int:
-        """How many of the first nodes are a chain from the context."""
+    def leading_chain(self) -> int:
+        """How many of the first nodes are a chain from the context on."""
         return next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self))
 
     @property
@@ -113,8 +121,8 @@ class Tree:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
-    def of(self, nodes: list[int]) -> "Tree":
-        """The tree of some nodes, in that order, whose parents are all among them, before them."""
+    def subset(self, nodes: list[int]) -> "Tree":
+        """The tree of some nodes, in that order. The parent of each must be among them, before it."""
         index = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         tokens = tuple(self.tokens[node] for node in nodes)
         parents = tuple(index[self.parents[node]] for node in nodes)
@@ -129,7 +137,11 @@ class Tree:
 def chain(
     tokens: Iterable[int], guess: bytes = b"", distributions: Sequence[Distribution] = (), probabilities: Sequence[float] = ()
 ) -> Tree:
-    """A tree without branches."""
+    """A tree without branches: each of `tokens`, ids of the target, follows the one before it.
+
+    `guess`, `distributions` and `probabilities` are as for `Tree`, one for each id or none. Raises `InvalidInputError` for what
+    is no list of ids.
+    """
     try:
         ids, drawn, given = tuple(tokens), tuple(distributions), tuple(probabilities)
     except TypeError as error:
@@ -141,9 +153,9 @@ def chain(
 
 
 class Trie:
-    """Guesses that share their beginnings: every node has one place and the probability of all guesses through it.
+    """Collects guesses, and merges those that begin alike: a node has the probability of all guesses that go through it.
 
-    Law: a node's probability is at most its parent's, so the likeliest nodes are a tree.
+    Law: a node's probability is at most its parent's, so the likeliest nodes are a tree. `owners`: the source of each node.
     """
 
     def __init__(self) -> None:
@@ -154,16 +166,17 @@ class Trie:
         self.owners: list[int] = []
 
     def add(self, tokens: Iterable[int], probability: float) -> None:
-        """Add the probability of a guess. Guesses that are added exclude each other: their probabilities are summed up."""
+        """Add a guess and its probability. Guesses that are added exclude each other: their probabilities are summed up."""
         node = -1
         for token in tokens:
             node = self._child(node, token, 0)
             self.probabilities[node] += probability
 
     def mix(self, tree: Tree, probabilities: Sequence[float], owner: int = 0) -> None:
-        """Add a tree from another source, with a probability for each of its nodes. Any source may be right.
+        """Add a tree from another source, with a probability for each of its nodes.
 
-        A node belongs to the first `owner` that has it.
+        Sources are taken to be independent: a node is wrong only if all of them are. It belongs to the first `owner` that has
+        it.
         """
         nodes = {-1: -1}
         for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
@@ -174,16 +187,16 @@ class Trie:
             )
 
     def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
-        """The likeliest nodes, in order, as many as `count` says when it sees their probabilities fall."""
+        """The likeliest nodes, in ascending order. `count` is given all probabilities, falling, and says how many to keep."""
         ranked = sorted(range(len(self.probabilities)), key=lambda node: -self.probabilities[node])
         return sorted(ranked[: count([self.probabilities[node] for node in ranked])])
 
     def tree(self, nodes: list[int], guess: bytes = b"") -> Tree:
-        """The tree of some nodes, in order, whose parents are all among them."""
-        return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.probabilities)).of(nodes)
+        """The tree of some nodes, in ascending order. The parents of all must be among them."""
+        return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.probabilities)).subset(nodes)
 
     def best(self, count: Callable[[Sequence[float]], int], guess: bytes = b"") -> Tree:
-        """The tree of the likeliest nodes."""
+        """The tree of the nodes that `likeliest` gives for `count`."""
         return self.tree(self.likeliest(count), guess)
 
     def _child(self, node: int, token: int, owner: int) -> int:

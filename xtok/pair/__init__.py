@@ -11,23 +11,26 @@ TARGET = _ROOT / "target"
 DRAFT = _ROOT / "draft"
 """A GPT-NeoX of 1.4 M parameters with a byte-level BPE."""
 TUNED = _ROOT / "tuned"
-"""That draft, tuned on what the target writes behind five of every six prompts."""
+"""That draft, tuned on what the target writes after five of every six prompts."""
 HEADS = _ROOT / "heads.safetensors"
-"""Heads for the target, trained on what it writes behind the same prompts."""
+"""Heads for the target, trained on what it writes after the same prompts."""
 
 
 def technical() -> list[str]:
-    """Openings of explanations whose terms come again and again."""
+    """Beginnings of explanations in which the same terms recur."""
     return (_ROOT / "technical.txt").read_text(encoding="utf-8").splitlines()
 
 
 def quoting(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Passages to be copied with a word changed, and the copies: what a target large enough to follow would write."""
+    """Prompts that ask to copy a passage of three texts, and the copies with a character changed in the middle.
+
+    The copies are what a target that is large enough to follow such a prompt would write.
+    """
     passages = ["".join(texts[i : i + 3]) for i in range(0, len(texts) - 2, 3)]
     halves = [(text[: len(text) // 2], text[len(text) // 2 + 1 :]) for text in passages]
     return [(f"次の文を写せ。\n{text}\n\n", f"{a}何{b}") for text, (a, b) in zip(passages, halves, strict=True)]
 
 
 def prompts() -> list[str]:
-    """Openings of paragraphs from books that neither model was trained on."""
+    """Beginnings of paragraphs from books that neither model was trained on."""
     return (_ROOT / "prompts.txt").read_text(encoding="utf-8").splitlines()

@@ -1,1 +1,1 @@
-"""Draws from a distribution: noise, processors, and what a place's noise draws."""
+"""Sampling by noise: the noise itself, draws from a distribution, and what is known of logits processors."""

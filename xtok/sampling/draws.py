@@ -1,7 +1,7 @@
-"""Draws from a distribution by the noise of a place, and what they are judged by.
+"""Draws from a distribution by the noise of a position, and how sure they are.
 
-At a real vocabulary, noise for all ids and a sort of all scores would cost more than all else about a draw. So it is looked for
-from the front: noise that can't win isn't computed, and what cuts a distribution is asked of the draws alone.
+At a real vocabulary, noise for all ids and a sort of all scores would take longer than all else about a draw. So noise that
+can't win isn't computed, and cuts (top-k, top-p, min-p) are only applied to the few ids that could be drawn.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,40 +17,40 @@ from xtok.sampling.noise import gumbel, gumbel_of, mixed, states_of
 from xtok.sampling.processors import CUTS
 
 _AHEAD = 8
-"""How many of the best are looked at for one that top-p leaves."""
+"""Among how many of the best ids one that top-p keeps is looked for."""
 _TIED = 16
-"""How many ids behind the k-th are looked at for those that equal it, beside a quarter of k."""
+"""How many ids after the k-th, beside a quarter of k, are compared with it: those with an equal score are kept as well."""
 _LIKELY = 256
-"""How many of the likeliest nearly always hold all that min-p leaves."""
+"""So many of the likeliest ids nearly always include all that min-p keeps."""
 _NEAR = 1e-3
-"""Nearer than that to a cut, transformers' own cut decides. Rounding moves it by less."""
+"""If a score is nearer than that to a cut, transformers' own cut decides. Rounding moves it by less."""
 _BLOCK, _BLOCKS = 16, 96
-"""Long scores race in blocks of 16, of which 96 nearly always hold the best."""
+"""Long rows of scores are searched in blocks of 16 ids, of which 96 blocks nearly always include the best."""
 _ROUNDED = 1e-9
-"""A bound on noise is off by rounding, by less than this."""
+"""Rounding moves a bound on noise by less than this."""
 
 
 class Distribution(NamedTuple):
-    """What an id was drawn from: ids of the target, int64, each once, and their probabilities, float64."""
+    """What an id was drawn from: ids of the target, (ids,), int64, each once, and their probabilities, (ids,), float64."""
 
     ids: Tensor
     probabilities: Tensor
 
 
 class Draw(NamedTuple):
-    """A draw, and by how much the best beat the second before top-p."""
+    """A drawn id, and by how much its score + noise beat the second best, before top-p."""
 
     token: int
     margin: float
 
 
 def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> Draw | None:
-    """A draw from softmax(scores) as `cuts` leave it: the best of scores + Gumbel noise that is left (Gumbel-max).
+    """A draw from softmax(scores) after `cuts`: the id with the largest score + Gumbel noise that they keep (Gumbel-max).
 
-    `scores`: (vocabulary,). `keys`: those of the ids for noise, (vocabulary,), int64. `state`: that of the noise there.
-    `cuts`: those that `processors.known_cuts` finds.
-    Law: the draw is that of `draw(cut scores, keys, state)`, or None, where it stands so near a cut that rounding decides.
-    Raises `InvalidInputError` where nothing is left, and where a score is NaN or infinite, which is no distribution to
+    `scores`: (vocabulary,). `keys`: those of the ids for noise, (vocabulary,), int64. `state`: that of the noise at this
+    position. `cuts`: those that `processors.known_cuts` counts.
+    Law: the draw is that of `draw(cut scores, keys, state)`, or None if it is so near a cut that rounding decides.
+    Raises `InvalidInputError` if the cuts keep nothing, and if a score is NaN or infinite, which is no distribution to
     draw from.
     """
     states = states_of([state], keys.device)
@@ -65,65 +65,68 @@ def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> 
 def draws(
     scores: Tensor, keys: Tensor, states: Tensor, cuts: Sequence[Any] = (), *, whole: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What `draw` gives of each row, all at once and without a transfer: ids, int64, and margins, float64, (rows,) twice.
+    """As `draw`, for several rows at once and without a transfer: ids, int64, and margins, float64, (rows,) each.
 
-    `scores`: (rows, vocabulary). `states`: (rows, 1), int64. An id is -1 where `draw` raises or may give None, and, unless
-    `whole` rows are looked at, now and then where it gives one.
+    `scores`: (rows, vocabulary). `states`: (rows, 1), int64. An id is -1 if `draw` raises or may give None for its row, and,
+    unless `whole` rows are searched, sometimes although it gives one.
     """
     precise = not cuts or scores.dtype.itemsize >= 4  # transformers cuts in the scores' own precision
     top_k, top_p, min_p = _by_kind(cuts)
     least = log(min_p.min_p) if min_p is not None and min_p.min_p else -torch.inf
     best = scores.amax(dim=1, keepdim=True)
-    places, left, told = _likely(scores, best, top_k, -torch.inf if whole or top_p is not None else least)
+    indices, left, complete = _likely(scores, best, top_k, -torch.inf if whole or top_p is not None else least)
     racing = left if isinf(least) else left.masked_fill(left - best < least - _NEAR, -torch.inf)
     values, order, sure = race(
-        racing, keys if places is None else keys[places], states, 2 if top_p is None else _AHEAD, whole=whole
+        racing, keys if indices is None else keys[indices], states, 2 if top_p is None else _AHEAD, whole=whole
     )
-    chosen, clear = (order[:, :1], told) if top_p is None else _first_within(left, order, sure, top_p.top_p)
-    known = best.isfinite() & sure[:, :2].all(dim=1, keepdim=True) & told & clear & precise
+    chosen, clear = (order[:, :1], complete) if top_p is None else _first_within(left, order, sure, top_p.top_p)
+    known = best.isfinite() & sure[:, :2].all(dim=1, keepdim=True) & complete & clear & precise
     if not isinf(least):
         known &= left.gather(1, chosen) - best >= least + _NEAR
-    tokens = chosen if places is None else places.gather(1, chosen)
+    tokens = chosen if indices is None else indices.gather(1, chosen)
     return tokens.where(known, -1)[:, 0], values[:, 0] - values[:, :2][:, -1]
 
 
 def _by_kind(cuts: Sequence[Any]) -> Iterator[Any]:
-    """Top-k, top-p and min-p among cuts; None for each that isn't there."""
+    """The top-k, top-p and min-p among cuts; None for each that isn't there."""
     return (next((cut for cut in cuts if type(cut) is kind), None) for kind in CUTS)
 
 
 def _likely(scores: Tensor, best: Tensor, top_k: Any, least: float) -> tuple[Tensor | None, Tensor, Tensor | bool]:
-    """The places of all that top-k leaves, int64, and their scores, (rows, places) twice; those are -inf where it doesn't. And
-    whether there are no others, (rows, 1). Without top-k, of all that is at most `least` below the best. None for all places.
+    """The ids that top-k keeps, int64, their scores, (rows, ids) each, and whether there are no others, bool, (rows, 1).
+
+    Ids that it doesn't keep have the score -inf. Without top-k: the ids that are at most `least` below the `best`. The ids are
+    None for all ids, and whether there are no others is True then.
     """
     if top_k is not None and top_k.top_k < scores.shape[1]:
-        values, places = largest(scores, top_k.top_k + top_k.top_k // 4 + _TIED)
+        values, indices = largest(scores, top_k.top_k + top_k.top_k // 4 + _TIED)
         less = values < values[:, top_k.top_k - 1 : top_k.top_k]
     elif not isinf(least):
-        values, places = largest(scores, _LIKELY)
+        values, indices = largest(scores, _LIKELY)
         less = values - best < least - _NEAR  # a difference, for float32 is too coarse for a score with that margin
     else:
         return None, scores, True
-    told = less[:, -1:] | values[:, -1:].isinf() if values.shape != scores.shape else True
-    return places, values.masked_fill(less, -torch.inf), told
+    complete = less[:, -1:] | values[:, -1:].isinf() if values.shape != scores.shape else True
+    return indices, values.masked_fill(less, -torch.inf), complete
 
 
 def _first_within(scores: Tensor, order: Tensor, sure: Tensor, probability: float) -> tuple[Tensor, Tensor]:
-    """The first of some places that top-p leaves, int64, and whether that is beyond doubt: (rows, 1) twice.
+    """The first of some ids that top-p keeps, int64, and whether rounding can't change that, bool: (rows, 1) each.
 
-    `scores`: (rows, ids). `order`: places, and whether it is `sure` that nothing comes before them: (rows, few) twice.
+    `scores`: (rows, ids). `order`: indices into a row, int64, and whether each is `sure` to come in this order, bool: (rows,
+    few) each.
     """
     probabilities = scores.softmax(dim=-1)
     chosen, going = order[:, :1], torch.ones_like(order[:, :1], dtype=torch.bool)
     clear = ~going
     for i in range(order.shape[1]):
-        place, known = order[:, i : i + 1], sure[:, i : i + 1]
-        score = scores.gather(1, place)
+        index, known = order[:, i : i + 1], sure[:, i : i + 1]
+        score = scores.gather(1, index)
         above, upto = (_probability(probabilities, compare, scores, score) for compare in (torch.gt, torch.ge))
-        least = upto - probabilities.gather(1, place)  # of the ids that have this score, one comes last
+        least = upto - probabilities.gather(1, index)  # of the ids that have this score, one comes last
         going &= known
         found = going & (least < probability - _NEAR)
-        chosen, clear = place.where(found, chosen), clear | found
+        chosen, clear = index.where(found, chosen), clear | found
         going = going & (above > probability + _NEAR)
         if on_host(going.device) and not going.any():
             break
@@ -131,16 +134,16 @@ def _first_within(scores: Tensor, order: Tensor, sure: Tensor, probability: floa
 
 
 def _probability(probabilities: Tensor, compare: Callable[..., Tensor], scores: Tensor, score: Tensor) -> Tensor:
-    """The sum of each row's probabilities where its scores compare so with one of them, (rows, 1)."""
+    """The sum of the probabilities of those ids of each row whose scores `compare` true with `score`, (rows, 1)."""
     return compare(scores, score, out=torch.empty_like(probabilities)).mul_(probabilities).sum(dim=1, keepdim=True)
 
 
 def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], tolerance: float) -> Draw:
-    """The draw of what cuts leave, and by how much it beats the second of all scores + noise; by nothing, where a cut might not
-    leave it.
+    """The draw after `cuts`, and by how much it beats the second best of all scores + noise: 0 if a cut might drop it.
 
-    Law: where its margin is above `tolerance`, it is the draw of all scores that differ from these by up to half of that. Where
-    that isn't known, and it is too near to a cut to tell, it may not be the draw either. Arguments are those of `draw`.
+    Law: if its margin is above `tolerance`, any scores that differ from these by up to half of that give the same draw.
+    Otherwise, if it is too near to a cut to be sure, it may not be the draw of these scores either. Arguments are those of
+    `draw`.
     """
     drawn = draw(scores, keys, state)
     assert drawn is not None
@@ -156,8 +159,10 @@ def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], tol
 
 
 def sure_margins(scores: Tensor, keys: Tensor, states: Tensor, cuts: Sequence[Any], tolerances: Tensor) -> Tensor:
-    """The margin that `sure_draw` gives of each row, or one that isn't above its tolerance either, without a transfer: (rows,),
-    float64. `tolerances`: (rows, 1), float64. The other arguments are those of `draws`.
+    """As the margins of `sure_draw`, for several rows at once and without a transfer: (rows,), float64.
+
+    A margin that isn't above its tolerance may be another number that isn't either. `tolerances`: (rows, 1), float64. The other
+    arguments are those of `draws`.
     """
     tokens, margins = draws(scores, keys, states)
     left = _surely_left(scores, tokens.clamp(min=0)[:, None], cuts, tolerances)[:, 0]
@@ -165,7 +170,7 @@ def sure_margins(scores: Tensor, keys: Tensor, states: Tensor, cuts: Sequence[An
 
 
 def _surely_left(scores: Tensor, tokens: Tensor, cuts: Sequence[Any], tolerances: Tensor) -> Tensor:
-    """Whether cuts leave an id of all scores that differ from these by up to half of a tolerance, (rows, 1), bool.
+    """Whether cuts keep an id in any scores that differ from these by up to half of a tolerance, (rows, 1), bool.
 
     `scores`: (rows, vocabulary). `tokens`, int64, and `tolerances`, float64: (rows, 1).
     """
@@ -182,7 +187,7 @@ def _surely_left(scores: Tensor, tokens: Tensor, cuts: Sequence[Any], tolerances
     probabilities = (scores - best).double().exp()
     kept = probabilities if top_k is None else largest(scores, top_k.top_k)[0].sub(best).double().exp()
     first = (probabilities * before).sum(dim=1, keepdim=True) - (score - best).double().exp()
-    rest = (kept.sum(dim=1, keepdim=True) - first).clamp(min=0) * (-tolerances).exp()  # as little beside them as it may be
+    rest = (kept.sum(dim=1, keepdim=True) - first).clamp(min=0) * (-tolerances).exp()  # the smallest that it may be
     within: Tensor = first / (first + rest) < top_p.top_p - _NEAR
     return clear & (within | (first <= 0))
 
@@ -197,22 +202,22 @@ def _check(best: float) -> None:
 
 
 def race(scores: Tensor, keys: Tensor, states: Tensor, count: int, *, whole: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` best of each row's `scores + gumbel(keys, states)`, falling, float64, their places, int64, and whether they
-    surely are that, as they are where `whole` rows are looked at: (rows, count) each. Of fewer ids, all.
+    """The `count` largest values of each row of `scores + gumbel(keys, states)`, falling, and their indices.
 
-    `scores`: (rows, ids). `keys`: (ids,) or (rows, ids), int64. `states`: (rows, 1), int64.
+    Returns the values, float64, their indices, int64, and whether each is surely right, bool: (rows, count) each, or all of a
+    shorter row. `scores`: (rows, ids). `keys`: (ids,) or (rows, ids), int64. `states`: (rows, 1), int64.
 
-    Long scores race in blocks, first by the best score of each and its highest noise together, which no score in it exceeds;
-    the blocks that could hold one of the best are looked at score by score.
+    Long rows are searched in blocks: no value in a block exceeds the sum of its best score and its highest noise, so only the
+    blocks with the largest sums are searched value by value. With `whole`, all values are, and all results are sure.
     """
     blocks = scores.shape[1] // _BLOCK
     if blocks <= _BLOCKS or whole:
         found = (scores.double() + gumbel(keys, states)).topk(min(count, scores.shape[1]))
         return found.values, found.indices, torch.ones_like(found.indices, dtype=torch.bool)
-    bits = mixed(keys, states)  # block b holds the places b, b + blocks, b + 2 * blocks, …
+    bits = mixed(keys, states)  # block b holds the indices b, b + blocks, b + 2 * blocks, …
     noise, score = (values[:, : _BLOCK * blocks].view(-1, _BLOCK, blocks).amax(dim=1) for values in (bits, scores))
     bound = (score.double() + gumbel_of(noise) + _ROUNDED).topk(_BLOCKS + 1)
     steps = torch.arange(_BLOCK, dtype=torch.int64, device=scores.device)[:, None] * blocks
-    places = with_rest(scores, (bound.indices[:, None, :-1] + steps).flatten(1), _BLOCK * blocks)
-    found = (scores.gather(1, places).double() + gumbel_of(bits.gather(1, places))).topk(count)
-    return found.values, places.gather(1, found.indices), found.values >= bound.values[:, -1:]
+    indices = with_rest(scores, (bound.indices[:, None, :-1] + steps).flatten(1), _BLOCK * blocks)
+    found = (scores.gather(1, indices).double() + gumbel_of(bits.gather(1, indices))).topk(count)
+    return found.values, indices.gather(1, found.indices), found.values >= bound.values[:, -1:]

@@ -1,6 +1,6 @@
-"""The largest of long rows: what `torch.topk` and `torch.argmax` give, in a tenth of the time at real vocabularies.
+"""The largest values of long rows: as `torch.topk` and `torch.argmax`, in a tenth of the time at real vocabularies.
 
-One pass over a row finds the maxima of blocks of it; all else is looked for in the few blocks whose maxima are largest.
+One pass over a row finds the maximum of each block of it; the rest is searched in the few blocks with the largest maxima.
 """
 
 from math import isqrt
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 _SHORT = 4096
-"""Rows up to that length are left to torch."""
+"""For rows up to that length torch itself is used."""
 _WIDE, _HIGH = 512, 64
-"""The sizes of blocks that are reduced fastest: of neighbours, and of places far apart."""
+"""The block sizes that are reduced fastest: of neighbouring values, and of values far apart."""
 
 
 def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest values of each row, falling, and their places, int64: (rows, count) twice. Of fewer, all.
+    """The `count` largest values of each row, falling, and their indices, int64: (rows, count) each. Of a shorter row, all.
 
     `rows`: (rows, length).
     Law: the values are those of `rows.topk(count)`; of equal ones, any. NaN counts as larger than any number.
@@ -27,7 +27,7 @@ def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if length <= _SHORT or size < 4:
         found = rows.topk(count)
         return found.values, found.indices
-    blocks = length // size  # block b holds the places b, b + blocks, b + 2 * blocks, …
+    blocks = length // size  # block b holds the indices b, b + blocks, b + 2 * blocks, …
     maxima = rows[:, : size * blocks].view(-1, size, blocks).amax(dim=1)
     chosen = maxima.topk(count, sorted=False).indices
     steps = torch.arange(size, dtype=torch.int64, device=rows.device)[:, None] * blocks
@@ -35,31 +35,31 @@ def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def best(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The place of each row's largest value, int64, the first of equal ones, and its lead over the second: (rows,) twice.
+    """The index of each row's largest value, int64, the first of equal ones, and its lead over the second: (rows,) each.
 
     `rows`: (rows, length).
-    Law: the places are `rows.argmax(dim=-1)`; the leads are the gaps of `rows.topk(2)`.
+    Law: the indices are `rows.argmax(dim=-1)`; the leads are the gaps of `rows.topk(2)`.
     """
     length = rows.shape[-1]
     if length <= _SHORT:
         return rows.argmax(dim=-1), _gaps(rows)
-    blocks = length // _WIDE  # block b holds the places b * 512, b * 512 + 1, …
+    blocks = length // _WIDE  # block b holds the indices b * 512, b * 512 + 1, …
     maxima = rows[:, : _WIDE * blocks].view(-1, blocks, _WIDE).amax(dim=-1)
     first = maxima.argmax(dim=-1, keepdim=True)
     second = maxima.scatter(1, first, -torch.inf).argmax(dim=-1, keepdim=True)
     steps = torch.arange(_WIDE, dtype=torch.int64, device=rows.device)
-    places = with_rest(rows, torch.cat([first * _WIDE + steps, second * _WIDE + steps], dim=1), _WIDE * blocks)
-    among = rows.gather(1, places)
-    return places.gather(1, among.argmax(dim=-1, keepdim=True))[:, 0], _gaps(among)
+    indices = with_rest(rows, torch.cat([first * _WIDE + steps, second * _WIDE + steps], dim=1), _WIDE * blocks)
+    among = rows.gather(1, indices)
+    return indices.gather(1, among.argmax(dim=-1, keepdim=True))[:, 0], _gaps(among)
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether numbers there can be looked at without waiting for a device."""
+    """Whether tensors on the device can be read without waiting for it."""
     return device.type == "cpu"
 
 
 def listed(*parts: Tensor) -> list[list[Any]]:
-    """Some numbers, of any shapes, as lists: by one transfer from their device. int64 is to be below 2**53."""
+    """Tensors of any shapes as (nested) lists, by one transfer from their device. Values of int64 must be below 2**53."""
     if on_host(parts[0].device):
         return [part.tolist() for part in parts]
     flat = torch.cat([part.double().flatten() for part in parts]).cpu()
@@ -72,16 +72,16 @@ def _gaps(rows: Tensor) -> Tensor:
     return values[:, 0] - values[:, -1]
 
 
-def _among(rows: Tensor, places: Tensor, covered: int, count: int) -> tuple[Tensor, Tensor]:
-    """As `largest`, among some places, (rows, some), and those behind all blocks."""
-    places = with_rest(rows, places, covered)
-    found = rows.gather(1, places).topk(count)
-    return found.values, places.gather(1, found.indices)
+def _among(rows: Tensor, indices: Tensor, covered: int, count: int) -> tuple[Tensor, Tensor]:
+    """As `largest`, among the values at some indices, (rows, some), and those after the `covered` first ones."""
+    indices = with_rest(rows, indices, covered)
+    found = rows.gather(1, indices).topk(count)
+    return found.values, indices.gather(1, found.indices)
 
 
-def with_rest(rows: Tensor, places: Tensor, covered: int) -> Tensor:
-    """Some places, (rows, some), and those behind all blocks, which the first `covered` values of a row are in."""
+def with_rest(rows: Tensor, indices: Tensor, covered: int) -> Tensor:
+    """Some indices, (rows, some), and those of the values after the `covered` first ones, which blocks don't include."""
     if covered == rows.shape[-1]:
-        return places
+        return indices
     rest = torch.arange(covered, rows.shape[-1], dtype=torch.int64, device=rows.device)
-    return torch.cat([places, rest.expand(len(rows), -1)], dim=1)
+    return torch.cat([indices, rest.expand(len(rows), -1)], dim=1)

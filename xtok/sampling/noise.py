@@ -15,7 +15,7 @@ from torch import Tensor
 from xtok.align.keys import digest
 
 PICK, GUESS, ACCEPT = range(3)
-"""What noise is for. Each has noise of its own."""
+"""The purposes of noise: the target's picks, a draft's own draws, and tests of acceptance. Each has noise of its own."""
 
 _NARROW = 2.0**-64 - 2.0**-88
 _HALF, _SCALE = torch.tensor(0.5, dtype=torch.float64, device="cpu"), 2.0**-64 - 2.0**-114
@@ -30,19 +30,22 @@ class Noise:
     root: int
 
     def at(self, offset: int, controls: int, purpose: int = PICK) -> int:
-        """The state of one position, 0 to 2**64 - 1.
+        """The state of the noise at one position, 0 to 2**64 - 1.
 
-        `offset` bytes and `controls` ids that spell nothing stand before it in the new text.
+        `offset`, `controls`: how many bytes, and how many ids without bytes, the new text has before it.
         """
         return _splitmix(self.root ^ _splitmix(offset << 24 ^ controls << 2 ^ purpose))
 
     def uniform(self, offset: int, controls: int, purpose: int) -> float:
-        """One number strictly between 0 and 1. Arguments are as for `at`."""
+        """A random number strictly between 0 and 1. Arguments are as for `at`."""
         return float(uniform(torch.zeros((), dtype=torch.int64, device="cpu"), self.at(offset, controls, purpose)))
 
 
 def noise(seed: int, sample: int, prompt: bytes) -> Noise:
-    """`seed`: 0 to 2**64 - 1. `sample`: 0 for the first text of a prompt, 1 for the second, and so on. `prompt`: its bytes."""
+    """The noise of one sampled text.
+
+    `seed`: 0 to 2**64 - 1. `sample`: 0 for the first text of a prompt, 1 for the second, and so on. `prompt`: its bytes.
+    """
     return Noise(_chain(seed, sample, digest(prompt, b"prompt")))
 
 
@@ -52,12 +55,12 @@ def gumbel(keys: Tensor, state: int | Tensor) -> Tensor:
 
 
 def gumbel_of(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise, float64, by its bits, int64, which it rises with; of any shape."""
+    """Standard Gumbel noise, float64, of random bits, int64, of any shape. It rises with the bits."""
     return _scaled(bits).log_().neg_().log_().neg_()
 
 
 def near_exponential(keys: Tensor, state: int | Tensor) -> Tensor:
-    """Exponential noise of rate 1, -log(u), float32: near enough for guesses. Arguments and shape are those of `mixed`."""
+    """Exponential noise of rate 1, -log(u), float32: precise enough for guesses. Arguments and shape are those of `mixed`."""
     return mixed(keys, state).float().mul_(_NARROW).sub_(0.5).log1p_().neg_()
 
 
@@ -69,7 +72,8 @@ def uniform(keys: Tensor, state: int | Tensor) -> Tensor:
 def mixed(keys: Tensor, state: int | Tensor) -> Tensor:
     """64 random bits per key, int64, in the shape that `keys`, int64, and `state` broadcast to.
 
-    `state`: one number, or several, (states, 1), as of `states_of`: those give (states, ids) of (ids,) or (states, ids) keys.
+    `state`: one number, or several, (states, 1), as `states_of` gives them: then keys are (ids,) or (states, ids), and the
+    result is (states, ids).
     Two multiplications with an xor-shift between them, in the manner of splitmix64: a bijection of the key.
     """
     bits = keys ^ (_signed(state) if isinstance(state, int) else state)
@@ -80,7 +84,7 @@ def mixed(keys: Tensor, state: int | Tensor) -> Tensor:
 
 
 def states_of(states: Sequence[int], device: torch.device) -> Tensor:
-    """Several states, (states, 1), int64, for a row of keys each."""
+    """Several states as a tensor, (states, 1), int64: one for each row of keys."""
     return torch.tensor([[_signed(state)] for state in states], dtype=torch.int64, device=device)
 
 

@@ -1,4 +1,7 @@
-"""What is known of transformers' logits processors. A class derived from one may do anything, so none is known by its base."""
+"""What is known of transformers' logits processors.
+
+A processor is recognised by its exact class, since a derived class may do anything.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +36,7 @@ _WARPERS = (
     EtaLogitsWarper,
 )
 CUTS: tuple[Any, ...] = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-"""These cut a distribution by its scores alone: what is left are those from some score on."""
+"""These cut a distribution by its scores alone: they keep the ids from some score on."""
 _ADDS = (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -43,16 +46,16 @@ _ADDS = (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
-"""These add to scores what follows from the ids alone; minus infinity, mostly."""
+"""These add to scores a number that follows from the ids alone, minus infinity mostly."""
 
 
 def warpers(processors: Sequence[Any]) -> LogitsProcessorList:
-    """Those that shape a distribution by its probabilities alone, and so mean the same in any vocabulary."""
+    """The processors that shape a distribution by its probabilities alone, and so mean the same in any vocabulary."""
     return LogitsProcessorList([one for one in processors if type(one) in _WARPERS])
 
 
 def known_cuts(processors: Sequence[Any]) -> int:
-    """How many of the last only cut a distribution by its scores, in the order top-k, top-p, min-p; none before others."""
+    """How many of the last processors only cut a distribution by its scores, if they come in the order top-k, top-p, min-p."""
     found = list[int]()
     for one in reversed(processors):
         plain = type(one) in CUTS and one.min_tokens_to_keep == 1 and one.filter_value == -torch.inf
@@ -63,9 +66,9 @@ def known_cuts(processors: Sequence[Any]) -> int:
 
 
 def scale(processors: Sequence[Any]) -> float | None:
-    """How many times as large a difference of two logits may be as a difference of scores.
+    """By what factor processors may enlarge the difference of two logits when they make scores of them.
 
-    None where it may be anything: a cut depends on all logits, and processors of unknown kinds on what they like.
+    None if there is no such factor: a cut depends on all logits, and a processor of an unknown class on anything.
     """
     product = 1.0
     for one in processors:

@@ -10,12 +10,14 @@ from typing import Any
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Draft, Drafter, Request
-from xtok.drafts.given import as_draft, as_list, guesses
+from xtok.drafts.given import as_draft, as_list, is_drafting
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.policy.ledger import Account, Batch, Ledger
+from xtok.drafts.policy.draft import DraftPolicy
+from xtok.drafts.policy.gate import Batch
+from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
@@ -123,11 +125,11 @@ class DraftEngine:
         given = as_list(draft, beside=[PromptLookup()] if self._budget.width > 1 else [])
         if not given or any(isinstance(one, HeadsDrafter | TokenRecycling) for one in given):
             raise InvalidInputError(f"draft is {draft!r}; give what guesses from ids alone: a model, or PromptLookup(), say.")
-        models = {i: draft_model(one) for i, one in enumerate(given) if not guesses(one)}
+        models = {i: draft_model(one) for i, one in enumerate(given) if not is_drafting(one)}
         self._drafts = [
             ModelDraft(models[i], self._vocabulary) if i in models else as_draft(one) for i, one in enumerate(given)
         ]
-        self._ledger = Ledger([Account() for _ in given])
+        self._ledger = Policy([DraftPolicy() for _ in given])
         self._caches = CacheSet(captures=captures(None, (one.model for one in models.values())))
         self._texts: dict[DraftedText, None] = {}
         self._drafting, self._shortest, self._mixed = 0.0, inf, 0
@@ -226,7 +228,7 @@ class DraftEngine:
         if step.seconds is None or not (step.is_pure or self._ledger.ready()):
             return
         cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
-        if step.is_pure and len(told) == step.batch.texts and self._budget.schedule == "cost":
+        if step.is_pure and len(told) == step.batch.sequences and self._budget.schedule == "cost":
             self._judge(step, reads=step.batch.guesses and any(text.session.reads for text in told))
         if not step.batch.guesses:
             self._ledger.measure(cost)

@@ -1,6 +1,6 @@
-"""A foreign draft becomes a native one: it learns the target's own texts.
+"""Training: a draft is fine-tuned on the target's own texts, or heads are trained for the target.
 
-Whatever trains is in this room, and nothing that generates imports from it.
+All that trains is in this package, and nothing that generates imports from it.
 """
 
 import os
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from xtok.align.projection import projection
 from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
-from xtok.drafts.lessons import lessons
+from xtok.drafts.examples import training_examples
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import device_of
@@ -26,8 +26,8 @@ from xtok.models.load import Source, draft_model, load
 from xtok.models.modes import plain
 from xtok.results.progress import busy
 from xtok.tune.heads import TrainedHeads, train_heads
-from xtok.tune.training import train
-from xtok.tune.work import Settings, begun, check, check_out, digest, name, per_forward, per_way, split
+from xtok.tune.training import TrainingSettings, train
+from xtok.tune.work import Settings, check, check_out, digest, name, per_forward, per_way, split, work_folder
 from xtok.tune.writing import beginnings, write
 
 __all__ = ["TrainedHeads", "Tuned", "check_tunable", "split", "tokens_per_forward", "train_heads", "tune_draft"]
@@ -35,11 +35,12 @@ __all__ = ["TrainedHeads", "Tuned", "check_tunable", "split", "tokens_per_forwar
 
 @dataclass(frozen=True)
 class Tuned:
-    """A tuned draft. `before`, `after`: tokens per forward of the target, on prompts that nothing was learnt or chosen by, the
-    mean of all ways of picking.
+    """What fine-tuning of a draft gave.
 
-    `texts`: how many were learnt. `epochs`: tokens per forward on the prompts that told when to stop, at first and after each
-    epoch; the best of them is what was kept. `ways`: before and after, for each way of picking.
+    `path`: the folder with the tuned draft. `texts`: how many were learnt. `before`, `after`: tokens per forward pass of the
+    target, the mean of all ways of picking, on prompts that had no part in training. `epochs`: tokens per forward pass on the
+    prompts that decided when to stop, before training and after each epoch; the best epoch was kept. `ways`: before and after,
+    for each way of picking.
     """
 
     path: Path
@@ -71,19 +72,20 @@ def tune_draft(
     learning_rate: float | None = None,
     lora: bool | None = None,
 ) -> Tuned:
-    """Let the target write behind `prompts`, and fine-tune a copy of the draft on what it writes; `out` is the new draft.
+    """Let the target continue `prompts`, and fine-tune a copy of the draft on what it writes; `out` is the new draft's folder.
 
     Law: `XTokAssisted(target, out)` gives what `XTokAssisted(target, draft)` gives, the sooner the more the two agree.
 
-    A tenth of the prompts tells when to stop, and another one what was gained; neither is learnt from. The target writes behind
-    `starts` beginnings of each of the others, `max_new_tokens` at a time: half of the texts at random, by its own generation
-    settings (`sampled` and `temperature` say otherwise), the others greedily, every other of them under a repetition penalty of
-    1.2, for greedy texts of small models go round in circles. `lora`: small matrices learn beside the draft's own (Hu et al.
-    2021, arXiv 2106.09685) and are merged; the default for drafts of more than 500 M parameters.
+    A tenth of the prompts decides when to stop, and another tenth shows what was gained; neither is learnt from. The target
+    continues `starts` beginnings of each of the others by `max_new_tokens` tokens. Half of these texts are sampled, by its own
+    generation settings (`sampled` is another share, `temperature` another temperature). The others are greedy, every other of
+    them with a repetition penalty of 1.2, since greedy texts of small models repeat themselves. `lora`: low-rank matrices
+    beside the draft's own are trained (Hu et al. 2021, arXiv 2106.09685) and merged; the default for drafts of more than 500 M
+    parameters.
 
-    Called again after it was stopped, it goes on where it was, to the same weights (in float32 on a CPU). Raises
+    Called again after it was stopped, it goes on from there, to the same weights (in float32 on a CPU). Raises
     `InvalidInputError` for settings that make no sense, for less than 3 prompts, for an `out` that holds something else or was
-    begun with other settings, for a draft whose tokenizer can't spell the target's texts, and where accelerate or peft is
+    started with other settings, for a draft whose tokenizer can't write the target's texts, and if accelerate or peft is
     missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target or draft that can't be one.
     """
     check_out(out)
@@ -97,10 +99,10 @@ def tune_draft(
     stopping, kept, learnt = split(prompts)
     pair = load(target, "target")
     learner = draft_model(draft, beside=device_of(pair[0]))
-    work = _begun(Path(out), settings)
+    work = _work_folder(Path(out), settings)
     texts = write(pair, beginnings(learnt, starts), work / "texts", **settings.writing)
     view = token_bytes(pair[1])
-    rows, seen = lessons(learner, view, texts), projection(view, learner.vocabulary.view)
+    rows, seen = training_examples(learner, view, texts), projection(view, learner.vocabulary.view)
 
     def measured(model: PreTrainedModel) -> float:
         return tokens_per_forward(pair, (model, learner.vocabulary.tokenizer), settings.measured(stopping), **settings.writing)
@@ -112,9 +114,7 @@ def tune_draft(
         first = measured(learner.model)
     copy: Any = deepcopy(learner.model)
     trained: Any
-    trained, found = train(
-        copy.float(), rows, seen, measured, work / "training", epochs=epochs, learning_rate=learning_rate, lora=lora
-    )
+    trained, found = train(copy.float(), rows, seen, measured, work / "training", TrainingSettings(epochs, learning_rate, lora))
     model = trained.to(learner.model.dtype) if max(found) > first else learner.model
     with busy("measuring what was gained"):
         before, after = by_ways(learner.model), by_ways(model)
@@ -125,13 +125,13 @@ def tune_draft(
 
 
 def check_tunable() -> None:
-    """Raises `InvalidInputError` where what tuning needs is not installed."""
+    """Raises `InvalidInputError` if accelerate or peft is not installed."""
     if find_spec("accelerate") is None or find_spec("peft") is None:
         raise InvalidInputError("Tuning needs accelerate and peft. Install them with: pip install 'xtok[tune]'")
 
 
 def tokens_per_forward(target: Any, draft: Any, prompts: Sequence[str], **arguments: Any) -> float:
-    """As `per_forward`, by a tree of depth 5."""
+    """New tokens per forward pass of the target with this draft, by trees of depth 5. `arguments`: as for `per_forward`."""
     return per_forward(_by_trees(target, draft), prompts, **arguments)
 
 
@@ -139,15 +139,15 @@ def _by_trees(target: Any, draft: Any) -> XTokAssisted:
     return XTokAssisted(target, draft, budget=Budget(5, width=4, schedule="constant"))
 
 
-def _begun(out: Path, settings: _Settings) -> Path:
+def _work_folder(out: Path, settings: _Settings) -> Path:
     work = out / "work"
     if not (work / "settings.json").exists() and out.exists() and any(path for path in out.iterdir() if path != work):
         raise InvalidInputError(f"{out} is not empty. Choose another folder for the tuned draft.")
-    return begun(work, settings, out)
+    return work_folder(work, settings, out)
 
 
 def _finish(model: PreTrainedModel, tokenizer: Any, settings: _Settings, result: Tuned, work: Path) -> None:
-    """Put what is ready into its place, file by file, each whole, the configuration last: without it there is no model."""
+    """Move the finished draft to its folder, file by file. The configuration comes last: without it there is no model."""
     done = work / "done"
     shutil.rmtree(done, ignore_errors=True)
     model.save_pretrained(done)
@@ -176,7 +176,7 @@ next. What the target generates doesn't depend on its draft.
 |---|---|---|
 {ways}
 
-On the prompts that told when to stop, at first and after each epoch: {epochs}. The best of them was kept.
+On the prompts that decided when to stop, before training and after each epoch: {epochs}. The best of them was kept.
 
 | setting | |
 |---|---|

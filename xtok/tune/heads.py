@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from xtok.assisted import XTokAssisted
+from xtok.drafts.examples import IGNORED, WrittenText
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
-from xtok.drafts.lessons import NOT_LEARNT, Written
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
@@ -24,12 +24,12 @@ from xtok.models.load import Source, target_model
 from xtok.models.modes import plain
 from xtok.models.prompts import prompt_ids
 from xtok.results.progress import busy
-from xtok.tune.training import fit
-from xtok.tune.work import Settings, begun, check, check_out, check_trains, digest, name, per_forward, split
+from xtok.tune.training import Objective, fit
+from xtok.tune.work import Settings, check, check_out, check_trains, digest, name, per_forward, split, work_folder
 from xtok.tune.writing import beginnings, write
 
 _DECAY = 0.8
-"""What a head's loss counts beside that of the head before it."""
+"""The weight of a head's loss, relative to that of the head before it."""
 _RANKS = 5
 _BATCH = 16
 _RATE = 2e-3
@@ -37,10 +37,11 @@ _RATE = 2e-3
 
 @dataclass(frozen=True)
 class TrainedHeads:
-    """Trained heads. `accuracy`, (heads, 5): how often the id that came was a head's first guess, its second, up to its fifth.
+    """What training of heads gave.
 
-    `texts`: how many were learnt. `after`: tokens per forward of the target with them. Accuracy and `after` are of prompts that
-    nothing was learnt or chosen by; `epochs` are tokens per forward on those that told when to stop, after each epoch.
+    `file`: the file with the heads. `texts`: how many were learnt. `accuracy`, (heads, 5): how often the next id was a head's
+    first guess, its second, up to its fifth. `after`: tokens per forward pass of the target with the heads. Both are of prompts
+    that had no part in training. `epochs`: tokens per forward pass after each epoch, on the prompts that decided when to stop.
     """
 
     file: Path
@@ -57,7 +58,7 @@ class _Settings(Settings):
 
 @dataclass(frozen=True)
 class _Row:
-    """A text in the target's ids, of which those from `start` on were written by it."""
+    """A text in the target's ids. The target wrote those from index `start` on."""
 
     ids: list[int]
     start: int
@@ -77,16 +78,16 @@ def train_heads(
     epochs: int = 8,
     learning_rate: float | None = None,
 ) -> TrainedHeads:
-    """Let the target write behind the texts of `data`, and train heads on what it writes; `out` is their file, in safetensors.
+    """Let the target continue the texts of `data`, and train heads on what it writes; `out` is their file, in safetensors.
 
     Law: `XTokAssisted(target, HeadsDrafter(out))` gives what `XTokAssisted(target)` gives. The target is frozen.
 
-    Head i learns the (i + 2)th id behind a hidden state, by cross-entropy that counts 0.8**i. A tenth of the texts tells when
-    to stop, another one what was gained; neither is learnt from. `starts`, `max_new_tokens`, `sampled` and `temperature` are
-    those of `tune_draft`. Called again after it was stopped, it goes on where it was.
-    Raises `InvalidInputError` for settings that make no sense, for less than 3 texts, for an `out` that was begun with other
-    settings, for a target whose output embedding heads can't share, and where accelerate is missing; `UnsupportedModelError`
-    or `UnsupportedTokenizerError` for a target that can't be one.
+    Head i learns the (i + 2)th id after a hidden state, by cross-entropy with the weight 0.8**i. A tenth of the texts decides
+    when to stop, another tenth shows what was gained; neither is learnt from. `starts`, `max_new_tokens`, `sampled` and
+    `temperature` are those of `tune_draft`. Called again after it was stopped, it goes on from there. Raises
+    `InvalidInputError` for settings that make no sense, for less than 3 texts, for an `out` that was started with other
+    settings, for a target whose output embedding heads can't share, and if accelerate is missing; `UnsupportedModelError` or
+    `UnsupportedTokenizerError` for a target that can't be one.
     """
     check_trains()
     check_out(out)
@@ -97,7 +98,7 @@ def train_heads(
     stopping, kept, learnt = split(data)
     made, file = target_model(target), Path(out)
     known = described(made.model, made.vocabulary.view)
-    work = begun(file.with_name(f"{file.name}.work"), settings, file)
+    work = work_folder(file.with_name(f"{file.name}.work"), settings, file)
     now = work / "now.safetensors"
 
     def written(prompts: Sequence[str], into: str) -> list[_Row]:
@@ -117,13 +118,10 @@ def train_heads(
     found = fit(
         learner,
         rows,
-        batch_of,
-        partial(loss_of, made.model),
-        measured,
+        Objective(batch_of, partial(loss_of, made.model), measured),
         work / "training",
         epochs=epochs,
         rate=learning_rate or _RATE,
-        device=device_of(made.model),
     )
     with busy("measuring what was gained"):
         after = measured(kept)
@@ -134,25 +132,28 @@ def train_heads(
     return TrainedHeads(file, len(rows), accuracy, after, tuple(found))
 
 
-def _row(tokenizer: Any, one: Written) -> _Row:
+def _row(tokenizer: Any, one: WrittenText) -> _Row:
     start = prompt_ids(tokenizer, one.start)
     return _Row([*start, *one.ids], len(start))
 
 
 def batch_of(rows: Sequence[_Row]) -> dict[str, Tensor]:
-    """A batch of rows, padded behind their ends: `input_ids`, `attention_mask` and `labels`, (rows, longest), int64 each."""
+    """A batch of rows, padded at their ends: `input_ids`, `attention_mask` and `labels`, (rows, longest), int64 each."""
     ids = [torch.tensor(row.ids, dtype=torch.int64, device="cpu") for row in rows]
-    labels = [[*[NOT_LEARNT] * row.start, *row.ids[row.start :]] for row in rows]
+    labels = [[*[IGNORED] * row.start, *row.ids[row.start :]] for row in rows]
     learnt = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in labels]
     return {
         "input_ids": pad_sequence(ids, batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-        "labels": pad_sequence(learnt, batch_first=True, padding_value=NOT_LEARNT),
+        "labels": pad_sequence(learnt, batch_first=True, padding_value=IGNORED),
     }
 
 
 def _guesses(target: Any, heads: Heads, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each head its logits, (places, vocabulary), float32, and the ids that came there, (places,). `inputs`: a batch."""
+    """For each head its logits, (positions, vocabulary), float32, and the ids of the text there, (positions,).
+
+    `inputs`: a batch, as `batch_of` makes it.
+    """
     with torch.no_grad():
         output = target(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True)
     hidden, labels = output.hidden_states[-1].to(heads.weight.dtype), inputs["labels"]
@@ -160,15 +161,15 @@ def _guesses(target: Any, heads: Heads, inputs: dict[str, Tensor]) -> Iterator[t
     frozen = {name: weight.detach() for name, weight in embedding.state_dict(keep_vars=True).items()}
     for head in range(len(heads.weight)):
         came = labels[:, head + 2 :]
-        places = came != NOT_LEARNT
-        states = heads(hidden[:, : came.shape[1]][places])[:, head]
-        yield functional_call(embedding, frozen, states.to(embedding.weight.dtype)).float(), came[places]
+        known = came != IGNORED
+        states = heads(hidden[:, : came.shape[1]][known])[:, head]
+        yield functional_call(embedding, frozen, states.to(embedding.weight.dtype)).float(), came[known]
 
 
 def loss_of(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy at shifted offsets, that of each head weighing 0.8 of that of the head before it: a scalar.
+    """The sum of the heads' cross-entropies, each with 0.8 times the weight of the one before it: a scalar.
 
-    `inputs`: as of `batch_of`, (rows, longest) each.
+    `inputs`: a batch, as `batch_of` makes it.
     """
     losses = [
         _DECAY**i * cross_entropy(logits, came) for i, (logits, came) in enumerate(_guesses(target, heads, inputs)) if len(came)
@@ -178,7 +179,7 @@ def loss_of(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def accuracies(target: Any, heads: Heads, rows: Sequence[_Row]) -> tuple[tuple[float, ...], ...]:
-    """How often the id that came was a head's first guess, its second, up to its fifth, (heads, 5)."""
+    """How often the next id was a head's first guess, its second, up to its fifth, (heads, 5)."""
     right = torch.zeros(len(heads.weight), _RANKS, dtype=torch.float32, device="cpu")
     seen = torch.zeros(len(heads.weight), 1, dtype=torch.float32, device="cpu")
     device = device_of(target)

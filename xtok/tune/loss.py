@@ -1,40 +1,43 @@
-"""What a draft is to lose as little of as it can: the target's texts, and the distributions from which they were picked."""
+"""The loss of a draft on the target's texts and on the distributions from which they were picked."""
 
 import torch
 from torch import Tensor
 
 from xtok.align.projection import Projection
-from xtok.drafts.lessons import NOT_LEARNT
+from xtok.drafts.examples import IGNORED
 
 _HARD = 0.5
-"""How much the id that the text has counts where the target's distribution is known."""
+"""The weight of the text's own id at positions for which the target's distribution is known, too."""
 _LEAST = 1e-6
+"""Smaller probabilities count as this one, so that logarithms are finite."""
 
 
 def guessing_loss(logits: Tensor, labels: Tensor, likeliest: Tensor, probabilities: Tensor, seen: Projection) -> Tensor:
-    """The mean loss of a draft's ids, a scalar: cross-entropy with the text's own, and with the target's distribution where
-    that is known.
+    """The mean loss of a draft's ids, a scalar: cross-entropy with the text, and with the target's distribution if known.
 
-    `logits`: (rows, places, draft's vocabulary). `labels`: (rows, places), int64. `likeliest`, int64, `probabilities`, float32:
-    (rows, places, few), the target's distribution in that place. The draft's is seen from the target's vocabulary as it is when
-    it guesses (`Projection`).
+    `logits`: (rows, positions, draft's vocabulary). `labels`: (rows, positions), int64. `likeliest`, int64, `probabilities`,
+    float32, (rows, positions, few): the target's distribution at each position, zeros if it isn't known. For that part, the
+    draft's distribution is projected onto the target's ids by `seen`, as it is when the draft guesses.
     """
     logits, labels = logits[:, :-1].float(), labels[:, 1:]
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=NOT_LEARNT, reduction="none")
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
     known = probabilities[:, 1:].sum(dim=-1) > 0
-    guessed = _seen(logits[known].softmax(dim=-1), likeliest[:, 1:][known], seen)
+    guessed = _projected(logits[known].softmax(dim=-1), likeliest[:, 1:][known], seen)
     soft = -(_with_rest(probabilities[:, 1:][known]) * _with_rest(guessed).clamp_min(_LEAST).log()).sum(dim=-1)
     losses = losses.masked_scatter(known, _HARD * losses[known] + soft)
-    return losses.sum() / (labels != NOT_LEARNT).sum()
+    return losses.sum() / (labels != IGNORED).sum()
 
 
 def _with_rest(probabilities: Tensor) -> Tensor:
-    """A distribution of a few ids, and all that it leaves to the others: (places, few) → (places, few + 1)."""
+    """Adds to the probabilities of a few ids that of all others together: from (positions, few) to (positions, few + 1)."""
     return torch.cat([probabilities, (1 - probabilities.sum(dim=-1, keepdim=True)).clamp_min(0)], dim=-1)
 
 
-def _seen(probabilities: Tensor, chosen: Tensor, seen: Projection) -> Tensor:
-    """The probabilities of `chosen` ids of the target, (places, few), by the draft's own, (places, draft's vocabulary)."""
-    size = 1 + max(int(seen.theirs.max()) if len(seen.theirs) else 0, int(chosen.max()) if len(chosen) else 0)
-    shares = probabilities[:, seen.own] * seen.weights.to(probabilities.dtype)
-    return probabilities.new_zeros(len(probabilities), size).index_add(1, seen.theirs, shares).gather(1, chosen)
+def _projected(probabilities: Tensor, chosen: Tensor, seen: Projection) -> Tensor:
+    """The projected probabilities of `chosen` ids of the target, (positions, few).
+
+    `probabilities`: the draft's, (positions, draft's vocabulary).
+    """
+    size = 1 + max(int(seen.target_ids.max()) if len(seen.target_ids) else 0, int(chosen.max()) if len(chosen) else 0)
+    shares = probabilities[:, seen.draft_ids] * seen.weights.to(probabilities.dtype)
+    return probabilities.new_zeros(len(probabilities), size).index_add(1, seen.target_ids, shares).gather(1, chosen)

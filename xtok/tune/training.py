@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 
 from xtok.align.projection import Projection
 from xtok.drafts.adapt import with_lora
-from xtok.drafts.lessons import Lesson, batch
+from xtok.drafts.examples import Example, batch
 from xtok.results.progress import console
 from xtok.tune.loss import guessing_loss
 
@@ -21,41 +22,62 @@ _MEASURED = "tokens_per_forward"
 _PATIENCE = 3
 """Epochs without a gain until training stops."""
 _LARGE = 500e6
-"""Drafts of more parameters than that learn by LoRA."""
+"""Drafts of more parameters than that learn by LoRA, unless settings say otherwise."""
 _RANK = 16
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a draft is trained. `learning_rate`, `lora`: None to choose by the size of the draft."""
+
+    epochs: int
+    learning_rate: float | None = None
+    lora: bool | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What training makes smaller, and by what its result is judged.
+
+    `collate` makes a batch of rows: tensors by name, (rows, …) each. `loss` gives the scalar loss of a model on a batch.
+    `measure` gives a figure after each epoch, of which the largest is best.
+    """
+
+    collate: Callable[[Sequence[Any]], dict[str, Tensor]]
+    loss: Callable[[Any, dict[str, Tensor]], Tensor]
+    measure: Callable[[], float]
 
 
 def train(
     draft: PreTrainedModel,
-    rows: Sequence[Lesson],
+    rows: Sequence[Example],
     seen: Projection,
     measure: Callable[[PreTrainedModel], float],
     into: Path,
-    *,
-    epochs: int,
-    learning_rate: float | None,
-    lora: bool | None,
+    settings: TrainingSettings,
 ) -> tuple[PreTrainedModel, list[float]]:
-    """Train `draft` itself, in float32, until what it is measured by no longer rises.
+    """Train `draft` itself, in float32, until `measure` no longer rises.
 
     Returns the model of the best epoch, and what was measured after each.
 
-    Law: in float32 on a CPU, the same weights however often it was stopped in between. Each epoch is kept whole in `into`.
-    `seen`: the draft's ids as the target sees them. `measure`: tokens per forward of the target on texts held out.
+    Law: in float32 on a CPU, the weights are the same however often training was stopped in between. Each epoch is saved in the
+    folder `into`. `seen`: the draft's ids projected onto the target's. `measure`: tokens per forward pass of the target on
+    texts that aren't learnt.
     """
     size = sum(weight.numel() for weight in draft.parameters())
-    adapts = size > _LARGE if lora is None else lora
+    adapts = size > _LARGE if settings.lora is None else settings.lora
     model: Any = with_lora(draft, _RANK) if adapts else draft
     learner: Any = draft
     caches = draft.config.use_cache
-    seen = Projection(*(part.to(draft.device) for part in (seen.own, seen.theirs, seen.weights)))
+    seen = Projection(*(part.to(draft.device) for part in (seen.draft_ids, seen.target_ids, seen.weights)))
 
     def loss(learning: Any, inputs: dict[str, Tensor]) -> Tensor:
         output = learning(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         return guessing_loss(output.logits, inputs["labels"], inputs["likeliest"], inputs["probabilities"], seen)
 
-    rate = learning_rate or (2e-4 if adapts else full_rate(size))
-    found = fit(model, rows, batch, loss, lambda: measure(learner.eval()), into, epochs=epochs, rate=rate, device=draft.device)
+    rate = settings.learning_rate or (2e-4 if adapts else full_rate(size))
+    objective = Objective(batch, loss, lambda: measure(learner.eval()))
+    found = fit(model, rows, objective, into, epochs=settings.epochs, rate=rate)
     draft.config.use_cache = caches  # the trainer switches it off
     return (model.merge_and_unload() if adapts else model).eval(), found
 
@@ -63,21 +85,17 @@ def train(
 def fit(
     model: nn.Module,
     rows: Sequence[Any],
-    collate: Callable[[Sequence[Any]], dict[str, Tensor]],
-    loss: Callable[[Any, dict[str, Tensor]], Tensor],
-    measure: Callable[[], float],
+    objective: Objective,
     into: Path,
     *,
     epochs: int,
     rate: float,
-    device: torch.device,
 ) -> list[float]:
-    """Train `model` until `measure` no longer rises, and leave it as it was after its best epoch.
+    """Train `model` until what is measured no longer rises, and leave it as it was after its best epoch.
 
-    `collate` makes a batch of rows, tensors by name, (rows, …) each; `loss` gives the scalar loss of `model` on one.
-
-    Law: as `train`. Returns what was measured after each epoch.
+    Law: as for `train`. `rows`: the training examples. `rate`: the learning rate. Returns what was measured after each epoch.
     """
+    device = next(model.parameters()).device
     latest, found = _latest(into)
     arguments = TrainingArguments(
         output_dir=str(into),
@@ -100,23 +118,23 @@ def fit(
         dataloader_pin_memory=device.type == "cuda",
     )
     bar = Progress(console=console(), transient=True)
-    with bar, torch.enable_grad(), torch.random.fork_rng():  # the trainer seeds torch where it is made
+    with bar, torch.enable_grad(), torch.random.fork_rng():  # the trainer seeds torch when it is made
         trainer = _Trainer(
             model=model,
             args=arguments,
             train_dataset=list(rows),
             eval_dataset=list(rows[:1]),
-            data_collator=collate,
+            data_collator=objective.collate,
             callbacks=[_Watch(bar)],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.loss, trainer.measure = loss, measure
+        trainer.loss, trainer.measure = objective.loss, objective.measure
         trainer.train(resume_from_checkpoint=latest)
     return _measured(trainer.state.log_history)
 
 
 class _Trainer(Trainer):
-    """Learns by a loss, and evaluates by what the model is for."""
+    """A trainer with a loss of its own, which evaluates by `measure`."""
 
     loss: Callable[[Any, dict[str, Tensor]], Tensor]
     measure: Callable[[], float]
@@ -134,7 +152,7 @@ class _Trainer(Trainer):
 
 
 class _Watch(TrainerCallback):
-    """Ends the training where nothing is gained any more; shows a bar of the steps, and what each epoch was measured by."""
+    """Stops training when nothing is gained any more; shows a bar of steps, and what was measured after each epoch."""
 
     def __init__(self, bar: Progress) -> None:
         self.bar = bar
@@ -152,7 +170,7 @@ class _Watch(TrainerCallback):
 
 
 def _measured(log: Sequence[dict[str, float]]) -> list[float]:
-    """What each epoch was measured by."""
+    """What was measured after each epoch, by the trainer's log."""
     return [entry[f"eval_{_MEASURED}"] for entry in log if f"eval_{_MEASURED}" in entry]
 
 
@@ -161,14 +179,14 @@ def _stalls(found: Sequence[float]) -> bool:
 
 
 def full_rate(parameters: int) -> float:
-    """The learning rate of full fine-tuning: large models forget what they know at the rates that small ones need."""
+    """The learning rate for full fine-tuning. At the rates that small models need, large ones forget what they know."""
     return min(1e-3, 1e-3 * math.sqrt(5e6 / parameters))
 
 
 def _latest(into: Path) -> tuple[str | None, list[float]]:
-    """The latest checkpoint that is whole, and what was measured up to it.
+    """The latest complete checkpoint, None if there is none, and what was measured up to it.
 
-    The trainer writes its state last, so that a checkpoint whose state can be read has all the rest.
+    The trainer writes its state last, so a checkpoint whose state can be read is complete.
     """
     for path in sorted(into.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True):
         try:

@@ -1,4 +1,4 @@
-"""What every training needs besides its learner: prompts told apart, settings kept and compared, and a folder for the work."""
+"""What every training needs besides its learner: prompts split in three, settings that are saved, and a folder for the work."""
 
 import json
 import os
@@ -16,15 +16,15 @@ from xtok.decoding.arguments import listed_texts
 from xtok.errors import InvalidInputError, shown
 from xtok.models.load import Source
 from xtok.results.stats import Stats
-from xtok.tune.writing import PENALTY, beginnings, called, save, way
+from xtok.tune.writing import PENALTY, beginnings, name_of_way, save, way
 
 _MOST = 40
-"""Behind how many beginnings of prompts at most tokens per forward are measured."""
+"""After how many beginnings of prompts, at most, tokens per forward pass are measured."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the target writes and how long is learnt from it. With what derived classes add, all that a result depends on."""
+    """What the target writes, and how long is learnt from it. With the fields of derived classes, it decides the result."""
 
     target: str
     prompts: str
@@ -48,9 +48,10 @@ class Settings:
 
 
 def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The prompts that tell when to stop, those that tell what was gained, and those to learn from: three disjoint sets.
+    """Three disjoint lists of prompts: those that decide when to stop, those that show what was gained, and those to learn
+    from.
 
-    Raises `InvalidInputError` for less than three different ones.
+    Raises `InvalidInputError` for less than three different prompts.
     """
     different = [prompt for prompt in dict.fromkeys(listed_texts("prompts", prompts)) if prompt.strip()]
     if len(different) < 3:
@@ -63,54 +64,58 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def per_forward(xt: XTokAssisted, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any) -> float:
-    """New tokens per forward of the target, over all ways of picking, of which as many are sampled as `sampled` says."""
-    return _over(_measured(xt, prompts, sampled, arguments))
+    """New tokens per forward pass of the target, over all ways of picking. `sampled`: the share of prompts that are sampled."""
+    return _tokens_per_forward(_measured(xt, prompts, sampled, arguments))
 
 
 def per_way(xt: XTokAssisted, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any) -> dict[str, float]:
-    """As `per_forward`, for each way of picking."""
+    """As `per_forward`, for each way of picking by itself."""
     found = _measured(xt, prompts, sampled, arguments)
-    return {name: _over([one for one in found if one[0] == name]) for name in dict.fromkeys(name for name, _ in found)}
+    return {
+        name: _tokens_per_forward([one for one in found if one[0] == name]) for name in dict.fromkeys(name for name, _ in found)
+    }
 
 
 def _measured(xt: XTokAssisted, prompts: Sequence[str], sampled: float, arguments: dict[str, Any]) -> list[tuple[str, Stats]]:
-    """Each prompt's way of picking and figures."""
+    """The name of each prompt's way of picking, and its figures."""
     ways = [way(i, sampled) for i in range(len(prompts))]
     return [
-        (called(own), xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats)
+        (name_of_way(own), xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats)
         for i, (prompt, own) in enumerate(zip(prompts, ways, strict=True))
     ]
 
 
-def _over(found: Sequence[tuple[str, Stats]]) -> float:
+def _tokens_per_forward(found: Sequence[tuple[str, Stats]]) -> float:
     return sum(one.new_tokens for _, one in found) / sum(one.target_forwards for _, one in found)
 
 
 def name(source: Source) -> str:
-    """What to call a model by: its hub id, or the folder that it came from."""
+    """The name of a model: its id on the hub, or that of the folder that it came from."""
     called = str(source[0].name_or_path or type(source[0]).__name__) if isinstance(source, tuple) else str(source)
     return Path(called).name if Path(called).exists() else called
 
 
 def digest(prompts: Sequence[str]) -> str:
-    """What tells lists of prompts apart."""
+    """A hash by which lists of prompts are compared, 16 hexadecimal digits."""
     return sha256(json.dumps(listed_texts("prompts", prompts)).encode()).hexdigest()[:16]
 
 
 def check_out(given: Any) -> None:
-    """Raises `InvalidInputError` for what is no path."""
+    """Raises `InvalidInputError` unless `given` is a path."""
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         raise InvalidInputError(f"out is {shown(given)}; give the path to write to.")
 
 
 def check_trains() -> None:
-    """Raises `InvalidInputError` where transformers' trainer can't run."""
+    """Raises `InvalidInputError` if transformers' trainer can't run."""
     if find_spec("accelerate") is None:
         raise InvalidInputError("Training needs accelerate. Install it with: pip install 'xtok[tune]'")
 
 
 def check(settings: Settings, *counts: str) -> None:
-    """Raises `InvalidInputError` for settings that make no sense. `counts` name those that are whole numbers from 1 on."""
+    """Raises `InvalidInputError` for settings that make no sense. `counts`: the names of those that must be whole numbers, 1 or
+    more.
+    """
     for name in counts:
         value = getattr(settings, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -123,15 +128,17 @@ def check(settings: Settings, *counts: str) -> None:
             raise InvalidInputError(f"{name} is {shown(value)}; it must be above 0, or left out.")
 
 
-def begun(work: Path, settings: Settings, out: Path) -> Path:
-    """The folder of the work on `out`, begun or gone on with.
+def work_folder(work: Path, settings: Settings, out: Path) -> Path:
+    """Makes the folder `work` for the unfinished work on `out`, or returns the one of an earlier run.
 
-    Raises `InvalidInputError` unless settings are those that it was begun with.
+    Raises `InvalidInputError` unless the settings are those of that run.
     """
     file, mine = work / "settings.json", asdict(settings)
     if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != mine:
         changed = [key for key in mine if before.get(key) != mine[key]]
-        raise InvalidInputError(f"{out} was begun with other settings: {', '.join(changed)}. Use those again, or another name.")
+        raise InvalidInputError(
+            f"{out} was started with other settings: {', '.join(changed)}. Use those again, or another name."
+        )
     work.mkdir(parents=True, exist_ok=True)
     save(file, lambda half: half.write_text(json.dumps(mine, indent=2), encoding="utf-8"))
     return work

@@ -1,4 +1,4 @@
-"""The target writes the texts that its draft is to learn."""
+"""Lets the target write the texts that its draft or its heads learn."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -15,20 +15,21 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
-from xtok.drafts.lessons import Written
+from xtok.drafts.examples import WrittenText
 from xtok.models.cache import device_of
 from xtok.models.prompts import prompt_ids
 from xtok.results.progress import bar
 
 _BATCH = 16
 PENALTY = 1.2
+"""The repetition penalty under which every other greedy text is written."""
 _FEW = 32
-"""Of how many ids the target's distribution is kept."""
+"""How many ids of each of the target's distributions are kept."""
 _KEPT = ("ids", "likeliest", "probabilities")
 
 
 def beginnings(prompts: Sequence[str], count: int) -> list[str]:
-    """`count` beginnings of each prompt, evenly long up to the whole one; each once, in no order."""
+    """`count` beginnings of each prompt, evenly spaced in length up to the whole prompt, shuffled and without duplicates."""
     found = [prompt[: ceil(len(prompt) * part / count)] for prompt in prompts for part in range(1, count + 1)]
     found = list(dict.fromkeys(found))
     Random(0).shuffle(found)
@@ -36,15 +37,15 @@ def beginnings(prompts: Sequence[str], count: int) -> list[str]:
 
 
 def drawn(index: int, share: float) -> bool:
-    """Whether the text of that index is among the `share` of them that are sampled, evenly spread."""
+    """Whether the text of that index is sampled, if a `share` of the texts is, evenly spread."""
     return int((index + 1) * share) > int(index * share)
 
 
 def way(index: int, sampled: float) -> dict[str, Any]:
-    """How the text of that index is picked, as arguments of `generate`: at random, greedily, or greedily without repeating.
+    """How the text of that index is picked, as arguments of `generate`: sampled, greedily, or greedily with a penalty.
 
-    Greedy texts of small models go round in circles, from which there is nothing to learn; so every other of those is written
-    under a penalty for what it has.
+    Greedy texts of small models repeat themselves, and nothing is learnt from repetitions. So every other greedy text is
+    written under a repetition penalty. `sampled`: the share of texts that are sampled.
     """
     if drawn(index, sampled):
         return {"do_sample": True}
@@ -52,21 +53,22 @@ def way(index: int, sampled: float) -> dict[str, Any]:
     return {"do_sample": False} | ({"repetition_penalty": PENALTY} if before % 2 else {})
 
 
-def called(way: dict[str, Any]) -> str:
+def name_of_way(way: dict[str, Any]) -> str:
     """The name of a way of picking."""
     penalised = f"greedy, repetition penalty {PENALTY}"
     return "sampled" if way["do_sample"] else penalised if "repetition_penalty" in way else "greedy"
 
 
-def write(target: tuple[Any, Any], starts: Sequence[str], into: Path, *, sampled: float, **arguments: Any) -> list[Written]:
-    """The target's continuation of each start, batch by batch, each batch kept in a file of its own.
+def write(target: tuple[Any, Any], starts: Sequence[str], into: Path, *, sampled: float, **arguments: Any) -> list[WrittenText]:
+    """The target's continuation of each start. Each batch is saved in a file of its own in the folder `into`.
 
-    Law: the texts are those of the starts, `arguments`, and torch's version alone, however often the writing was stopped in
-    between. Each is picked in a `way` of its own. `arguments` are those of transformers' `generate`.
+    Law: the texts depend on the starts, `sampled`, `arguments`, and torch's version alone, however often writing was stopped in
+    between. Each is picked in its own `way`. `target`: a model and its tokenizer. `arguments`: those of transformers'
+    `generate`.
     """
     into.mkdir(parents=True, exist_ok=True)
     view, ends = token_bytes(target[1]), _ends(target)
-    texts: list[Written] = []
+    texts: list[WrittenText] = []
     for index, (picked, batch) in enumerate(bar(_batches(starts, sampled), "the target writes")):
         file = into / f"{index:05}.safetensors"
         if not file.exists():
@@ -78,7 +80,7 @@ def write(target: tuple[Any, Any], starts: Sequence[str], into: Path, *, sampled
 
 
 def _batches(starts: Sequence[str], sampled: float) -> list[tuple[dict[str, Any], list[str]]]:
-    """The starts in batches, and in which way each is to be picked."""
+    """The starts in batches that are picked in the same way, each with that way."""
     ways = [way(index, sampled) for index in range(len(starts))]
     kinds = [kind for i, kind in enumerate(ways) if kind not in ways[:i]]
     alike = [(kind, [start for start, own in zip(starts, ways, strict=True) if own == kind]) for kind in kinds]
@@ -86,17 +88,17 @@ def _batches(starts: Sequence[str], sampled: float) -> list[tuple[dict[str, Any]
 
 
 def save(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all. `write`: writes to the path that it is given."""
     half = file.with_suffix(".half")
     write(half)
     os.replace(half, file)
 
 
 def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **arguments: Any) -> dict[str, Tensor]:
-    """One batch, padded on the left, by transformers' own `generate`: new ids and the distributions that they were picked from.
+    """The continuations of one batch, by transformers' own `generate`, and the distributions that they were picked from.
 
-    `ids`: (rows, new), int64. `likeliest`, int32, `probabilities`, float16: (rows, new, few). A distribution is the target's
-    own, at temperature 1, or what a penalty makes of it.
+    Returns `ids`: (rows, new), int64; `likeliest`, int32, and `probabilities`, float16, (rows, new, few): the few likeliest ids
+    of each distribution and their probabilities. It is the target's own at temperature 1, or after a repetition penalty.
     """
     model, tokenizer = target
     ids = [torch.tensor(prompt_ids(tokenizer, start), dtype=torch.int64, device="cpu") for start in starts]
@@ -119,7 +121,7 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **argu
 
 
 class _Penalty(LogitsProcessor):
-    """A repetition penalty on rows padded on the left: padding is no text that could be repeated."""
+    """A repetition penalty for rows padded on the left, which doesn't count the padding as text."""
 
     def __init__(self, penalty: float, padding: Sequence[int]) -> None:
         self._of_a_row = RepetitionPenaltyLogitsProcessor(penalty)
@@ -137,12 +139,14 @@ def _ends(target: tuple[Any, Any]) -> set[int]:
     return {target[1].eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
 
-def _written(start: str, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor) -> Written:
-    """New ids up to the end of the text, and their text without a character left unfinished.
+def _written(
+    start: str, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor
+) -> WrittenText:
+    """A continuation up to the end of the text, without a character that it leaves unfinished.
 
-    `row`: (new,). `likeliest`, `probabilities`: (new, few).
+    `ends`: the ids that end a text. `row`: new ids, (new,). `likeliest`, `probabilities`: (new, few).
     """
     ids: list[int] = row.tolist()
     count = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     text = view.to_bytes(ids[:count], before=b"a").decode(errors="ignore")
-    return Written(start, text, ids[:count], likeliest[:count].long(), probabilities[:count].float())
+    return WrittenText(start, text, ids[:count], likeliest[:count].long(), probabilities[:count].float())

@@ -1,4 +1,4 @@
-"""Tokenizers seen as bytes: the common ground of two models whose tokenizers have nothing in common."""
+"""Tokenizers seen as bytes: what two tokenizers always have in common."""
 
 import json
 from itertools import islice
@@ -17,9 +17,9 @@ def token_bytes(tokenizer: Any) -> TokenBytes:
     """The bytes of every id of a transformers tokenizer.
 
     The family is read off the tokenizer, and the result is compared with what the tokenizer itself decodes for ids taken from
-    its whole range; where they differ, or the family is unknown, the ids are probed by decoding them one by one.
+    its whole range. If they differ, or the family is unknown, ids are decoded one by one.
 
-    Raises `UnsupportedTokenizerError` where an id's text depends on its neighbours in a way that is not understood.
+    Raises `UnsupportedTokenizerError` if the text of an id depends on its neighbours in a way that is not understood.
     """
     controls = _controls(tokenizer)
     strings = _strings(tokenizer, controls)
@@ -36,9 +36,9 @@ def token_bytes(tokenizer: Any) -> TokenBytes:
 
 
 def same_tokens(one: Any, one_view: TokenBytes, other: Any, other_view: TokenBytes) -> bool:
-    """Whether each id of either tokenizer is the same token of the other, or a control token that the other hasn't.
+    """Whether each id of either tokenizer is the same token of the other, or a control token that the other lacks.
 
-    Tokens are the same where they have one name and spell the same bytes, so vocabularies of one size may well differ. Two
+    Tokens are the same if they have the same name and the same bytes, so vocabularies of one size may well differ. Two
     models with such tokenizers can read each other's ids; their own vocabularies may be padded to any size.
     """
     names, other_names = ({token: name for name, token in one.get_vocab().items()} for one in (one, other))
@@ -48,7 +48,9 @@ def same_tokens(one: Any, one_view: TokenBytes, other: Any, other_view: TokenByt
 
 
 def _controls(tokenizer: Any) -> frozenset[int]:
-    """Decoding is asked too: a backend may hold a token for special that transformers doesn't (`</s>` of Phi-3)."""
+    """The control tokens. Decoding is tried too: a backend may treat a token as special that transformers doesn't (Phi-3's
+    `</s>`).
+    """
     added = tokenizer.added_tokens_decoder
     silent = (token for token, entry in added.items() if entry.special or not _decode(tokenizer, [token]))
     return frozenset([*silent, *tokenizer.all_special_ids])
@@ -99,13 +101,13 @@ def _kinds(decoder: dict[str, Any]) -> set[str]:
 
 
 def _strips_space(tokenizer: Any, strings: families.Strings) -> bool:
-    """Asked of the tokenizer itself, because a decoder has several ways to say it."""
+    """Whether decoding drops a space at the start. The tokenizer is tried, because decoders say it in several ways."""
     spaced = ((token, string) for token, string in enumerate(strings) if string and string.startswith("▁"))
     return any(_decode(tokenizer, [token]) == string[1:].replace("▁", " ") for token, string in islice(spaced, 3))
 
 
 def _with_twins(tokenizer: Any, strings: families.Strings) -> families.Strings:
-    """The strings, and those of ids that a vocabulary by names doesn't know, because a later id has the same name."""
+    """The strings, with those of ids that a mapping from names lacks because a later id has the same name."""
     names = {
         token: variants[0] for token, variants in tokenizer.ids_to_tokens.items() if token not in tokenizer.all_special_ids
     }
@@ -123,10 +125,10 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _agrees(tokenizer: Any, view: TokenBytes) -> bool:
-    """Whether the view and the tokenizer's own decoding say the same of ids from the whole vocabulary, behind an anchor.
+    """Whether the view and the tokenizer's own decoding agree on ids from the whole vocabulary, each after an anchor.
 
-    Tokenizers without a backend decode carelessly: they strip spaces, spell bytes out and write the control tokens of a
-    SentencePiece model. There, only the rest is compared.
+    Tokenizers without a backend decode carelessly: they strip spaces, write bytes as `<0x41>`, and write the control tokens of
+    a SentencePiece model. For those, only the rest is compared.
     """
     anchor = next((token for token in range(len(view)) if _is_plain(tokenizer, view, token)), None)
     if anchor is None:

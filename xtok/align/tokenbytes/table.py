@@ -11,16 +11,17 @@ SPACE = b" "
 
 @dataclass(frozen=True, eq=False)
 class TokenBytes:
-    """A tokenizer seen as bytes: id → the bytes that it adds to a text, or None for a control token.
+    """A tokenizer seen as bytes: for each id the bytes that it adds to a text, or None for a control token.
 
     Law: for any ids and any cut k, `to_bytes(ids[:k]) + to_bytes(ids[k:], before=to_bytes(ids[:k])) == to_bytes(ids)`, also in
     the middle of a character. Where those bytes are UTF-8, they are what the tokenizer decodes the ids to without its control
     tokens.
 
-    `table` holds one entry per id, about 60 bytes of memory each. Ids may share their bytes (`A` and `<0x41>`).
+    `table` has one entry per id, about 60 bytes of memory each. Ids may share their bytes (`A` and `<0x41>`).
+    `family`: the kind of tokenizer, in words.
     `strips_space`: decoding drops one space at the start of a text (SentencePiece's dummy prefix, WordPiece).
     `joins_words`: the space in front of a word is kept only between ASCII letters or digits (morphemes of Japanese text).
-    `longest`: how many bytes an id spells at most.
+    `longest`: how many bytes an id has at most.
     """
 
     table: tuple[bytes | None, ...]
@@ -59,15 +60,15 @@ class TokenBytes:
 
     @cached_property
     def _order(self) -> "array[int]":
-        """Ids that spell something, sorted by their bytes: 4 bytes each."""
-        spelled = [token for token, piece in enumerate(self.table) if piece]
-        return array("I", sorted(spelled, key=lambda token: self.table[token] or b""))
+        """The ids that have bytes, sorted by them; 4 bytes of memory each."""
+        ids = [token for token, piece in enumerate(self.table) if piece]
+        return array("I", sorted(ids, key=lambda token: self.table[token] or b""))
 
     def _at(self, token: int) -> bytes:
         return self.table[token] or b""
 
     def _range(self, prefix: bytes, lo: int, hi: int) -> tuple[int, int]:
-        """Where in `_order[lo:hi]` the tokens stand that begin with `prefix`."""
+        """The slice of `_order[lo:hi]` whose ids begin with `prefix`, as its two ends."""
         after = _successor(prefix)
         lo = bisect_left(self._order, prefix, lo, hi, key=self._at)
         return lo, hi if after is None else bisect_left(self._order, after, lo, hi, key=self._at)
@@ -77,24 +78,25 @@ class TokenBytes:
         lo, hi = self._range(prefix, 0, len(self._order))
         return self._order[lo:hi]
 
-    def ids_spelling(self, spelling: bytes) -> "array[int]":
+    def ids_of_bytes(self, data: bytes) -> "array[int]":
         """All ids with exactly these bytes."""
-        lo = bisect_left(self._order, spelling, key=self._at)
+        lo = bisect_left(self._order, data, key=self._at)
         hi = lo
-        while hi < len(self._order) and self._at(self._order[hi]) == spelling:
+        while hi < len(self._order) and self._at(self._order[hi]) == data:
             hi += 1
         return self._order[lo:hi]
 
     def compatible(self, must: bytes) -> "array[int]":
-        """The ids that can come first in a text that begins with `must`: each begins with `must`, or `must` with it."""
-        shorter = (token for n in range(1, len(must)) for token in self.ids_spelling(must[:n]))
+        """The ids that can come first in a text that begins with `must`: each begins with `must`, or `must` begins with it."""
+        shorter = (token for n in range(1, len(must)) for token in self.ids_of_bytes(must[:n]))
         return array("I", shorter) + self.ids_starting_with(must)
 
     def straddled(self, text: bytes, cut: int) -> bool:
-        """Whether some token's bytes occur in `text` across position `cut`, so that an encoding might not part there."""
+        """Whether some token's bytes occur in `text` across position `cut`, so that an encoding might not split there."""
         return any(self._reaches(text, start, cut) for start in range(cut - 1, max(-1, cut - self.longest), -1))
 
     def _reaches(self, text: bytes, start: int, cut: int) -> bool:
+        """Whether the bytes of some token, from `start` on, occur in `text` and go beyond `cut`."""
         lo, hi = 0, len(self._order)
         for stop in range(cut + 1, min(len(text), start + self.longest) + 1):
             lo, hi = self._range(text[start:stop], lo, hi)
@@ -110,6 +112,6 @@ def _is_ascii_word(byte: bytes) -> bool:
 
 
 def _successor(prefix: bytes) -> bytes | None:
-    """The smallest bytes above everything that begins with `prefix`; None where there is none."""
+    """The smallest byte string above all that begin with `prefix`; None if there is none."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else None

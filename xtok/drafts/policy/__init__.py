@@ -1,1 +1,1 @@
-"""How much is guessed: settings, what forward passes take, and what pays."""
+"""How much is guessed: the settings, the latency model, the gates, and the policy that puts them together."""

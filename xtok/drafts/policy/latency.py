@@ -1,4 +1,4 @@
-"""What forwards take and rounds bring, by what was measured. Seconds come in as numbers: there is no clock here."""
+"""How long forward passes take and how fast a run is, as measured. Seconds come in as numbers: there is no clock here."""
 
 from dataclasses import dataclass, field
 
@@ -7,24 +7,25 @@ _MEMORY = 0.9
 _SHARE = 0.1
 """The weight of a measurement in a smoothed one."""
 _HANGS = 10
-"""What takes so many times as long as usual, twice in a row, takes as long from now on."""
+"""If two measurements in a row are more than so many times the usual, the new time is believed."""
 _ENOUGH = 8
 """From how many measurements on a number of rows counts fully."""
 _ROW = 0.02
-"""What a row more is taken to cost, as a share of a forward of one, until forwards of other numbers of rows were measured."""
+"""What one more row is assumed to add, as a share of a forward pass of one row, until other numbers of rows were measured."""
 
 
-def about(number: int) -> int:
+def rounded_down(number: int) -> int:
     """A number, rounded down to a quarter of a power of two: 1 to 8, 10, 12, 14, 16, 20, …"""
     quarter = max(0, number.bit_length() - 3)
     return number >> quarter << quarter
 
 
 @dataclass
-class ForwardCost:
-    """Seconds of a forward by how many rows it has: a straight line through what was measured of few rows and of many.
+class LatencyModel:
+    """Predicts the seconds of a forward pass from its number of rows, by a straight line fitted to measurements.
 
-    `cells`: for rows of about the same number, how often they were measured, their mean, and their smoothed seconds.
+    `cells` maps a rounded number of rows to a tuple: how often it was measured, the mean number of rows, and the smoothed
+    seconds.
     """
 
     cells: dict[int, tuple[int, float, float]] = field(default_factory=dict)
@@ -32,8 +33,8 @@ class ForwardCost:
     _far_off: bool = False
 
     def add(self, rows: int, seconds: float) -> None:
-        """Take in a measurement; one that is far off is taken for a hiccup of the machine, very far ones in a row are not."""
-        cell = about(rows)
+        """Take in a measurement. A single outlier is damped as a hiccup of the machine; two in a row are believed."""
+        cell = rounded_down(rows)
         count, mean_rows, mean = self.cells.get(cell) or (0, float(rows), self.at(rows) or seconds)
         before, self._far_off = self._far_off, seconds > _HANGS * mean
         if before and self._far_off:
@@ -44,7 +45,10 @@ class ForwardCost:
         self._line = None
 
     def fit(self) -> tuple[float, float]:
-        """Seconds of a forward of no rows, and per row, neither below 0. Where all had as many rows, a row's are guessed."""
+        """The line: seconds of a forward pass of no rows, and seconds per row, neither below 0.
+
+        If all measurements had the same number of rows, the seconds per row are assumed.
+        """
         if self._line is None:
             self._line = self._fit()
         return self._line
@@ -64,18 +68,18 @@ class ForwardCost:
         return seconds - slope * rows, slope
 
     def at(self, rows: float) -> float:
-        """Seconds of a forward of so many rows."""
+        """The predicted seconds of a forward pass of so many rows."""
         start, slope = self.fit()
         return start + slope * rows
 
-    def share(self, rows: float, texts: int) -> float:
-        """Seconds for each of some texts that share a forward and have so many rows each."""
-        return self.at(rows * texts) / texts
+    def share(self, rows: float, sequences: int) -> float:
+        """The predicted seconds per sequence, if so many sequences share a forward pass and have `rows` rows each."""
+        return self.at(rows * sequences) / sequences
 
 
 @dataclass
 class Throughput:
-    """Picks and seconds of the latest rounds, the latest of which count most."""
+    """Picks and seconds of the latest rounds, weighted: each round counts 0.9 times as much as the one after it."""
 
     picks: float = 0.0
     seconds: float = 0.0
@@ -92,6 +96,6 @@ class Throughput:
         return self.picks / self.seconds if self.seconds else 0.0
 
     @property
-    def cost(self) -> float:
+    def seconds_per_round(self) -> float:
         """Seconds per round."""
         return self.seconds / self.rounds if self.rounds else 0.0

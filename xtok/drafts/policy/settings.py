@@ -12,14 +12,14 @@ Schedule = Literal["cost", "constant", "heuristic"]
 
 @dataclass(frozen=True)
 class Budget:
-    """What one round may cost.
+    """How much may be guessed in one round.
 
-    `depth`: how many of the draft's own tokens a guess may have, so many forwards of the draft at most. `width`: how many paths
-    one forward continues; 1 makes chains. `nodes`: how many ids of the target may be guessed, all branches together.
-    `longest`: how many of them one path may have.
-    `schedule`: "constant" always spends as much; "cost" less where more doesn't pay; "heuristic" changes the depth
+    `depth`: how many of the draft's own tokens a guess may have, and so how many forward passes the draft makes at most.
+    `width`: how many paths one forward pass continues; 1 makes chains. `nodes`: how many ids of the target may be guessed, all
+    branches together. `longest`: how many of them one path may have.
+    `schedule`: "constant" always guesses as much; "cost" guesses less if more doesn't pay; "heuristic" changes the depth
     much as transformers' assisted generation does: 2 more after a guess that was right to its end, else 1 less.
-    `confidence`: a draft goes on only behind tokens that it gives at least that probability (transformers'
+    `confidence`: a draft continues only tokens to which it gives at least that probability (transformers'
     `assistant_confidence_threshold`).
     """
 
@@ -44,15 +44,18 @@ class Budget:
             raise InvalidInputError(f"confidence is {self.confidence!r}; it must be a probability, from 0 to 1.")
 
     def expanded(self, level: int, probabilities: Sequence[float]) -> int:
-        """How many of the likeliest paths, whose probabilities fall, the draft is to continue behind `level` forwards of it."""
+        """How many of the likeliest paths the draft is to continue after `level` forward passes of it.
+
+        `probabilities`: those of the paths, falling.
+        """
         return min(self.width, len(probabilities)) if level < self.depth else 0
 
     def verified(self, probabilities: Sequence[float]) -> int:
-        """How many of the likeliest guessed ids, whose probabilities fall, the target is to check."""
+        """How many of the likeliest guessed ids the target is to check. `probabilities`: those of the ids, falling."""
         return min(self.nodes, len(probabilities))
 
 
 def check_budget(given: Any) -> None:
-    """Raises `InvalidInputError` for what is no budget; None is the default one."""
+    """Raises `InvalidInputError` unless `given` is a budget, or None for the default one."""
     if not isinstance(given, Budget | None):
         raise InvalidInputError(f"budget is {given!r}; give a Budget, such as Budget(depth=5), or leave it out.")

@@ -1,4 +1,4 @@
-"""Drafters without a model, for tests and measurements."""
+"""A drafter that guesses what a test says."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from xtok.drafts.tree import Tree, chain
 
 
 class ScriptedDrafter:
-    """Guesses what a function of the context says: a perfect oracle, nonsense, or an exception."""
+    """Guesses what a function of the context says: what is right, nonsense, or an exception."""
 
     def __init__(self, script: Callable[[Context], Sequence[int] | Tree]) -> None:
         self._script = script

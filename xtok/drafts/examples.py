@@ -1,0 +1,122 @@
+"""Training examples for a draft: the target's texts in the draft's own ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from xtok.align.tokenbytes import TokenBytes
+from xtok.errors import InvalidInputError
+from xtok.models.cache import context_window
+from xtok.models.roles import DraftModel
+
+IGNORED = -100
+"""The label that transformers leaves out of a loss."""
+_MOST_LOST = 0.5
+"""If the draft has no ids for more than this share of the texts, it isn't trained."""
+
+
+@dataclass(frozen=True)
+class WrittenText:
+    """A text that the target wrote after `start`, a beginning of a prompt.
+
+    `ids`: the target's, which decode to `text`. `likeliest`, int64, `probabilities`, float32, (ids, few): for each of them, the
+    few likeliest ids at its position and the target's own probabilities of those, at temperature 1.
+    """
+
+    start: str
+    text: str
+    ids: list[int]
+    likeliest: Tensor
+    probabilities: Tensor
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text in the draft's ids.
+
+    `input_ids`: (ids,), int64. `labels`: (ids,), int64: the id itself if the target wrote it, else `IGNORED`. `likeliest`,
+    int64, `probabilities`, float32, (ids, few): if an id of the target begins at the same byte as the draft's id, the
+    distribution from which the target picked it; otherwise zeros.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    likeliest: Tensor
+    probabilities: Tensor
+
+
+def training_examples(draft: DraftModel, target: TokenBytes, texts: Sequence[WrittenText]) -> list[Example]:
+    """Texts of the target as the draft reads them while it guesses. It learns only what the target wrote.
+
+    A text that the draft's tokenizer can't write, or rewrites, is left out. Raises `InvalidInputError` if those are most texts.
+    `target`: the target's tokenizer.
+    """
+    texts = [one for one in texts if one.text]
+    writable = [one for one in texts if _can_write(draft, one)]
+    if len(writable) < max(1, len(texts) * _MOST_LOST):
+        raise InvalidInputError(
+            f"The draft's tokenizer can write {len(writable)} of {len(texts)} texts of the target. Use another draft: one made "
+            "for this language and script. `xtok inspect` names the characters that are lost."
+        )
+    return [_example(draft, target, one) for one in writable]
+
+
+def _can_write(draft: DraftModel, one: WrittenText) -> bool:
+    ids = draft.vocabulary.encoder.ids(one.start + one.text)
+    return draft.vocabulary.encoder.view.to_bytes(ids).endswith(one.text.encode())
+
+
+def _example(draft: DraftModel, target: TokenBytes, one: WrittenText) -> Example:
+    """The example of a text; of a text longer than the draft's window, its end.
+
+    An id with bytes of both `start` and what the target wrote counts as written by the target.
+    """
+    ids = draft.vocabulary.encoder.ids(one.start + one.text)
+    room = (context_window(draft.model) or len(ids) + len(draft.lead)) - len(draft.lead)
+    ids = [*draft.lead, *ids[-room:]]
+    left = _bytes_left(draft.vocabulary.encoder.view, ids)
+    size = len(one.text.encode())
+    labels = [token if after < size else IGNORED for token, after in zip(ids, left[1:], strict=True)]
+    indices = _indices_by_bytes_left(target, one)
+    known = [(i, indices[rest]) for i, rest in enumerate(left[:-1]) if rest in indices and labels[i] != IGNORED]
+    mine, theirs = [i for i, _ in known], [index for _, index in known]
+    parts = [given.new_zeros((len(ids), *given.shape[1:])) for given in (one.likeliest, one.probabilities)]
+    for part, given in zip(parts, (one.likeliest, one.probabilities), strict=True):
+        part[mine] = given[theirs]
+    own, learnt = (torch.tensor(row, dtype=torch.int64, device="cpu") for row in (ids, labels))
+    return Example(own, learnt, *parts)
+
+
+def _indices_by_bytes_left(target: TokenBytes, one: WrittenText) -> dict[int, int]:
+    """The index of each of the target's ids, by how many bytes of the text are left where it begins.
+
+    It is empty if the ids decode to another text.
+    """
+    text, data = one.text.encode(), b"".join(target[token] or b"" for token in one.ids)
+    if not data.startswith(text):
+        return {}
+    unfinished = len(data) - len(text)
+    return {left - unfinished: index for index, left in enumerate(_bytes_left(target, one.ids)[:-1]) if left > unfinished}
+
+
+def _bytes_left(view: TokenBytes, ids: Sequence[int]) -> list[int]:
+    """How many bytes are left at each id, and 0 after the last."""
+    return list(accumulate((len(view[token] or b"") for token in reversed(ids)), initial=0))[::-1]
+
+
+def batch(rows: Sequence[Example]) -> dict[str, Tensor]:
+    """A batch of examples, padded at their ends.
+
+    `input_ids`, `attention_mask`, `labels`: (rows, longest), int64. `likeliest`, `probabilities`: (rows, longest, few).
+    """
+    return {
+        "input_ids": pad_sequence([row.input_ids for row in rows], batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row.input_ids) for row in rows], batch_first=True),
+        "labels": pad_sequence([row.labels for row in rows], batch_first=True, padding_value=IGNORED),
+        "likeliest": pad_sequence([row.likeliest for row in rows], batch_first=True),
+        "probabilities": pad_sequence([row.probabilities for row in rows], batch_first=True),
+    }
