@@ -343,10 +343,10 @@ def test_an_empty_cache_without_a_configuration_is_refused_for_other_layers_than
     [
         ("deepseek_v4", "The cache of DeepseekV4ForCausalLM can't be rolled back"),
         ("mamba", "The cache of MambaForCausalLM can't be rolled back"),
-        ("jamba", "JambaForCausalLM keeps no cache that several ids at once can be forwarded behind"),
+        ("jamba", "JambaForCausalLM keeps no cache after which several ids at once can be forwarded"),
         ("openai-gpt", "OpenAIGPTLMHeadModel keeps no cache"),
-        ("prophetnet", "ProphetNetForCausalLM can't be forwarded behind its own cache"),
-        ("xlm", "XLMWithLMHeadModel (isn't causal|can't be forwarded behind its own cache)"),
+        ("prophetnet", "ProphetNetForCausalLM can't be forwarded after its own cache"),
+        ("xlm", "XLMWithLMHeadModel (isn't causal|can't be forwarded after its own cache)"),
     ],
 )
 def test_a_model_that_cant_check_guesses_is_refused_by_name(name: str, reason: str) -> None:

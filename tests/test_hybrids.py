@@ -129,7 +129,7 @@ def test_another_formula_for_several_ids_is_refused_in_any_precision(name: str, 
     for seed in range(6):
         with pytest.raises(
             UnsupportedModelError,
-            match=r"keeps no cache that several ids at once|NaN or infinite|forwarded behind its own cache",
+            match=r"keeps no cache after which several ids|NaN or infinite|forwarded after its own cache",
         ):
             check_continues(half(name, seed, dtype), "target")
 

@@ -40,7 +40,7 @@ UNLIKE: dict[str, str] = {
     "an encoder, and the decoder of an encoder-decoder model": "bert bart",
     "text of a model of pictures, which is given more than ids": "gemma3",
     "refused: a state alone, or a cache that can't be rolled back": "mamba rwkv minimax deepseek_v4 xlnet",
-    "refused: no cache that several ids can be forwarded behind": "jamba recurrent_gemma openai-gpt prophetnet",
+    "refused: no cache after which several ids can be forwarded": "jamba recurrent_gemma openai-gpt prophetnet",
     "refused: not causal": "xlm",
     "not tried": "xlstm",
 }

@@ -21,14 +21,14 @@ Errors come before any forward of a model but the few ids by which models are tr
 def reason(error: BaseException) -> str:
     """What an exception says, in one line: the system's without their numbers, of others the first line."""
     system = error.strerror if isinstance(error, OSError) and error.filename is not None else None
-    told = f"{error.filename}: {system}" if system and isinstance(error, OSError) else str(error).strip().partition("\n")[0]
-    return told.rstrip(".: ")
+    text = f"{error.filename}: {system}" if system and isinstance(error, OSError) else str(error).strip().partition("\n")[0]
+    return text.rstrip(".: ")
 
 
 def shown(value: object) -> str:
     """A value as messages show it: shortened where it is long."""
-    told = repr(value)
-    return told if len(told) <= _LONGEST else f"{told[:_LONGEST]}…"
+    written = repr(value)
+    return written if len(written) <= _LONGEST else f"{written[:_LONGEST]}…"
 
 
 _LONGEST = 80
@@ -67,7 +67,7 @@ class DraftFailedWarning(UserWarning):
 
 
 class PromptWarning(UserWarning):
-    """A tokenizer that puts an end of text behind prompts, where nothing could be generated. xtok leaves it out."""
+    """A tokenizer that ends prompts with an end of text, after which nothing could be generated. xtok leaves it out."""
 
 
 class UnstableWarning(UserWarning):

@@ -91,7 +91,7 @@ class Picker:
     def scored(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The scores of one pick, (1, vocabulary), in the order and with the tensors of transformers' own loop, before `cuts`.
 
-        `ids`: the committed prefix, (1, length), int64. `logits`: of the position behind it, (1, vocabulary).
+        `ids`: the committed prefix, (1, length), int64. `logits`: after it, (1, vocabulary).
         """
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
         scores = process(ids, logits, self._first)[: len(logits)]  # a processor may give more rows
@@ -193,7 +193,7 @@ class Picker:
 class Ahead(NamedTuple):
     """What a text is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` gives them, and the places, for noise.
 
-    `tolerance`: that of `Picker.sure`, which the scores behind the first `final` ones are to be asked by.
+    `tolerance`: that of `Picker.sure`, for the scores after the first `final` ones.
     """
 
     picker: Picker

@@ -31,7 +31,7 @@ class Session:
 
     It has its own copy of what is committed, which drafters are shown: nothing that is committed is ever read from one.
     The ledger holds what drafts cost and gain, in this text and others, with an account for each in their order. A drafter that
-    can't be made, or raises, is told of once, by a `DraftFailedWarning`, and not asked again.
+    can't be made, or raises, is reported once, by a `DraftFailedWarning`, and not asked again.
 
     A carried token (a pick that is left to the next round, which is likely to make it again) is guessed first, by no draft.
     What drafts guess comes after it, and is judged only if it was right.
@@ -79,8 +79,8 @@ class Session:
         self._committed = list(ids)
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
-        """Show drafters that have `learn` what the target's forward gave behind the last committed id and each guessed one. One
-        that was left alone in this round is so here, too: to look at logits takes time.
+        """Show drafters that have `learn` what the target's forward pass gave after the last committed id and each guessed one;
+        unless they weren't asked in this round, for it takes time.
 
         `ids`: those. `logits`: (ids, vocabulary).
         """

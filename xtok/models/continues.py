@@ -62,7 +62,7 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
         ) from error
     except Exception as error:
         raise UnsupportedModelError(
-            f"{name} can't be forwarded behind its own cache ({type(error).__name__}: {error}). Use another model as {role}."
+            f"{name} can't be forwarded after its own cache ({type(error).__name__}: {error}). Use another model as {role}."
         ) from error
     if role == "draft" and not (causal and continues) and mixing_layer(model):
         causal = continues = True  # a draft only guesses, so its logits may depend on what is forwarded with an id
@@ -73,7 +73,7 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
         )
     if not continues:
         raise UnsupportedModelError(
-            f"{name} keeps no cache that several ids at once can be forwarded behind, so no guess can be checked by it. "
+            f"{name} keeps no cache after which several ids at once can be forwarded, so no guess can be checked by it. "
             f"Use another model as {role}."
         )
     if not able:

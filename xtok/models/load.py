@@ -187,13 +187,13 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
         raise
     except OSError as error:
         if Path(source).exists():
-            told = f"can't be loaded: {reason(error)}. {_MEND.format(role=role)}"
+            fault = f"can't be loaded: {reason(error)}. {_MEND.format(role=role)}"
         else:
-            told = (
+            fault = (
                 f"is no folder here, and as a hub id it can't be had: {reason(error)}. Check the name and the connection, or "
                 "pass the path of a saved model."
             )
-        raise InvalidInputError(f"The {role} {source} {told}") from error
+        raise InvalidInputError(f"The {role} {source} {fault}") from error
     except ImportError as error:
         module = _needed(error)
         if module is None:

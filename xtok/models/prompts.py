@@ -61,7 +61,7 @@ def leading(tokenizer: Any) -> list[int]:
 
 
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special ids that a tokenizer puts in front of a text and behind it."""
+    """The special ids that a tokenizer puts before and after a text."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     ids, mask = list(encoded["input_ids"]), list(encoded["special_tokens_mask"])
     if 0 not in mask:
@@ -225,25 +225,25 @@ def _check_encodable(text: Any) -> None:
 def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> list[int]:
     splits = {} if split_special_tokens is None else {"split_special_tokens": split_special_tokens}
     with reading(tokenizer):
-        front, behind = _around(tokenizer)
+        before, after = _around(tokenizer)
         ids = list(tokenizer(text, add_special_tokens=False, **splits)["input_ids"])
-    begun = getattr(tokenizer, "chat_template", None) is not None and ids[: len(front)] == front
-    ids = ids if begun else [*front, *ids]
-    if behind and tokenizer not in _TOLD:
-        _TOLD.add(tokenizer)
-        told = "".join(tokenizer.convert_ids_to_tokens(behind))
-        same = "" if front else " tokenizer(prompt, add_special_tokens=False) leaves it out, too."
+    has_own = getattr(tokenizer, "chat_template", None) is not None and ids[: len(before)] == before
+    ids = ids if has_own else [*before, *ids]
+    if after and tokenizer not in _WARNED:
+        _WARNED.add(tokenizer)
+        ends = "".join(tokenizer.convert_ids_to_tokens(after))
+        same = "" if before else " tokenizer(prompt, add_special_tokens=False) leaves it out, too."
         warnings.warn(
-            f"The target's tokenizer puts {told} behind a prompt. xtok leaves it out, so that the text goes on. "
-            f"To keep it, write it out: generate(prompt + {told!r}).{same}",
+            f"The target's tokenizer puts {ends} after a prompt. xtok leaves it out, so that the text goes on. "
+            f"To keep it, write it out: generate(prompt + {ends!r}).{same}",
             PromptWarning,
             stacklevel=2,
         )
     return ids
 
 
-_TOLD: WeakSet[Any] = WeakSet()
-"""The tokenizers of which was told that they end prompts."""
+_WARNED: WeakSet[Any] = WeakSet()
+"""The tokenizers that a warning was given about: they end prompts."""
 
 
 def is_chat(prompt: Any) -> bool:

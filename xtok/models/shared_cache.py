@@ -246,7 +246,7 @@ class SharedCache:
             slot.take(ask)
             row = slot.index - first, slice(-ask.rows, None)
             shown = hidden[0][row] if hidden else None
-            found.append(Answer(logits[row], shown, cost._replace(told=bool(found))))
+            found.append(Answer(logits[row], shown, cost._replace(repeated=bool(found))))
         return found
 
     def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 class Cost(NamedTuple):
     """What a forward took: `rows`, the ids of all the `texts` (sequences) that shared it, padding included, and `seconds`.
 
-    `told`: whether another of those sequences reports it. `replayed`: whether it was a CUDA graph.
+    `repeated`: whether another of those sequences has reported it. `replayed`: whether it was a CUDA graph.
     """
 
     rows: int
     seconds: float
     texts: int = 1
-    told: bool = False
+    repeated: bool = False
     replayed: bool = False
 
     @property
@@ -27,7 +27,7 @@ class Cost(NamedTuple):
 
 @dataclass
 class Span:
-    """A stretch of time."""
+    """Some time that passes."""
 
     seconds: float = 0.0
 

@@ -53,22 +53,22 @@ class DraftedText:
     _told: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._told = len(self.ids)
+        self._shown = len(self.ids)
 
-    def tell(self) -> None:
-        """Let those who draft it know what was committed since."""
-        if self._told < len(self.ids):
-            self.session.extend(self.ids[self._told :])
-            self._told = len(self.ids)
+    def show(self) -> None:
+        """Show its drafters what was committed since."""
+        if self._shown < len(self.ids):
+            self.session.extend(self.ids[self._shown :])
+            self._shown = len(self.ids)
 
 
 @dataclass
 class _Step:
-    """A step of the engine that writes, from the end of a proposal at `start` on; `seconds`, once something came of it.
+    """A step of the other engine, from the end of a proposal at `start` on. `seconds`: how long it took, once ids came of it.
 
-    `rows`: how many ids of each text that may have been guessed for its forward has; nothing else, where it `is_pure`.
-    `batch`: all that were proposed for; where it guesses, drafts were asked, for `drafting` seconds. `told`: how many ids
-    came of each text. `late`: those of them that a step without a guess may have had a part in.
+    `rows`: of each text that is proposed for, how many ids the forward pass has. `is_pure`: whether it has nothing else.
+    `batch`: the texts that are proposed for; if it guesses, drafts took `drafting` seconds. `observed`: how many ids came of
+    each text. `late`: those of them that came of several steps, or of one without a proposal.
     """
 
     rows: dict[DraftedText, int] = field(default_factory=dict)
@@ -77,26 +77,26 @@ class _Step:
     start: float = 0.0
     seconds: float | None = None
     is_pure: bool = True
-    told: dict[DraftedText, int] = field(default_factory=dict)
+    observed: dict[DraftedText, int] = field(default_factory=dict)
     late: set[DraftedText] = field(default_factory=set)
 
 
 class DraftEngine:
-    """Guesses what follows texts that another engine writes, as many together as it names, by forwards that they share.
+    """Guesses how texts go on that another engine generates. Texts share the forward passes of drafts.
 
     Laws: a guess is a chain, the likeliest path of what all drafts guess together. It decides how fast a text comes, never
-    what it says, as long as whoever writes commits the target's own picks. A draft that raises is told of by a
+    what it says, as long as the other engine commits the target's own picks. A draft that raises is reported by a
     `DraftFailedWarning` and not asked again for that text. Memory doesn't grow with the number of texts that came and went.
 
         engine = DraftEngine(tokenizer, "cyberagent/open-calm-small")
         text = engine.add(prompt_ids)
         while not done:
             (guess,) = engine.propose([text], longest=8)
-            engine.observe(text, verify(guess.tokens))  # the target's own picks along the guess, and one behind it
+            engine.observe(text, verify(guess.tokens))  # the target's own picks along the guess, and one after it
         engine.drop(text)
 
-    For one thread. Unless the budget is constant, how much is guessed depends on what that gained, and on the time between the
-    end of `propose` and the first `observe` behind it, which is taken for a forward of the target over all texts proposed for.
+    For one thread. Unless the budget is constant, how much is guessed depends on what that gained, and on the time from the end
+    of `propose` to the next `observe`, which is taken for a forward pass of the target over all texts proposed for.
     """
 
     @plain
@@ -111,7 +111,7 @@ class DraftEngine:
     ) -> None:
         """`tokenizer`: the target's, of transformers; nothing else of it is needed. `draft`: as for `XTokAssisted`, a model
         among them guesses together with what the text repeats. `size`: how many ids the target has logits for; None for as
-        many as the tokenizer has. `ends`: those that end a text, behind which nothing is guessed; none for the tokenizer's.
+        many as the tokenizer has. `ends`: those that end a text, after which nothing is guessed; if empty, the tokenizer's.
         `budget`: without one, two paths for a chain, and of those as much as pays.
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
@@ -158,10 +158,11 @@ class DraftEngine:
 
     @plain
     def observe(self, text: DraftedText, ids: Sequence[int]) -> None:
-        """Take in what was committed of a text by one step: what of its guess was right, and the id behind it.
+        """Take in what one step committed of a text: what of its guess was right, and the id after it. No ids: the step read
+        more of its prompt.
 
-        None: the step read more of its prompt. A text that had steps without a proposal is told of each, or of all of them at
-        once and then of the last: what of them was guessed isn't known, and nothing is learnt from that.
+        After steps without a proposal, call this for each of them, or for all but the last at once and then for the last.
+        Nothing is learnt from those.
 
         Raises `InvalidInputError` for what are no ids of the target, and for a text that was dropped.
         """
@@ -169,13 +170,13 @@ class DraftEngine:
         ids, step = self._checked(ids), self._step
         if step.seconds is None:
             step.seconds = perf_counter() - step.start
-        if not ids or text in step.told or text not in step.rows:
+        if not ids or text in step.observed or text not in step.rows:
             step.is_pure = False
             step.late.add(text)
-        step.told[text] = len(ids)
+        step.observed[text] = len(ids)
         text.ids += ids
         if step.batch.guesses:
-            text.tell()
+            text.show()
 
     def drop(self, text: DraftedText) -> None:
         """Forget a text, be it done or not. Raises `InvalidInputError` for one that was dropped."""
@@ -186,10 +187,10 @@ class DraftEngine:
 
     @plain
     def propose(self, texts: Sequence[DraftedText], longest: int) -> list[Tree]:
-        """What the target is to check behind each of some texts in its next forward: chains of at most `longest` of its ids.
+        """What the target is to check after each of some texts in its next forward pass: chains of up to `longest` of its ids.
 
-        They may be empty, and always are for the first step of all, where guessing goes by costs: those aren't known yet.
-        Texts that aren't proposed for have no part in that forward.
+        They may be empty, and always are in the first step, unless the budget is constant: what guessing costs isn't known yet.
+        Texts that aren't proposed for have no part in that forward pass.
 
         Raises `InvalidInputError` for a text that was dropped or is there twice, and for a length that is none.
         """
@@ -213,41 +214,41 @@ class DraftEngine:
         return [trees.get(text, Tree()) for text in texts]
 
     def _guessed(self, texts: Sequence[DraftedText], limit: Budget, batch: Batch) -> dict[DraftedText, Tree]:
-        """What is guessed of texts, in a batch that may have more."""
+        """What is guessed of some texts of a batch."""
         for text in texts:
-            text.tell()
+            text.show()
         trees = together([text.session.propose(limit, batch, chained=True) for text in texts])
         return dict(zip(texts, trees, strict=True))
 
     def _learn(self) -> None:
-        """Let drafts learn from the step that is over. What isn't pure measures no forward, and yet tells what came true."""
+        """Let drafts learn from the step that is over. One that isn't pure measures no forward pass, but shows which guesses
+        were right.
+        """
         step, self._step = self._step, _Step(is_pure=False)
-        told = [text for text in step.told if text not in step.late]
+        texts = [text for text in step.observed if text not in step.late]
         if step.seconds is not None and not step.is_pure and not self._ledger.ready():
-            self._estimate(max(1, len(told)), step.seconds)
+            self._estimate(max(1, len(texts)), step.seconds)
         if step.seconds is None or not (step.is_pure or self._ledger.ready()):
             return
-        cost = Cost(sum(step.rows[text] for text in told), step.seconds, len(told), told=not step.is_pure)
-        if step.is_pure and len(told) == step.batch.sequences and self._budget.schedule == "cost":
-            self._judge(step, reads=step.batch.guesses and any(text.session.reads for text in told))
+        cost = Cost(sum(step.rows[text] for text in texts), step.seconds, len(texts), repeated=not step.is_pure)
+        if step.is_pure and len(texts) == step.batch.sequences and self._budget.schedule == "cost":
+            self._judge(step, reads=step.batch.guesses and any(text.session.reads for text in texts))
         if not step.batch.guesses:
             self._ledger.measure(cost)
             return
-        for text in told:  # they alone were forwarded: others were put off, or had ended
+        for text in texts:  # only these were forwarded: others were put off, or had ended
             text.session.observe(cost)
-            cost = cost._replace(told=True)
+            cost = cost._replace(repeated=True)
 
     def _judge(self, step: _Step, *, reads: bool) -> None:
-        """Whether guessing pays is seen by whole steps, once drafts had a few to find out what they cost and gain. Where a
-        draft `reads` a prompt, it is taken to have drafted as long as usual.
-        """
+        """Judge by whole steps whether guessing pays. If a draft `reads` a prompt, its usual time for drafting counts."""
         if step.batch.guesses and not reads:
             self._drafting += _USUAL * (step.drafting - self._drafting)
         drafting = min(step.drafting, self._drafting) if reads else step.drafting
-        self._ledger.batch_gates.judge(step.batch, sum(step.told.values()), drafting + (step.seconds or 0.0))
+        self._ledger.batch_gates.judge(step.batch, sum(step.observed.values()), drafting + (step.seconds or 0.0))
 
     def _estimate(self, texts: int, seconds: float) -> None:
-        """Where all steps have other work in them, the shortest of a few is taken for one without."""
+        """If all steps have other work in them, take the shortest of a few for one without."""
         self._shortest, self._mixed = min(self._shortest, seconds / texts), self._mixed + 1
         if self._mixed == _MIXED:
             self._ledger.measure(Cost(texts, self._shortest * texts, texts))

@@ -30,7 +30,7 @@ _log = getLogger(__name__)
 class XTokProposer:
     """What vLLM asks for guesses, of all requests of a step at once.
 
-    Laws: ids are vLLM's own, whatever this returns. Nothing that fails behind `load_model` is raised, for that would end vLLM:
+    Laws: ids are vLLM's own, whatever this returns. Nothing that fails after `load_model` is raised, for that would end vLLM:
     it is counted in `failures`, logged once, and nothing is guessed in that step. State is that of the requests of the step,
     and no more.
 

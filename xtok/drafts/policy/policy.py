@@ -136,7 +136,7 @@ class Policy:
     def _observe(
         self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal], unread: int, confirmed: int
     ) -> None:
-        if not forward.told:
+        if not forward.repeated:
             self.target.add(forward.rows, forward.seconds)
         self._sequences = forward.texts
 
@@ -163,7 +163,7 @@ class Policy:
 
     def measure(self, forward: Cost) -> None:
         """Take in a round without guesses: each of its sequences has one pick, and closed gates wait one round less."""
-        if forward.told:
+        if forward.repeated:
             return
         with self.lock:
             self.target.add(forward.rows, forward.seconds)
@@ -178,7 +178,7 @@ class Policy:
         """Take in a proposal. Returns how many of its ids were right, and its seconds, by the draft's latency model."""
         assert one.tree is not None
         for cost in one.drafted or ([] if one.first else [Cost(1, one.rest)]):
-            if cost.rows <= _FEW * cost.texts and not cost.told:
+            if cost.rows <= _FEW * cost.texts and not cost.repeated:
                 draft.forward.add(cost.rows, cost.seconds)
         right = one.tree.path_of(block)
         draft.calibration.learn(one.tree, right, ended=len(right) == len(block))
