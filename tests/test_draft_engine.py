@@ -114,7 +114,7 @@ def test_texts_that_come_and_go_are_the_targets_own(
 def test_guesses_are_the_likeliest_paths_of_what_xtoks_own_loop_guesses(
     draft: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Policy, "cheapest_first", lambda self: list(range(len(self.accounts))))  # by measured times
+    monkeypatch.setattr(Policy, "cheapest_first", lambda self: list(range(len(self.drafts))))  # by measured times
     xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=TREE)
     names = [name for name in xt.names if name != "token recycling"]  # which needs the target's logits
     expected = xt.with_drafts(names).generate(text, **GREEDY)

@@ -93,7 +93,8 @@ def test_targets_with_other_ids_share_an_object_and_nothing_in_it() -> None:
 @pytest.mark.parametrize("copied", [deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_has_learnt_nothing(copied: Any) -> None:
     recycling = TokenRecycling()
-    XTokAssisted((TARGET, TOKENS), recycling, budget=TREE).generate(PROMPTS[0], **GREEDY)
+    xt = XTokAssisted((TARGET, TOKENS), recycling, budget=TREE)  # which keeps its vocabulary, and so the table, alive
+    xt.generate(PROMPTS[0], **GREEDY)
     assert recycling._tables and not copied(recycling)._tables
 
 
