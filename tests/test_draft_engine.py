@@ -169,7 +169,7 @@ def state(engine: DraftEngine) -> tuple[int, ...]:
     gc.collect()
     slots = list(engine._caches._caches.values())
     held = [part.numel() for one in slots for layer in one._layers for part in (layer.keys, layer.values) if part is not None]
-    sessions = sum(type(one) is Session and one.ledger is engine._ledger for one in gc.get_objects())
+    sessions = sum(type(one) is Session and one.policy is engine._policy for one in gc.get_objects())
     return sum(held), sum(len(one._rows) for one in slots), len(engine.texts), sessions
 
 
@@ -284,7 +284,7 @@ def test_a_step_takes_from_a_proposal_to_what_comes_of_it(clock: Clock) -> None:
     texts = [engine.add(prompt(text)) for text in TEXTS[:3]]
     steps(engine, texts, clock, lambda rows: 2.0, 1)
     engine.propose(texts, 8)
-    assert engine._ledger.target.cells == {3: (1, 3.0, 2.0)}
+    assert engine._policy.target.cells == {3: (1, 3.0, 2.0)}
 
 
 def test_rows_that_cost_much_are_not_guessed_for_and_rows_that_cost_little_are(clock: Clock) -> None:
@@ -302,7 +302,7 @@ def test_steps_that_had_more_in_them_are_not_measured(clock: Clock) -> None:
     first = engine.add(prompt(TEXTS[0]))
     steps(engine, [first], clock, lambda rows: 1.0, 3)
     engine.propose([first], 8)
-    before = dict(engine._ledger.target.cells)
+    before = dict(engine._policy.target.cells)
     clock.now += 50.0
     second = engine.add(prompt(TEXTS[1]))  # its prompt was read
     engine.observe(first, [5])
@@ -320,13 +320,13 @@ def test_steps_that_had_more_in_them_are_not_measured(clock: Clock) -> None:
     engine.observe(second, [5])  # which wasn't proposed for
     engine.observe(first, [5])
     engine.propose([first, second], 8)
-    assert engine._ledger.target.cells == before
+    assert engine._policy.target.cells == before
     clock.now += 1.0
     engine.observe(second, [5])
     engine.drop(first)  # which has ended: the forward had the other alone
     engine.propose([second], 8)
-    assert engine._ledger.target.cells != before
-    assert all(seconds == 1.0 for _, _, seconds in engine._ledger.target.cells.values())
+    assert engine._policy.target.cells != before
+    assert all(seconds == 1.0 for _, _, seconds in engine._policy.target.cells.values())
 
 
 def test_guessing_goes_on_where_the_company_changes_right_behind_a_first_guess(clock: Clock) -> None:
@@ -340,7 +340,7 @@ def test_guessing_goes_on_where_the_company_changes_right_behind_a_first_guess(c
     engine.observe(first, picks(first.ids))
     second = engine.add(prompt(TEXTS[1]))
     steps(engine, [first, second], clock, lambda rows: 9 + 0.001 * rows, 6)
-    assert engine._step.batch.guesses or engine._ledger.batch_gates.batch_gate(2)._plain
+    assert engine._step.batch.guesses or engine._policy.batch_gates.batch_gate(2)._plain
 
 
 def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> None:

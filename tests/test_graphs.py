@@ -415,7 +415,7 @@ def test_caches_are_kept_between_calls_only_where_they_are_captured(replays: lis
 def test_models_whose_forwards_run_more_than_kernels_are_not_captured() -> None:
     """None is on a CPU; there is nothing to launch."""
     assert not takes_graphs(TARGET)
-    assert not XTokAssisted((TARGET, TOKENS)).captures
+    assert not XTokAssisted((TARGET, TOKENS)).setup.captures
 
 
 @pytest.mark.parametrize("setting", [1, "reduce-overhead"])
@@ -435,8 +435,8 @@ def test_nothing_is_captured_by_default_before_it_was_measured_on_a_gpu(
     replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "CAPTURES_BY_DEFAULT", False)
-    assert not XTokAssisted((TARGET, TOKENS)).captures
-    assert XTokAssisted((TARGET, TOKENS), compile=True).captures
+    assert not XTokAssisted((TARGET, TOKENS)).setup.captures
+    assert XTokAssisted((TARGET, TOKENS), compile=True).setup.captures
 
 
 def test_to_capture_on_a_cpu_is_refused() -> None:

@@ -245,17 +245,17 @@ def test_near_ties_are_reported_with_their_positions_and_margins() -> None:
 
 @given(rounds=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 20), st.booleans()), max_size=12), seed=st.integers(0, 99))
 def test_no_second_reaches_what_a_ledger_without_a_clock_decides(rounds: list[tuple[int, int, bool]], seed: int) -> None:
-    random, ledgers = Random(seed), [Policy([DraftPolicy(), DraftPolicy()], nominal=[0.1, 0.01]) for _ in range(2)]
+    random, policies = Random(seed), [Policy([DraftPolicy(), DraftPolicy()], nominal=[0.1, 0.01]) for _ in range(2)]
     for right, rows, asked in rounds:
         tree = chain(range(6), probabilities=[0.9**depth for depth in range(1, 7)])
-        for ledger in ledgers:
+        for policy in policies:
             took = [random.expovariate(1.0) for _ in range(4)]
             proposals = [
                 Proposal(tree, 0.0, [Cost(rows, took[0])] * 2, took[1], own=frozenset(range(6))) if asked else Proposal()
             ]
             proposals.append(Proposal(tree, 0.9, [], took[2]))
-            ledger.observe(tree, [*range(right), 99], Cost(rows + 7, took[3]), proposals)
-    assert ledgers[0] == ledgers[1]
+            policy.observe(tree, [*range(right), 99], Cost(rows + 7, took[3]), proposals)
+    assert policies[0] == policies[1]
 
 
 def test_a_number_of_threads_that_cuts_vectors_costs_the_promise_and_not_the_text(recwarn: pytest.WarningsRecorder) -> None:

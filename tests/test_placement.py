@@ -65,7 +65,7 @@ def test_models_behind_the_hooks_of_accelerate() -> None:
 
 
 def places(xt: XTokAssisted) -> list[tuple[str, torch.dtype]]:
-    return [(str(model.device), model.dtype) for model in xt.models()]
+    return [(str(model.device), model.dtype) for model in xt.setup.models]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_without_a_word_the_target_is_on_the_best_device_and_drafts_beside_it(mo
     monkeypatch.setattr("xtok.models.load._move", lambda model, device, *_: moved.append((model, str(device))))
     xt = XTokAssisted(TARGET, [DRAFT, DRAFT])
     beside = str(xt.model.device)
-    assert moved == list(zip(xt.models(), ["cuda:7", beside, beside], strict=True))
+    assert moved == list(zip(xt.setup.models, ["cuda:7", beside, beside], strict=True))
 
 
 def test_a_draft_is_loaded_beside_a_target_that_was_handed_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,12 +110,12 @@ def test_what_is_learnt_of_a_prediction_is_of_that_text_alone() -> None:
         make_dear(xt)
         xt.generate(TEXTS[0], prediction=f"{bad}🍣" * 9, **LONG)
     make_dear(xt)
-    before = xt.setup.ledger.target.cells
+    before = xt.setup.policy.target.cells
     found = xt.generate(TEXTS[0], prediction=truth, **LONG)
     assert found.stats.accepted_by_draft[1] > 0
-    assert len(xt.setup.ledger.drafts) == 1
-    assert xt.setup.ledger.recent.rounds > 9
-    assert xt.setup.ledger.target.cells is before
+    assert len(xt.setup.policy.drafts) == 1
+    assert xt.setup.policy.recent.rounds > 9
+    assert xt.setup.policy.target.cells is before
 
 
 @pytest.mark.parametrize("wrong", [3, b"bytes", ["a"], {"type": "content"}])
@@ -143,8 +143,8 @@ def test_some_of_the_drafts_write_the_same(kept: set[int], prompt: str, way: str
     assert found.token_ids == xt.generate(prompt, **WAYS[way]).token_ids
     assert set(found.drafts) == set(names) == set(part.names)
     assert part.model is xt.model
-    assert len(part.models()) == 1 + len(kept & {0, 1})
-    assert part.setup.ledger is not xt.setup.ledger
+    assert len(part.setup.models) == 1 + len(kept & {0, 1})
+    assert part.setup.policy is not xt.setup.policy
     again = deepcopy(part)
     assert again.names == part.names
     assert again.generate(prompt, **WAYS[way]).token_ids == found.token_ids

@@ -232,49 +232,49 @@ def test_each_draft_is_told_what_was_accepted_of_it() -> None:
 
 def test_a_draft_is_left_alone_when_cheaper_ones_are_sure_and_asked_when_they_are_not() -> None:
     """A speed law: judged over all rounds together it would pay, so it would be asked where it adds nothing, too."""
-    ledger, asked = Policy([DraftPolicy(), DraftPolicy()]), {0.0: 0, 0.9: 0}
+    policy, asked = Policy([DraftPolicy(), DraftPolicy()]), {0.0: 0, 0.9: 0}
     tree = Tree((1,), (-1,), probabilities=(0.9,))
-    ledger.observe(Tree(), [1], Cost(1, 1.0), [Proposal(), Proposal()])
+    policy.observe(Tree(), [1], Cost(1, 1.0), [Proposal(), Proposal()])
     for step in range(800):
         sure = 0.9 * (step % 2)
-        on = ledger.asks(1, sure, Batch())
+        on = policy.asks(1, sure, Batch())
         asked[sure] += on
         cheap = Proposal(tree, rest=1e-6, own=frozenset([0])) if sure else Proposal(Tree(), rest=1e-6)
         dear = Proposal(tree, sure, [Cost(1, 0.4)], own=frozenset() if sure else frozenset([0])) if on else Proposal()
-        ledger.observe(tree if sure or on else Tree(), [1, 2] if sure or on else [1], Cost(2, 1.0), [cheap, dear])
+        policy.observe(tree if sure or on else Tree(), [1, 2] if sure or on else [1], Cost(2, 1.0), [cheap, dear])
     assert asked[0.0] > 390
     assert asked[0.9] < 120
 
 
 def test_a_drafts_time_costs_the_picks_that_cheaper_drafts_would_make_in_it() -> None:
     """A speed law: beside the target alone this draft would pay, but not beside a cheaper one that guesses three ids."""
-    ledger, asked = Policy([DraftPolicy(), DraftPolicy()]), 0
+    policy, asked = Policy([DraftPolicy(), DraftPolicy()]), 0
     three, four = (tree_of([(list(range(1, size + 1)), 0.9)]) for size in (3, 4))
-    ledger.observe(Tree(), [1], Cost(1, 1.0), [Proposal(), Proposal()])
+    policy.observe(Tree(), [1], Cost(1, 1.0), [Proposal(), Proposal()])
     for step in range(600):
-        on, right = ledger.asks(1, 0.0, Batch()), step % 5 < 3
+        on, right = policy.asks(1, 0.0, Batch()), step % 5 < 3
         asked += on
         cheap = Proposal(three, rest=1e-6, own=frozenset(range(3)))
         dear = Proposal(four, 0.0, [Cost(1, 0.4)], own=frozenset([3])) if on else Proposal()
         block = [1, 2, 3, 4, 5] if on and right else [1, 2, 3, 9]
-        ledger.observe(four if on else three, block, Cost(4, 1.0), [cheap, dear])
+        policy.observe(four if on else three, block, Cost(4, 1.0), [cheap, dear])
     assert asked < 200
 
 
 def test_a_draft_that_earns_nothing_is_asked_ever_less_and_another_goes_on() -> None:
-    ledger, random = Policy([DraftPolicy(), DraftPolicy()]), Random(0)
+    policy, random = Policy([DraftPolicy(), DraftPolicy()]), Random(0)
     asked = [0, 0]
     for _ in range(600):
         tree = Tree((1,), (-1,), probabilities=(0.5,))
         right = random.random() < 0.8
         shares = []
-        for draft, account in enumerate(ledger.drafts):
-            on = ledger.ready() and account.gate(0.0).asks()
+        for draft, account in enumerate(policy.drafts):
+            on = policy.ready() and account.gate(0.0).asks()
             asked[draft] += on
             own = frozenset([0]) if draft == 1 else frozenset()
             guess = tree if draft == 1 else Tree((2,), (-1,), probabilities=(0.5,))
             shares.append(Proposal(guess, 0.0, [Cost(1, 0.05)], own=own) if on else Proposal())
-        ledger.observe(tree, [1, 5] if right else [3], Cost(2, 1.0), shares)
+        policy.observe(tree, [1, 5] if right else [3], Cost(2, 1.0), shares)
     assert asked[0] < 150
     assert asked[1] > 590
 
@@ -511,15 +511,15 @@ def test_a_probability_is_never_more_than_its_parents_whatever_rounding_does() -
 
 def test_reading_a_long_prompt_is_no_reason_to_leave_a_draft_alone() -> None:
     """Found in review: lookup in a long prompt was banned for thousands of rounds for the time that reading it took."""
-    ledger = Policy([DraftPolicy()])
+    policy = Policy([DraftPolicy()])
     tree = Tree((1,), (-1,), probabilities=(0.9,))
     for generation in range(3):
         for turn in range(20):
             first = turn == 0
             asked = Proposal(tree, 0.0, (), 30.0 if first else 1e-4, first, frozenset([0]))
-            on = not ledger.ready() or ledger.drafts[0].gate(0.0).asks()
+            on = not policy.ready() or policy.drafts[0].gate(0.0).asks()
             assert on, (generation, turn)
-            ledger.observe(tree, [1, 5], Cost(2, 1.0), [asked])
+            policy.observe(tree, [1, 5], Cost(2, 1.0), [asked])
 
 
 def test_the_first_time_in_a_generation_is_marked() -> None:
@@ -631,19 +631,19 @@ def test_a_budget_may_be_of_a_class_of_its_own() -> None:
     assert XTokAssisted((TARGET, TOKENS), OTHER, budget=Named(3)).generate("吾輩は", **GREEDY).token_ids == expected
 
 
-# one ledger for all texts of an instance
+# one policy for all texts of an instance
 
 PROMPTS = ["吾輩は", "The quick brown", "🍣", "メロス"]
 
 
-def forwards_in(ledger: Policy) -> int:
+def forwards_in(policy: Policy) -> int:
     """How many forwards of the target were measured. Rounds of several texts may share one."""
-    return sum(count for count, _, _ in ledger.target.cells.values())
+    return sum(count for count, _, _ in policy.target.cells.values())
 
 
-def rounds_in(ledger: Policy) -> int:
+def rounds_in(policy: Policy) -> int:
     """How many rounds were told of: each of them adds one to a sum that keeps a share of itself."""
-    return round(log(1 - (1 - _MEMORY) * ledger.recent.rounds, _MEMORY))
+    return round(log(1 - (1 - _MEMORY) * policy.recent.rounds, _MEMORY))
 
 
 def judged(generations: Sequence[Generation], length: int) -> int:
@@ -661,7 +661,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Cost]:
-    """What each round tells ledgers of its forward; those that share one tell of the same."""
+    """What each round tells policies of its forward; those that share one tell of the same."""
     costs, right = list[Cost](), Policy.observe
 
     def observe(self: Policy, tree: Tree, block: Sequence[int], forward: Cost, *more: Any, **named: Any) -> None:
@@ -676,7 +676,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Cost]:
 @pytest.mark.parametrize("schedule", ["cost", *deep("constant")])
 @pytest.mark.parametrize("way", ["list", "one by one", "samples", "batch", "streams"])
 def test_the_policy_knows_all_rounds_of_all_texts(way: str, schedule: Any, told: list[Cost]) -> None:
-    """Found in review: each text of a list had a ledger of its own, and the last to end replaced those of the others."""
+    """Found in review: each text of a list had a policy of its own, and the last to end replaced those of the others."""
     xt = XTokAssisted((TARGET, TOKENS), [OTHER, PromptLookup()], budget=Budget(3, schedule=schedule, width=4))
     generations: list[Generation] = []
     if way == "list":
@@ -690,12 +690,12 @@ def test_the_policy_knows_all_rounds_of_all_texts(way: str, schedule: Any, told:
     else:
         list(zip_longest(*(ended(xt.stream(prompt, **GREEDY), generations) for prompt in PROMPTS)))
     if generations:
-        assert rounds_in(xt.setup.ledger) == judged(generations, 24)
+        assert rounds_in(xt.setup.policy) == judged(generations, 24)
     else:
-        assert rounds_in(xt.setup.ledger) > 24, "more than one row can have"
-    assert rounds_in(xt.setup.ledger) == len(told)
-    assert forwards_in(xt.setup.ledger) == sum(not cost.told for cost in told), "each forward counts once, whoever shares it"
-    assert (forwards_in(xt.setup.ledger) < len(told)) == (way in ("list", "samples", "batch"))
+        assert rounds_in(xt.setup.policy) > 24, "more than one row can have"
+    assert rounds_in(xt.setup.policy) == len(told)
+    assert forwards_in(xt.setup.policy) == sum(not cost.told for cost in told), "each forward counts once, whoever shares it"
+    assert (forwards_in(xt.setup.policy) < len(told)) == (way in ("list", "samples", "batch"))
 
 
 @pytest.mark.parametrize("texts", [1, 2, 4])
@@ -735,15 +735,15 @@ def ended(pieces: Any, generations: list[Generation]) -> Iterator[str]:
 
 @pytest.mark.scaled
 def test_no_round_of_any_thread_is_lost() -> None:
-    ledger, threads, rounds = Policy([DraftPolicy(), DraftPolicy()]), 8, scaled(2000)
+    policy, threads, rounds = Policy([DraftPolicy(), DraftPolicy()]), 8, scaled(2000)
     tree = Tree((1, 2), (-1, 0), probabilities=(0.9, 0.5))
 
     def play(thread: int) -> None:
-        pace = CostLimit(ledger, ledger.drafts[0])
+        pace = CostLimit(policy, policy.drafts[0])
         for step in range(rounds):
-            ledger.asks(0, 0.0, Batch()), pace.expanded(1, [0.9, 0.5]), pace.verified([0.9, 0.5]), ledger.probabilities(1, tree)
+            policy.asks(0, 0.0, Batch()), pace.expanded(1, [0.9, 0.5]), pace.verified([0.9, 0.5]), policy.probabilities(1, tree)
             asked = [Proposal(tree, 0.0, [Cost(1 << step % 6, 0.1)], own=frozenset([draft])) for draft in range(2)]
-            ledger.observe(tree.within(step % 3), [1, 2, 3], Cost(3, 1.0), asked)
+            policy.observe(tree.within(step % 3), [1, 2, 3], Cost(3, 1.0), asked)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -752,18 +752,18 @@ def test_no_round_of_any_thread_is_lost() -> None:
             list(pool.map(play, range(threads)))
     finally:
         sys.setswitchinterval(interval)
-    assert forwards_in(ledger) == threads * rounds
-    assert [sum(n for n, _, _ in account.forward.cells.values()) for account in ledger.drafts] == [threads * rounds] * 2
+    assert forwards_in(policy) == threads * rounds
+    assert [sum(n for n, _, _ in account.forward.cells.values()) for account in policy.drafts] == [threads * rounds] * 2
 
 
 def test_a_copy_of_an_instance_begins_with_nothing_learnt() -> None:
     xt = XTokAssisted((TARGET, TOKENS), [PromptLookup()])
     xt.generate("吾輩は", **GREEDY)
-    before, other = rounds_in(xt.setup.ledger), deepcopy(xt)
+    before, other = rounds_in(xt.setup.policy), deepcopy(xt)
     assert before
-    assert not rounds_in(other.setup.ledger)
+    assert not rounds_in(other.setup.policy)
     assert other.generate("吾輩は", **GREEDY).token_ids == xt.generate("吾輩は", **GREEDY).token_ids
-    assert rounds_in(xt.setup.ledger) > before
+    assert rounds_in(xt.setup.policy) > before
 
 
 # guesses after a carried token
@@ -802,14 +802,14 @@ def test_guesses_are_judged_only_if_the_carried_token_before_them_was_right(
     block: list[int], accepted: list[int], learnt: bool
 ) -> None:
     _, session = after_carried([[([1], 0.5), ([3], 0.2)]], Budget(depth=5, width=4))
-    session.ledger.target.add(1, 1.0)
+    session.policy.target.add(1, 1.0)
     tree = together([session.propose(Budget(depth=5, width=4))])[0]
     assert tree.tokens[0] == CARRIED
-    before = deepcopy(session.ledger.drafts[0].calibration)
+    before = deepcopy(session.policy.drafts[0].calibration)
     session.extend(block)
     session.observe(Cost(4, 1.0))
-    assert (session.ledger.drafts[0].calibration != before) == learnt
-    assert session.ledger.recent.picks == len(block)
+    assert (session.policy.drafts[0].calibration != before) == learnt
+    assert session.policy.recent.picks == len(block)
     assert (session._meter.accepted_by_draft or []) == (accepted or [0])
 
 

@@ -165,7 +165,7 @@ def test_what_a_text_repeats_is_guessed_although_the_draft_is_too_expensive_to_b
     expected = XTokAssisted((target, tokens)).generate("吾輩は", logits_processor=again, **asked).token_ids
     xt = XTokAssisted((target, tokens), (deepcopy(target), tokens), budget=Budget(5, schedule="cost", width=4))
     make_dear(xt)
-    for trial in xt.setup.ledger.drafts[0].gates:
+    for trial in xt.setup.policy.drafts[0].gates:
         trial.wait = 10**6
     generation = xt.generate("吾輩は", logits_processor=again, **asked)
     assert generation.token_ids == expected
@@ -186,18 +186,18 @@ class Cycles(LogitsProcessor):
 
 
 def simulated(
-    ledger: Policy, *, target: float, draft: float, right: float, rounds: int, seed: int = 0, row: float = 0.01
+    policy: Policy, *, target: float, draft: float, right: float, rounds: int, seed: int = 0, row: float = 0.01
 ) -> tuple[float, float]:
     """The speed over that of the target's forward of one row alone, and the forwards of the draft per round, where a guess is
     right so often. `row`: what a row more costs of a forward.
 
-    Where the ledger has a second account, what is right is known there, too, for next to nothing.
+    Where the policy has a second account, what is right is known there, too, for next to nothing.
     """
-    random, (account, *others) = Random(seed), ledger.drafts
-    budget, picks, seconds, drafted = DraftBudget(8, 1, schedule="cost", cost_limit=CostLimit(ledger, account)), 0, 0.0, 0
+    random, (account, *others) = Random(seed), policy.drafts
+    budget, picks, seconds, drafted = DraftBudget(8, 1, schedule="cost", cost_limit=CostLimit(policy, account)), 0, 0.0, 0
     for _ in range(rounds):
         calls, probabilities = 0, list[float]()
-        asked = ledger.ready() and account.gate(0.0).asks()
+        asked = policy.ready() and account.gate(0.0).asks()
         if asked:
             calls, probabilities = 1, [0.6]
             while budget.expanded(calls, probabilities[-1:]):
@@ -207,11 +207,11 @@ def simulated(
         while len(path) <= len(tree) and random.random() < right:
             path.append(len(path) - 1)
         block = [*path[1:], -1]
-        rows = ledger.padded(1, 1 + len(tree))
+        rows = policy.padded(1, 1 + len(tree))
         took = target * (1 + row * (rows - 1))
         nodes = frozenset(range(len(tree)))
         own = Proposal(tree, 0.0, [Cost(1, draft)] * calls, own=frozenset() if others else nodes) if asked else Proposal()
-        ledger.observe(tree, block, Cost(rows, took), [own, *(Proposal(tree, rest=1e-9, own=nodes) for _ in others)])
+        policy.observe(tree, block, Cost(rows, took), [own, *(Proposal(tree, rest=1e-9, own=nodes) for _ in others)])
         picks, seconds, drafted = picks + len(path), seconds + took + calls * draft, drafted + calls
     return picks * target / seconds, drafted / rounds
 
@@ -236,15 +236,15 @@ def test_a_cheap_and_good_draft_is_used_the_more_the_more_expensive_the_target_i
 
 
 def test_a_draft_that_becomes_good_is_found_out() -> None:
-    ledger = new_ledger()
-    simulated(ledger, target=1.0, draft=0.05, right=0.0, rounds=300)
-    assert simulated(ledger, target=1.0, draft=0.05, right=0.8, rounds=1500)[0] > 1.5
+    policy = new_ledger()
+    simulated(policy, target=1.0, draft=0.05, right=0.0, rounds=300)
+    assert simulated(policy, target=1.0, draft=0.05, right=0.8, rounds=1500)[0] > 1.5
 
 
 def test_a_draft_that_turns_bad_is_found_out() -> None:
-    ledger = new_ledger()
-    simulated(ledger, target=1.0, draft=0.05, right=0.8, rounds=300)
-    assert simulated(ledger, target=1.0, draft=0.05, right=0.0, rounds=512)[0] > 0.96
+    policy = new_ledger()
+    simulated(policy, target=1.0, draft=0.05, right=0.8, rounds=300)
+    assert simulated(policy, target=1.0, draft=0.05, right=0.0, rounds=512)[0] > 0.96
 
 
 def test_what_is_foreseen_without_the_draft_is_no_merit_of_the_draft() -> None:
@@ -260,9 +260,9 @@ def test_bad_luck_stops_no_draft_that_pays() -> None:
 
 
 def test_what_a_drafter_says_is_corrected_by_what_comes_of_it() -> None:
-    ledger = new_ledger()
-    simulated(ledger, target=1.0, draft=0.001, right=0.9, rounds=400)
-    assert ledger.drafts[0].calibration.believed(0.6) > 0.8
+    policy = new_ledger()
+    simulated(policy, target=1.0, draft=0.001, right=0.9, rounds=400)
+    assert policy.drafts[0].calibration.believed(0.6) > 0.8
 
 
 @given(
@@ -307,23 +307,23 @@ def test_forwards_are_as_wide_as_gains_most_beyond_their_rows(
     offers: list[tuple[int, list[float]]], row: float, step: int
 ) -> None:
     """What stands in place of padding is free."""
-    ledger = Policy([DraftPolicy()], padded=lambda texts, rows: step * ceil(rows / step))
+    policy = Policy([DraftPolicy()], padded=lambda texts, rows: step * ceil(rows / step))
     for rows in (1, 33):
-        ledger.target.add(rows, 1 + row * rows)
-    price = len(offers) * ledger.rate * ledger.target.fit()[1]
+        policy.target.add(rows, 1 + row * rows)
+    price = len(offers) * policy.rate * policy.target.fit()[1]
 
     def gain(width: int) -> float:
-        return sum(sum(probabilities[: width - unread]) for unread, probabilities in offers) - price * ledger.padded(
+        return sum(sum(probabilities[: width - unread]) for unread, probabilities in offers) - price * policy.padded(
             len(offers), width
         )
 
     least = max(unread for unread, _ in offers)
-    found = ledger.width(offers)
+    found = policy.width(offers)
     assert found >= least
     assert gain(found) == pytest.approx(max(map(gain, range(least, 20))))
-    assert all(gain(width) < gain(found) + 1e-9 for width in range(found, ledger.padded(len(offers), found) + 1))
+    assert all(gain(width) < gain(found) + 1e-9 for width in range(found, policy.padded(len(offers), found) + 1))
     for unread, probabilities in offers:
-        assert ledger.verified(probabilities, unread) == ledger.width([(unread, probabilities)]) - unread
+        assert policy.verified(probabilities, unread) == policy.width([(unread, probabilities)]) - unread
 
 
 def crowded(batch_gate: BatchGate, *, texts: int, right: float, guessing: float, rounds: int, seed: int = 0) -> float:
@@ -357,15 +357,15 @@ def test_a_batch_guesses_if_that_pays_and_next_to_never_otherwise(texts: int, ri
 
 def test_a_hiccup_before_anything_was_measured_is_soon_forgotten() -> None:
     """Found by review: a first forward of so many rows that took long kept guesses from being made ever after."""
-    ledger = new_ledger()
+    policy = new_ledger()
     for rows in (1, 2, 4, 8):
         for _ in range(50):
-            ledger.target.add(rows, 1.0)
-    ledger.target.add(28, 12.0)
-    assert ledger.target.fit()[1] < 0.05
+            policy.target.add(rows, 1.0)
+    policy.target.add(28, 12.0)
+    assert policy.target.fit()[1] < 0.05
     for _ in range(8):
-        ledger.target.add(28, 1.0)
-    assert ledger.target.fit()[1] < 0.02
+        policy.target.add(28, 1.0)
+    assert policy.target.fit()[1] < 0.02
 
 
 def test_a_first_round_that_took_long_is_soon_forgotten() -> None:

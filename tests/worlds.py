@@ -58,9 +58,9 @@ def make_dear(xt: Any, so: bool = True) -> Any:
     """An instance that takes its target for a hundred times as expensive as its drafts, so that all guessing pays."""
     if not so:
         return xt
-    ledger = xt.setup.ledger if isinstance(xt, XTokAssisted) else xt._ledger
-    ledger.target = LatencyModel({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
-    for account in ledger.drafts:
+    policy = xt.setup.policy if isinstance(xt, XTokAssisted) else xt._policy
+    policy.target = LatencyModel({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
+    for account in policy.drafts:
         account.forward = LatencyModel({1: (99, 1.0, 0.01)})
     return xt
 

@@ -79,7 +79,7 @@ def assemble(
         shapes=shapes,
         captures=captured,
         adapter=adapter,
-        ledger=Policy([DraftPolicy() for _ in drafts], padding(shapes, captures=captured)),
+        policy=Policy([DraftPolicy() for _ in drafts], padding(shapes, captures=captured)),
         caches=CachePool(captures=captured),
     )
 

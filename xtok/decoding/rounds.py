@@ -68,10 +68,10 @@ def _seconds(sequences: list[Sequence]) -> float:
 
 
 def _batch_gates(sequences: list[Sequence]) -> BatchGates | None:
-    """What knows whether guessing pays for several sequences that share forward passes; None unless they share a ledger."""
-    ledgers = [one.ledger for one in sequences if one.ledger and one.slot.shares and one.budget.schedule == "cost"]
-    is_one = len(ledgers) == len(sequences) > 1 and all(one is ledgers[0] and one.nominal is None for one in ledgers)
-    return ledgers[0].batch_gates if is_one else None
+    """What knows whether guessing pays for several sequences that share forward passes; None unless they share a policy."""
+    policies = [one.policy for one in sequences if one.policy and one.slot.shares and one.budget.schedule == "cost"]
+    is_one = len(policies) == len(sequences) > 1 and all(one is policies[0] and one.nominal is None for one in policies)
+    return policies[0].batch_gates if is_one else None
 
 
 def _plan(sequence: Sequence, batch: Batch) -> Steps[Tree]:
@@ -107,7 +107,7 @@ def _evened(sequences: list[Sequence], trees: list[Tree]) -> list[Tree]:
     given = [(unread, probabilities) for unread, probabilities in offers if probabilities is not None]
     if len(sharing) < 2 or session is None or len(given) < len(offers):
         return trees
-    width = session.ledger.width(given)
+    width = session.policy.width(given)
     return [
         one.session.cut(width - one.left) if one in sharing and len(tree) > width - one.left and one.session else tree
         for one, tree in zip(sequences, trees, strict=True)

@@ -75,7 +75,7 @@ class Sequence:
     deepest: int | None
     meter: Meter
     drafting: Callable[[], Session] | None = None
-    ledger: Policy | None = None
+    policy: Policy | None = None
     adapter: Adapter | None = None
     seed: int | None = None
     drafts: tuple[str, ...] = ()

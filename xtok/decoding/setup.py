@@ -45,7 +45,7 @@ class Setup:
     chains of one length, for what is left out of a guess must not depend on it. `accept`: what accepts guesses of sampled
     sequences by their probabilities; None to accept those that the target draws itself. `stable`: as the caller gave it;
     `shapes`: the fixed shapes of the target's forward passes, None if they have none. `captures`: whether forward passes become
-    CUDA graphs. `adapter`: a draft's copy that learns. `ledger` and `caches` change: what guessing costs and gains, learnt from
+    CUDA graphs. `adapter`: a draft's copy that learns. `policy` and `caches` change: what guessing costs and gains, learnt from
     all sequences, and the KV caches that calls leave to later ones.
     """
 
@@ -60,7 +60,7 @@ class Setup:
     shapes: StableShapes | None = None
     captures: bool = False
     adapter: Adapter | None = None
-    ledger: Policy
+    policy: Policy
     caches: CachePool
 
     def with_drafts(self, names: Collection[str]) -> "Setup":
@@ -78,7 +78,7 @@ class Setup:
             drafts=drafts,
             names=tuple(self.names[i] for i in kept),
             adapter=self.adapter if any(isinstance(one, ModelDraft) for one in drafts) else None,
-            ledger=Policy([DraftPolicy() for _ in drafts], self.ledger.padded),
+            policy=Policy([DraftPolicy() for _ in drafts], self.policy.padded),
             caches=CachePool(captures=self.captures),
         )
 
@@ -115,11 +115,11 @@ class Setup:
                 return None
         return self.shapes
 
-    def ledger_without_a_clock(self) -> Policy:
-        """A ledger for one sequence: what it decides follows from ids and counts, so the same call gives the same text."""
+    def policy_without_a_clock(self) -> Policy:
+        """A policy for one sequence: what it decides follows from ids and counts, so the same call gives the same text."""
         size = weights(self.target.model)
         models = [weights(one.model) / size if isinstance(one, ModelDraft) else WITHOUT_A_MODEL for one in self.drafts]
-        return Policy([DraftPolicy() for _ in self.drafts], self.ledger.padded, nominal=models)
+        return Policy([DraftPolicy() for _ in self.drafts], self.policy.padded, nominal=models)
 
     def check(self, predictions: Sequence[object], *, shared: bool) -> None:
         """Raises `UnsupportedArgumentError` for requests that this setup can't honour.

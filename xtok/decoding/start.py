@@ -35,7 +35,7 @@ def start(setup: Setup, request: Request, caches: CacheSet, most: int | None = N
         varies = half and not (request.shapes is not None and slot.fixed)
         judged = request.noise is not None and setup.accept is not None
         meter = Meter(chains_only=not branches, exact=not judged and not varies, shared_forwards=slot.shares)
-        ledger = _ledger(setup, request, varies=varies) if guesses else None
+        policy = _policy(setup, request, varies=varies) if guesses else None
         budget = _budget(setup, judged=judged, branches=branches)
         recorded = request.recorded("output_scores"), request.recorded("output_logits")
         text = SequenceText(vocabulary.view, request.unpadded)
@@ -58,8 +58,8 @@ def start(setup: Setup, request: Request, caches: CacheSet, most: int | None = N
             budget=budget,
             deepest=slot.limit,
             meter=meter,
-            drafting=partial(_session, setup, request, meter, slots, ledger) if ledger else None,
-            ledger=ledger,
+            drafting=partial(_session, setup, request, meter, slots, policy) if policy else None,
+            policy=policy,
             adapter=setup.adapter,
             seed=request.seed,
             drafts=(*setup.names, PREDICTION) if request.prediction else setup.names,
@@ -75,15 +75,15 @@ def _budget(setup: Setup, *, judged: bool, branches: bool) -> Budget:
     return setup.budget if branches else replace(setup.budget, width=1)
 
 
-def _ledger(setup: Setup, request: Request, *, varies: bool) -> Policy:
+def _policy(setup: Setup, request: Request, *, varies: bool) -> Policy:
     """Sequences share what all of the instance learn of costs and gains; unless that, by the shapes of forward passes, might
     change the text of a call that is repeated (it `varies`: bits depend on shapes).
     """
-    ledger = setup.ledger_without_a_clock() if varies and setup.stable is not False else setup.ledger
-    return ledger if request.prediction is None else ledger.with_draft()
+    policy = setup.policy_without_a_clock() if varies and setup.stable is not False else setup.policy
+    return policy if request.prediction is None else policy.with_draft()
 
 
-def _session(setup: Setup, request: Request, meter: Meter, slots: Slots, ledger: Policy) -> Session:
+def _session(setup: Setup, request: Request, meter: Meter, slots: Slots, policy: Policy) -> Session:
     """The drafters of a sequence."""
     given = DraftRequest(
         setup.target.vocabulary,
@@ -98,8 +98,8 @@ def _session(setup: Setup, request: Request, meter: Meter, slots: Slots, ledger:
         slots=slots,
     )
     drafts = list(setup.drafts)
-    if ledger.nominal is not None:  # what others taught it would change what this one guesses, and so shapes
+    if policy.nominal is not None:  # what others taught it would change what this one guesses, and so shapes
         drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
     if request.prediction is not None:
         drafts.append(request.prediction)
-    return Session(drafts, given, ledger, request.unpadded, request.noise)
+    return Session(drafts, given, policy, request.unpadded, request.noise)

@@ -30,7 +30,7 @@ class Session:
     """The drafters of one text, one of each draft. No target is known here, and no clock is read but for their own forwards.
 
     It has its own copy of what is committed, which drafters are shown: nothing that is committed is ever read from one.
-    The ledger holds what drafts cost and gain, in this text and others, with an account for each in their order. A drafter that
+    The policy holds what drafts cost and gain, in this text and others, with an account for each in their order. A drafter that
     can't be made, or raises, is reported once, by a `DraftFailedWarning`, and not asked again.
 
     A carried token (a pick that is left to the next round, which is likely to make it again) is guessed first, by no draft.
@@ -38,12 +38,12 @@ class Session:
     """
 
     def __init__(
-        self, drafts: Sequence[Draft], request: Request, ledger: Policy, prompt: Sequence[int], noise: Noise | None = None
+        self, drafts: Sequence[Draft], request: Request, policy: Policy, prompt: Sequence[int], noise: Noise | None = None
     ) -> None:
         """`prompt`: the target's ids, without padding. `noise`: that under which the target picks; None where it is greedy."""
         self._meter = request.meter
         self._size = request.vocabulary.size
-        self.ledger = ledger
+        self.policy = policy
         self._noise = noise
         self._view = request.vocabulary.view
         self._text = SequenceText(self._view, prompt)
@@ -106,11 +106,11 @@ class Session:
             limit = replace(limit, longest=max(0, limit.longest - 1), nodes=max(1, limit.nodes - 1))
         context = self._context()
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
-        for draft in self.ledger.cheapest_first():
+        for draft in self.policy.cheapest_first():
             drafter = self._drafters[draft]
             if drafter is not None and has_room and (own := self._own(draft, limit, sure, batch)) is not None:
                 self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
-                sure = max([sure, *self.ledger.probabilities(draft, self.proposals[draft].tree or Tree())])
+                sure = max([sure, *self.policy.probabilities(draft, self.proposals[draft].tree or Tree())])
         tree = self._merged(limit)
         path = tree.likeliest_path(limit.longest)
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
@@ -164,7 +164,7 @@ class Session:
     def _believed(self, tree: Tree) -> list[float]:
         """How probable each node is believed to be: of a guess that stands alone, by its draft's account."""
         alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
-        return self.ledger.probabilities(alone[0], tree) if len(alone) == 1 else list(tree.probabilities)
+        return self.policy.probabilities(alone[0], tree) if len(alone) == 1 else list(tree.probabilities)
 
     def observe(self, cost: Cost) -> None:
         """Learn from a round whose ids came by `extend`, by what the target's forward took."""
@@ -178,9 +178,9 @@ class Session:
         right = tree.path_of(block)
         self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
         if limit.schedule == "heuristic" and block:
-            self.ledger.adjust(limit.depth, block, proposals)
+            self.policy.adjust(limit.depth, block, proposals)
         if limit.schedule == "cost" or len(self._drafters) > 1:
-            self.ledger.observe(tree, block, cost, proposals, self._unread, confirmed)
+            self.policy.observe(tree, block, cost, proposals, self._unread, confirmed)
 
     @property
     def reads(self) -> bool:
@@ -193,15 +193,15 @@ class Session:
 
     def _own(self, draft: int, limit: Budget, sure: float, batch: Batch) -> Budget | None:
         """The limit of one draft; None where it isn't to be asked."""
-        account = self.ledger.drafts[draft]
+        account = self.policy.drafts[draft]
         if limit.schedule == "heuristic":
             return replace(limit, depth=account.depth or limit.depth)
         if limit.schedule == "constant":
             return limit
-        if not self.ledger.asks(draft, sure, batch):
+        if not self.policy.asks(draft, sure, batch):
             return None
         tries = batch.tries or account.gate(sure).pause > 0
-        return DraftBudget.of(limit, CostLimit(self.ledger, account, batch.sequences, self._unread, batch.explores, tries))
+        return DraftBudget.of(limit, CostLimit(self.policy, account, batch.sequences, self._unread, batch.explores, tries))
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Steps[Proposal]:
         """A guess, as far as it can be verified."""
@@ -230,18 +230,18 @@ class Session:
 
     def _merged(self, limit: Budget) -> Tree:
         """One tree of all guesses. A guess that stands alone stays as it is."""
-        guessed = [(draft, one.tree) for draft in self.ledger.cheapest_first() if (one := self.proposals[draft]).tree]
+        guessed = [(draft, one.tree) for draft in self.policy.cheapest_first() if (one := self.proposals[draft]).tree]
         if len(guessed) < 2:
             for draft, tree in guessed:
                 self.proposals[draft] = replace(self.proposals[draft], own=frozenset(range(len(tree))))
             return guessed[0][1] if guessed else Tree()
         trie = Trie()
         for draft, tree in guessed:
-            trie.mix(tree, self.ledger.probabilities(draft, tree), owner=draft)
+            trie.mix(tree, self.policy.probabilities(draft, tree), owner=draft)
 
         def worth(probabilities: Sequence[float]) -> int:
             most = probabilities[: limit.nodes]
-            return self.ledger.verified(most, self._unread) if limit.schedule == "cost" else len(most)
+            return self.policy.verified(most, self._unread) if limit.schedule == "cost" else len(most)
 
         nodes = trie.likeliest(worth)
         for draft, _ in guessed:

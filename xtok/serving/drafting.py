@@ -129,7 +129,7 @@ class DraftEngine:
         self._drafts = [
             ModelDraft(models[i], self._vocabulary) if i in models else as_draft(one) for i, one in enumerate(given)
         ]
-        self._ledger = Policy([DraftPolicy() for _ in given])
+        self._policy = Policy([DraftPolicy() for _ in given])
         self._caches = CacheSet(captures=captures(None, (one.model for one in models.values())))
         self._texts: dict[DraftedText, None] = {}
         self._drafting, self._shortest, self._mixed = 0.0, inf, 0
@@ -152,7 +152,7 @@ class DraftEngine:
         self._step.is_pure = False  # its prompt is read in this step, or it has no part in it
         slots = Slots(self._caches)
         request = Request(self._vocabulary, Meter(), end=self._end, slots=slots)
-        text = DraftedText(ids, Session(self._drafts, request, self._ledger, ids), slots)
+        text = DraftedText(ids, Session(self._drafts, request, self._policy, ids), slots)
         self._texts[text] = None
         return text
 
@@ -206,7 +206,7 @@ class DraftEngine:
         start, limit = perf_counter(), replace(self._budget, longest=min(self._budget.longest, longest))
         going = [text for text in texts if longest and text.ids[-1] not in self._vocabulary.ends]
         by_cost = limit.schedule == "cost"
-        batch = self._ledger.batch_gates.batch(len(texts), explores=True) if by_cost else Batch(len(texts), explores=True)
+        batch = self._policy.batch_gates.batch(len(texts), explores=True) if by_cost else Batch(len(texts), explores=True)
         trees = self._guessed(going, limit, batch) if batch.guesses else {}
         rows = {text: 1 + len(trees.get(text, ())) for text in going}
         end = perf_counter()
@@ -226,15 +226,15 @@ class DraftEngine:
         """
         step, self._step = self._step, _Step(is_pure=False)
         texts = [text for text in step.observed if text not in step.late]
-        if step.seconds is not None and not step.is_pure and not self._ledger.ready():
+        if step.seconds is not None and not step.is_pure and not self._policy.ready():
             self._estimate(max(1, len(texts)), step.seconds)
-        if step.seconds is None or not (step.is_pure or self._ledger.ready()):
+        if step.seconds is None or not (step.is_pure or self._policy.ready()):
             return
         cost = Cost(sum(step.rows[text] for text in texts), step.seconds, len(texts), repeated=not step.is_pure)
         if step.is_pure and len(texts) == step.batch.sequences and self._budget.schedule == "cost":
             self._judge(step, reads=step.batch.guesses and any(text.session.reads for text in texts))
         if not step.batch.guesses:
-            self._ledger.measure(cost)
+            self._policy.measure(cost)
             return
         for text in texts:  # only these were forwarded: others were put off, or had ended
             text.session.observe(cost)
@@ -245,13 +245,13 @@ class DraftEngine:
         if step.batch.guesses and not reads:
             self._drafting += _USUAL * (step.drafting - self._drafting)
         drafting = min(step.drafting, self._drafting) if reads else step.drafting
-        self._ledger.batch_gates.judge(step.batch, sum(step.observed.values()), drafting + (step.seconds or 0.0))
+        self._policy.batch_gates.judge(step.batch, sum(step.observed.values()), drafting + (step.seconds or 0.0))
 
     def _estimate(self, texts: int, seconds: float) -> None:
         """If all steps have other work in them, take the shortest of a few for one without."""
         self._shortest, self._mixed = min(self._shortest, seconds / texts), self._mixed + 1
         if self._mixed == _MIXED:
-            self._ledger.measure(Cost(texts, self._shortest * texts, texts))
+            self._policy.measure(Cost(texts, self._shortest * texts, texts))
 
     def _check(self, text: Any) -> None:
         if not (isinstance(text, DraftedText) and text in self._texts):
