@@ -148,7 +148,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_streamer(streamer: Any, *, several: bool) -> None:
-    """Raises `InvalidInputError` for what is no streamer, `UnsupportedArgumentError` where one would be given several texts."""
+    """Raises `InvalidInputError` for what is no streamer, `UnsupportedArgumentError` for several sequences."""
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise InvalidInputError(
             f"streamer is {streamer!r}, which has no put and end. Give one of transformers' streamers, or iterate over "
@@ -220,9 +220,9 @@ def check_positions(positions: Any) -> None:
 
 
 def check_boundary(known: Traits, ids: Tensor, inputs: Mapping[str, Any], longest: int) -> None:
-    """Refuse texts that depend on how, or beside which rows, they are forwarded: beyond the boundary of rotary embeddings.
+    """Refuse sequences whose logits depend on how, or with which rows, they are forwarded: beyond a rotary boundary.
 
-    Where a text crosses that of `longrope`, what is cached depends on what was forwarded at once. Transformers reads all
+    If a sequence crosses that of `longrope`, what is cached depends on what was forwarded at once. Transformers reads all
     rows of a batch as the longest of them, which a row that runs for itself isn't.
     """
     long, dynamic = known.longrope_boundary, known.dynamic_boundary

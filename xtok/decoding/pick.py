@@ -104,7 +104,7 @@ class Picker:
     def ahead(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The scores of those picks of a forward that are the same whatever it commits: (picks, vocabulary).
 
-        Those of the first pick; of all, where scores depend on logits alone, unless the numbers are at hand: then it would not
+        Those of the first pick; of all, if scores depend on logits alone, unless the numbers are at hand: then it would not
         pay to draw what may not be wanted. `logits`: of the context and all nodes, (rows, vocabulary).
         """
         if not self.processors and self.noise is None and not self._records:
@@ -115,8 +115,8 @@ class Picker:
     def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
         """One pick from what `scored` gives.
 
-        `place`: where it stands, for noise, in bytes and ids that spell nothing. What was guessed there are the children of
-        `node` in `tree`. Raises `InvalidInputError` where `draw` does.
+        `place`: its position, for noise, in bytes and in ids without bytes. The guesses there are the children of `node` in `tree`.
+        Raises `InvalidInputError` if `draw` does.
         """
         scores = self.scored(ids, logits)
         return self._accepted(scores[0], place, tree, node) if self.judges else self.picked(ids, scores, place)
@@ -162,7 +162,7 @@ class Picker:
     def _drawn(self, scores: Tensor, place: tuple[int, int], cuts: list[Any]) -> int | None:
         """What the noise of a place draws of what `cuts` leave of `scores`, (vocabulary,).
 
-        None where it is too near to a cut to tell.
+        None if it is too near to a cut to say.
         """
         assert self.noise is not None and self.keys is not None
         with self.meter.timing("noise"):
@@ -191,7 +191,7 @@ class Picker:
 
 
 class Ahead(NamedTuple):
-    """What a text is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` gives them, and the places, for noise.
+    """What a sequence is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` gives them, and the places, for noise.
 
     `tolerance`: that of `Picker.sure`, for the scores after the first `final` ones.
     """
@@ -245,7 +245,7 @@ def _grouped(kinds: Sequence[Hashable]) -> list[list[int]]:
 
 
 def _at_once(asked: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
-    """The ids, int64, and margins, float64, of texts of one kind: (picks,) twice."""
+    """The ids, int64, and margins, float64, of sequences of one kind: (picks,) twice."""
     picker = asked[0].picker
     scores = asked[0].scores if len(asked) == 1 else torch.cat([one.scores for one in asked])
     if picker.noise is None or picker.keys is None:

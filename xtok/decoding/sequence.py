@@ -158,7 +158,7 @@ class Sequence:
         return self._length + len(self.text.ids) - self.text.prompt_length
 
     def catch_up(self) -> None:
-        """Bring the committed ids to where processors and criteria read them."""
+        """Append the committed ids to what processors and criteria read."""
         if missing := self._size - self.ids.shape[1]:
             new = torch.tensor([self.text.ids[-missing:]], dtype=torch.int64, device=self.ids.device)
             self.ids = torch.cat([self.ids, new], dim=-1)

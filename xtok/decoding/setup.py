@@ -30,7 +30,7 @@ PREDICTION = "prediction"
 """The name, in a trace, of what guesses from the text that the caller expects."""
 _UNSTABLE = (
     "{} computes in {}, so the last bits of its logits depend on what else is in a forward pass, and its forward passes can't "
-    "have fixed shapes. The reason: {} The same call gives the same text, unless a draft learns between calls; but where the "
+    "have fixed shapes. The reason: {} The same call gives the same text, unless a draft learns between calls; but if the "
     "two best logits are nearly equal (stats.near_ties), it may differ from the text without a draft, in a batch, or from "
     "model.generate. Load the target in float32 if the text has to be the same in all of these cases. stable=False silences "
     "this warning, but then the same call may give another text, too."

@@ -12,10 +12,10 @@ from xtok.errors import InvalidInputError
 
 
 class StopStrings(StoppingCriteria):
-    """Stops a text at the first token whose bytes complete one of some strings; the token may spell more than its end.
+    """Stops a sequence at the first token whose bytes complete one of some strings; the token may have more bytes than that.
 
-    Texts stop where transformers' `StopStringCriteria` stops them: what the prompt begins may be completed, and a control token
-    spells its name (`</s>`). Unlike that one, it needs no table of the vocabulary for each set of strings, and finds
+    They stop where transformers' `StopStringCriteria` stops them: what the prompt begins may be completed, and a control token
+    counts as its name (`</s>`). Unlike that one, it needs no table of the vocabulary for each set of strings, and finds
     characters that are spread over tokens with every tokenizer. A check takes time linear in the length of the strings.
 
     Raises `InvalidInputError` unless `strings` is a text or holds some texts.
@@ -33,7 +33,7 @@ class StopStrings(StoppingCriteria):
         self._longest = max(map(len, self._stops))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StopStrings":
-        """Itself: it keeps nothing of a text."""
+        """Itself: it keeps nothing of a sequence."""
         return self
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -59,6 +59,6 @@ class StopStrings(StoppingCriteria):
         tokenizer = self._vocabulary.tokenizer
         name = tokenizer.convert_ids_to_tokens(token) if token < len(self._vocabulary.view) else None
         if name is None:
-            return b"\xff"  # what no text spells: an id without a token ends all matches
+            return b"\xff"  # no text has this byte: an id without a token ends all matches
         text: str = tokenizer.convert_tokens_to_string(["a", name])  # with the space that some decoders put in front of it
         return text.removeprefix("a").encode()

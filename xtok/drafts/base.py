@@ -52,7 +52,7 @@ class Drafter(Protocol):
 
 
 class ModelDrafter(ABC):
-    """A drafter that runs a model: it is written for one text, and asks for forwards that texts may share."""
+    """A drafter that runs a model. It is written for one sequence, and yields what it wants forwarded."""
 
     @abstractmethod
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
@@ -65,13 +65,13 @@ class ModelDrafter(ABC):
 
 @dataclass(frozen=True)
 class Request:
-    """A text that is to be drafted, as far as drafters have to know of it.
+    """A sequence that is to be drafted, as far as drafters have to know it.
 
     `vocabulary`: the target's. `samples`: whether the target draws. `independent`: guesses are to be draws of noise of their
     own, with their distributions, for speculative sampling. `end`: the target's end of text. `warpers`: what shapes
-    distributions in any vocabulary. `prompt`: a text, a chat, or None where the target was given ids. `template`: the arguments
-    of a chat's template. `model`: the target, for what shares its layers; None where there is none at hand. `slots`: where the
-    text has its slots in models.
+    distributions in any vocabulary. `prompt`: a text, a chat, or None if the target was given ids. `template`: the arguments
+    of a chat's template. `model`: the target, for what shares its layers; None if there is none at hand. `slots`: the
+    sequence's cache slots in all models.
     """
 
     vocabulary: Vocabulary
@@ -87,7 +87,7 @@ class Request:
 
     @property
     def shapes(self) -> LogitsProcessorList:
-        """What a draft's distribution is shaped by: nothing where the target picks greedily."""
+        """What a draft's distribution is shaped by: nothing if the target picks greedily."""
         return self.warpers if self.samples and self.warpers is not None else LogitsProcessorList()
 
 
@@ -102,4 +102,4 @@ class Draft(Protocol):
     """What makes drafters: a model, `PromptLookup`, `HeadsDrafter`, or an object of the caller's own."""
 
     def start(self, request: Request) -> Drafter:
-        """A drafter for one text."""
+        """A drafter for one sequence."""

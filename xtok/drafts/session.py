@@ -1,4 +1,4 @@
-"""Drafting for one text: who is asked, what their guesses make together, and what became of them."""
+"""Drafting for one sequence: which drafters are asked, how their guesses are merged, and what became of them."""
 
 import warnings
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ from xtok.sampling.draws import Distribution
 from xtok.sampling.noise import Noise
 
 _READING = 12
-"""More rows of a text than that are a draft's reading."""
+"""If a forward pass of a draft has more rows for a sequence, the draft reads its prompt."""
 
 
 class Session:
-    """The drafters of one text, one of each draft. No target is known here, and no clock is read but for their own forwards.
+    """The drafters of one sequence, one of each draft. It knows no target, and reads no clock but for its own forward passes.
 
-    It has its own copy of what is committed, which drafters are shown: nothing that is committed is ever read from one.
-    The policy holds what drafts cost and gain, in this text and others, with an account for each in their order. A drafter that
-    can't be made, or raises, is reported once, by a `DraftFailedWarning`, and not asked again.
+    It has its own copy of what is committed, and drafters are shown that: nothing that is committed is ever read from one.
+    The policy holds what drafts cost and gain, in this sequence and others. A drafter that can't be made, or raises, is
+    reported once, by a `DraftFailedWarning`, and not asked again.
 
     A carried token (a pick that is left to the next round, which is likely to make it again) is guessed first, by no draft.
     What drafts guess comes after it, and is judged only if it was right.
@@ -40,7 +40,7 @@ class Session:
     def __init__(
         self, drafts: Sequence[Draft], request: Request, policy: Policy, prompt: Sequence[int], noise: Noise | None = None
     ) -> None:
-        """`prompt`: the target's ids, without padding. `noise`: that under which the target picks; None where it is greedy."""
+        """`prompt`: the target's ids, without padding. `noise`: that under which the target picks; None if it is greedy."""
         self._meter = request.meter
         self._size = request.vocabulary.size
         self.policy = policy
@@ -93,9 +93,9 @@ class Session:
                     self._fails(draft, error)
 
     def propose(self, limit: Budget, batch: Batch | None = None, unread: int = 1, *, chained: bool = False) -> Steps[Tree]:
-        """A tree of all that those guess which are worth asking; a chain where the limit's width is 1.
+        """A tree of what the drafters guess that are worth asking; a chain if the limit's width is 1.
 
-        `batch`: the texts of the round; None for this one alone. `unread`: how many committed ids are forwarded with it.
+        `batch`: the sequences of the round; None for this one alone. `unread`: how many committed ids are forwarded with it.
         `chained`: drafts may guess trees, and of what those make together the likeliest path alone is kept.
         """
         batch = batch or Batch()
@@ -114,7 +114,7 @@ class Session:
         tree = self._merged(limit)
         path = tree.likeliest_path(limit.longest)
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
-        tree = self._of(tree, [*path, *sorted(rest)])  # so what comes true most often stands where it stays
+        tree = self._of(tree, [*path, *sorted(rest)])  # so what is right most often has its final position in the cache
         self._guessed = limit, tree
         return self._whole(tree)
 
@@ -138,7 +138,7 @@ class Session:
         return tuple(owners.get(node) for node in range(len(tree)))
 
     def offer(self) -> list[float] | None:
-        """How probable the nodes of the latest guess are believed to be, falling; None where the budget doesn't go by costs."""
+        """How probable the nodes of the latest guess are believed to be, falling; None unless the budget goes by costs."""
         if self._guessed is None or self._guessed[0].schedule != "cost":
             return None
         probabilities = sorted(self._believed(self._guessed[1]), reverse=True)
@@ -192,7 +192,7 @@ class Session:
         self._drafters = [None for _ in self._drafters]
 
     def _own(self, draft: int, limit: Budget, sure: float, batch: Batch) -> Budget | None:
-        """The limit of one draft; None where it isn't to be asked."""
+        """The limit of one draft; None if it isn't to be asked."""
         account = self.policy.drafts[draft]
         if limit.schedule == "heuristic":
             return replace(limit, depth=account.depth or limit.depth)
@@ -252,7 +252,7 @@ class Session:
 
 
 def _sound(tree: Tree) -> Tree:
-    """A tree of whole numbers and of probabilities, whatever a drafter made it of. Raises where that can't be."""
+    """A tree of whole numbers and of probabilities, whatever a drafter made it of. Raises if that can't be."""
     if not isinstance(tree, Tree):
         raise InvalidInputError(f"propose gave {tree!r}; it must give a Tree, as xtok.chain makes one of ids.")
     given = [float(probability) for probability in tree.probabilities]

@@ -20,7 +20,7 @@ class Generation:
     """What a prompt was answered with.
 
     `finish_reason` is "length" if a limit of length or time ended the text, else "stop". `rounds`: what happened.
-    `seed` gives the texts of a call again, by any draft or none; it is None for greedy ones.
+    `seed` gives the texts of a call again, with any draft or none; it is None for greedy ones.
     `scores` and `logits`, one of shape (1, vocabulary) per new id: if `return_dict_in_generate` and `output_scores`
     or `output_logits` ask for them.
     `drafts`: their names; rounds give them by their indices here. `pieces`: the bytes of each new id, none for a control

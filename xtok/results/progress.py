@@ -1,4 +1,4 @@
-"""How far work is, on stderr, where that is a terminal."""
+"""Progress bars on stderr, if that is a terminal."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 def console() -> Console:
-    """Where progress is shown. It shows nothing where stderr is a pipe or a file."""
+    """Where progress is shown. It shows nothing if stderr is a pipe or a file."""
     return Console(stderr=True, quiet=not sys.stderr.isatty())
 
 

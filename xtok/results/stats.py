@@ -8,7 +8,7 @@ from xtok.decoding.sequence import Sequence
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of one generation. Counts are tokens of the target, or forwards where they are called so; times are seconds.
+    """Figures of one generation. Counts are tokens of the target, or forward passes if they are called so; times are seconds.
 
     `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it. `seconds_noise`, of sampling: drawing
     under the noise, of which the draft's part lies within `seconds_draft`. `chains_only`: whether the target can verify no
@@ -21,16 +21,16 @@ class Stats:
     `acceptance="rejection"`, whose ids depend on the draft and the budget's depth, and `acceptance="typical"`.
 
     `near_ties`: the picks at which `model.generate`, whose forward passes have other shapes, may have picked another id, by an
-    estimate of how far those change logits. Where there are none, (), a greedy text is very likely the one that it gives. None
-    where that isn't known, as `min_margin` is.
+    estimate of how far those change logits. If there are none, (), a greedy text is very likely the one that it gives. None
+    if that isn't known, as `min_margin` is.
 
-    `shared_forwards`: whether the target's forwards can be shared with other texts; the seconds of those that are count for
-    each text by its share. `target_replays`: how many of all were replayed CUDA graphs.
+    `shared_forwards`: whether the target's forward passes can be shared with other sequences; the seconds of those that are
+    count for each sequence by its share. `target_replays`: how many of all were replayed CUDA graphs.
 
     `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
-    penalty stretches is taken back. Where it is above twice what forwards of several rows and of one differ in, the ids are
-    surely the target's own. None where no gap says so: under processors that cut a distribution or are of unknown kinds, and
-    where guesses are accepted by a distribution; there `near_ties` is None, too.
+    penalty stretches is taken back. If it is above twice what forwards of several rows and of one differ in, the ids are
+    surely the target's own. None if no gap says so: under processors that cut a distribution or are of unknown kinds, and
+    if guesses are accepted by a distribution; then `near_ties` is None, too.
     """
 
     new_tokens: int

@@ -1,4 +1,4 @@
-"""The rounds of a text: the tokens that each committed, who guessed them, and what else was guessed."""
+"""The rounds of a sequence: the tokens that each committed, who guessed them, and what else was guessed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class WrittenRound(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """A round, the ids that it committed and their bytes, and whether the text ends there."""
+    """A round, the ids that it committed and their bytes, and whether the sequence ends there."""
 
     round: Round
     ids: Sequence[int]
@@ -72,7 +72,7 @@ def as_committed(sequence: Generating, modes: Modes) -> Iterator[Committed]:
 
 
 def round_tokens(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[Round, list[Token]]]:
-    """The tokens of each round as soon as it is there. The last of a text has what is left of an unfinished character."""
+    """The tokens of each round as soon as it is there. The last one has what is left of an unfinished character."""
     decoder = utf8_decoder()
     for one in rounds:
         known = [_name(drafts, one.round.drafts[node]) for node in one.round.right]

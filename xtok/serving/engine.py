@@ -30,10 +30,9 @@ from xtok.serving.ticket import Ticket
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine does. `running` and `waiting`: texts. `tokens`: new ones of all texts, those that have ended included.
-
-    `tokens_per_second`: while there was something to write. `tokens_per_forward`: of a text, on the average; the target alone
-    has 1. `positions`: how many the running texts have in the target's cache.
+    """What an engine does. `running`, `waiting`: how many requests. `tokens`: new ones of all requests, those that have ended
+    included. `tokens_per_second`: while something ran. `tokens_per_forward`: of a request, on average; the target alone has 1.
+    `positions`: how many the running ones have in the target's cache.
     """
 
     running: int

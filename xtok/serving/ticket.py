@@ -1,4 +1,4 @@
-"""What a caller holds of a text that an engine writes."""
+"""What `Engine.submit` gives: the result of a request, and its pieces as they come."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,7 +12,7 @@ from xtok.results.generation import Generation
 
 
 class Ticket:
-    """A text that was submitted: its result, and its pieces as they come. Any number of readers, threads or tasks, may wait."""
+    """A request that was submitted: its result, and its pieces as they come. Any number of threads or tasks may wait."""
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         """`on_cancel`: what tells the engine."""
@@ -25,13 +25,13 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether the text has ended, whatever by."""
+        """Whether it has ended, for any reason."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Generation:
         """What the prompt was answered with, as `generate` gives it.
 
-        Raises what ended the text, `concurrent.futures.CancelledError` where it was cancelled, and `TimeoutError` if it takes
+        Raises what it ended in, `concurrent.futures.CancelledError` if it was cancelled, and `TimeoutError` if it takes
         longer than `timeout` seconds; `InvalidInputError` for a timeout that is no number.
         """
         if timeout is not None and not (isinstance(timeout, Real) and timeout == timeout):
@@ -41,7 +41,7 @@ class Ticket:
         return self._future.result()
 
     def cancel(self) -> bool:
-        """End the text before the next round. False where it has ended already."""
+        """End it before the next round. False if it has ended already."""
         if self.done:
             return False
         self.cancelled = True
@@ -90,7 +90,7 @@ class Ticket:
         self._tell(lambda: self._pieces.append(piece))
 
     def end(self, result: Generation | BaseException) -> None:
-        """For the engine, of which it lets go: the text has ended."""
+        """For the engine, of which it lets go: the request has ended."""
         self._on_cancel = lambda: None
         if isinstance(result, BaseException):
             self._tell(lambda: self._future.set_exception(result))
