@@ -115,7 +115,7 @@ class Picker:
     def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
         """One pick from what `scored` gives.
 
-        `place`: its position, for noise, in bytes and in ids without bytes. The guesses there are the children of `node` in `tree`.
+        `place`: its position, for noise, in bytes and in ids without bytes. Guesses there are the children of `node` in `tree`.
         Raises `InvalidInputError` if `draw` does.
         """
         scores = self.scored(ids, logits)
