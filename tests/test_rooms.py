@@ -27,6 +27,21 @@ def test_a_package_imports_only_from_packages_before_it(module: str) -> None:
             assert package == "__version__" or ORDER.index(package) <= floor, f"{module} imports {package}"
 
 
+LONGEST, MOST_PARAMETERS = 350, 7
+MIRRORS = {"__init__", "assemble", "run", "tune_draft", "train_heads"}
+"""Functions with the parameters of a public signature. Those of commands are options."""
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_modules_are_short_and_functions_have_few_parameters(module: str) -> None:
+    source = MODULES[module].read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= LONGEST
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name not in MIRRORS and not module.startswith("cli."):
+            given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            assert len([one for one in given if one.arg not in ("self", "cls")]) <= MOST_PARAMETERS, node.name
+
+
 def test_the_bytes_of_ids_need_no_torch() -> None:
     for module, path in MODULES.items():
         if module.startswith("align") and module not in ("align.keys", "align.projection", "align.vocabulary"):

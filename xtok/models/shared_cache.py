@@ -191,16 +191,13 @@ class SharedCache:
         narrow = sorted((ask for ask in asks if not is_wide(ask)), key=self._seen)
         kinds = [list(kind) for _, kind in groupby(narrow, key=self._seen)]
         parts = (part for kind in kinds for part in grouped(kind))
-        return [*([ask] for ask in asks if is_wide(ask)), *(fit for part in parts for fit in self._fitting(part))]
+        fit = (group for part in parts for group in ([part] if self._width(part) is not None else [[ask] for ask in part]))
+        return [*([ask] for ask in asks if is_wide(ask)), *fit]
 
     def _seen(self, ask: Ask) -> int:
         """How many positions of a row a forward pass of fixed shape reads."""
         assert self._shapes is not None
         return self._shapes.seen(ask.slot.length + ask.slot.branched + len(ask.ids))
-
-    def _fitting(self, asks: list[Ask]) -> list[list[Ask]]:
-        """A group as it is, if there is a shape for it, else each alone."""
-        return [asks] if self._width(asks) is not None else [[ask] for ask in asks]
 
     def _width(self, asks: Sequence[Ask]) -> int | None:
         """How many ids of each row are forwarded; None if no shape is known for the group."""
