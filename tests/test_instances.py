@@ -326,7 +326,7 @@ def test_a_target_that_can_not_be_forwarded_behind_its_cache_is_refused(monkeypa
         raise RuntimeError("sizes differ")
 
     monkeypatch.setattr("xtok.models.continues._continues", fails)
-    with pytest.raises(UnsupportedModelError, match=r"behind its own cache \(RuntimeError: sizes differ\)"):
+    with pytest.raises(UnsupportedModelError, match=r"after its own cache \(RuntimeError: sizes differ\)"):
         XTokAssisted((deepcopy(TARGET), TOKENS))
 
 

@@ -224,7 +224,7 @@ def test_a_pipeline_generates_by_xtok_and_leaves_its_stats() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_seed_that_has_no_effect_is_refused(streamed: bool) -> None:
     streamer: Any = Recorder()
-    with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=r"seed=7 has no effect on a greedy text"):
+    with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=r"seed=7 has no effect on greedy generation"):
         XT.generate(PROMPT, seed=7, **({"streamer": streamer} if streamed else {}), **GREEDY)
     with pytest.raises(InvalidInputError, match="no effect"):
         XT.stream(PROMPT, seed=7, **GREEDY)

@@ -255,12 +255,12 @@ PROMPTS: dict[str, Refused] = {
     "a cache for several prompts": (
         lambda: XT.generate([PROMPT, "a"], **{CACHE: DynamicCache(config=TARGET.config)}, **GREEDY),
         UnsupportedArgumentError,
-        rf"{CACHE} holds one text\. Call generate once per prompt",
+        rf"{CACHE} holds one sequence\. Call generate once per prompt",
     ),
     "a processor without copies for several prompts": (
         lambda: XT.generate([PROMPT, "a"], logits_processor=LogitsProcessorList([Uncopiable()]), **GREEDY),
         UnsupportedArgumentError,
-        r"a copy each of Uncopiable, and copying failed \(no copies\)\. Call generate once per text",
+        r"a copy each of Uncopiable, and copying failed \(no copies\)\. Call generate once per prompt",
     ),
     "a streamer for several prompts": (
         lambda: XT.generate([PROMPT, "a"], streamer=Recorder(), **GREEDY),
@@ -270,7 +270,7 @@ PROMPTS: dict[str, Refused] = {
     "a list to stream": (
         lambda: XT.stream([PROMPT, PROMPT], **GREEDY),
         InvalidInputError,
-        r"A list of texts was given where one text is written\. Call generate for lists",
+        r"A list of prompts was given where one is expected\. Call generate for lists",
     ),
     "a function for a streamer": (
         lambda: XT.generate(PROMPT, streamer=print, **GREEDY),
@@ -335,7 +335,7 @@ PROMPTS: dict[str, Refused] = {
     "a stream of several texts": (
         lambda: XT.stream(PROMPT, **{**GREEDY, "do_sample": True, "num_return_sequences": 2}),
         UnsupportedArgumentError,
-        r"num_return_sequences=2 gives several texts\. Call generate",
+        r"num_return_sequences=2 gives several sequences\. Call generate",
     ),
 }
 

@@ -664,7 +664,7 @@ def test_no_prompt_is_longer_than_what_its_ids_may_spell() -> None:
 
 
 def test_a_prompt_is_read_once_for_all_of_its_texts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = counted(monkeypatch, "xtok.serving.http.requests.prompt_ids", "xtok.decoding.prepare.prompt_ids")
+    called = counted(monkeypatch, "xtok.serving.http.requests.prompt_ids", "xtok.models.prompts.prompt_ids")
     server.ask(prompt=["a", "b"], n=3, max_tokens=1)
     assert len(called) == 2
     server.ask("chat/completions", **CHAT, n=3, max_tokens=1)

@@ -694,7 +694,9 @@ def test_the_policy_knows_all_rounds_of_all_texts(way: str, schedule: Any, told:
     else:
         assert rounds_in(xt.setup.policy) > 24, "more than one row can have"
     assert rounds_in(xt.setup.policy) == len(told)
-    assert forwards_in(xt.setup.policy) == sum(not cost.told for cost in told), "each forward counts once, whoever shares it"
+    assert forwards_in(xt.setup.policy) == sum(not cost.repeated for cost in told), (
+        "each forward counts once, whoever shares it"
+    )
     assert (forwards_in(xt.setup.policy) < len(told)) == (way in ("list", "samples", "batch"))
 
 

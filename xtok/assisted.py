@@ -281,18 +281,11 @@ class XTokAssisted:
         check_rows(stopping_criteria, stop_strings, rows=len(input_ids))
         wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate and self.setup.shapes is None
         keeps_cache = bool(wanted or (passed_to_generate("kwargs") or {}).get(CACHE) is not None)
-        batch = Request(
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            traits(self.model),
-            inputs=model_kwargs,
-            keeps_cache=keeps_cache,
-        )
+        given = input_ids, logits_processor, stopping_criteria, generation_config, traits(self.model)
+        batch = Request(*given, inputs=model_kwargs, keeps_cache=keeps_cache)
         requests = completed(self.setup, by_row(self.target, batch, stop_strings), seed)
         with self.setup.caches.lent(len(requests), current()) as caches:
-            sequences = self._run(requests, caches, len(requests), passed_to_generate("streamer"))
+            sequences = self._run(requests, caches, len(requests), passed_to_generate("streamer"), keep=True)
         return as_transformers(sequences, generation_config)
 
     @property
@@ -303,32 +296,41 @@ class XTokAssisted:
         return list(_LAST.given.get(self, []))
 
     def _run(
-        self, requests: list[Request], caches: CacheSet, batch_size: int, streamer: Any, *, progress: bool = False
+        self,
+        requests: list[Request],
+        caches: CacheSet,
+        batch_size: int,
+        streamer: Any = None,
+        *,
+        progress: bool = False,
+        keep: bool = False,
     ) -> list[Sequence]:
         """Start and run requests, `batch_size` of them at a time, to their ends; `last` has what they gave.
 
-        A streamer is handed what transformers hands it: ids of all rows at a time, then the end.
+        A streamer is given ids of all rows at a time, then the end. Returns the sequences, if they are to be kept.
         """
-        waiting, started, results, sent = iter(requests), list[Sequence](), dict[Sequence, Generation](), 0
+        waiting, numbers, kept = enumerate(requests), dict[Sequence, int](), list[Sequence]()
+        results, sent, keep = dict[int, Generation](), 0, keep or streamer is not None
 
         def admit(running: list[Sequence]) -> list[Sequence]:
-            new = [start(self.setup, request, caches) for request in islice(waiting, batch_size - len(running))]
-            started.extend(new)
-            return new
+            new = {start(self.setup, one, caches): number for number, one in islice(waiting, batch_size - len(running))}
+            numbers.update(new)
+            kept.extend(new if keep else ())
+            return list(new)
 
-        with advanced("texts", len(requests)) if progress else nullcontext(lambda: None) as advance:
+        with advanced("texts", len(requests)) if progress else nullcontext(lambda count: None) as advance:
             for committed in run(admit):
-                for column in columns(started, sent) if streamer is not None else ():
+                for column in columns(kept, sent) if streamer is not None else ():
                     streamer.put(column)
                     sent += 1
-                for one in committed:
-                    if one.finish_reason is not None:
-                        results[one] = finished(one)
-                        advance()
+                ended = {numbers.pop(one): finished(one) for one in committed if one.finish_reason is not None}
+                results |= ended
+                advance(len(ended))
+                committed.clear()  # lets go of what has ended before others start
         if streamer is not None:
             streamer.end()
-        _LAST.given[self] = [results[one] for one in started]
-        return started
+        _LAST.given[self] = [results[number] for number in sorted(results)]
+        return kept
 
 
 def _made_again(kind: type[XTokAssisted], arguments: dict[str, Any]) -> XTokAssisted:

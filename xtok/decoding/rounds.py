@@ -177,11 +177,23 @@ def _checked(sequence: Sequence, read: int, tree: Tree, checked: Answer | Except
         sequence.meter.add(checked.cost.share, "target", "all")
         sequence.meter.target_replays += checked.cost.replayed
         sequence.read += read
+        if sequence.left or not _has_drafters(sequence):
+            return []
         with sequence.meter.timing("all"):
-            return _commit(sequence, tree, checked, known) if sequence.read == len(sequence.text.ids) else []
+            return _commit(sequence, tree, checked, known)
     except Exception as error:
         sequence.fail(error)
         return []
+
+
+def _has_drafters(sequence: Sequence) -> bool:
+    """Start the drafters of a sequence, if it has any that aren't. False if that ended it: an exit there ends it alone, too."""
+    try:
+        _ = sequence.session
+    except BaseException as error:
+        sequence.fail(error)
+        return False
+    return True
 
 
 def _commit(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> list[int]:

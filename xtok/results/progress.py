@@ -24,11 +24,11 @@ def bar(items: Iterable[Item], what: str, total: int | None = None, *, shown: bo
 
 
 @contextmanager
-def advanced(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar that goes on by one at each call of what is given."""
+def advanced(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar, and a function that advances it by a count."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)
+        yield lambda count: progress.advance(task, count)
 
 
 def busy(what: str) -> AbstractContextManager[object]:

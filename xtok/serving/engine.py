@@ -250,6 +250,7 @@ class Engine:
                 self._add(job, b"".join(job.sequence.text.pieces[-len(block) :]))
             if job.sequence.finish_reason is not None:
                 self._end(job, self._result(job))
+        committed.clear()  # frames of errors, which tickets keep, would hold sequences by it
 
     def _result(self, job: _Job) -> Any:
         """What it was answered with, or what it failed with."""
