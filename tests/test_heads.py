@@ -20,12 +20,13 @@ from xtok.decoding.prepare import prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.setup import Setup
 from xtok.decoding.start import start
-from xtok.drafts.base import Request
+from xtok.drafts.base import Context, Request
 from xtok.drafts.heads import Heads, HeadsInfo, described, save_heads
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.draft import DraftPolicy
 from xtok.drafts.policy.policy import Policy
 from xtok.drafts.session import Session
+from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError
 from xtok.models.cache_set import CacheSet
 from xtok.models.forwards import together
@@ -94,20 +95,34 @@ def test_what_is_generated_does_not_depend_on_heads(file: Path, budget: Budget |
         assert budget is None or generation.stats.proposed
 
 
-def test_hidden_states_are_those_after_which_the_last_id_was_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stable", [False, True])
+def test_hidden_states_are_those_after_which_the_last_id_was_picked(monkeypatch: pytest.MonkeyPatch, stable: bool) -> None:
+    """With fixed shapes, that may be a carried token."""
     head: Any = TARGET.get_output_embeddings()
-    xt = XTokAssisted((TARGET, TOKENS), (deepcopy(TARGET), TOKENS), budget=Budget(3, width=4, schedule="constant"))
+    asked = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    start_ids, right = TOKENS("吾輩は").input_ids, XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **asked).token_ids
+
+    class SideBranch:
+        def propose(self, context: Context, budget: Budget) -> Tree:
+            """What is right, as the less likely branch, whose picks are carried over."""
+            following = right[len(context.ids) - len(start_ids) :][:1]
+            return Tree((0, *following), (-1, -1)[: 1 + len(following)], probabilities=(0.6, 0.3)[: 1 + len(following)])
+
+    budget = Budget(3, width=4, schedule="constant")
+    xt = XTokAssisted((TARGET, TOKENS), SideBranch(), budget=budget, stable=stable)
     monkeypatch.setattr(Setup, "shows_hidden", property(lambda _: True))
-    request = prepare_one(xt.setup, "吾輩は", {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None})
-    sequence, shown = start(xt.setup, request, CacheSet(1)), list[bool]()
+    request = prepare_one(xt.setup, "吾輩は", dict(asked))
+    sequence, shown, carries = start(xt.setup, request, CacheSet(1)), list[bool](), 0
     waiting = iter([sequence])
     for _ in run(lambda running: list(waiting)):
         if sequence.finish_reason is None and sequence.session is not None:
-            hidden = sequence.session._hidden
+            hidden, carried = sequence.session._hidden, sequence.session._carried
             assert hidden is not None
-            shown.append(int(head(hidden).argmax()) == sequence.new_ids[-1])
-    assert len(shown) > 3
-    assert all(shown)
+            carries += carried is not None
+            shown.append(int(head(hidden).argmax()) == (sequence.new_ids[-1] if carried is None else carried))
+    assert sequence.new_ids == right
+    assert len(shown) > 3 and all(shown)
+    assert bool(carries) == stable
 
 
 def heads_for(path: Path, **changed: Any) -> Path:

@@ -205,7 +205,9 @@ def _commit(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> li
     sequence.slot.keep(kept)
     sequence.read += len(kept)
     if session is not None:
-        session.extend(block, None if checked.hidden is None else checked.hidden[path[-1] + 1], carried)
+        after = path[-1] if carried is None else tree.child(path[-1], block[-1])  # after which the latest pick was made
+        hidden = None if checked.hidden is None or after is None else checked.hidden[after + 1]
+        session.extend(block, hidden, carried)
         if sequence.finish_reason is None:
             session.learn(read, checked.logits[len(checked.logits) - len(read) :])
         session.observe(checked.cost)
