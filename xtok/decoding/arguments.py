@@ -24,7 +24,7 @@ _NUMBERS = (
     *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "guidance_scale"),
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
 )
-_COUNTS = ("num_beams", "num_return_sequences")
+_COUNTS = ("num_beams", "num_return_sequences", "prefill_chunk_size")
 _IDS = (
     *("bos_token_id", "pad_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id"),
     *("suppress_tokens", "begin_suppress_tokens"),
@@ -64,8 +64,10 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
         if name not in _LIMITS and isinstance(value, int) and abs(value) >= 1 << 63:
             raise InvalidInputError(f"{name} is {shown(value)}; give a number below 2**63.")
     for name in _COUNTS:
-        if name in arguments and not (_is_whole(arguments[name]) and 1 <= arguments[name] < 1 << 31):
-            raise InvalidInputError(f"{name} is {shown(arguments[name])}; it must be a whole number, 1 or more.")
+        value = arguments.get(name, 1)
+        is_left_out = name == "prefill_chunk_size" and value is None
+        if not (is_left_out or (_is_whole(value) and 1 <= value < 1 << 31)):
+            raise InvalidInputError(f"{name} is {shown(value)}; it must be a whole number, 1 or more.")
     for name in _IDS:
         value = arguments.get(name)
         if value is not None and not _is_ids(value):
