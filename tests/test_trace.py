@@ -17,7 +17,7 @@ from scripted import ScriptedDrafter
 from test_batches import MADE, WAYS
 from worlds import FAMILIES, budgets, examples, fitting, texts, tokenizer
 
-from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, chain
+from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, chain, pair
 from xtok.results.trace import Token
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -165,6 +165,7 @@ def test_what_is_printed_is_short() -> None:
         f"Generation({generation.text!r}, 12 tokens, {generation.stats.target_forwards} target forwards, 'length')"
     )
     assert repr(xt).startswith("XTokAssisted(LlamaForCausalLM, drafts=[")
+    assert repr(XTokAssisted(str(pair.TARGET))) == f"XTokAssisted({pair.TARGET.name}, drafts=[])", "its folder"
     assert "prompt lookup" in repr(xt)
     assert repr(PromptLookup(["a", "b"])) == "PromptLookup(a corpus of 2 texts)"
     assert repr(PromptLookup()) == "PromptLookup()"

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.decoding.arguments import check_arguments, check_batch, check_rows, check_streamer
-from xtok.decoding.assemble import assemble
+from xtok.decoding.assemble import assemble, name_of
 from xtok.decoding.prepare import Request, by_row, completed, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Round, Sequence
@@ -126,9 +126,9 @@ class XTokAssisted:
         return _made_again, (type(self), self._arguments)
 
     def __repr__(self) -> str:
-        usual = {"budget": None, "acceptance": "match", "adapt": False, "stable": None, "compile": None}
-        shown = "".join(f", {name}={self._arguments[name]!r}" for name in usual if self._arguments[name] != usual[name])
-        return f"XTokAssisted({type(self.model).__name__}, drafts={list(self.names)}{shown})"
+        settings = {**self.setup.settings, "compile": (self._arguments["compile"], None)}
+        shown = "".join(f", {name}={value!r}" for name, (value, usual) in settings.items() if value != usual)
+        return f"XTokAssisted({name_of(self.model)}, drafts={list(self.names)}{shown})"
 
     @property
     def target(self) -> Target:

@@ -51,7 +51,7 @@ def assemble(
     _check_thresholds(posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
     if acceptance == "typical":
         warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=4)
-    judged = replace(budget or Budget(depth=5), width=1, schedule="constant")
+    rejection_budget = replace(budget or Budget(depth=5), width=1, schedule="constant")
     budget = budget or Budget()
     chains_only = acceptance == "rejection" or budget.width == 1
     given = as_list(draft, beside=[] if chains_only else without_a_model())
@@ -70,9 +70,9 @@ def assemble(
     return Setup(
         target=loaded,
         drafts=drafts,
-        names=named([_name(models[i].model if i in models else one) for i, one in enumerate(given)], PREDICTION),
+        names=named([name_of(models[i].model if i in models else one) for i, one in enumerate(given)], PREDICTION),
         budget=budget,
-        judged=judged,
+        rejection_budget=rejection_budget,
         acceptance=acceptance,
         accept=accepts[acceptance],
         stable=stable,
@@ -169,8 +169,8 @@ def _captured(target: PreTrainedModel, drafts: tuple[Draft, ...], wanted: bool |
     return captures(wanted, [target, *(draft.model for draft in drafts if isinstance(draft, ModelDraft))])
 
 
-def _name(draft: Any) -> str:
-    """What a draft is called in a trace: a model by its folder or class."""
+def name_of(draft: Any) -> str:
+    """What a draft, or a model, is called: a model by its folder or class."""
     if isinstance(draft, PreTrainedModel):
         return PurePath(draft.config._name_or_path or "").name or type(draft).__name__
     known = {PromptLookup: "prompt lookup", TokenRecycling: "token recycling", HeadsDrafter: "heads"}

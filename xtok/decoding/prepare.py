@@ -40,7 +40,7 @@ _COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
 class Request:
     """What is to be generated: a prompt as transformers prepared it for a decoding method, and the noise to sample with.
 
-    `ids`: (1, length), int64, padding included. `known`: the target's traits. `inputs`: what else the target is given for the
+    `ids`: (1, length), int64, padding included. `traits`: those of the target. `inputs`: what else the target is given for the
     ids. `prompt`: what the caller gave, None if that was ids; `template`: the arguments of a chat's template. `keeps_cache`:
     whether the caller handed in the cache, or is to be given it. `shared`: processors and criteria that other requests were
     given, too. `prediction`: text that the caller expects. `seed`, `noise`: None if it is greedy. `shapes`: fixed shapes of the
@@ -51,7 +51,7 @@ class Request:
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
-    known: Traits
+    traits: Traits
     cache: Any = None
     inputs: dict[str, Any] = field(default_factory=dict)
     prompt: Any = None
@@ -64,9 +64,7 @@ class Request:
     shapes: StableShapes | None = None
 
     def with_own_state(self) -> "Request":
-        """With copies of what other requests were given, too: processors and criteria may keep a state."""
-        if not self.shared:
-            return self
+        """With copies of what is `shared`: processors and criteria may keep a state."""
         own = dict(zip(map(id, self.shared), _copied(self.shared), strict=True))
         processors = LogitsProcessorList(own.get(id(one), one) for one in self.processors)
         criteria = StoppingCriteriaList(own.get(id(one), one) for one in self.criteria)
@@ -196,7 +194,7 @@ def by_row(target: Target, batch: Request, stop_strings: Any) -> list[Request]:
 
     The cache is taken from `inputs`. Processors and criteria are copied for each row, for they may keep a state.
     """
-    ids, inputs, known = batch.ids, batch.inputs, batch.known
+    ids, inputs, known = batch.ids, batch.inputs, batch.traits
     check_prepared(batch.config, ids, inputs, known)
     cache = inputs.pop(CACHE, None)
     known.check_cache(cache)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -41,19 +41,19 @@ _UNSTABLE = (
 class Setup:
     """The target, what guesses for it and how much, and how guesses are accepted.
 
-    `names`: those of `drafts`, in order, no two alike. `judged`: the budget of guesses that are accepted by rejection sampling:
-    chains of one length, for what is left out of a guess must not depend on it. `accept`: what accepts guesses of sampled
-    sequences by their probabilities; None to accept those that the target draws itself. `stable`: as the caller gave it;
-    `shapes`: the fixed shapes of the target's forward passes, None if they have none. `captures`: whether forward passes become
-    CUDA graphs. `adapter`: a draft's copy that learns. `policy` and `caches` change: what guessing costs and gains, learnt from
-    all sequences, and the KV caches that calls leave to later ones.
+    `names`: those of `drafts`, in order, no two alike. `rejection_budget`: that of guesses which are accepted by rejection
+    sampling: chains of one length, for what is left out of a guess must not depend on it. `accept`: what accepts guesses of
+    sampled sequences by their probabilities; None to accept those that the target draws itself. `stable`: as the caller gave
+    it; `shapes`: the fixed shapes of the target's forward passes, None if they have none. `captures`: whether forward passes
+    become CUDA graphs. `adapter`: a draft's copy that learns. `policy` and `caches` change: what guessing costs and gains,
+    learnt from all sequences, and the KV caches that calls leave to later ones.
     """
 
     target: Target
     drafts: tuple[Draft, ...] = ()
     names: tuple[str, ...] = ()
     budget: Budget
-    judged: Budget
+    rejection_budget: Budget
     acceptance: Acceptance = "match"
     accept: Accept | None = None
     stable: bool | None = None
@@ -81,6 +81,16 @@ class Setup:
             policy=Policy([DraftPolicy() for _ in drafts], self.policy.padded),
             caches=CachePool(captures=self.captures),
         )
+
+    @property
+    def settings(self) -> dict[str, tuple[Any, Any]]:
+        """What the caller may have set, and the default of each."""
+        return {
+            "budget": (self.budget, Budget()),
+            "acceptance": (self.acceptance, "match"),
+            "adapt": (self.adapter is not None, False),
+            "stable": (self.stable, None),
+        }
 
     @property
     def models(self) -> list[PreTrainedModel]:

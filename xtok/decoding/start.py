@@ -22,7 +22,7 @@ from xtok.sampling.processors import warpers
 def start(setup: Setup, request: Request, caches: CacheSet, most: int | None = None) -> Sequence:
     """The sequence of a request, with its slots in `caches`. `most`: how many positions those may have, beside guesses."""
     request = request.with_own_state() if request.shared else request
-    vocabulary, known, guesses = setup.target.vocabulary, request.known, bool(setup.drafts or request.prediction)
+    vocabulary, known, guesses = setup.target.vocabulary, request.traits, bool(setup.drafts or request.prediction)
     branches, half = not guesses or known.branches_in(request.cache), known.computes_in_half
     tolerance, slots = known.tolerance(half=half), Slots(caches, most)
     model, shows_hidden = setup.target.model, setup.shows_hidden
@@ -71,7 +71,7 @@ def start(setup: Setup, request: Request, caches: CacheSet, most: int | None = N
 
 def _budget(setup: Setup, *, judged: bool, branches: bool) -> Budget:
     if judged and setup.acceptance == "rejection":
-        return setup.judged
+        return setup.rejection_budget
     return setup.budget if branches else replace(setup.budget, width=1)
 
 
