@@ -18,13 +18,15 @@ from xtok.bench.runs import (
     ALONE,
     NONE,
     XTOK,
+    ListSystem,
     Setting,
     Written,
-    check_prompts,
     in_turns,
+    list_arguments,
     list_by_transformers,
     list_by_xtok,
     split,
+    times_as_fast,
 )
 from xtok.bench.widen import Shape
 from xtok.drafts.policy.settings import Budget
@@ -43,8 +45,6 @@ _LEAST, _BATCHES = 8, 2
 """A list has 8 texts, or two batches if those are more. In xtok's, the next text begins when one ends."""
 _LEVELS = Budget(5, width=4, nodes=32, schedule="constant")
 """As much is guessed in every round, so that the draft has the same forwards whatever they cost."""
-_System = Callable[[Sequence[str], int, int], Written]
-"""A system gets texts, how many of them at a time, and the number of the run."""
 _Runs = dict[tuple[str, bool], list[Written]]
 """The runs of each system, with graphs or without."""
 
@@ -149,8 +149,7 @@ def compare_on_gpu(
 
     It runs on any device; a CPU has no graphs. End-of-text tokens end nothing. Raises `InvalidInputError` without prompts.
     """
-    check_prompts(prompts)
-    arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
+    arguments = list_arguments(prompts, setting, max_new_tokens)
     model = target[0]
     measured, read = bandwidth(model.device), parameters(model) * model.dtype.itemsize
     return GpuFigures(
@@ -178,7 +177,9 @@ def _lists(
         new = [text for text in dict.fromkeys(texts) if text not in alone]
         alone |= zip(new, list_by_transformers(target, new, 1, 0, arguments).ids, strict=True)
         collect()  # caches for another size, which graphs keep, would take the memory that these need
-        systems: dict[tuple[str, bool], _System] = {(ALONE, False): partial(list_by_transformers, target, arguments=arguments)}
+        systems: dict[tuple[str, bool], ListSystem] = {
+            (ALONE, False): partial(list_by_transformers, target, arguments=arguments)
+        }
         for name, guesses in ((NONE, None), (XTOK, draft)):
             systems |= {(name, graphs): _xtok(target, guesses, arguments, graphs=graphs) for graphs in (False, True)}
         runs = in_turns({name: partial(system, texts, size) for name, system in systems.items()}, repeats)
@@ -187,7 +188,7 @@ def _lists(
     return rows
 
 
-def _xtok(target: Any, draft: Any, arguments: dict[str, Any], *, graphs: bool, budget: Budget | None = None) -> _System:
+def _xtok(target: Any, draft: Any, arguments: dict[str, Any], *, graphs: bool, budget: Budget | None = None) -> ListSystem:
     xt = XTokAssisted(target, draft, budget=budget, compile=graphs and takes_graphs(target[0]))
     return partial(list_by_xtok, xt, arguments=arguments)
 
@@ -204,7 +205,7 @@ def _row(system: tuple[str, bool], size: int, runs: _Runs, alone: list[list[int]
         system=name,
         graphs=graphs,
         tokens_per_second=speed,
-        speed=median(other.seconds / run.seconds for run, other in zip(own, runs[ALONE, False], strict=True)),
+        speed=times_as_fast(own, runs[ALONE, False]),
         tokens_per_forward=tokens / sum(one.target_forwards for one in stats) if stats else 1.0,
         replayed=sum(one.target_replays for one in stats) / sum(one.target_forwards for one in stats) if stats else 0.0,
         differ=sum(one != other for one, other in ids),

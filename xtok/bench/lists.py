@@ -1,6 +1,6 @@
 """Lists of texts: batches of transformers beside those of xtok, and what `stable=True` gives and costs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -12,13 +12,15 @@ from xtok.bench.rows import Column
 from xtok.bench.runs import (
     NONE,
     XTOK,
+    ListSystem,
     Setting,
     Written,
-    check_prompts,
     in_turns,
+    list_arguments,
     list_by_transformers,
     list_by_xtok,
     split,
+    times_as_fast,
 )
 from xtok.results.progress import bar
 
@@ -29,8 +31,6 @@ _SINGLY = 8
 """Texts are written one after another beside batches up to this size: beside larger ones it takes too long."""
 _WARM = 8
 """How many texts each system writes before any are measured with `stable` and without."""
-_System = Callable[[Sequence[str], int, int], Written]
-"""A system gets texts, how many of them at a time, and a seed."""
 _Runs = list[Written]
 
 
@@ -64,10 +64,9 @@ def compare_batches(
     End-of-text tokens end nothing, so that all texts have as much to do. A list is two batches of the first prompts, repeated
     if there are too few. Raises `InvalidInputError` without prompts.
     """
-    check_prompts(prompts)
-    arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
+    arguments = list_arguments(prompts, setting, max_new_tokens)
     alone, assisted = XTokAssisted(target), XTokAssisted(target, draft)
-    systems: dict[str, _System] = {
+    systems: dict[str, ListSystem] = {
         BATCHED: partial(list_by_transformers, target, arguments=arguments),
         NONE: partial(list_by_xtok, alone, arguments=arguments),
         SINGLY: lambda texts, _, seed: list_by_xtok(assisted, texts, 1, seed, arguments),
@@ -91,16 +90,12 @@ def _batch_row(setting: Setting, size: int, name: str, runs: dict[str, _Runs]) -
         texts=size,
         system=name,
         tokens_per_second=tokens / median(run.seconds for run in own),
-        speed=_times_as_fast(own, runs[BATCHED]),
+        speed=times_as_fast(own, runs[BATCHED]),
         tokens_per_forward=tokens / (sum(one.target_forwards for one in stats) if stats else tokens),
         identical=None if name == BATCHED else 1 - _differing(own, runs[NONE]),
         as_transformers=None if setting.arguments["do_sample"] else 1 - _differing(own, runs[BATCHED]),
         split=parts | {"rest": 1 - sum(parts.values())} if stats else {},
     )
-
-
-def _times_as_fast(own: _Runs, others: _Runs) -> float:
-    return median(other.seconds / run.seconds for run, other in zip(own, others, strict=True))
 
 
 def _differing(own: _Runs, others: _Runs) -> float:
@@ -140,8 +135,7 @@ def compare_bits(
 
     End-of-text tokens end nothing. Sampled texts have another seed in each repeat. Raises `InvalidInputError` without prompts.
     """
-    check_prompts(prompts)
-    arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
+    arguments = list_arguments(prompts, setting, max_new_tokens)
     systems = {
         (name, stable): XTokAssisted(target, guesses, stable=stable)
         for name, guesses in (("no draft", None), ("draft", draft))
@@ -172,5 +166,5 @@ def _bits_row(setting: str, key: tuple[int, str, bool], runs: dict[tuple[int, st
         picks=picks,
         tokens_per_second=picks / len(own) / median(run.seconds for run in own),
         tokens_per_forward=picks / sum(one.target_forwards for one in stats),
-        speed=_times_as_fast(own, runs[size, system, False]),
+        speed=times_as_fast(own, runs[size, system, False]),
     )

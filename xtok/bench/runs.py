@@ -130,6 +130,24 @@ class Written(NamedTuple):
     stats: list[Stats]
 
 
+ListSystem = Callable[[Sequence[str], int, int], Written]
+"""A system that gets texts, how many of them at a time, and a seed."""
+
+
+def list_arguments(prompts: Sequence[str], setting: Setting, max_new_tokens: int) -> dict[str, Any]:
+    """The arguments that lists of texts are generated with. End-of-text tokens end nothing, so that all have as much to do.
+
+    Raises `InvalidInputError` without prompts.
+    """
+    check_prompts(prompts)
+    return {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
+
+
+def times_as_fast(own: Sequence[Written], others: Sequence[Written]) -> float:
+    """How many times as fast as others a system is, over runs in turns: the median."""
+    return median(other.seconds / run.seconds for run, other in zip(own, others, strict=True))
+
+
 def list_by_xtok(xt: XTokAssisted, texts: Sequence[str], size: int, seed: int, arguments: dict[str, Any]) -> Written:
     """A list of texts by xtok, `size` at a time. `seed` is for sampled ones."""
     seeded = {"seed": seed} if arguments["do_sample"] else {}
