@@ -16,11 +16,9 @@ def console() -> Console:
     return Console(stderr=True, quiet=not sys.stderr.isatty())
 
 
-def bar(items: Iterable[Item], what: str, total: int | None = None, *, shown: bool | None = None) -> Iterable[Item]:
-    """The items, and a bar that shows how many are left; `shown` says so whether or not there is a terminal."""
-    if shown is None:
-        shown = sys.stderr.isatty()
-    return track(items, what, total, console=Console(stderr=True), transient=True) if shown else items
+def bar(items: Iterable[Item], what: str) -> Iterable[Item]:
+    """The items, and a bar that shows how many are left, if stderr is a terminal."""
+    return track(items, what, console=Console(stderr=True), transient=True) if sys.stderr.isatty() else items
 
 
 @contextmanager
