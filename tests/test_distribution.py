@@ -27,7 +27,7 @@ from xtok.align.tokenbytes import TokenBytes
 from xtok.bench.sampled import chi_square
 from xtok.decoding.accept import rejection
 from xtok.decoding.pick import Picker
-from xtok.decoding.rounds import run
+from xtok.decoding.rounds import run_one
 from xtok.decoding.sequence import Sequence as Written
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.meter import Meter
@@ -188,8 +188,7 @@ def sampled(mode: str, seed: int, keys: torch.Tensor, view: TokenBytes = TARGET)
         meter=meter,
         slots=Slots(),
     )
-    waiting = iter([text])
-    for _ in run(lambda running: list(waiting)):
+    for _ in run_one(text):
         pass
     if text.error is not None:
         raise text.error

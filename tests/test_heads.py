@@ -18,7 +18,7 @@ from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
 from xtok.cli.commands import app
 from xtok.decoding.prepare import prepare_one
-from xtok.decoding.rounds import run
+from xtok.decoding.rounds import run_one
 from xtok.decoding.setup import Setup
 from xtok.decoding.start import start
 from xtok.drafts.base import Context, Request
@@ -116,8 +116,7 @@ def test_hidden_states_are_those_after_which_the_last_id_was_picked(monkeypatch:
     monkeypatch.setattr(StableShapes, "tolerance", property(lambda _: inf))  # as long as it isn't measured
     request = prepare_one(xt.setup, "吾輩は", dict(asked))
     sequence, shown, carries = start(xt.setup, request, CacheSet(1)), list[bool](), 0
-    waiting = iter([sequence])
-    for _ in run(lambda running: list(waiting)):
+    for _ in run_one(sequence):
         if sequence.finish_reason is None and sequence.session is not None:
             hidden, carried = sequence.session._hidden, sequence.session._carried
             assert hidden is not None

@@ -44,6 +44,13 @@ def run(admit: Callable[[list[Sequence]], Iterable[Sequence]]) -> Iterator[dict[
         running = [one for one in running if one.finish_reason is None]
 
 
+def run_one(sequence: Sequence) -> Iterator[list[int]]:
+    """As `run`, for one sequence: gives what each round committed."""
+    waiting = iter([sequence])
+    for committed in run(lambda _: waiting):
+        yield committed[sequence]
+
+
 def _round(sequences: list[Sequence]) -> list[list[int]]:
     """Plan, verify and commit a round of sequences that haven't ended. Returns what each commits.
 
@@ -56,7 +63,7 @@ def _round(sequences: list[Sequence]) -> list[list[int]]:
     going = [one for one in sequences if one.finish_reason is None]
     trees = _evened(going, [planned.get(one, _NOTHING) for one in going]) if planned else [_NOTHING] * len(going)
     blocks = dict(zip(going, _verified(going, trees), strict=True))
-    all_guess = gates is not None and len(guessing) == len(sequences)
+    all_guess = len(guessing) == len(sequences)
     if gates is not None and all_guess and not any(one.session and one.session.reads for one in sequences):
         gates.judge(batch, sum(map(len, blocks.values())), _seconds(sequences) - before)
     return [blocks.get(one, []) for one in sequences]

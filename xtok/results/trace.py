@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from xtok.align.text import utf8_decoder
-from xtok.decoding.rounds import run
+from xtok.decoding.rounds import run_one
 from xtok.decoding.sequence import Round
 from xtok.decoding.sequence import Sequence as Generating
 from xtok.models.modes import Modes, within
@@ -59,14 +59,13 @@ class Committed(NamedTuple):
 
 def as_committed(sequence: Generating, modes: Modes) -> Iterator[Committed]:
     """Run a sequence, and give its rounds as they are committed. Between them the caller's own modes of torch apply."""
-    waiting = iter([sequence])
-    rounds = run(lambda _: list(waiting))
+    rounds = run_one(sequence)
     while True:
         with within(modes):
-            committed = next(rounds, None)
-        if committed is None:
+            block = next(rounds, None)
+        if block is None:
             return
-        if block := committed[sequence]:
+        if block:
             is_last = sequence.finish_reason is not None
             yield Committed(sequence.rounds[-1], block, sequence.text.pieces[-len(block) :], is_last)
 
