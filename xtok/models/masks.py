@@ -124,7 +124,7 @@ class Trees:
         `numbers`, `parents`, `guessed`: (rows, new). What isn't guessed has no ancestors.
         """
         if nodes > self._size or rows.stop > len(self._ancestors):
-            self._make_size(rows.stop, nodes)
+            self._enlarge(rows.stop, nodes)
         own = (numbers[..., None] == torch.arange(nodes, dtype=torch.int64, device=numbers.device)) & guessed[..., None]
         older = self._ancestors[rows].gather(1, parents.clamp(min=0)[..., None].expand(-1, -1, self._size))[..., :nodes]
         links = (parents[:, :, None] == numbers[:, None, :]) & guessed[:, None, :] & guessed[:, :, None]
@@ -139,7 +139,7 @@ class Trees:
         self._ancestors[rows, :, :nodes] = self._ancestors[rows, :, :nodes].scatter(1, into, ancestors)
         return ancestors, depths, short
 
-    def _make_size(self, rows: int, nodes: int) -> None:
+    def _enlarge(self, rows: int, nodes: int) -> None:
         held = self._ancestors, self._short, self._depths
         self._grow(max(rows, len(held[0])), _NODES * ceil(max(nodes, self._size) / _NODES))
         for new, old in zip((self._ancestors, self._short, self._depths), held, strict=True):
