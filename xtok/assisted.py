@@ -27,7 +27,7 @@ from xtok.errors import InvalidInputError
 from xtok.models.cache import CACHE
 from xtok.models.cache_set import CacheSet
 from xtok.models.load import Source
-from xtok.models.modes import current, own_modes, within
+from xtok.models.modes import current, within
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach
 from xtok.models.probe import traits
 from xtok.models.prompts import Chat, KnownPrompt, Prompt, is_several
@@ -55,7 +55,7 @@ class XTokAssisted:
     share, for engines and benchmarks.
     """
 
-    @own_modes
+    @within()
     def __init__(
         self,
         target: Source,
@@ -171,7 +171,7 @@ class XTokAssisted:
     def generate(self, prompt: abc.Sequence[Prompt], **arguments: Any) -> list[Generation]: ...
     @overload
     def generate(self, prompt: abc.Mapping[str, Any], **arguments: Any) -> Generation: ...
-    @own_modes
+    @within()
     def generate(self, prompt: Any, **arguments: Any) -> Generation | list[Generation]:
         """Answer a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, a tensor of shape (n,) or
         (1, n)); or a tokenizer's encoding of one text. A list of such prompts is answered by a list: a list of whole numbers
@@ -257,7 +257,7 @@ class XTokAssisted:
 
         return generator()
 
-    @own_modes
+    @within()
     def __call__(
         self,
         model: PreTrainedModel,

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.examples import Example, WrittenText, batch, training_examples
 from xtok.errors import DraftFailedWarning, InvalidInputError, reason
-from xtok.models.modes import Modes, plain, within
+from xtok.models.modes import Modes, within
 from xtok.models.roles import DraftModel
 
 SHARE = 0.03
@@ -43,7 +43,7 @@ class Adapter:
     the time of the generations that it learns from, and its memory doesn't grow. `draft`: the copy that guesses.
     """
 
-    @plain
+    @within(Modes())
     def __init__(self, draft: DraftModel, target: TokenBytes) -> None:
         """`target`: its tokenizer. Raises `InvalidInputError` if peft is not installed."""
         if find_spec("peft") is None:
@@ -80,7 +80,7 @@ class Adapter:
         with self._lock:
             save_file({name: weight.detach().cpu().contiguous() for name, weight in self._matrices().items()}, file)
 
-    @plain
+    @within(Modes())
     def load(self, file: str | PathLike[str]) -> None:
         """Go on from what `save` wrote. Raises `InvalidInputError` for a file that is no adapter of this draft."""
         try:

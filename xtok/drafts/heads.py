@@ -24,7 +24,7 @@ from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, reason, shown
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.forwards import Steps
-from xtok.models.modes import plain
+from xtok.models.modes import Modes, within
 
 
 class Heads(nn.Module):
@@ -64,7 +64,7 @@ class HeadsDrafter:
     It needs no further model, but heads trained for each target. One object may serve several instances and threads.
     """
 
-    @plain
+    @within(Modes())
     def __init__(self, file: str | PathLike[str]) -> None:
         """Raises `InvalidInputError` for a file that holds no heads. Whether they fit a target, `check` tells later."""
         try:

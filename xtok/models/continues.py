@@ -12,7 +12,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import context_window, device_of, new_cache, vocabulary_size
 from xtok.models.cached_model import CachedModel
-from xtok.models.modes import plain
+from xtok.models.modes import Modes, within
 from xtok.models.quantized import mixing_layer, rounds_input
 from xtok.models.recurrent import cached_model
 from xtok.models.single import HALF, in_single
@@ -96,7 +96,7 @@ class _Trial(NamedTuple):
     largest: float
 
 
-@plain
+@within(Modes())
 def _continues(model: PreTrainedModel) -> _Trial:
     """Forward a few ids in several ways. Raises `FloatingPointError` if logits aren't numbers.
 

@@ -8,17 +8,13 @@ The default dtype is that of the whole process, other threads included, so it ca
 its dtype.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache, wraps
-from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
+from functools import cache
+from typing import NamedTuple
 
 import torch
-
-P = ParamSpec("P")
-R = TypeVar("R")
-Casts: TypeAlias = "tuple[tuple[str, torch.dtype], ...]"
 
 
 class Modes(NamedTuple):
@@ -27,7 +23,7 @@ class Modes(NamedTuple):
     """
 
     inference: bool = False
-    autocast: Casts = ()
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
 
 _INFERENCE: ContextVar[bool] = ContextVar("inference", default=False)
@@ -40,17 +36,23 @@ def current() -> Modes:
 
 
 @contextmanager
-def within(modes: Modes) -> Iterator[None]:
-    """Compute under xtok's own modes, with the autocast of `modes`. It must not be open while a generator yields."""
+def within(modes: Modes | None = None) -> Iterator[None]:
+    """Compute under xtok's own modes, with the autocast of `modes`, or the caller's. A decorator as well.
+
+    What is found out or made within `Modes()` serves later calls under any modes. It must not be open while a generator yields.
+    """
+    modes = current() if modes is None else modes
     before = _INFERENCE.set(modes.inference)
+    now, wanted = dict(current().autocast), dict(modes.autocast)
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())  # inside of the other, which allows gradients
             if torch.get_default_device().type == "meta":
                 stack.enter_context(torch.device("cpu"))
-            for cast in _changed(current().autocast, modes.autocast):
-                stack.enter_context(cast)
+            for kind in _kinds():
+                if now.get(kind) != wanted.get(kind):
+                    stack.enter_context(torch.autocast(kind, wanted.get(kind), enabled=kind in wanted))
             yield
     finally:
         _INFERENCE.reset(before)
@@ -61,40 +63,8 @@ def as_called() -> AbstractContextManager[object]:
     return torch.inference_mode() if _INFERENCE.get() else nullcontext()
 
 
-def own_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` under xtok's own modes, with the caller's autocast."""
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with within(current()):
-            return function(*args, **kwargs)
-
-    return run
-
-
-def plain(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` under xtok's own modes, without autocast: what it finds out or makes serves later calls under any modes."""
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with within(Modes()):
-            return function(*args, **kwargs)
-
-    return run
-
-
 @cache
 def _kinds() -> tuple[str, ...]:
     """The kinds of device that there are."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-
-
-def _changed(now: Casts, wanted: Casts) -> Iterator[AbstractContextManager[object]]:
-    """What makes the autocast that is wanted of the one that is."""
-    for kind, dtype in wanted:
-        if (kind, dtype) not in now:
-            yield torch.autocast(kind, dtype)
-    for kind, _ in now:
-        if kind not in dict(wanted):
-            yield torch.autocast(kind, enabled=False)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from xtok.models.cache import new_cache, vocabulary_size
 from xtok.models.continues import largest_logit, rounding
 from xtok.models.forwards import Ask
-from xtok.models.modes import plain
+from xtok.models.modes import Modes, within
 from xtok.models.quantized import rounds_input
 from xtok.models.recurrent import cached_model
 from xtok.models.shared_cache import SharedCache
@@ -47,7 +47,7 @@ def _sees_by_positions(model: PreTrainedModel) -> bool:
     return kinds <= {"full_attention", "sliding_attention", "global"}
 
 
-@plain
+@within(Modes())
 def _branches_as_it_should(model: PreTrainedModel) -> bool:
     """Whether a node after another branch has the logits that it has in a chain of its own.
 
@@ -70,7 +70,7 @@ def _branches_as_it_should(model: PreTrainedModel) -> bool:
     return bool(error <= effect * rounding(branched.dtype))
 
 
-@plain
+@within(Modes())
 def _shared_position_bytes(model: PreTrainedModel) -> int | None:
     """How many bytes a position takes in a shared cache; None unless sequences of unlike lengths have the logits in shared
     forward passes that each has alone.

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import device_of, new_cache, vocabulary_size
-from xtok.models.modes import plain
+from xtok.models.modes import Modes, within
 from xtok.models.recurrent import cached_model
 from xtok.models.traits import Verdicts
 
@@ -112,7 +112,7 @@ def _is_plain(layer: nn.Module) -> bool:
     )
 
 
-@plain
+@within(Modes())
 def _forward(model: PreTrainedModel, layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor, Tensor], None]) -> Tensor:
     """Forward a few ids, and call `see` with each of some layers, its input and its output. Returns the last logits.
 

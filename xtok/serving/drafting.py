@@ -27,7 +27,7 @@ from xtok.models.cache_set import CacheSet, Slots
 from xtok.models.forwards import together
 from xtok.models.graphs import captures
 from xtok.models.load import Source, draft_model
-from xtok.models.modes import plain
+from xtok.models.modes import Modes, within
 from xtok.models.timing import Cost
 
 CHAINS = Budget(width=2)
@@ -99,7 +99,7 @@ class DraftEngine:
     of `propose` to the next `observe`, which is taken for a forward pass of the target over all texts proposed for.
     """
 
-    @plain
+    @within(Modes())
     def __init__(
         self,
         tokenizer: Any,
@@ -140,7 +140,7 @@ class DraftEngine:
         """Those that were added and not dropped."""
         return list(self._texts)
 
-    @plain
+    @within(Modes())
     def add(self, ids: Sequence[int]) -> DraftedText:
         """A text to guess for. `ids`: the target's, of all that is committed, without padding; its prompt, say.
 
@@ -156,7 +156,7 @@ class DraftEngine:
         self._texts[text] = None
         return text
 
-    @plain
+    @within(Modes())
     def observe(self, text: DraftedText, ids: Sequence[int]) -> None:
         """Take in what one step committed of a text: what of its guess was right, and the id after it. No ids: the step read
         more of its prompt.
@@ -185,7 +185,7 @@ class DraftEngine:
         text.session.close()
         text.slots.leave()
 
-    @plain
+    @within(Modes())
     def propose(self, texts: Sequence[DraftedText], longest: int) -> list[Tree]:
         """What the target is to check after each of some texts in its next forward pass: chains of up to `longest` of its ids.
 

@@ -20,7 +20,7 @@ from xtok.decoding.sequence import Sequence
 from xtok.decoding.start import start
 from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache_set import CacheSet
-from xtok.models.modes import current, own_modes, within
+from xtok.models.modes import current, within
 from xtok.models.prompts import KnownPrompt, Prompt
 from xtok.models.shapes import CHUNK
 from xtok.results.generation import finished
@@ -99,7 +99,7 @@ class Engine:
         self._thread.start()
         atexit.register(self.close, cancel=True)
 
-    @own_modes
+    @within()
     def submit(self, prompt: Prompt | KnownPrompt, **arguments: Any) -> Ticket:
         """Hand in one prompt, and go on at once. What a prompt may be, and `arguments`, are those of `xt.generate`.
 

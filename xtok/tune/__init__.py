@@ -23,7 +23,7 @@ from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load
-from xtok.models.modes import plain
+from xtok.models.modes import Modes, within
 from xtok.results.progress import busy
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import TrainingSettings, train
@@ -57,7 +57,7 @@ class _Settings(Settings):
     lora: bool | None
 
 
-@plain
+@within(Modes())
 def tune_draft(
     target: Source,
     draft: Source,

@@ -21,7 +21,7 @@ from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.load import Source, target_model
-from xtok.models.modes import plain
+from xtok.models.modes import Modes, within
 from xtok.models.prompts import prompt_ids
 from xtok.results.progress import busy
 from xtok.tune.training import Objective, fit
@@ -64,7 +64,7 @@ class _Row:
     start: int
 
 
-@plain
+@within(Modes())
 def train_heads(
     target: Source,
     data: Sequence[str],
