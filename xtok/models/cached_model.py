@@ -1,6 +1,5 @@
 """A causal LM with a KV cache of its own, forwarded alone."""
 
-import sys
 from collections.abc import Sequence
 from functools import cached_property
 from math import ceil
@@ -21,14 +20,14 @@ from xtok.models.cache import (
     record_past,
     vocabulary_size,
 )
-from xtok.models.forwards import Answer, Ask, wait_for
+from xtok.models.forwards import Answer, Ask, Slot, wait_for
 from xtok.models.masks import tree_masks
 from xtok.models.rope import turns
 from xtok.models.timing import Cost, timed
 from xtok.models.traits import layer_windows
 
 
-class CachedModel:
+class CachedModel(Slot):
     """A causal LM and its KV cache.
 
     Law: after each call but `branch` the cache holds exactly the positions of `ids[:length]`, where `ids` is what was forwarded
@@ -39,13 +38,8 @@ class CachedModel:
     `branch` gave logits of.
     `prompt`: ids, (1, length), int64, padding included, and the configuration that the first of all forwards is to be the
     prefill of.
-    As a `Slot` it has a forward of its own.
+    As a `Slot` it has forward passes of its own.
     """
-
-    shares = False
-    chunk: int | None = None
-    fixed = False
-    tolerance = 0.0
 
     def __init__(
         self,
@@ -85,21 +79,14 @@ class CachedModel:
 
     @property
     def branched(self) -> int:
-        """How many nodes of a tree follow what is kept."""
         return len(self._parents)
 
     @property
     def server(self) -> "CachedModel":
-        """What forwards it: itself, for it is forwarded alone."""
         return self
 
-    def takes(self, new: int, prompt: int) -> int:
-        """How many of `new` ids are forwarded next: all of them."""
-        return new
-
-    def guesses(self, new: int) -> int:
-        """How many nodes of a tree can be forwarded after so many new ids: any number."""
-        return sys.maxsize
+    def leave(self) -> None:
+        """Nothing: it serves one sequence."""
 
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
         """Which asks share a forward pass: none."""
@@ -125,9 +112,6 @@ class CachedModel:
         nodes = [parent + lead if parent >= 0 else (lead - 1 if lead else parent) for parent in ask.parents]
         return self.branch(ids, [*range(-1, lead - 1), *nodes])[-ask.rows :]
 
-    def leave(self) -> None:
-        """Nothing: it serves one sequence."""
-
     @torch.no_grad()
     def prefill(self, ids: Tensor, config: Any) -> Tensor:
         """Forward a prompt, `ids`, (1, length), int64, as transformers does (in chunks, after a filled cache).
@@ -142,7 +126,8 @@ class CachedModel:
         record_past(self.cache)
         self._prefilled = self._recorded = self._held
         self.forwards += ceil((self._held - held) / (config.prefill_chunk_size or self._held))
-        return self._last(outputs.logits, 1)
+        logits: Tensor = outputs.logits[0, -1:]
+        return logits
 
     def forward(self, ids: Tensor, rows: int) -> Tensor:
         """Forward new `ids`, (1, new), int64, after the cache. Returns the last rows' logits, (rows, vocabulary)."""
@@ -168,7 +153,6 @@ class CachedModel:
         return self._forward(inputs, new)
 
     def keep(self, path: Sequence[int]) -> None:
-        """End a tree: keep the nodes of `path`, each the parent of the next and the first a child of -1. Drop the others."""
         path = [*range(self._lead), *(node + self._lead for node in path)]
         size = len(self._parents)
         self._parents, self._lead = [], 0
@@ -203,7 +187,8 @@ class CachedModel:
         self._adopt(outputs)
         self.hidden = outputs.hidden_states[-1][0, -rows:] if self._shows_hidden else None
         self.forwards += 1
-        return self._last(outputs.logits, rows)
+        logits: Tensor = outputs.logits[0, -rows:]
+        return logits
 
     def _adopt(self, outputs: Any) -> None:
         """Go on with the cache that the model filled: Phi-3 starts one of its own if a sequence crosses longrope's boundary."""
@@ -233,7 +218,6 @@ class CachedModel:
         return found if len(found) > 1 else found.popitem()[1]
 
     def roll_back(self, length: int) -> bool:
-        """Take the newest positions back until `length` are left. False, and nothing done, if the cache forgot too much."""
         if length < self._recorded and self._has_slid():
             return False
         self._parents, self._lead = [], 0
@@ -255,7 +239,6 @@ class CachedModel:
         """Let the cache hold all positions that are kept."""
 
     def start_anew(self) -> None:
-        """Forget everything."""
         self.cache = new_cache(self._model)
         self._parents, self._lead = [], 0
         self._recorded = 0
@@ -264,11 +247,6 @@ class CachedModel:
         """Whether some layer's window has moved past positions that a deeper roll-back would need again."""
         layers = (layer for layer in layers_of(self.cache) if getattr(layer, "is_sliding", False))
         return any(layer.get_seq_length() >= layer.sliding_window for layer in layers)
-
-    @staticmethod
-    def _last(logits: Tensor, rows: int) -> Tensor:
-        """(1, positions, vocabulary) → (rows, vocabulary)."""
-        return logits[0, -rows:]
 
 
 def _move_to_front(states: Tensor, kept: Tensor) -> None:

@@ -5,10 +5,10 @@ logits, or yields numbers that it wants to look at and is sent those as lists: o
 device.
 """
 
-from collections.abc import Generator, Sequence
+import sys
+from collections.abc import Callable, Generator, Sequence
 from enum import IntEnum
-from itertools import chain as joined
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -42,21 +42,24 @@ class Slot(Protocol):
 
     device: torch.device
     vocabulary: int
-    chunk: int | None
+    chunk: int | None = None
     forwards: int
-    shares: bool
+    shares: bool = False
     limit: int | None
-    fixed: bool
+    fixed: bool = False
 
     @property
     def tolerance(self) -> float:
         """By how much, in logits, the best id after a node at another index than its depth is to beat the second."""
+        return 0.0
 
     def takes(self, new: int, prompt: int) -> int:
         """How many of `new` ids are forwarded next, the first `prompt` of which are of a prompt."""
+        return new
 
     def guesses(self, new: int) -> int:
         """How many nodes of a tree can be forwarded after so many new ids."""
+        return sys.maxsize
 
     @property
     def server(self) -> Any:
@@ -163,41 +166,37 @@ def _answers(wanted: dict[int, Ask | Look]) -> dict[int, Answer | Exception | Lo
     looks = {number: want.parts for number, want in wanted.items() if isinstance(want, Look)}
     if not looks:
         return dict(zip(wanted, answered([want for want in wanted.values() if isinstance(want, Ask)]), strict=True))
-    devices = {parts[0].device for parts in looks.values()}
-    kinds = ({number: parts for number, parts in looks.items() if parts[0].device == device} for device in devices)
-    return dict(joined.from_iterable(_looked(kind).items() for kind in kinds))
+    found: dict[int, Answer | Exception | Looked | None] = {}
+    for device in {parts[0].device for parts in looks.values()}:
+        there = {number: parts for number, parts in looks.items() if parts[0].device == device}
+        found.update(zip(there, _served(_looked, list(there.values())), strict=True))
+    return found
 
 
-def _looked(looks: dict[int, Sequence[Tensor]]) -> dict[int, Answer | Exception | Looked | None]:
-    """What some sequences look at on one device, or the error that it ended in, if it fails alone, too."""
-    try:
-        with timed() as took:
-            lists = iter(listed(*joined.from_iterable(looks.values())))
-    except Exception as error:
-        if len(looks) == 1:
-            return dict.fromkeys(looks, error)
-        return dict(joined.from_iterable(_looked({number: parts}).items() for number, parts in looks.items()))
-    share = took.seconds / len(looks)
-    return {number: Looked(list(islice(lists, len(parts))), share) for number, parts in looks.items()}
+def _looked(looks: list[Sequence[Tensor]]) -> list[Looked]:
+    """What some sequences look at on one device."""
+    with timed() as took:
+        lists = iter(listed(*chain.from_iterable(looks)))
+    return [Looked(list(islice(lists, len(parts))), took.seconds / len(looks)) for parts in looks]
 
 
 def answered(asks: Sequence[Ask]) -> list[Answer | Exception]:
     """The answer of each, or the error that its forward ended in, if it fails alone, too."""
-    servers = {id(ask.slot.server): ask.slot.server for ask in asks}
     found: dict[int, Answer | Exception] = {}
-    for server in servers.values():
-        groups = server.groups([ask for ask in asks if ask.slot.server is server])
-        found |= {id(ask.slot): answer for ask, answer in joined.from_iterable(map(_served, groups))}
+    for server in {id(ask.slot.server): ask.slot.server for ask in asks}.values():
+        for group in server.groups([ask for ask in asks if ask.slot.server is server]):
+            found.update(zip((id(ask.slot) for ask in group), _served(server.serve, group), strict=True))
     return [found[id(ask.slot)] for ask in asks]
 
 
-def _served(group: list[Ask]) -> list[tuple[Ask, Answer | Exception]]:
+def _served(serve: Callable[[Any], Sequence[Any]], wanted: Sequence[Any]) -> list[Any]:
+    """What all who wait are given together; if that fails, what each is given alone, or the error of that."""
     try:
-        return list(zip(group, group[0].slot.server.serve(group), strict=True))
+        return [*serve(wanted)]
     except Exception as error:
-        if len(group) == 1:
-            return [(group[0], error)]
-    return [pair for ask in group for pair in _served([ask])]
+        if len(wanted) == 1:
+            return [error]
+    return [found for one in wanted for found in _served(serve, [one])]
 
 
 def wait_for(states: Tensor) -> None:

@@ -125,41 +125,33 @@ class RecurrentModel(CachedModel):
         return self._ids.shape[1]
 
     def prefill(self, ids: Tensor, config: Any) -> Tensor:
-        """As of any model: `ids`, (1, length) → logits, (1, vocabulary).
-
-        Ids that a filled cache was made from may be unknown; a prompt is never forwarded again.
-        """
         logits = super().prefill(ids, config)
+        # Ids that a filled cache was made from may be unknown; a prompt is never forwarded again.
         self._ids = torch.nn.functional.pad(ids, (self._held - ids.shape[1], 0))
         return logits
 
     def forward(self, ids: Tensor, rows: int) -> Tensor:
-        """As of any model: `ids`, (1, new) → logits, (rows, vocabulary)."""
         if self.length - self._held > _LONGEST:
             self.settle()
         self._ids = torch.cat([self._ids, ids], dim=1)
         return self._forward_rest(rows)
 
     def branch(self, ids: Tensor, parents: Sequence[int]) -> Tensor:
-        """As of any model, for a chain: `ids`, (1, new) → logits, (new, vocabulary)."""
         self._parents += parents
         assert self._parents == list(range(-1, len(self._parents) - 1)), "recurrent layers see no branches"
         return self.forward(ids, len(parents))
 
     def roll_back(self, length: int) -> bool:
-        """Take the newest positions back until `length` are left."""
         self._parents, self._lead = [], 0
         self._crop(self.length - length)
         return True
 
     def settle(self) -> None:
-        """Forward what is to be forwarded again."""
         if self._held < self.length:
             self._forward_rest(1)
             self._crop(0)
 
     def start_anew(self) -> None:
-        """Forget everything."""
         super().start_anew()
         self._ids, self._snapshots = self._ids[:, :0], []
 

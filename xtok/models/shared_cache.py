@@ -48,7 +48,6 @@ class SharedSlot:
 
     @property
     def tolerance(self) -> float:
-        """That of the shapes; 0 if forward passes have any shape."""
         return 0.0 if self._shapes is None else self._shapes.tolerance
 
     @property
@@ -57,11 +56,9 @@ class SharedSlot:
         return self.length + self.branched
 
     def takes(self, new: int, prompt: int) -> int:
-        """How many of `new` ids are forwarded next, the first `prompt` of which are of a prompt."""
         return min(new, CHUNK) if self._shapes is None else self._shapes.takes(self.length, new, prompt)
 
     def guesses(self, new: int) -> int:
-        """How many nodes of a tree can be forwarded after so many new ids."""
         return sys.maxsize if self._shapes is None else self._shapes.guesses(self.length, new)
 
     def new(self, ask: Ask | None) -> NewIds:
@@ -79,23 +76,17 @@ class SharedSlot:
         self.forwards += 1
 
     def keep(self, path: Sequence[int]) -> None:
-        """End a tree: keep the nodes of `path`, each the parent of the next and the first after all that is kept. Drop the
-        others.
-        """
         self.moves += [(self.length + node, self.length + place) for place, node in enumerate(path) if node != place]
         self.roll_back(self.length + len(path))
 
     def roll_back(self, length: int) -> bool:
-        """Take the newest positions back until `length` are left. True: it always can."""
         self.length, self.branched = length, 0
         return True
 
     def start_anew(self) -> None:
-        """Forget everything."""
         self.roll_back(0)
 
     def leave(self) -> None:
-        """Leave the row to another sequence."""
         self.server.leave(self)
 
 

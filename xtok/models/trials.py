@@ -141,15 +141,12 @@ class _OneShape(Shapes):
     places: int
 
     def seen(self, positions: int) -> int:
-        """Always as many."""
         return self.places
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
-        """Always as many."""
         return self.ids
 
     def widest(self, seen: int) -> int:
-        """As many."""
         return self.ids
 
 
