@@ -34,7 +34,6 @@ from xtok.drafts.tree import Trie
 from xtok.errors import UnsupportedModelError
 from xtok.models import quantized
 from xtok.models.probe import traits
-from xtok.models.quantized import mixing_layer
 from xtok.pair import TARGET, prompts
 
 TABLE = Path(__file__).parents[1] / "docs" / "compatibility.md"
@@ -345,7 +344,7 @@ def test_int8_of_bitsandbytes_is_refused_in_each_precision_but_without_outliers(
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=dtype, device_map="cpu", quantization_config=how)
     with pytest.raises(UnsupportedModelError, match=r"Linear8bitLt in .*llm_int8_threshold=0\.0"):
         XTokAssisted((model, TOKENS))
-    assert mixing_layer(int8(0.0)(dtype)) is None
+    assert quantized.quantized(int8(0.0)(dtype)).mixing is None
 
 
 @pytest.mark.parametrize(("kind", "found"), [("weights", "exact"), ("row", "as in half precision")])
@@ -359,16 +358,16 @@ def test_plain_models_are_not_forwarded_to_look_for_quantised_layers(monkeypatch
 
     monkeypatch.setattr(quantized, "_forward", fails)
     for model in (loaded(torch.float32), fitting(tokenizer("byte-level BPE"), "GPT2", 0)):
-        assert mixing_layer(model) is None
-        assert not quantized.rounds_input(model)
+        assert quantized.quantized(model).mixing is None
+        assert not quantized.quantized(model).rounds_input
     with pytest.raises(AssertionError):
-        mixing_layer(quantised("weights"))
+        quantized.quantized(quantised("weights"))
 
 
 def test_trying_leaves_a_model_as_it_was() -> None:
     model = quantised("row")
-    assert mixing_layer(model) is None
-    assert quantized.rounds_input(model)
+    assert quantized.quantized(model).mixing is None
+    assert quantized.quantized(model).rounds_input
     assert not any(layer._forward_hooks for layer in model.modules())
 
 
@@ -379,7 +378,7 @@ def test_layers_of_a_compiled_model_are_tried() -> None:
     model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
     with torch.no_grad():
         model(torch.tensor([[3, 5, 7]]))
-    assert mixing_layer(model) == "Quantised"
+    assert quantized.quantized(model).mixing == "Quantised"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -432,5 +431,5 @@ def test_layers_are_tried_by_one_forward_for_all_that_is_asked_of_them(monkeypat
     monkeypatch.setattr(quantized, "_forward", lambda *arguments: tried.append(arguments) or forward(*arguments))
     for _ in range(2):
         XTokAssisted((model, TOKENS), stable=False).generate(TEXTS[0], **PLAIN)
-        assert mixing_layer(model) is None and quantized.rounds_input(model)
+        assert quantized.quantized(model).mixing is None and quantized.quantized(model).rounds_input
     assert len(tried) == 1

@@ -9,7 +9,7 @@ from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
-from math import isfinite
+from math import inf
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -49,8 +49,8 @@ def described(model: PreTrainedModel, state: Sequence[object]) -> str | None:
     """
     if not all(map(_is_known, model.modules())):
         return None
-    names = model.config.to_dict().keys() - {"_name_or_path", "transformers_version"}
-    config = {name: value for name, value in model.config.to_dict().items() if name in names}
+    names = {"_name_or_path", "transformers_version"}
+    config = {name: value for name, value in model.config.to_dict().items() if name not in names}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     kinds = [f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()]
     parts = _FORMAT, kinds, config, list(map(str, state)), _versions(), variables, _machine(), _weights(model)
@@ -120,8 +120,10 @@ class Findings:
         """Take in what was written, but what this process found itself. Returns whether there was a file that makes sense."""
         try:
             found = json.loads("" if self._path is None else self._path.read_text(encoding="utf-8"))
-            agreed, tolerance = {_shape(shape): _verdict(agrees) for *shape, agrees in found["agreed"]}, found["tolerance"]
-            if found["digest"] != self._digest or not (tolerance is None or (isfinite(tolerance) and tolerance > 0)):
+            agreed, tolerance = {tuple(shape): agrees for *shape, agrees in found["agreed"]}, found["tolerance"]
+            makes_sense = all(len(shape) == 3 and type(agrees) is bool for shape, agrees in agreed.items())
+            makes_sense &= all(type(number) is int and number > 0 for shape in agreed for number in shape)
+            if found["digest"] != self._digest or not makes_sense or not (tolerance is None or 0 < tolerance < inf):
                 return False
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return False
@@ -145,18 +147,3 @@ class Findings:
                     part.replace(self._path)
                 finally:
                     part.unlink(missing_ok=True)
-
-
-def _shape(numbers: Sequence[Any]) -> tuple[int, int, int]:
-    """Raises `ValueError` for what is no shape."""
-    rows, width, seen = numbers
-    if not all(type(number) is int and number > 0 for number in numbers):
-        raise ValueError(numbers)
-    return rows, width, seen
-
-
-def _verdict(agrees: Any) -> bool:
-    """Raises `ValueError` for what is neither true nor false."""
-    if type(agrees) is not bool:
-        raise ValueError(agrees)
-    return agrees

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from xtok.models.cache import device_of
+from xtok.models.kernels import kernel_state
 
 Inputs: TypeAlias = "dict[str, Tensor]"
 Run: TypeAlias = Callable[[Inputs], "list[Tensor]"]
@@ -148,14 +148,7 @@ def _runs_more(module: nn.Module) -> bool:
 
 def state_of(model: PreTrainedModel) -> Hashable:
     """What captured forwards have in them of a model: where its weights are, and how its modules compute."""
-    attention = str(model.config.get_text_config(decoder=True)._attn_implementation)
-    modules = [(id(one), _runs_more(one), _places(one), _settings(one)) for one in model.modules()]
-    return device_of(model), _precision(), attention, tuple(modules)
-
-
-def _precision() -> str:
-    """That of products in float32. Where one way to set it was used, torch refuses to tell by the other."""
-    return str(getattr(torch.backends.cuda.matmul, "fp32_precision", None) or torch.get_float32_matmul_precision())
+    return *kernel_state(model), *((id(one), _runs_more(one), _places(one), _settings(one)) for one in model.modules())
 
 
 def _places(module: nn.Module) -> tuple[tuple[int, torch.dtype], ...]:
@@ -165,12 +158,10 @@ def _places(module: nn.Module) -> tuple[tuple[int, torch.dtype], ...]:
 
 def _settings(module: nn.Module) -> str:
     """Numbers and names that a module computes by, such as which adapters take part, how strongly, and which are merged."""
-    return str({name: value for name, value in vars(module).items() if _is_plain(value)})
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(one, int | float | str) for one in value.values())
-    if isinstance(value, list | tuple | set):
-        return all(isinstance(one, int | float | str) for one in value)
-    return isinstance(value, int | float | str)
+    plain = (int, float, str)
+    found = {}
+    for name, value in vars(module).items():
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
+        if all(isinstance(part, plain) for part in parts):
+            found[name] = value
+    return str(found)

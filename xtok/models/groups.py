@@ -31,17 +31,13 @@ def is_wide(ask: Ask) -> bool:
 
 def grouped(asks: Sequence[Ask]) -> list[list[Ask]]:
     """Groups of asks that have about as many new ids, and whose rows are near each other."""
-    return [part for group in _alike(asks) for part in _dense(group)]
-
-
-def _alike(asks: Sequence[Ask]) -> list[list[Ask]]:
     groups = list[list[Ask]]()
     for ask in sorted(asks, key=lambda ask: len(ask.ids)):
         if groups and len(ask.ids) <= max(_NARROW, 2 * len(groups[-1][0].ids)):
             groups[-1].append(ask)
         else:
             groups.append([ask])
-    return groups
+    return [part for group in groups for part in _dense(group)]
 
 
 def _dense(group: list[Ask]) -> list[list[Ask]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.cache_utils import CacheLayerMixin
 
 QUERIES = 4
@@ -130,9 +130,8 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
     @property
     def is_short(self) -> bool:
         """Whether there are fewer rows or positions than the next forward needs."""
-        return any(
-            self._view.shape(*held.shape[::2]) != held.shape[::2] for held in (self.keys, self.values) if held is not None
-        )
+        held = [part.shape[::2] for part in (self.keys, self.values) if part is not None]
+        return any(self._view.shape(*shape) != shape for shape in held)
 
     def grow(self) -> None:
         """Get the memory for the next forward pass."""
@@ -141,14 +140,11 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
 
     def _grown(self, held: Any) -> Tensor:
         """`held`, or what has another shape and holds the same."""
-        rows, heads, positions, size = held.shape
+        rows, _, positions, _ = held.shape
         wanted = self._view.shape(rows, positions)
         if wanted == (rows, positions):
             return held  # type: ignore[no-any-return]
-        made = held.new_zeros((wanted[0], heads, wanted[1], size))
-        rows, positions = min(rows, wanted[0]), min(positions, wanted[1])
-        made[:rows, :, :positions] = held[:rows, :, :positions]
-        return made  # type: ignore[no-any-return]
+        return pad(held, (0, 0, 0, wanted[1] - positions, 0, 0, 0, wanted[0] - rows))  # cuts, too
 
     def _written(self, held: Tensor, states: Tensor) -> Tensor:
         view = self._view
@@ -193,13 +189,10 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
                 do(held)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many positions are read, and the first of them."""
         return self._view.seen, 0
 
     def get_seq_length(self) -> int:
-        """How many positions are read."""
         return self._view.seen
 
     def get_max_length(self) -> int:
-        """As transformers says that there is no limit: -1."""
-        return -1
+        return -1  # as transformers says that there is no limit

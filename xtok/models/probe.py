@@ -10,7 +10,7 @@ from xtok.models.cache import new_cache, vocabulary_size
 from xtok.models.continues import largest_logit, rounding
 from xtok.models.forwards import Ask
 from xtok.models.modes import Modes, within
-from xtok.models.quantized import rounds_input
+from xtok.models.quantized import quantized
 from xtok.models.recurrent import cached_model
 from xtok.models.shared_cache import SharedCache
 from xtok.models.traits import Traits, Verdicts, attention_of, read, settings_of
@@ -111,7 +111,7 @@ _TRIED = Verdicts(_try_sharing, attention_of)
 def _found(model: PreTrainedModel) -> Traits:
     tried = _TRIED(model)._asdict()
     try:
-        rounds = rounds_input(model)
+        rounds = quantized(model).rounds_input
     except Exception:  # nobody can say, and then picks aren't called exact
         rounds = True
     return replace(read(model), **tried, rounds_input=rounds, largest_logit=largest_logit(model))

@@ -25,7 +25,7 @@ def check_rows(model: PreTrainedModel, role: str) -> None:
     Then the target's logits for an id depend on the ids that are forwarded with it, so no guess can be checked. Models that
     have only plain layers aren't forwarded.
     """
-    if (layer := mixing_layer(model)) is not None:
+    if (layer := quantized(model).mixing) is not None:
         raise UnsupportedModelError(
             f"{layer} in {type(model).__name__} quantises its input by the range or the outliers of all rows of a forward "
             f"pass: the logits of an id depend on the ids beside it. Use a {role} that is quantised by its weights and not by "
@@ -34,28 +34,20 @@ def check_rows(model: PreTrainedModel, role: str) -> None:
         )
 
 
-def mixing_layer(model: PreTrainedModel) -> str | None:
-    """The class of a quantised linear layer whose rows depend on one another by more than rounding; None if there is none."""
-    return _TRIED(model).mixing
+class Quantized(NamedTuple):
+    """What the quantised layers of a model do.
 
-
-def rounds_input(model: PreTrainedModel) -> bool:
-    """Whether a quantised layer rounds its input as coarsely as half precision or coarser, whatever dtype it takes and gives:
-    because it computes in half precision, or because it quantises activations.
-
-    There a difference in the last bit of float32 may become one that changes picks.
+    `mixing`: the class of a linear layer whose rows depend on one another by more than rounding; None if there is none.
+    `rounds_input`: whether a layer rounds its input as half precision does, or more coarsely, whatever dtype it takes and gives:
+    because it computes in half precision, or because it quantises activations. There a difference in the last bit of float32
+    may become one that changes picks.
     """
-    return _TRIED(model).rounds
-
-
-class _Layers(NamedTuple):
-    """What quantised layers of a model do: see `mixing_layer` and `rounds_input`."""
 
     mixing: str | None
-    rounds: bool
+    rounds_input: bool
 
 
-def _try_layers(model: PreTrainedModel) -> _Layers:
+def _try_layers(model: PreTrainedModel) -> Quantized:
     """Forward a model once, if it has layers that aren't plain. Each of them forwards a few rows alone, and again with a row of
     outliers; and values that half precision would round away.
     """
@@ -69,10 +61,11 @@ def _try_layers(model: PreTrainedModel) -> _Layers:
 
     if layers:
         _forward(model, layers, compare)
-    return _Layers(next(iter(mixing), None), any(rounding))
+    return Quantized(next(iter(mixing), None), any(rounding))
 
 
-_TRIED = Verdicts(_try_layers)
+quantized = Verdicts(_try_layers)
+"""What the quantised layers of a model do, tried once."""
 
 
 def _rounds(layer: nn.Module, like: Tensor) -> bool:

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from xtok.models import timing
 from xtok.models.cache import CACHE
 from xtok.models.forwards import Answer, Ask, Parent, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
-from xtok.models.groups import grouped, is_wide
+from xtok.models.groups import grouped, is_wide, row_of, span_of
 from xtok.models.layers import View, doubled
 from xtok.models.masks import NewIds, Trees
 from xtok.models.shapes import CHUNK, Shapes, rounded
-from xtok.models.timing import Cost
+from xtok.models.timing import Cost, timed
 from xtok.models.traits import Traits, read
 
 
@@ -175,15 +174,14 @@ class SharedCache:
         self._close_gaps()
         if self._shapes is not None:
             self._shapes.refresh()
-        if len(asks) == 1:
-            return [list(asks)]
-        if self._shapes is None:
+        if len(asks) == 1 or self._shapes is None:
             return grouped(asks)
         narrow = sorted((ask for ask in asks if not is_wide(ask)), key=self._seen)
-        kinds = [list(kind) for _, kind in groupby(narrow, key=self._seen)]
-        parts = (part for kind in kinds for part in grouped(kind))
-        fit = (group for part in parts for group in ([part] if self._width(part) is not None else [[ask] for ask in part]))
-        return [*([ask] for ask in asks if is_wide(ask)), *fit]
+        groups = [[ask] for ask in asks if is_wide(ask)]
+        for _, kind in groupby(narrow, key=self._seen):
+            for group in grouped(list(kind)):
+                groups += [group] if self._width(group) is not None else [[ask] for ask in group]
+        return groups
 
     def _seen(self, ask: Ask) -> int:
         """How many positions of a row a forward pass of fixed shape reads."""
@@ -205,8 +203,7 @@ class SharedCache:
 
         If forward passes are captured these are all rows up to a power of two, as far as there are so many: few shapes.
         """
-        asked = _rows(asks)
-        first, last = min(asked), 1 + max(asked)
+        first, last = span_of(asks)
         if self._shapes is not None or not self._captures(asks):
             return first, last
         rows = min(len(layer.keys) for layer in self._layers if layer.keys is not None)
@@ -219,15 +216,14 @@ class SharedCache:
         width = self._width(asks)
         assert width is not None
         self._settle()
-        before = self._replays
-        start = timing.perf_counter()
-        logits, *hidden = self._forward(first, last, asks, width)
-        wait_for(logits)
-        seconds = timing.perf_counter() - start
+        before = 0 if self._graphs is None else self._graphs.replays
+        with timed() as took:
+            logits, *hidden = self._forward(first, last, asks, width)
+            wait_for(logits)
         if self._shapes is not None:
-            self._shapes.served(seconds)
-        replayed = self._replays > before
-        cost = Cost((last - first) * width, seconds, len(asks), replayed=replayed)  # padding included
+            self._shapes.served(took.seconds)
+        replayed = self._graphs is not None and self._graphs.replays > before
+        cost = Cost((last - first) * width, took.seconds, len(asks), replayed=replayed)  # padding included
         found = list[Answer]()
         for ask in asks:
             slot: Any = ask.slot
@@ -242,7 +238,7 @@ class SharedCache:
 
         Returns their logits, (rows, new, vocabulary), and last hidden states, (rows, new, size), if they are shown.
         """
-        asked = dict(zip(_rows(asks), asks, strict=True))
+        asked = {row_of(ask): ask for ask in asks}
         rows = self._rows[first:last] + [None] * (last - max(first, len(self._rows)))  # the latter are no sequence's
         news = [NewIds() if row is None else row.new(asked.get(row.index)) for row in rows]
         ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
@@ -258,11 +254,6 @@ class SharedCache:
             return self._computed(first, seen, inputs, start, None if whole else max(ask.rows for ask in asks))
         assert self._graphs is not None
         return self._graphs.run((first, last, width, seen), partial(self._computed, first, seen), inputs)
-
-    @property
-    def _replays(self) -> int:
-        """How many forward passes were replayed."""
-        return 0 if self._graphs is None else self._graphs.replays
 
     def _captures(self, asks: Sequence[Ask]) -> bool:
         """Whether the forward pass is one of those that are captured; not one that makes the cache or reads a prompt."""
@@ -333,8 +324,3 @@ class SharedCache:
                     layer.copy(row.index, gap, used)
                 self._trees.copy(row.index, gap)
                 self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap
-
-
-def _rows(asks: Sequence[Ask]) -> list[int]:
-    """The rows of the cache that some asks are about."""
-    return [ask.slot.index for ask in asks if isinstance(ask.slot, SharedSlot)]
