@@ -21,11 +21,11 @@ from transformers.utils.hub import cached_file
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
-from xtok.models.cache import context_window, ids_read, output_embeddings, vocabulary_size
+from xtok.models.cache import context_window, ids_read, vocabulary_size
 from xtok.models.continues import check_continues, check_rolls_back
 from xtok.models.placement import Placement, best_device
 from xtok.models.probe import traits
-from xtok.models.prompts import leading, reading
+from xtok.models.prompts import reading, special_ids
 from xtok.models.quantized import check_rows
 from xtok.models.roles import DraftModel, Target
 
@@ -51,7 +51,7 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
     if isinstance(source, (str, PathLike)):
         with _loading(source, role):
             config = _checked(source, role)
-            _check_weights(_weights(source, config), source, role)
+            _check_weights(source, config, role)
             tokenizer = _tokenizer(source, role)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -62,7 +62,11 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
                 output_loading_info=True,
             )
             model, found = loaded
-            _check_complete(source, role, sorted(found["missing_keys"]))
+            if missing := sorted(found["missing_keys"]):  # which transformers makes up at random
+                raise InvalidInputError(
+                    f"The {role} {source} lacks {len(missing)} of its weights, {missing[0]} among them. "
+                    "Load it with a causal language model's weights, or save it again."
+                )
             if place.device_map is None:
                 _move(model, place.device or beside or best_device(), source, role)
             return model, tokenizer
@@ -104,7 +108,7 @@ def load_without_weights(source: str, role: str) -> Described:
 
 def parameters(model: Any) -> int:
     """How many a forward reads: all but the rows that ids are looked up in. Of a mixture of experts, all are counted."""
-    rows, head = model.get_input_embeddings().weight, output_embeddings(model)
+    rows, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     whole = sum(int(weight.numel()) for weight in model.parameters())
     return whole if head is not None and head.weight is rows else whole - int(rows.numel())
 
@@ -147,7 +151,7 @@ def draft_model(source: Any, place: Placement = DEFAULT, beside: torch.device | 
     model, vocabulary = _loaded(source, "draft", place, beside)
     _ = vocabulary.encoder  # refused here if it can't be had, and not in the first text
     with reading(vocabulary.tokenizer):
-        return DraftModel(model, vocabulary, tuple(leading(vocabulary.tokenizer)))
+        return DraftModel(model, vocabulary, tuple(special_ids(vocabulary.tokenizer)[0]))
 
 
 def _loaded(source: Any, role: str, place: Placement, beside: torch.device | None) -> tuple[PreTrainedModel, Vocabulary]:
@@ -211,60 +215,48 @@ def _checked(source: str | PathLike[str], role: str) -> Any:
     """The configuration of a source. Refuses what transformers would refuse less plainly, or open."""
     if not str(source).strip():
         raise InvalidInputError(f"The {role} has an empty name. Pass a hub id, or the path of a saved model.")
-    looks_like_a_path = isinstance(source, PathLike) or source.startswith(("/", ".", "~")) or source.count("/") > 1
-    if looks_like_a_path and not Path(source).exists():
-        raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")
     folder = Path(source)
+    looks_like_a_path = isinstance(source, PathLike) or source.startswith(("/", ".", "~")) or source.count("/") > 1
+    if looks_like_a_path and not folder.exists():
+        raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")
     if folder.is_file():
         raise InvalidInputError(f"The {role} {source} is a file. Pass the folder that it is in; for heads, HeadsDrafter(file).")
     if folder.is_dir() and not (folder / CONFIG_NAME).is_file():
         raise InvalidInputError(
             f"The {role} {source} holds no model: there is no {CONFIG_NAME}. Pass the folder that a model was saved to."
         )
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config: Any = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source} is an encoder-decoder model. Use a decoder-only model as {role}.")
     return config
 
 
-def _check_complete(source: str | PathLike[str], role: str, missing: list[str]) -> None:
-    """Raises `InvalidInputError` where weights are missing: transformers makes them up at random."""
-    if missing:
-        raise InvalidInputError(
-            f"The {role} {source} lacks {len(missing)} of its weights, {missing[0]} among them. "
-            "Load it with a causal language model's weights, or save it again."
-        )
-
-
-def _weights(source: str | PathLike[str], config: Any) -> list[Path]:
-    """The files that transformers takes the weights from, as far as they can be had."""
+def _check_weights(source: str | PathLike[str], config: Any, role: str) -> None:
+    """Raises `InvalidInputError` if a folder holds no weights, and what `_check_plain` raises."""
     named = getattr(config, "transformers_weights", None)
     names = [named] if named else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
-    first = next((file for name in names if (file := _file(source, name))), None)
-    if first is None or first.suffix != ".json":
-        return [first] if first else []
-    shards = sorted(set(json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()))
-    return [file for shard in shards if (file := _file(source, shard))]
-
-
-def _file(source: str | PathLike[str], name: str) -> Path | None:
-    """A file of a source, fetched where it lies on a hub; None where there is none."""
-    try:
-        found = cached_file(source, name)
-    except OSError:
-        return None
-    return None if found is None else Path(found)
-
-
-def _check_weights(files: list[Path], source: str | PathLike[str], role: str) -> None:
-    """Raises `InvalidInputError` where a folder holds no weights, and what `_check_plain` raises."""
-    if not files and Path(source).is_dir() and not (Path(source) / "adapter_config.json").exists():
+    first = next((file for name in names if (file := _file(source, name))), None)  # as transformers chooses it
+    files = [first]
+    if first is not None and first.suffix == ".json":
+        shards = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [_file(source, shard) for shard in sorted(set(shards))]
+    if not any(files) and Path(source).is_dir() and not (Path(source) / "adapter_config.json").exists():
         raise InvalidInputError(
             f"The {role} {source} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}. "
             "Pass the folder that a model was saved to."
         )
     for file in files:
-        _check_plain(file, source, role)
+        if file is not None:
+            _check_plain(file, source, role)
+
+
+def _file(source: str | PathLike[str], name: str) -> Path | None:
+    """A file of a source, fetched if it is on a hub; None if there is none."""
+    try:
+        found = cached_file(source, name)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
 
 
 def _tokenizer(source: str | PathLike[str], role: str) -> Any:

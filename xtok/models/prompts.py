@@ -55,12 +55,7 @@ def reading(tokenizer: Any) -> Iterator[None]:
                 backend.enable_padding(**padding)
 
 
-def leading(tokenizer: Any) -> list[int]:
-    """The special ids that a tokenizer puts in front of a text."""
-    return _around(tokenizer)[0]
-
-
-def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+def special_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The special ids that a tokenizer puts before and after a text."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     ids, mask = list(encoded["input_ids"]), list(encoded["special_tokens_mask"])
@@ -76,28 +71,31 @@ def prompt_ids(
     template: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """A target's ids for a prompt: ids are taken as they are; a text gets its tokenizer's leading special tokens, never a
-    trailing end of text, and no second beginning where it went through a chat template.
+    trailing end of text, and no second beginning if it went through a chat template.
 
-    `split_special_tokens` is None where the tokenizer's own setting counts. `template`: arguments of a chat's template.
+    `split_special_tokens`: None for the tokenizer's own setting. `template`: arguments of a chat's template.
     Raises `InvalidInputError` for a prompt that is none of these or has no ids, and for arguments that don't fit it.
     """
-    _check_asked(prompt, split_special_tokens, template or {})
+    template = template or {}
+    _check_arguments(prompt, split_special_tokens, template)
     if is_ids(prompt):
         return _given_ids(prompt)
-    for text in [value for message in prompt for value in message.values()] if is_chat(prompt) else [prompt]:
-        _check_encodable(text)
-    ids = (
-        _chat_of_target(tokenizer, prompt, template or {})
-        if is_chat(prompt)
-        else _read(tokenizer, prompt, split_special_tokens)
-    )
+    if is_chat(prompt):
+        ids = _chat_of_target(tokenizer, prompt, template)
+    elif isinstance(prompt, str):
+        ids = _text_ids(tokenizer, prompt, split_special_tokens)
+    else:
+        raise InvalidInputError(
+            f"A prompt is {type(prompt).__name__}. Pass a text, a list of messages (role, content), token ids, a tokenizer's "
+            "encoding, or a list of those."
+        )
     ids = ids or [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
     if not ids:
         raise InvalidInputError(f"The prompt {prompt!r} has no ids, and the target has no token to begin with. Pass a text.")
     return ids
 
 
-def _check_asked(prompt: Any, split_special_tokens: Any, template: Mapping[str, Any]) -> None:
+def _check_arguments(prompt: Any, split_special_tokens: Any, template: Mapping[str, Any]) -> None:
     """Raises `InvalidInputError` for settings that make no sense, or are of another kind of prompt."""
     if not isinstance(split_special_tokens, bool | None):
         raise InvalidInputError(f"split_special_tokens is {split_special_tokens!r}; it must be True, False or None.")
@@ -114,16 +112,7 @@ def read_prompt(tokenizer: Any, prompt: Any, arguments: dict[str, Any]) -> tuple
     """The ids of a prompt; the prompt itself, None if it is ids; and the arguments of a chat's template, which are taken out of
     those of the call, as `split_special_tokens` is. Raises `InvalidInputError` for what is no prompt.
     """
-    template, splits = template_arguments(arguments), arguments.pop("split_special_tokens", None)
-    if isinstance(prompt, KnownPrompt):
-        return prompt.ids, prompt.prompt, template
-    ids = prompt_ids(tokenizer, prompt, splits, template)
-    return ids, None if is_ids(prompt) else prompt, template
-
-
-def template_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take the arguments of a chat's template out of those of a call. Raises `InvalidInputError` for what is none."""
-    given = arguments.pop("chat_template_kwargs", None)
+    given, splits = arguments.pop("chat_template_kwargs", None), arguments.pop("split_special_tokens", None)
     if not (given is None or (isinstance(given, Mapping) and all(isinstance(name, str) for name in given))):
         raise InvalidInputError(
             f"chat_template_kwargs is {given!r}; give names and values, such as {{'enable_thinking': False}}."
@@ -131,20 +120,17 @@ def template_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in _DECIDED & set(given or {}):
         raise InvalidInputError(f"{name} can't be set in chat_template_kwargs: xtok reads chats as ids. Leave it out.")
     named = {name: arguments.pop(name, None) for name in _OF_CHATS}
-    return {**(given or {}), **{name: value for name, value in named.items() if value is not None}}
-
-
-def _read(tokenizer: Any, prompt: Any, split_special_tokens: bool | None) -> list[int]:
-    if not isinstance(prompt, str):
-        raise InvalidInputError(
-            f"A prompt is {type(prompt).__name__}. Pass a text, a list of messages (role, content), token ids, a tokenizer's "
-            "encoding, or a list of those."
-        )
-    return _text_ids(tokenizer, prompt, split_special_tokens)
+    template = {**(given or {}), **{name: value for name, value in named.items() if value is not None}}
+    if isinstance(prompt, KnownPrompt):
+        return prompt.ids, prompt.prompt, template
+    ids = prompt_ids(tokenizer, prompt, splits, template)
+    return ids, None if is_ids(prompt) else prompt, template
 
 
 def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> list[int]:
     for number, message in enumerate(chat, start=1):
+        for text in message.values():
+            _check_encodable(text)
         if not isinstance(message.get("role"), str):
             raise InvalidInputError(
                 f"Message {number} of the chat has no role, only {', '.join(map(repr, message)) or 'nothing'}. "
@@ -199,10 +185,12 @@ def _given_ids(prompt: Any) -> list[int]:
 def _row(given: Any) -> list[int]:
     """The whole numbers of a list, or of a tensor of shape (n,) or (1, n)."""
     row = given.tolist() if hasattr(given, "tolist") else list(given)
-    rows = len(row) if isinstance(row, list) and row and _is_list(row[0]) else 1
-    if rows > 1:
-        raise InvalidInputError(f"The prompt holds the ids of {rows} texts. Pass a list of prompts, each with ids of its own.")
-    row = row[0] if isinstance(row, list) and row and _is_list(row[0]) else row
+    if isinstance(row, list) and row and _is_list(row[0]):
+        if len(row) > 1:
+            raise InvalidInputError(
+                f"The prompt holds the ids of {len(row)} texts. Pass a list of prompts, each with ids of its own."
+            )
+        row = row[0]
     wrong = [row] if not isinstance(row, list) else [one for one in row if not (_is_id(one) and -(1 << 63) <= one < 1 << 63)]
     if wrong:
         raise InvalidInputError(f"The prompt's ids hold {wrong[0]!r}. Give whole numbers, as a list or a tensor of shape (n,).")
@@ -223,9 +211,10 @@ def _check_encodable(text: Any) -> None:
 
 
 def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> list[int]:
+    _check_encodable(text)
     splits = {} if split_special_tokens is None else {"split_special_tokens": split_special_tokens}
     with reading(tokenizer):
-        before, after = _around(tokenizer)
+        before, after = special_ids(tokenizer)
         ids = list(tokenizer(text, add_special_tokens=False, **splits)["input_ids"])
     has_own = getattr(tokenizer, "chat_template", None) is not None and ids[: len(before)] == before
     ids = ids if has_own else [*before, *ids]
@@ -253,7 +242,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def chat_ids(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> list[int] | None:
-    """A chat in a tokenizer's own template; None where it has none. Raises whatever the template raises."""
+    """A chat in a tokenizer's own template; None if it has none. Raises whatever the template raises."""
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template:
         return None
     begins = {"add_generation_prompt": not template.get("continue_final_message", False)}

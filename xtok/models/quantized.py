@@ -38,9 +38,8 @@ class Quantized(NamedTuple):
     """What the quantised layers of a model do.
 
     `mixing`: the class of a linear layer whose rows depend on one another by more than rounding; None if there is none.
-    `rounds_input`: whether a layer rounds its input as half precision does, or more coarsely, whatever dtype it takes and gives:
-    because it computes in half precision, or because it quantises activations. There a difference in the last bit of float32
-    may become one that changes picks.
+    `rounds_input`: whether a layer rounds its input as half precision does, or more coarsely, whatever its dtype: because it
+    computes in half precision, or quantises activations. There a difference in the last bit of float32 may change picks.
     """
 
     mixing: str | None
