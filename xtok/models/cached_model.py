@@ -32,13 +32,11 @@ class CachedModel(Slot):
 
     Law: after each call but `branch` the cache holds exactly the positions of `ids[:length]`, where `ids` is what was forwarded
     and kept. The nodes of a tree follow those until `keep` or `roll_back` ends it.
-    `inputs` are further inputs of the model for the prompt (attention mask, positions); they are continued for new positions as
-    transformers' own generation continues them.
+    `inputs`: further inputs of the model for the prompt (attention mask, positions), which transformers continues for new ids.
     `hidden`, with `shows_hidden`: the last hidden states, (rows, hidden size), of the rows that the latest `forward` or
     `branch` gave logits of.
-    `prompt`: ids, (1, length), int64, padding included, and the configuration that the first of all forwards is to be the
-    prefill of.
-    As a `Slot` it has forward passes of its own.
+    `prompt`: ids, (1, length), int64, padding included, and the generation's configuration: the first forward pass is its
+    prefill.
     """
 
     def __init__(
@@ -156,12 +154,12 @@ class CachedModel(Slot):
         path = [*range(self._lead), *(node + self._lead for node in path)]
         size = len(self._parents)
         self._parents, self._lead = [], 0
-        if list(path) != list(range(len(path))):
+        if path != list(range(len(path))):
             kept = torch.tensor(path, dtype=torch.int64, device=self.device)
             for layer in layers_of(self.cache):
-                if layer.is_initialized:
-                    _move_to_front(layer.keys[..., -size:, :], kept.to(layer.keys.device))
-                    _move_to_front(layer.values[..., -size:, :], kept.to(layer.values.device))
+                for states in (layer.keys, layer.values) if layer.is_initialized else ():
+                    nodes = states[..., -size:, :]  # (1, heads, nodes, size)
+                    nodes[..., : len(path), :] = nodes[..., kept.to(nodes.device), :]
         self._crop(size - len(path))
 
     def _prepared(self, ids: Tensor) -> dict[str, Any]:
@@ -247,11 +245,3 @@ class CachedModel(Slot):
         """Whether some layer's window has moved past positions that a deeper roll-back would need again."""
         layers = (layer for layer in layers_of(self.cache) if getattr(layer, "is_sliding", False))
         return any(layer.get_seq_length() >= layer.sliding_window for layer in layers)
-
-
-def _move_to_front(states: Tensor, kept: Tensor) -> None:
-    """Move some positions of a layer's keys or values, (1, heads, positions, size), to the front, in place.
-
-    `kept`: those positions, (kept,), int64.
-    """
-    states[..., : len(kept), :] = states[..., kept, :]

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -33,18 +32,17 @@ def cached_model(
 ) -> CachedModel:
     """`model` with its KV cache. `snapshots`: how many earlier states of recurrent layers are kept, to return to."""
     if any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
-        return RecurrentModel(model, cache, inputs, shows_hidden=shows_hidden, snapshots=snapshots, prompt=prompt)
+        return RecurrentModel(model, cache, inputs, snapshots=snapshots, shows_hidden=shows_hidden, prompt=prompt)
     return CachedModel(model, cache, inputs, shows_hidden=shows_hidden, prompt=prompt)
 
 
 def lift_step_limits(model: PreTrainedModel) -> None:
     """Let `model` compute several ids as it computes one, within `without_step_limits`.
 
-    transformers' Mamba-2 layers keep the time steps of several ids within `time_step_limit`, and that of one id after a state
-    not (`selective_state_update` has no limits). Generation reads a prompt the one way and goes on the other way, so that is
-    how guesses are to be checked. The layers' classes are given a `time_step_limit` that looks whether limits are lifted; the
-    model itself stays as it is, so nothing can be out of date when its weights or hooks change, and other threads see its
-    limits.
+    transformers' Mamba-2 layers keep the time steps of several ids within `time_step_limit`, but not that of one id after a
+    state (`selective_state_update` has no limits). Generation goes on by one id at a time, so guesses are checked that way. The
+    layers' classes get a `time_step_limit` that looks whether limits are lifted; the model itself stays as it is, and other
+    threads see its limits.
     """
     for kind in {type(module) for module in model.modules() if not _has_no_limits(module)}:
         if not isinstance(vars(kind).get(_LIMIT), _StepLimit):
@@ -88,14 +86,6 @@ def _has_no_limits(module: Any) -> bool:
     return bool(least <= 0 and most == inf)
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """The states of all recurrent layers when the cache held `length` positions."""
-
-    length: int
-    states: list[dict[str, Any]]
-
-
 class RecurrentModel(CachedModel):
     """A causal LM with recurrent layers, for chains of guesses.
 
@@ -103,21 +93,13 @@ class RecurrentModel(CachedModel):
     forwarded again, together with what comes next, so that most rounds cost one forward all the same.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: Cache,
-        inputs: dict[str, Any] | None,
-        *,
-        shows_hidden: bool,
-        snapshots: int,
-        prompt: tuple[Tensor, Any] | None,
-    ) -> None:
-        super().__init__(model, cache, inputs, shows_hidden=shows_hidden, prompt=prompt)
-        lift_step_limits(model)
+    def __init__(self, *given: Any, snapshots: int, **more: Any) -> None:
+        """Arguments are those of `CachedModel`, and how many `snapshots` are kept."""
+        super().__init__(*given, **more)
+        lift_step_limits(self._model)
         self._ids = torch.zeros((1, 0), dtype=torch.int64, device=self.device)
         self._most = snapshots
-        self._snapshots: list[_Snapshot] = []
+        self._snapshots: dict[int, list[dict[str, Any]]] = {}  # the states of all layers, by how many positions the cache held
 
     @property
     def length(self) -> int:
@@ -153,7 +135,7 @@ class RecurrentModel(CachedModel):
 
     def start_anew(self) -> None:
         super().start_anew()
-        self._ids, self._snapshots = self._ids[:, :0], []
+        self._ids, self._snapshots = self._ids[:, :0], {}
 
     def _forward_rest(self, rows: int) -> Tensor:
         """Forward all that the cache lacks. Returns the last rows' logits, (rows, vocabulary)."""
@@ -162,9 +144,10 @@ class RecurrentModel(CachedModel):
 
     def _remember(self) -> None:
         """Take a snapshot of states that there is none of."""
-        if self._held and not (self._snapshots and self._snapshots[-1].length == self._held):
-            self._snapshots.append(_Snapshot(self._held, [_states(layer) for layer in self.cache.layers]))
-            del self._snapshots[: -self._most]
+        if self._held and self._held not in self._snapshots:
+            self._snapshots[self._held] = [_states(layer) for layer in self.cache.layers]
+            for oldest in list(self._snapshots)[: -self._most]:
+                del self._snapshots[oldest]
 
     def _forward(self, inputs: dict[str, Any], rows: int) -> Tensor:
         with without_step_limits():
@@ -181,14 +164,14 @@ class RecurrentModel(CachedModel):
     def _return_to_a_snapshot(self) -> None:
         """To the newest that is old enough; to nothing if all are newer, or older than what a window remembers."""
         oldest = self._recorded if self._has_slid() else 0
-        self._snapshots = [one for one in self._snapshots if oldest <= one.length <= self.length]
+        self._snapshots = {held: states for held, states in self._snapshots.items() if oldest <= held <= self.length}
         if not self._snapshots:
             self.cache = new_cache(self._model)
             return
-        snapshot = self._snapshots[-1]
-        for layer, states in zip(self.cache.layers, snapshot.states, strict=True):
+        newest = max(self._snapshots)
+        for layer, states in zip(self.cache.layers, self._snapshots[newest], strict=True):
             vars(layer).update(deepcopy(states))
-        self._crop_attention(self._held - snapshot.length)
+        self._crop_attention(self._held - newest)
 
     def _crop_attention(self, excess: int) -> None:
         for layer in layers_of(self.cache):
