@@ -44,8 +44,8 @@ def cache_folder() -> Path | None:
 
 
 def described(model: PreTrainedModel, state: Sequence[object]) -> str | None:
-    """A digest of all that the bits of a model's forward passes depend on: its configuration, modules and weights, the `state`
-    that it is run in, the machine, and the versions and settings of the libraries. None for a model that runs other code, too.
+    """A digest of all that a model's bits depend on: its configuration and weights, the `state` it is run in, the machine
+    and the libraries. None for a model that runs other code, too.
     """
     if not all(map(_is_known, model.modules())):
         return None

@@ -1,11 +1,12 @@
-"""Batch-invariant forwards: shapes by which an id has the same bits whatever is forwarded with it, found out by trying.
+"""Batch-invariant forward passes: shapes by which an id has the same bits whatever is forwarded with it, found out by trying.
 
-Which bits a sum has depends on the order in which it is added up, and that on the kernels that a matrix's shape selects. So ids
-have the same logits, keys and values in every bit if all forward passes have shapes that were seen to give the same, and as
-many positions of the cache are read for a position, whatever else is forwarded.
+The bits of a sum depend on the order in which it is added up, and that on the kernels that a matrix's shape selects. So ids
+have the same bits if all forward passes have shapes that were seen to give the same, and as many positions of the cache are
+read for a position, whatever else is forwarded.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil, inf
 from threading import Lock, local
@@ -39,11 +40,11 @@ have other bits in half precision, of which only a few differ.
 
 @dataclass
 class _Known:
-    """What was found out about a model as it was: on its device, with so many threads and such kernels.
+    """What was found out about a model in one state: on its device, with so many threads and such kernels.
 
-    `even`: whether a forward pass may have a single query of attention. `fault`: why its bits can't be fixed in that state.
-    `filled`: a cache with some ids in its first row; None until something is tried. `refused`: rows and ids of each that gave
-    other bits for some number of positions. `failed`: what couldn't be tried in this process.
+    `even`: whether a forward pass may have a single query of attention. `fault`: why bits can't be fixed in that state.
+    `filled`: a cache to try with; None until something is tried. `refused`: rows and ids of each that gave other bits for some
+    number of positions. `failed`: what couldn't be tried in this process.
     """
 
     findings: Findings
@@ -60,13 +61,12 @@ class _Known:
 
 
 class StableShapes(Shapes):
-    """The shapes that a model's forward passes are to have. They depend on the model, its device, the number of threads, and
-    what the caller chose for torch's kernels alone.
+    """The shapes that a model's forward passes are to have. They depend on the model and what chooses its kernels alone.
 
     Forward passes over 16 ids of one sequence have the usual bits. Another shape is used once it was seen to give the same.
-    Those of several sequences are tried when they are first wanted; those of one sequence, and the tolerance, when the time
-    that takes is a tenth of what its forward passes took so far. What was found is kept in the user's cache folder. Several
-    threads may use it: what one of them tries, the others do without.
+    Those of several sequences are tried when they are first wanted; those of one sequence, and the tolerance, in a tenth of the
+    time that its forward passes take. What was found is kept in the user's cache folder. Several threads may use it: what one
+    of them tries, the others do without.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -80,8 +80,8 @@ class StableShapes(Shapes):
         self.check()
 
     def check(self) -> None:
-        """Raises `UnsupportedModelError` or `InvalidInputError` if bits can't be fixed as things are now: with so many threads,
-        say. Forward passes then have the usual shape.
+        """Raises `UnsupportedModelError` or `InvalidInputError` if bits can't be fixed now, with so many threads, say. Forward
+        passes then have the usual shape.
         """
         self.refresh()
         if (fault := self._known.fault) is not None:
@@ -109,13 +109,10 @@ class StableShapes(Shapes):
         second: 8 times the largest difference that was seen there; infinity until that is measured.
         """
         known = self._known
-
-        def trial() -> None:
-            known.findings.tolerance = _MARGIN * self._trials.difference(self._filled(known))
-            known.learn()
-
         if known.findings.tolerance is None and known.fault is None and self._may_try():
-            self._during(trial)
+            with self._trying(known) as filled:
+                if filled is not None:
+                    known.findings.tolerance = _MARGIN * self._trials.difference(filled)
         return inf if known.findings.tolerance is None else known.findings.tolerance
 
     def served(self, seconds: float) -> None:
@@ -158,42 +155,36 @@ class StableShapes(Shapes):
         known, shape = self._known, (few, width, seen)
         is_new = shape not in known.findings.agreed and shape not in known.failed
         if is_new and known.fault is None and self._may_try(rows, share):
-            self._try(known, shape)
+            try:
+                with self._trying(known) as filled:
+                    if filled is not None:
+                        known.findings.agreed[shape] = self._trials.agrees(filled, *shape)
+            except torch.OutOfMemoryError:  # there may be room another time
+                pass
+            except Exception:  # the model has no positions there, say, or memory is short: not for good, as far as is known
+                known.failed.add(shape)
         return known.findings.agreed.get(shape, False)
-
-    def _try(self, known: _Known, shape: tuple[int, int, int]) -> None:
-        """Find out whether a shape gives the usual bits, unless another thread is trying something."""
-
-        def trial() -> None:
-            known.findings.agreed[shape] = self._trials.agrees(self._filled(known), *shape)
-            known.learn()
-
-        try:
-            self._during(trial)
-        except torch.OutOfMemoryError:  # there may be room another time
-            return
-        except Exception:  # the model has no positions there, say, or memory is short: not for good, as far as is known
-            known.failed.add(shape)
 
     def _may_try(self, rows: int = 1, share: float = 1.0) -> bool:
         """Whether to try something now. Several sequences do without a shape only by forward passes of their own."""
         return rows > 1 or self._spent <= share * _SHARE * self._served
 
-    def _during(self, trial: Callable[[], None]) -> None:
-        """Try something and count its time, unless another thread is at it."""
+    @contextmanager
+    def _trying(self, known: _Known) -> Iterator[SharedCache | None]:
+        """Count the time of a trial, and keep what it gave. Yields what to try with, or None if another thread is at it."""
         if not self._lock.acquire(blocking=False):
+            yield None
             return
         start = perf_counter()
         try:
-            trial()
+            yield self._filled(known)
+            known.learn()
         finally:
             self._spent += perf_counter() - start
             self._lock.release()
 
     def _find(self, state: tuple[Any, ...]) -> _Known:
-        """What other processes found out; or else try whether ids have the bits at once that they have in parts or before a
-        branch.
-        """
+        """What other processes found out, or whether ids have the bits at once that they have in parts or before a branch."""
         device, _, attention, *_ = state
         even = attention == "sdpa"  # others get as few queries as there are
         known = _Known(Findings(described(self._model, state)), even)
