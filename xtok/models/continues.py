@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from xtok.errors import UnsupportedModelError
@@ -45,10 +45,9 @@ _REMEMBERS = (
 def check_continues(model: PreTrainedModel, role: str) -> None:
     """Raises `UnsupportedModelError` unless a text has the same logits forwarded at once, after a cache, and id by id.
 
-    Encoders that are loaded as language models look at what follows, too, so their picks are nobody's own; so do activations
-    that are quantised by the range of a whole forward. Some old models keep no cache. Others keep something in it beside its
-    layers, which isn't taken back (Qwen4 in transformers before 5.23). Each model is tried once, by four ids; one with
-    recurrent layers by six.
+    Encoders that are loaded as language models look at what follows, too, and so do activations that are quantised by the range
+    of a whole forward pass. Some old models keep no cache. Others keep something beside its layers, which isn't taken back
+    (Qwen4 in transformers before 5.23). Each model is tried once, by four ids; one with recurrent layers by six.
     """
     if (context_window(model) or _TRIED) < _TRIED:
         return
@@ -85,9 +84,9 @@ _TRIED = 4
 
 
 class _Trial(NamedTuple):
-    """What a few ids showed. `causal`: the logits of an id stay what they are when more follow. `continues`: a text forwarded
-    in rounds has the logits that it has as a whole, and those of ids one by one. `rolls_back`: the cache can be rolled back
-    once it is filled. `largest`: the mean of the largest magnitudes of logits.
+    """What a few ids showed. `causal`: the logits of an id stay what they are if more follow. `continues`: a text forwarded in
+    rounds has the logits that it has as a whole, and id by id. `rolls_back`: a filled cache can be rolled back. `largest`:
+    the mean of the largest magnitudes of logits.
     """
 
     causal: bool
@@ -100,8 +99,8 @@ class _Trial(NamedTuple):
 def _continues(model: PreTrainedModel) -> _Trial:
     """Forward a few ids in several ways. Raises `FloatingPointError` if logits aren't numbers.
 
-    Recurrent layers compute several ids by another formula than one. Whether both give the same is seen beneath the rounding
-    of half precision, so such models are judged in float32, if their kernels can.
+    Recurrent layers compute several ids by another formula than one, and half precision would hide whether both give the same.
+    So such models are judged in float32, if their kernels can.
     """
     recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in new_cache(model).layers)
     tried = [3, 5, 7, 11, *([13, 17] if recurrent else [])][: context_window(model)]
@@ -135,20 +134,21 @@ def _whole(model: PreTrainedModel, text: Tensor) -> Tensor:
 
 
 def _judged(model: PreTrainedModel, text: Tensor, ids: Tensor, whole: Tensor, *, recurrent: bool) -> tuple[bool, bool, bool]:
-    """What `_continues` tells, by `ids` of the logits, (vocabulary,), bool.
+    """Whether a model is causal, continues and can be rolled back, by `ids` of the logits, (vocabulary,), bool.
 
-    Logits may differ by rounding, which is little beside their span. In the rounds here, two ids are followed by one and a
-    guess that is taken back, and by the others.
+    Logits may differ by rounding, which is little beside their span. The rounds are two ids, then one and a guess that is taken
+    back, then the others.
     """
     cached = cached_model(model, new_cache(model))
     rows = [cached.forward(text[:, :2], rows=1)]
-    steps = _one_by_one(model, deepcopy(cached.cache), text[:, 2:]) if recurrent else None
+    alone = CachedModel(model, deepcopy(cached.cache)) if recurrent else None
+    steps = [alone.forward(one, rows=1) for one in torch.split(text[:, 2:], 1, dim=1)] if alone else []
     rows.append(cached.branch(text[:, [2, 0]], parents=(-1, 0))[:1])
     cached.keep([0])
     rows.append(cached.forward(text[:, 3:], rows=text.shape[1] - 3))
     whole, rounds = whole[:, ids].float(), torch.cat(rows)[:, ids].float()
     span, errors = whole.max() - whole.min(), (whole - rounds).abs().amax(dim=1)
-    step_error = (rounds[1:] - steps[:, ids].float()).abs().max() if steps is not None else torch.zeros_like(span)
+    step_error = (rounds[1:] - torch.cat(steps)[:, ids].float()).abs().max() if steps else torch.zeros_like(span)
     allowed, allowed_step = span * rounding(model.dtype), span * _formula_error(model)
     if bool((errors > allowed).any() | (step_error > allowed_step)) and quantized(model).rounds_input:
         allowed = allowed_step = span * rounding(torch.bfloat16)
@@ -156,17 +156,11 @@ def _judged(model: PreTrainedModel, text: Tensor, ids: Tensor, whole: Tensor, *,
     return bool(errors[0] <= allowed), continues, rolls_back(cached.cache)
 
 
-def _one_by_one(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
-    """The logits of `ids`, (1, length), after a cache, by a forward pass of each: (length, vocabulary)."""
-    alone = CachedModel(model, cache)
-    return torch.cat([alone.forward(one, rows=1) for one in torch.split(ids, 1, dim=1)])
-
-
 def _formula_error(model: PreTrainedModel) -> float:
     """How far the same formula may differ beside the span of logits, by the order in which it adds up.
 
-    In float32 at most 2e-6 in tiny models of ten kinds, and 8e-6 in one of 135 M with attention; 1e-3 in most of those whose
-    several ids start from an empty state. An accelerator may round the inputs of products and convolutions to ten bits.
+    In float32 2e-6 at most in tiny models of ten kinds, and 8e-6 in one of 135 M with attention. Another formula differs by 1e-3
+    in most. An accelerator may round the inputs of products and convolutions to ten bits.
     """
     if model.dtype in HALF:
         return rounding(model.dtype)

@@ -1,7 +1,6 @@
 """What a model can do, found out by trying."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -21,27 +20,20 @@ _SHARED = 8
 """How many positions shared forward passes are tried with."""
 
 
-class _Trial(NamedTuple):
-    """What forward passes of several branches and of several sequences were found to give: see `Traits`."""
-
-    branches: bool
-    shares: bool
-    position_bytes: int | None
-
-
-def _try_sharing(model: PreTrainedModel) -> _Trial:
+def _try_sharing(model: PreTrainedModel) -> tuple[bool, int | None]:
+    """Whether a forward pass of several branches gives what it should; and how many bytes a position takes in a shared cache,
+    None if a forward pass of several sequences doesn't.
+    """
     known = read(model)
     branches = known.is_plain and _sees_by_positions(model) and _branches_as_it_should(model)
     turns = known.longrope_boundary is not None or known.dynamic_boundary is not None  # by the longest sequence of a forward
     short = (known.window or _SHARED) < _SHARED
-    size = _shared_position_bytes(model) if branches and not (turns or short or model.config.model_type in _UNLIKE) else None
-    return _Trial(branches, size is not None, size)
+    shares = branches and not (turns or short or model.config.model_type in _UNLIKE)
+    return branches, _shared_position_bytes(model) if shares else None
 
 
 def _sees_by_positions(model: PreTrainedModel) -> bool:
-    """Whether no layer sees a part of the context by the order of its keys. Such layers are known by name: no short context
-    would betray them.
-    """
+    """Whether no layer sees a part of the context by the order of its keys: known by name, for no short context shows it."""
     config = model.config.get_text_config(decoder=True)
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
     return kinds <= {"full_attention", "sliding_attention", "global"}
@@ -49,9 +41,8 @@ def _sees_by_positions(model: PreTrainedModel) -> bool:
 
 @within(Modes())
 def _branches_as_it_should(model: PreTrainedModel) -> bool:
-    """Whether a node after another branch has the logits that it has in a chain of its own.
-
-    They may differ by rounding, which is little beside what it would change if the node saw the other branch, too.
+    """Whether a node after another branch has the logits that it has in a chain of its own, but for rounding, which is little
+    beside what it would change if the node saw the other branch, too.
     """
     cached = cached_model(model, new_cache(model))
     first, other, *rest = (
@@ -72,28 +63,21 @@ def _branches_as_it_should(model: PreTrainedModel) -> bool:
 
 @within(Modes())
 def _shared_position_bytes(model: PreTrainedModel) -> int | None:
-    """How many bytes a position takes in a shared cache; None unless sequences of unlike lengths have the logits in shared
-    forward passes that each has alone.
+    """How many bytes a position takes in a shared cache; None unless two sequences have the logits in shared forward passes
+    that each has alone.
 
-    One of them has a tree, of which a later branch is kept. What is off by less than it would be if the texts were each
-    other's is rounding.
+    They have unlike lengths, and one has a tree, of which a later branch is kept. Differences below those between the two
+    are rounding.
     """
     try:
         long, short = (slots := SharedCache(model)).join(), slots.join()
         texts = {long: [3, 5, 7, 11, 13, 17], short: [2, 5]}
-        for asks in (
-            [Ask(long, _ids(model, texts[long][:3]), 1), Ask(short, _ids(model, texts[short][:1]), 1)],
-            [Ask(long, _ids(model, [19, *texts[long][3:5]]), 3, (-1, -1, 1))],
-        ):
-            slots.serve(asks)
+        slots.serve([Ask(long, _ids(model, texts[long][:3]), 1), Ask(short, _ids(model, texts[short][:1]), 1)])
+        slots.serve([Ask(long, _ids(model, [19, *texts[long][3:5]]), 3, (-1, -1, 1))])
         long.keep([1, 2])
         answers = slots.serve([Ask(long, _ids(model, texts[long][5:]), 1), Ask(short, _ids(model, texts[short][1:]), 1)])
-        alone = [
-            cached_model(model, new_cache(model)).forward(
-                torch.tensor([_ids(model, text)], dtype=torch.int64, device=slots.device), 1
-            )
-            for text in texts.values()
-        ]
+        whole = (torch.tensor([_ids(model, text)], dtype=torch.int64, device=slots.device) for text in texts.values())
+        alone = [cached_model(model, new_cache(model)).forward(text, 1) for text in whole]
     except Exception:  # a model says in many ways that it takes no such mask or cache
         return None
     errors = [(answer.logits - one).abs().max() for answer, one in zip(answers, alone, strict=True)]
@@ -109,12 +93,13 @@ _TRIED = Verdicts(_try_sharing, attention_of)
 
 
 def _found(model: PreTrainedModel) -> Traits:
-    tried = _TRIED(model)._asdict()
+    branches, size = _TRIED(model)
     try:
         rounds = quantized(model).rounds_input
     except Exception:  # nobody can say, and then picks aren't called exact
         rounds = True
-    return replace(read(model), **tried, rounds_input=rounds, largest_logit=largest_logit(model))
+    largest = largest_logit(model)
+    return replace(read(model), branches=branches, position_bytes=size, rounds_input=rounds, largest_logit=largest)
 
 
 traits = Verdicts(_found, settings_of)

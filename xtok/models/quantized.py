@@ -47,8 +47,8 @@ class Quantized(NamedTuple):
 
 
 def _try_layers(model: PreTrainedModel) -> Quantized:
-    """Forward a model once, if it has layers that aren't plain. Each of them forwards a few rows alone, and again with a row of
-    outliers; and values that half precision would round away.
+    """Forward a model once, if it has layers that aren't plain. Each of those forwards a few rows alone and beside outliers, and
+    values that half precision would round away.
     """
     layers = [layer for layer in _linear_layers(model) if not _is_plain(layer)]
     mixing, rounding = list[str](), list[bool]()
@@ -108,7 +108,7 @@ def _is_plain(layer: nn.Module) -> bool:
 def _forward(model: PreTrainedModel, layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor, Tensor], None]) -> Tensor:
     """Forward a few ids, and call `see` with each of some layers, its input and its output. Returns the last logits.
 
-    `see` may call the layer. A compiled model is run as it was before: compiled code may lack the hooks, or keep them.
+    A compiled model is run uncompiled: compiled code may lack the hooks, or keep them.
     """
     seen = set[nn.Module]()
 
@@ -147,14 +147,13 @@ _LARGE, _OUTLIER = 3.0, 1e4
 def _rows(size: int) -> tuple[Tensor, Tensor]:
     """Rows that 8 bits represent badly, (3, size), and a row of outliers, (1, size).
 
-    Two rows have a single large value; the others are just below half a step of a symmetric range, and of the finer one that
-    an asymmetric range has. The last is drawn at random.
+    Two rows have one large value and others just below half a step, of a symmetric range and of the finer asymmetric one. The
+    last is drawn at random.
     """
     random = torch.Generator("cpu").manual_seed(0)
     signs = torch.randint(2, (4, size), generator=random, dtype=torch.float32, device="cpu") * 2 - 1
     rows = signs[:3] * torch.tensor([[0.49 / 127], [0.49 / 255], [0.0]], dtype=torch.float32, device="cpu") * _LARGE
     rows[0, 0], rows[1, -1] = _LARGE, -_LARGE
-    rows[2] = (
-        torch.nn.functional.normalize(torch.randn(size, generator=random, dtype=torch.float32, device="cpu"), dim=0) * _LARGE
-    )
+    drawn = torch.randn(size, generator=random, dtype=torch.float32, device="cpu")
+    rows[2] = torch.nn.functional.normalize(drawn, dim=0) * _LARGE
     return rows, signs[3:] * _OUTLIER

@@ -17,8 +17,8 @@ _ATTENTION = ("eager", "sdpa")
 def in_single(model: PreTrainedModel) -> PreTrainedModel:
     """`model` with weights that are converted to float32 whenever they are read: one of them at a time takes memory.
 
-    What it computes is free of the rounding of half precision, so that it shows by which formula a model computes. Its modules
-    are new ones, with hooks and attributes of `model`'s, which stays as it is. Quantised weights aren't converted.
+    Without the rounding of half precision it shows by which formula a model computes. Its modules are new ones with the hooks
+    and attributes of `model`'s, which stays as it is. Quantised weights aren't converted.
     Raises `ValueError` if a module's forward was replaced by what can't be called for another module.
     """
     modules = list(model.modules())

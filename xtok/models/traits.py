@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import (
@@ -28,8 +28,7 @@ from xtok.models.single import HALF
 T = TypeVar("T")
 _ROUNDINGS = {True: 4, False: 128}
 """By how many roundings of the largest logit the gap of two ids may change between forward passes over one row and over many,
-in half precision and above: an estimate. In SmolLM2 135M it was 2.0 in bfloat16, 2.8 in float16 and 65 in float32 at most, of
-864 gaps each; 0.6 and 5 on the average.
+in half precision and above: an estimate. In SmolLM2 135M it was 2.0 in bfloat16, 2.8 in float16 and 65 in float32 at most.
 """
 _REMEDY = f"Leave {CACHE} out, or use DynamicCache(config=model.config)."
 _ATTENTION = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer")
@@ -48,12 +47,11 @@ class Traits:
     `longrope_boundary`, `dynamic_boundary`: the positions from which its rotary embeddings depend on a sequence's length.
 
     `layers`: for each layer of its KV cache, of how many positions it sees the last, None for all; `windows`: the same by the
-    names that the model has for kinds of layers. `is_plain`: whether all layers are attention; `is_recurrent`: whether one
-    of them has a state that can't be taken back position by position.
+    names that the model has for kinds of layers. `is_plain`: whether all layers are attention.
 
-    What is tried: `branches`: whether one forward pass can continue several branches of a tree. `shares`: whether sequences can
-    share its forward passes; `position_bytes`: how many bytes of a shared cache a position then takes. `rounds_input`: whether
-    quantised layers round their input as coarsely as half precision. `largest_logit`: the mean of the largest magnitudes.
+    What is tried: `branches`: whether one forward pass can continue several branches of a tree. `position_bytes`: how many
+    bytes a position takes in a shared cache; None if sequences can't share forward passes. `rounds_input`: whether quantised
+    layers round their input as half precision does, or more coarsely. `largest_logit`: the mean of the largest magnitudes.
     """
 
     name: str
@@ -69,18 +67,19 @@ class Traits:
     layers: tuple[int | None, ...]
     windows: dict[str, int | None]
     is_plain: bool
-    is_recurrent: bool
     branches: bool = False
-    shares: bool = False
     position_bytes: int | None = None
     rounds_input: bool = False
     largest_logit: float = 0.0
 
     @property
+    def shares(self) -> bool:
+        """Whether sequences can share its forward passes."""
+        return self.position_bytes is not None
+
+    @property
     def computes_in_half(self) -> bool:
-        """Whether some of what the model computes now is in half precision: by its weights, by autocast, or because quantised
-        layers round their input as coarsely.
-        """
+        """Whether the model computes in half precision now: by its weights, by autocast, or in quantised layers."""
         casts = torch.float32 in self.dtypes and torch.is_autocast_enabled(self.device.type)  # which leaves float64 as it is
         return casts or self.rounds_input or not self.dtypes.isdisjoint(HALF)
 
@@ -88,10 +87,8 @@ class Traits:
         """How near a tie, in logits, two ids are likely to be if forward passes of another shape change which one is better: an
         estimate. 0 for a model that wasn't tried. `half`: whether it computes in half precision.
         """
-        if half:
-            dtype = self.dtype if self.dtype in HALF else torch.bfloat16  # by autocast, or within quantised layers
-        else:
-            dtype = self.dtype if self.dtype == torch.float64 else torch.float32
+        kinds = HALF if half else (torch.float32, torch.float64)
+        dtype = self.dtype if self.dtype in kinds else kinds[0]  # by autocast, or within quantised layers
         return _ROUNDINGS[half] * float(torch.finfo(dtype).eps) * self.largest_logit
 
     def check_cache(self, cache: Cache | None) -> None:
@@ -140,7 +137,6 @@ def read(model: PreTrainedModel) -> Traits:
         layers=layers,
         windows=dict(zip(layer_kinds(model), layers, strict=False)),
         is_plain=all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers),
-        is_recurrent=any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers),
     )
 
 
@@ -166,8 +162,7 @@ class Verdicts(Generic[T]):
 
 
 def _parts(model: PreTrainedModel) -> tuple[Any, ...]:
-    """The modules, weights and buffers of a model. They are others after a layer or weight was replaced or converted to another
-    dtype.
+    """The modules, weights and buffers of a model: others after one was replaced or converted to another dtype.
 
     Weights that are fetched for each forward pass are new objects after each, on no device.
     """
@@ -179,9 +174,7 @@ def _parts(model: PreTrainedModel) -> tuple[Any, ...]:
         for name, weight in module._parameters.items():
             if weight is not None:
                 weights.append((name, weight.dtype, tuple(weight.shape) if weight.is_meta else id(weight)))
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                dtypes.append(buffer.dtype)
+        dtypes += [buffer.dtype for buffer in module._buffers.values() if buffer is not None]
         for child in module._modules.values():
             if child not in seen:
                 seen.add(child)
@@ -209,8 +202,8 @@ def layer_windows(cache: Cache) -> list[int | None]:
 def rolls_back(cache: Cache) -> bool:
     """Whether positions can be taken back from `cache`: a window's or a recurrent layer's by what is remembered of them.
 
-    Layers of unknown kinds forget in ways of their own. Some layer has to know how many positions were forwarded. What a model
-    keeps beside the layers isn't taken back.
+    Layers of unknown kinds may forget. Some layer has to know how many positions were forwarded. What a model keeps beside the
+    layers isn't taken back.
     """
     if any(isinstance(kept, Tensor) for kept in vars(cache).values()):
         return False
