@@ -13,9 +13,9 @@ class Continuation:
     """Encodes guessed bytes as the target's ids that follow committed ids. Each sequence has its own.
 
     Law: `view.to_bytes(ids)` is a beginning of the guess, or of the guess as the target's tokenizer normalises it. The
-    committed ids are never re-encoded. The last few of them are encoded together with the guess, to see where the text would be
-    cut; if no cut falls on their end, the guess is encoded by itself. A model doesn't always cut a text as its tokenizer does,
-    least of all when it repeats itself. So if the same bytes followed the same id before, they are cut as they were then.
+    committed ids are never re-encoded. The last few are encoded together with the guess, to see where the text would be cut; if
+    no cut falls on their end, the guess is encoded by itself. A model doesn't always cut a text as its tokenizer does, least of
+    all when it repeats itself. So bytes that followed the same id before are cut as they were then.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -42,15 +42,9 @@ class Continuation:
             token = canonical[0] if own is None else own
             canonical = canonical[1:] if canonical[:1] == [token] else []
             found.append(token)
-            guess = self._rest_after(guess, token)
+            piece = self._view[token] or b""  # if the tokenizer rewrote the text, its ids are taken as they are
+            guess = guess[len(piece) :] if piece and guess.startswith(piece) else b""
         return [*found, *canonical]
-
-    def _rest_after(self, guess: bytes, token: int) -> bytes:
-        """What is left of the guess after `token`; nothing if the tokenizer rewrote the text: then its ids are taken as they
-        are.
-        """
-        piece = self._view[token] or b""
-        return guess[len(piece) :] if piece and guess.startswith(piece) else b""
 
     def _learn(self, committed: Sequence[int]) -> None:
         """Remember which ids followed each id, the latest last. The last one is left out, since it may still change."""
@@ -68,20 +62,16 @@ class Continuation:
 
     def _canonical(self, context: Sequence[int], guess: bytes) -> list[int]:
         """The ids for `guess` as the target's tokenizer would cut it after `context`."""
-        tail = self._tail(context)
+        tail = self._view.to_bytes(context[-_LOOK_BACK:], before=b"x")
+        tail = tail[next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), len(tail)) :]  # from a whole character on
         # Without pre-tokens, a cut at the tail's end leaves nothing in the tail that could change what follows.
         found = self._after(tail, guess) if self._encoder.pretokenizes or not self._encoder.cuttable else None
         if found is None:
             missing = _missing_bytes(tail)
-            first = self._byte_by_byte(guess[:missing])
+            single = [self._view.ids_of_bytes(guess[i : i + 1])[:1] for i in range(min(missing, len(guess)))]
             rest = guess[missing:].decode(errors="ignore")
-            found = None if first is None else first + (self._encoder.ids_after(rest) or [])
+            found = [token[0] for token in single] + (self._encoder.ids_after(rest) or []) if all(single) else None
         return found or []
-
-    def _tail(self, context: Sequence[int]) -> bytes:
-        """The bytes of the last ids, from the first whole character on."""
-        tail = self._view.to_bytes(context[-_LOOK_BACK:], before=b"x")
-        return tail[_first_boundary(tail) :]
 
     def _after(self, tail: bytes, guess: bytes) -> list[int] | None:
         """The ids after `tail` in the encoding of tail and guess together; None if no id begins at the tail's end."""
@@ -93,16 +83,6 @@ class Continuation:
                 return ids[i:] if size == len(tail) else None
             size += len(self._view[token] or b"")
         return [] if size == len(tail) else None
-
-    def _byte_by_byte(self, data: bytes) -> list[int] | None:
-        """An id for each byte; None if a byte has none."""
-        ids = [self._view.ids_of_bytes(data[i : i + 1])[:1] for i in range(len(data))]
-        return [token[0] for token in ids] if all(ids) else None
-
-
-def _first_boundary(data: bytes) -> int:
-    """The index of the first byte that begins a character."""
-    return next((i for i, byte in enumerate(data) if byte & 0xC0 != 0x80), len(data))
 
 
 def _missing_bytes(data: bytes) -> int:

@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """One tokenizer's plain encoding, and what is known about the positions at which it can be cut.
+    """One tokenizer's plain encoding, and where it can be cut.
 
     Law: if `splits_at(text, cut)` is true and `cut` begins a token of `encode(text)`, and also a pre-token if `pretokenizes`,
     `encode(text).ids == encode(text[:cut]).ids + encode_after(text[cut:]).ids`.
@@ -136,10 +136,8 @@ def _sharing(backend: Any) -> Any:
         copy.pre_tokenizer = backend.pre_tokenizer
     added = backend.get_added_tokens_decoder()
     copy.add_tokens([added[token] for token in sorted(added)])  # after the normalizer is set, which is applied to them
-    return copy if copy.get_added_tokens_decoder() == added else _copy(backend)
-
-
-def _copy(backend: Any) -> Any:
+    if copy.get_added_tokens_decoder() == added:
+        return copy
     copy = type(backend).from_str(backend.to_str())
     copy.no_truncation()
     copy.no_padding()

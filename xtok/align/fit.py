@@ -92,7 +92,7 @@ def fit(
     if not texts:
         raise InvalidInputError("The sample has no text. Pass at least one character.")
     views = token_bytes(target), token_bytes(draft)
-    byte_strings = _byte_strings(views[0]), _byte_strings(views[1])
+    byte_strings = [frozenset(piece for piece in view.table if piece) for view in views]
     of_target = _side(target, views[0], byte_strings[0], byte_strings[1], texts, target_window)
     of_draft = _side(draft, views[1], byte_strings[1], byte_strings[0], texts, draft_window)
     shared = len(byte_strings[0] & byte_strings[1])
@@ -100,10 +100,6 @@ def fit(
     losses = tuple(_window_losses(of_target, of_draft) if same else _losses(of_target, of_draft))
     writable = 1.0 if same else _writable(encoder(target, views[0]), texts, {*of_draft.unwritable, *of_draft.rewritten})
     return Fit(of_target, of_draft, len(texts), sum(map(len, texts)), shared, losses, same, writable)
-
-
-def _byte_strings(view: TokenBytes) -> frozenset[bytes]:
-    return frozenset(piece for piece in view.table if piece)
 
 
 def _side(
@@ -158,22 +154,15 @@ def _mid_characters(view: TokenBytes, ids: Sequence[int]) -> int:
 
 def _lost(reading: Encoder, characters: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The characters that don't come back: those that have no ids, and those that become others."""
-    unwritable: list[str] = []
-    rewritten: list[str] = []
+    unwritable, rewritten = list[str](), list[str]()
     for character in characters:
-        ids = reading.ids(character)
+        ids, word = reading.ids(character), f"a{character}a"  # some strip a space that stands alone, and keep it between words
         text = _text(reading.view, ids)
-        if character in text or _comes_back_in_a_word(reading, character):
+        if character in text or word in _text(reading.view, reading.ids(word)):
             continue
         nothing = not text or "\ufffd" in text or reading.unknown in ids
         (unwritable if nothing else rewritten).append(character)
     return tuple(unwritable), tuple(rewritten)
-
-
-def _comes_back_in_a_word(reading: Encoder, character: str) -> bool:
-    """Some tokenizers strip a space that stands alone, yet keep it between words."""
-    word = f"a{character}a"
-    return word in _text(reading.view, reading.ids(word))
 
 
 def _normalizer(tokenizer: Any) -> str:

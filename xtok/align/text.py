@@ -33,17 +33,14 @@ class SequenceText:
 
     @property
     def prompt_size(self) -> int:
-        """How many of the bytes are the prompt's."""
         return len(self._prompt)
 
     @property
     def new_ids(self) -> list[int]:
-        """The ids that were committed after the prompt."""
         return self.ids[self.prompt_length :]
 
     @property
     def new_data(self) -> bytes:
-        """The bytes of the new ids."""
         return self.data[self.prompt_size :]
 
     @property
@@ -65,7 +62,6 @@ class SequenceText:
         return found
 
     def append(self, token: int) -> None:
-        """Commit an id."""
         piece = self.view.to_bytes([token], before=self.data)
         self.ids.append(token)
         self.data += piece

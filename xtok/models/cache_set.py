@@ -107,7 +107,6 @@ class Slots:
         return self._taken[-1]
 
     def leave(self) -> None:
-        """Leave all slots to other sequences."""
         for slot in self._taken:
             slot.leave()
         self._taken.clear()

@@ -67,7 +67,6 @@ class CachedModel(Slot):
 
     @property
     def length(self) -> int:
-        """How many positions are kept."""
         return self._held
 
     @property

@@ -159,8 +159,8 @@ def _judged(model: PreTrainedModel, text: Tensor, ids: Tensor, whole: Tensor, *,
 def _formula_error(model: PreTrainedModel) -> float:
     """How far the same formula may differ beside the span of logits, by the order in which it adds up.
 
-    In float32 2e-6 at most in tiny models of ten kinds, and 8e-6 in one of 135 M with attention. Another formula differs by 1e-3
-    in most. An accelerator may round the inputs of products and convolutions to ten bits.
+    In float32 2e-6 at most in tiny models of ten kinds, and 8e-6 in one of 135 M with attention; another formula, 1e-3 in most.
+    An accelerator may round the inputs of products and convolutions to ten bits.
     """
     if model.dtype in HALF:
         return rounding(model.dtype)

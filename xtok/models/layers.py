@@ -112,7 +112,6 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         self._view = view
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Start with nothing."""
         self.keys, self.values = (
             states.new_zeros((0, states.shape[1], 0, states.shape[3])) for states in (key_states, value_states)
         )
@@ -129,7 +128,6 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
 
     @property
     def is_short(self) -> bool:
-        """Whether there are fewer rows or positions than the next forward needs."""
         held = [part.shape[::2] for part in (self.keys, self.values) if part is not None]
         return any(self._view.shape(*shape) != shape for shape in held)
 

@@ -293,7 +293,6 @@ def _check_plain(file: Path, source: str | PathLike[str], role: str) -> None:
 
 
 def _needed(error: BaseException | None) -> str | None:
-    """The module for lack of which something failed."""
     while error is not None:
         if isinstance(error, ImportError) and error.name:
             return error.name

@@ -65,7 +65,6 @@ class Trees:
         self._depths = torch.zeros((rows, nodes + 1), dtype=torch.int64, device=self._device)
 
     def copy(self, row: int, to: int) -> None:
-        """Let a row have the tree of another."""
         for held in (self._ancestors, self._short, self._depths):
             if row < len(held):
                 held[to] = held[row]

@@ -47,8 +47,8 @@ class Quantized(NamedTuple):
 
 
 def _try_layers(model: PreTrainedModel) -> Quantized:
-    """Forward a model once, if it has layers that aren't plain. Each of those forwards a few rows alone and beside outliers, and
-    values that half precision would round away.
+    """Forward a model once, if it has layers that aren't plain. Each of those forwards a few rows, alone and beside outliers,
+    and values that half precision would round away.
     """
     layers = [layer for layer in _linear_layers(model) if not _is_plain(layer)]
     mixing, rounding = list[str](), list[bool]()

@@ -140,12 +140,10 @@ class SharedCache:
         return slot
 
     def leave(self, row: SharedSlot) -> None:
-        """Let go of a row."""
         if row.index < len(self._rows) and self._rows[row.index] is row:
             self._rows[row.index] = None
 
     def empty(self) -> None:
-        """Let go of all rows."""
         self._rows.clear()
 
     @property

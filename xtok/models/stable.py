@@ -116,7 +116,6 @@ class StableShapes(Shapes):
         return inf if known.findings.tolerance is None else known.findings.tolerance
 
     def served(self, seconds: float) -> None:
-        """Count the time that forward passes took which nobody asked for to try something."""
         self._served += seconds
 
     def padded(self, rows: int, new: int) -> int:

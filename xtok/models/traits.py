@@ -183,7 +183,6 @@ def _parts(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """The kind of attention that a model computes by."""
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 

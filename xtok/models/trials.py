@@ -97,7 +97,6 @@ class Trials:
         return min(seen, context_window(self._model) or seen) - WIDEST
 
     def _ids(self, first: int, count: int) -> list[int]:
-        """Some ids, as good as any."""
         return [7919 * (place + 1) % self._size for place in range(first, first + count)]
 
     def _forwarded(

@@ -58,7 +58,13 @@ def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> 
         (token,), (margin,) = listed(*draws(scores[None], keys, states, cuts, whole=whole))
         if token >= 0:
             return Draw(token, margin)
-    _check(float(scores.max()))
+    best = float(scores.max())
+    if not best < torch.inf:
+        raise InvalidInputError(
+            "The scores to draw from hold NaN or infinity. A higher temperature or precision may mend that."
+        )
+    if isinf(best):
+        raise InvalidInputError("The logits processors left no token to draw. Let them allow at least one.")
     return None
 
 
@@ -149,11 +155,8 @@ def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], tol
     assert drawn is not None
     token, margin = drawn
     if margin > tolerance:
-        tokens, tolerances = (
-            scores.new_tensor([[token]], dtype=torch.int64),
-            scores.new_tensor([[tolerance]], dtype=torch.float64),
-        )
-        if bool(_surely_left(scores[None], tokens, cuts, tolerances)):
+        tokens = scores.new_tensor([[token]], dtype=torch.int64)
+        if bool(_surely_left(scores[None], tokens, cuts, scores.new_tensor([[tolerance]], dtype=torch.float64))):
             return drawn
     return Draw((draw(scores, keys, state, cuts) or drawn).token, 0.0)
 
@@ -190,15 +193,6 @@ def _surely_left(scores: Tensor, tokens: Tensor, cuts: Sequence[Any], tolerances
     rest = (kept.sum(dim=1, keepdim=True) - first).clamp(min=0) * (-tolerances).exp()  # the smallest that it may be
     within: Tensor = first / (first + rest) < top_p.top_p - _NEAR
     return clear & (within | (first <= 0))
-
-
-def _check(best: float) -> None:
-    if not best < torch.inf:
-        raise InvalidInputError(
-            "The scores to draw from hold NaN or infinity. A higher temperature or precision may mend that."
-        )
-    if isinf(best):
-        raise InvalidInputError("The logits processors left no token to draw. Let them allow at least one.")
 
 
 def race(scores: Tensor, keys: Tensor, states: Tensor, count: int, *, whole: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,9 @@ def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     maxima = rows[:, : size * blocks].view(-1, size, blocks).amax(dim=1)
     chosen = maxima.topk(count, sorted=False).indices
     steps = torch.arange(size, dtype=torch.int64, device=rows.device)[:, None] * blocks
-    return _among(rows, (chosen[:, None] + steps).flatten(1), size * blocks, count)
+    indices = with_rest(rows, (chosen[:, None] + steps).flatten(1), size * blocks)
+    found = rows.gather(1, indices).topk(count)
+    return found.values, indices.gather(1, found.indices)
 
 
 def best(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,13 +72,6 @@ def listed(*parts: Tensor) -> list[list[Any]]:
 def _gaps(rows: Tensor) -> Tensor:
     values = rows.topk(min(2, rows.shape[-1])).values
     return values[:, 0] - values[:, -1]
-
-
-def _among(rows: Tensor, indices: Tensor, covered: int, count: int) -> tuple[Tensor, Tensor]:
-    """As `largest`, among the values at some indices, (rows, some), and those after the `covered` first ones."""
-    indices = with_rest(rows, indices, covered)
-    found = rows.gather(1, indices).topk(count)
-    return found.values, indices.gather(1, found.indices)
 
 
 def with_rest(rows: Tensor, indices: Tensor, covered: int) -> Tensor:

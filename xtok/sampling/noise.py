@@ -46,7 +46,10 @@ def noise(seed: int, sample: int, prompt: bytes) -> Noise:
 
     `seed`: 0 to 2**64 - 1. `sample`: 0 for the first text of a prompt, 1 for the second, and so on. `prompt`: its bytes.
     """
-    return Noise(_chain(seed, sample, digest(prompt, b"prompt")))
+    state = 0
+    for value in (seed, sample, digest(prompt, b"prompt")):
+        state = _splitmix(state ^ (value & _MASK))
+    return Noise(state)
 
 
 def gumbel(keys: Tensor, state: int | Tensor) -> Tensor:
@@ -93,15 +96,8 @@ def _scaled(bits: Tensor) -> Tensor:
     return torch.add(_HALF.to(bits.device), bits, alpha=_SCALE)
 
 
-def _chain(*values: int) -> int:
-    """splitmix64 over several numbers (Steele, Lea, Flood 2014), each mixed with what came before."""
-    state = 0
-    for value in values:
-        state = _splitmix(state ^ (value & _MASK))
-    return state
-
-
 def _splitmix(state: int) -> int:
+    """A step of splitmix64 (Steele, Lea, Flood 2014)."""
     bits = (state + 0x9E3779B97F4A7C15) & _MASK
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -52,7 +52,7 @@ class TokenBytes:
         last = before[-1:]
         for token in ids:
             piece = self[token] or b""
-            if piece.startswith(SPACE) and not (_is_ascii_word(last) and _is_ascii_word(piece[1:2])):
+            if piece.startswith(SPACE) and not (last.isalnum() and piece[1:2].isalnum()):  # of bytes, ASCII alone
                 piece = piece[1:]
             text += piece
             last = piece[-1:] or last
@@ -79,7 +79,6 @@ class TokenBytes:
         return self._order[lo:hi]
 
     def ids_of_bytes(self, data: bytes) -> "array[int]":
-        """All ids with exactly these bytes."""
         lo = bisect_left(self._order, data, key=self._at)
         hi = lo
         while hi < len(self._order) and self._at(self._order[hi]) == data:
@@ -105,10 +104,6 @@ class TokenBytes:
             if self._at(self._order[lo]) == text[start:stop]:
                 return True
         return False
-
-
-def _is_ascii_word(byte: bytes) -> bool:
-    return byte.isalnum()  # bytes.isalnum knows ASCII alone
 
 
 def _successor(prefix: bytes) -> bytes | None:
