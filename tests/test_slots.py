@@ -150,7 +150,7 @@ class Sharing(RuleBasedStateMachine):
 
     def begin(self, architecture: str, seed: int, texts: int, rows: int, room: int | None) -> None:
         self.model = model(architecture, VOCABULARY, seed, torch.float64)
-        self.slots = SharedCache(self.model, rows=rows, room=room)
+        self.slots = SharedCache(self.model, rows=rows, capacity=room)
         self.room, self.needed = room, 0
         self.texts = [Held(self.slots.join()) for _ in range(texts)]
 
@@ -387,7 +387,7 @@ def test_texts_that_come_and_go_take_no_more_room_than_those_that_are_there() ->
 
 
 def test_room_that_texts_leave_is_that_of_longer_ones_and_of_more() -> None:
-    slots = SharedCache(LM, rows=4, room=400)
+    slots = SharedCache(LM, rows=4, capacity=400)
     for sizes, shape in [((20, 30, 25, 9), (4, 100)), ((300,), (1, 384)), ((120, 7, 11), (3, 133)), ((40,) * 8, (8, 50))]:
         texts = filled(slots, *sizes)
         assert shapes(slots) == {shape}

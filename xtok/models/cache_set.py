@@ -22,12 +22,11 @@ _SNAPSHOTS = 16
 class CacheSet:
     """The shared caches of sequences that run together, one for each model."""
 
-    def __init__(self, rows: int = 1, room: Mapping[PreTrainedModel, int] | None = None, *, captures: bool = False) -> None:
-        """`rows`: how many sequences there will be at a time. `room`: how many positions the cache of each model may have for
-        all of them, rows × positions of a row; None for as many as are needed. `captures`: whether forward passes are captured
-        if a model allows it.
+    def __init__(self, rows: int = 1, capacity: Mapping[PreTrainedModel, int] | None = None, *, captures: bool = False) -> None:
+        """`rows`: how many sequences there will be at a time. `capacity`: rows × positions that the cache of each model may
+        have; None for any number. `captures`: whether forward passes are captured if a model allows it.
         """
-        self._rows, self._room, self._captures = rows, room, captures
+        self._rows, self._capacity, self._captures = rows, capacity, captures
         self._caches: dict[PreTrainedModel, SharedCache] = {}
 
     def of(self, model: PreTrainedModel, known: Traits, *, shows_hidden: bool, shapes: Shapes | None) -> SharedCache:
@@ -38,25 +37,21 @@ class CacheSet:
                 known,
                 shows_hidden=shows_hidden,
                 rows=self._rows,
-                room=None if self._room is None else self._room[model],
+                capacity=None if self._capacity is None else self._capacity[model],
                 shapes=shapes,
                 graphs=Graphs() if self._captures and takes_graphs(model) else None,
             )
         return self._caches[model]
 
     def empty(self) -> None:
-        """Make the caches ready for other sequences. Those without captured forward passes, or of models that compute otherwise
-        now, are let go.
-        """
+        """Make the caches ready for other sequences. Those without graphs, or of models that were changed, are dropped."""
         self._caches = {model: cache for model, cache in self._caches.items() if cache.state and cache.state == state_of(model)}
         for cache in self._caches.values():
             cache.empty()
 
 
 class CachePool:
-    """The cache sets of an instance's calls. If forward passes are captured, a call has the set of an earlier one, and its
-    graphs.
-    """
+    """The cache sets of an instance's calls. If forward passes are captured, a call has an earlier one's set and graphs."""
 
     def __init__(self, *, captures: bool) -> None:
         self._captures = captures
@@ -96,8 +91,8 @@ class Slots:
         shows_hidden: bool = False,
         shapes: Shapes | None = None,
     ) -> Slot:
-        """A slot in `model`, whose traits are `known`: a row of a shared cache if the model can be held so, whose forward
-        passes have `shapes`; else a cache of its own.
+        """A slot in `model`, whose traits are `known`: a row of a shared cache, whose forward passes have `shapes`, or a cache
+        of its own if forward passes can't be shared.
         """
         known = known or traits(model)
         if not known.shares:

@@ -21,38 +21,33 @@ def doubled(count: int) -> int:
 
 
 class View:
-    """What a forward looks at: from row `first` on, `places` of the new ids, (rows, new), and `seen` places of each row.
+    """What a forward pass reads and writes: of the rows from `first` on, the first `seen` positions; new ids go to
+    `cache_positions`, (rows, new). `start`: the first of those, if there is one row without padding.
 
-    `start`: the first position, if one row is read and all of it is new. `rows`: how many there are to be at least.
-    `room`: how many places all of them may have; None for as many as are needed. `evenly`: whether attention has a multiple of
-    `QUERIES` queries for each row.
+    `rows`: how many the cache has at least. `capacity`: rows × positions that it may have; None for any number. `evenly`:
+    whether attention has a multiple of `QUERIES` queries for each row.
     """
 
-    def __init__(self, rows: int, room: int | None, *, evenly: bool = False) -> None:
-        self.rows, self.room, self.evenly = rows, room, evenly
+    def __init__(self, rows: int, capacity: int | None, *, evenly: bool = False) -> None:
+        self.rows, self.capacity, self.evenly = rows, capacity, evenly
 
-    def layers(self, count: int) -> list["Layer"]:
-        """So many layers of a cache that are looked at by this."""
-        return [Layer(self) for _ in range(count)]
-
-    def look(self, first: int, places: Tensor, seen: int, start: int | None) -> None:
-        """Set it for the next forward."""
-        self.first, self.last = first, first + len(places)
-        self.places, self.seen, self.start = places, seen, start
-        self.index = torch.arange(first, self.last, dtype=torch.int64, device=places.device)[:, None]
+    def look(self, first: int, cache_positions: Tensor, seen: int, start: int | None) -> None:
+        self.first, self.last = first, first + len(cache_positions)
+        self.cache_positions, self.seen, self.start = cache_positions, seen, start
+        self.index = torch.arange(first, self.last, dtype=torch.int64, device=cache_positions.device)[:, None]
 
     def need(self, last: int, reach: int, rows: int, positions: int) -> None:
-        """Say how many rows and positions the next forward pass needs, in how many rows there are sequences, and how many
-        positions of one of them are taken at most.
+        """Say how many rows and positions the next forward pass needs, and how many rows have sequences, of how many positions
+        at most.
         """
         self._needed = last, reach
         self._least = rows, max(positions, reach)
 
     def shape(self, rows: int, positions: int) -> tuple[int, int]:
-        """How many rows and positions are to hold what is there and what comes, if there were so many.
+        """How many rows and positions a layer is to have that has so many.
 
-        They grow by more than is needed, if memory allows it. If rows need what is left of the positions of sequences that have
-        ended, or the other way round, they have it.
+        They grow by more than is needed, if memory allows it. Rows may take the memory of positions that ended sequences left,
+        and the other way round.
         """
         last, reach = self._needed
         if rows >= last and positions >= reach:
@@ -62,17 +57,17 @@ class View:
             positions = _STEP * ceil(max(reach + _STEP, positions * 1.5) / _STEP)
         if rows < last:
             rows = max(self.rows, doubled(last))
-        if self.room is None:
+        if self.capacity is None:
             return rows, positions
-        rows = min(rows, max(least_rows, self.room // least_positions))
-        return rows, max(least_positions, min(positions, self.room // rows))
+        rows = min(rows, max(least_rows, self.capacity // least_positions))
+        return rows, max(least_positions, min(positions, self.capacity // rows))
 
 
 class EvenKeys(Tensor):
     """Keys, (rows, heads, seen, size), that `scaled_dot_product_attention` compares with a multiple of `QUERIES` queries.
 
-    Law: it returns what it returns of other keys, within rounding. What is made of such keys and has their last two dimensions,
-    such as keys repeated for more heads, is of this kind, too; all else is a tensor.
+    Law: the result is that of other keys, within rounding. What is made of such keys and has their last two dimensions, such as
+    keys repeated for more heads, is of this kind, too; all else is a tensor.
     """
 
     @classmethod
@@ -149,31 +144,31 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         if view.start is not None:
             held.select(0, view.first).narrow(1, view.start, states.shape[2]).copy_(states[0])
         else:
-            index, places = view.index.to(held.device), view.places.to(held.device)  # layers may lie on several devices
-            held[index, :, places] = states.transpose(1, 2)
+            index, positions = view.index.to(held.device), view.cache_positions.to(held.device)  # layers may lie elsewhere
+            held[index, :, positions] = states.transpose(1, 2)
         return held.narrow(0, view.first, view.last - view.first).narrow(2, 0, view.seen)
 
-    def tile(self, other: "Layer", rows: int, positions: int, room: int, held: int) -> None:
+    def tile(self, other: "Layer", rows: int, positions: int, capacity: int, held: int) -> None:
         """Hold in some positions of each row, over and over, the first `held` positions of another layer's first row."""
         assert other.keys is not None and other.values is not None
-        places = torch.arange(positions, dtype=torch.int64, device=other.keys.device) % held
+        sources = torch.arange(positions, dtype=torch.int64, device=other.keys.device) % held
         self.keys, self.values = (
-            states.new_zeros((rows, states.shape[1], room, states.shape[3])) for states in (other.keys, other.values)
+            states.new_zeros((rows, states.shape[1], capacity, states.shape[3])) for states in (other.keys, other.values)
         )
-        self.keys[:, :, :positions] = other.keys[:1, :, places]
-        self.values[:, :, :positions] = other.values[:1, :, places]
+        self.keys[:, :, :positions] = other.keys[:1, :, sources]
+        self.values[:, :, :positions] = other.values[:1, :, sources]
         self.is_initialized = True
 
     def clear(self, row: int, start: int, end: int) -> None:
         """Empty some positions of a row."""
         self._both(lambda held: held[row : row + 1, :, start:end].zero_())
 
-    def move(self, rows: Tensor, sources: Tensor, places: Tensor) -> None:
+    def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy positions of some rows, all three (moves,), int64, to other positions of those."""
 
         def moved(held: Tensor) -> None:
-            row, source, place = (part.to(held.device) for part in (rows, sources, places))
-            held[row, :, place] = held[row, :, source]
+            row, source, target = (part.to(held.device) for part in (rows, sources, targets))
+            held[row, :, target] = held[row, :, source]
 
         self._both(moved)
 

@@ -15,13 +15,13 @@ _NODES = 64
 
 @dataclass(frozen=True)
 class NewIds:
-    """What is new in a row of the cache. `base`: how many positions of the row are taken. `trunk`: how many of them, and of the
-    new ids, are kept. `ids`: the new ones, kept ones first; `parents`: a `Parent` or a node's index for each. `nodes`: how many
-    nodes of a tree the row has, new ones included.
+    """What is new in a row of the cache. `base`: how many positions are taken. `kept`: how many of those and of the new ids are
+    kept. `ids`: the new ones, kept ones first; `parents`: a `Parent` or a node's index for each. `nodes`: how many nodes the
+    row's tree has, new ones included.
     """
 
     base: int = 0
-    trunk: int = 0
+    kept: int = 0
     ids: Sequence[int] = ()
     parents: Sequence[int] = ()
     nodes: int = 0
@@ -33,13 +33,10 @@ class NewIds:
         return max(self.parents, default=Parent.KEPT) >= self.nodes - new
 
     def line(self, width: int, other: int) -> list[int]:
-        """All of it as numbers, with padding in front: by an id of its own, for the keys of another might be no numbers.
-
-        `other`: an id for a row without any.
-        """
+        """All of it as numbers, with padding in front: an id of its own, since the keys of another might be NaN, or `other`."""
         padding = width - len(self.ids)
         filler = self.ids[0] if self.ids else other
-        return [self.base, self.trunk, *[filler] * padding, *self.ids, *[Parent.PADDING] * padding, *self.parents]
+        return [self.base, self.kept, *[filler] * padding, *self.ids, *[Parent.PADDING] * padding, *self.parents]
 
 
 class Trees:
@@ -72,47 +69,47 @@ class Trees:
     def inputs(self, first: int, news: Sequence[NewIds], width: int, seen: int) -> dict[str, Tensor]:
         """Add the new ids of some rows from the `first` on, `width` of each with padding.
 
-        Returns the model's inputs: `ids`, `positions` and `places`, the indices in a row of the cache, (rows, width), int64;
-        and what they see of the first `seen` places, (rows, 1, width, seen), additive, for each kind of layer.
+        Returns the model's inputs: `ids`, `positions` and `cache_positions`, the indices in a row of the cache, (rows, width),
+        int64; and what they see of the first `seen` of those, (rows, 1, width, seen), additive, for each kind of layer.
         """
         filler = next(one.ids[0] for one in news if one.ids)
         table = torch.tensor([one.line(width, filler) for one in news], dtype=torch.int64, device=self._device)
-        base, trunk, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
+        base, kept, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
         padding = (parents == Parent.PADDING).sum(dim=1, keepdim=True)
-        places = torch.arange(width, dtype=torch.int64, device=self._device) - padding
-        places = base + torch.where(places < 0, width - padding, places)  # padding goes to one position after what is new
+        # padding goes to one position after what is new
+        cache_positions = torch.arange(width, dtype=torch.int64, device=self._device) - padding
+        cache_positions = base + torch.where(cache_positions < 0, width - padding, cache_positions)
         nodes, linked = max(one.nodes for one in news), any(one.linked for one in news)
         rows = slice(first, first + len(news))
-        positions, masks = self.add(rows, trunk, places, parents, nodes=nodes, seen=seen, linked=linked)
-        return {"ids": ids, "positions": positions, "places": places, **masks}
+        positions, masks = self.add(rows, kept, cache_positions, parents, nodes=nodes, seen=seen, linked=linked)
+        return {"ids": ids, "positions": positions, "cache_positions": cache_positions, **masks}
 
     def add(
-        self, rows: slice, trunk: Tensor, places: Tensor, parents: Tensor, *, nodes: int, seen: int, linked: bool
+        self, rows: slice, kept: Tensor, cache_positions: Tensor, parents: Tensor, *, nodes: int, seen: int, linked: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add new ids to `rows` of the cache, and find out what they see.
 
-        Returns their positions, (rows, new), int64, and what they see of the first `seen` places, (rows, 1, new, seen),
-        additive, in the model's dtype, for each kind of layer.
-
-        `trunk`: how many positions are kept, (rows, 1), int64, those of new ids included. `places`, `parents`: of new ids,
-        (rows, new), int64. `nodes`: how many a row has at most, new ones included. `linked`: whether the parent of a new id
-        is another new one.
+        Returns their positions, (rows, new), int64, and what they see of the first `seen` cache positions, (rows, 1, new,
+        seen), additive, in the model's dtype, for each kind of layer.
+        `kept`: how many positions are kept, (rows, 1), int64, those of new ids included. `cache_positions`, `parents`: of new
+        ids, (rows, new), int64. `nodes`: how many a row has at most, new ones included. `linked`: whether the parent of a new
+        id is another new one.
         """
         guessed, padding = parents > Parent.KEPT, parents == Parent.PADDING
-        sees = torch.where(guessed, trunk, torch.where(padding, 1, places + 1))  # padding has to see something
-        positions = torch.where(padding, 0, places)
-        keys = torch.arange(seen + 1, dtype=torch.int64, device=places.device)  # one more, for nodes beyond what is looked at
+        sees = torch.where(guessed, kept, torch.where(padding, 1, cache_positions + 1))  # padding has to see something
+        positions = torch.where(padding, 0, cache_positions)
+        keys = torch.arange(seen + 1, dtype=torch.int64, device=kept.device)  # one more, for nodes beyond what is looked at
         visible, key_positions = keys, keys[None]
         if not nodes:
             visible = keys < sees[..., None]
         else:
-            ancestors, depths, short = self._added(rows, places - trunk, parents, guessed, nodes, linked=linked)
-            positions = torch.where(guessed, trunk + depths, positions)
+            ancestors, depths, short = self._added(rows, cache_positions - kept, parents, guessed, nodes, linked=linked)
+            positions = torch.where(guessed, kept + depths, positions)
             visible = keys < torch.where(guessed, sees - short, sees)[..., None]
-            columns = (trunk + torch.arange(nodes, dtype=torch.int64, device=places.device)).clamp(max=seen)
-            visible.scatter_(2, columns[:, None].expand(-1, places.shape[1], -1), ancestors)
+            columns = (kept + torch.arange(nodes, dtype=torch.int64, device=kept.device)).clamp(max=seen)
+            visible.scatter_(2, columns[:, None].expand(-1, cache_positions.shape[1], -1), ancestors)
             visible[..., 0] |= padding  # also if a tree begins a sequence
-            key_positions = keys.repeat(len(places), 1).scatter_(1, columns, trunk + self._depths[rows, :nodes])
+            key_positions = keys.repeat(len(cache_positions), 1).scatter_(1, columns, kept + self._depths[rows, :nodes])
         return positions, self._masks(visible[..., :seen], positions, key_positions[..., :seen])
 
     def _added(
@@ -129,12 +126,12 @@ class Trees:
         links = (parents[:, :, None] == numbers[:, None, :]) & guessed[:, None, :] & guessed[:, :, None]
         older &= ((parents >= 0) & ~links.any(dim=2))[..., None]
         ancestors = _closed(links, own | older) if linked else own | older
-        places = torch.where(guessed, numbers, self._size)
-        self._short[rows] = self._short[rows].scatter(1, places, parents == Parent.ALL_BUT_LAST)
+        nodes_of = torch.where(guessed, numbers, self._size)
+        self._short[rows] = self._short[rows].scatter(1, nodes_of, parents == Parent.ALL_BUT_LAST)
         short = (ancestors & self._short[rows, None, :nodes]).any(dim=2).long()
         depths = torch.where(guessed, ancestors.sum(dim=2) - 1 - short, 0)
-        self._depths[rows] = self._depths[rows].scatter(1, places, depths)
-        into = places[..., None].expand(-1, -1, nodes)
+        self._depths[rows] = self._depths[rows].scatter(1, nodes_of, depths)
+        into = nodes_of[..., None].expand(-1, -1, nodes)
         self._ancestors[rows, :, :nodes] = self._ancestors[rows, :, :nodes].scatter(1, into, ancestors)
         return ancestors, depths, short
 
@@ -165,18 +162,11 @@ def tree_masks(
     the dtype and on the device of `like`.
     """
     nodes, device = len(parents), like.device
-    trunk = torch.tensor([[held]], dtype=torch.int64, device=device)
-    places = trunk + torch.arange(nodes, dtype=torch.int64, device=device)
+    kept = torch.tensor([[held]], dtype=torch.int64, device=device)
+    cache_positions = kept + torch.arange(nodes, dtype=torch.int64, device=device)
+    links = torch.tensor([list(parents)], dtype=torch.int64, device=device)
     trees = Trees(windows, like.dtype, device)
-    positions, masks = trees.add(
-        slice(0, 1),
-        trunk,
-        places,
-        torch.tensor([list(parents)], dtype=torch.int64, device=device),
-        nodes=nodes,
-        seen=held + nodes,
-        linked=True,
-    )
+    positions, masks = trees.add(slice(0, 1), kept, cache_positions, links, nodes=nodes, seen=held + nodes, linked=True)
     return positions[0, -new:], {kind: mask[:, :, -new:] for kind, mask in masks.items()}
 
 

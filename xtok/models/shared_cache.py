@@ -1,8 +1,8 @@
 """One KV cache for many sequences: each has a row of its own in it, and one forward pass serves all that ask for one.
 
 A row's keys and values are written to positions of its own, and are seen through an explicit mask with position ids per row. So
-a rewind is a smaller length, a sliding window is a mask, sequences of unlike lengths need no realignment, and a sequence that
-ends leaves its row to the next one. Nothing is copied except when the cache grows, and when a branch wins.
+a roll-back is a smaller length, a sliding window is a mask, and a sequence that ends leaves its row to the next one. Nothing is
+copied except when the cache grows, and when a branch wins.
 """
 
 import sys
@@ -19,7 +19,7 @@ from xtok.models.cache import CACHE
 from xtok.models.forwards import Answer, Ask, Parent, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
 from xtok.models.groups import grouped, is_wide, row_of, span_of
-from xtok.models.layers import View, doubled
+from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
 from xtok.models.shapes import CHUNK, Shapes, rounded
 from xtok.models.timing import Cost, timed
@@ -93,8 +93,7 @@ class SharedCache:
     """A model, and one KV cache for the sequences that it forwards together.
 
     Law: a sequence's logits are those that it has alone, within rounding, whatever other rows hold; with `shapes` in every bit,
-    after ids that are kept and after nodes whose index is their depth. Rows between others that nobody asks for are forwarded
-    with padding.
+    after ids that are kept and after nodes whose index is their depth. Rows between those that ask get padding.
     """
 
     def __init__(
@@ -104,20 +103,19 @@ class SharedCache:
         *,
         shows_hidden: bool = False,
         rows: int = 1,
-        room: int | None = None,
+        capacity: int | None = None,
         shapes: Shapes | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        """`known`: the model's traits. `rows`: how many there are from the beginning. `room`: how many positions all of them
-        together may have, rows × positions of a row, as long as their sequences need no more; None for any number. `shapes`:
-        those that forward passes are to have; None for what each needs. `graphs`: what captures forward passes; then they have
-        few shapes, too.
+        """`known`: the model's traits. `rows`: how many there are from the beginning. `capacity`: rows × positions, as long as
+        their sequences need no more; None for any number. `shapes`: those that forward passes are to have; None for what each
+        needs. `graphs`: what captures forward passes, which then have few shapes, too.
         """
         known = known or read(model)
         self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
         self._model, self._shapes, self._graphs = model, shapes, graphs
-        self._view = View(rows, room, evenly=shapes is not None)
-        self._layers = self._view.layers(len(known.layers))
+        self._view = View(rows, capacity, evenly=shapes is not None)
+        self._layers = [Layer(self._view) for _ in known.layers]
         self._cache = Cache(layers=list(self._layers))
         self._trees = Trees(known.windows, known.dtype, self.device)
         self.state = None if graphs is None else state_of(model)
@@ -152,15 +150,15 @@ class SharedCache:
         held = [part for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
         return sum(part.shape[1] * part.shape[3] * part.element_size() for part in held)
 
-    def tiled(self, rows: int, positions: int, room: int, shapes: Shapes) -> "SharedCache":
-        """A cache of some rows, with memory for `room` positions each. The first `positions` of them repeat what this cache's
-        first row holds.
+    def tiled(self, rows: int, positions: int, capacity: int, shapes: Shapes) -> "SharedCache":
+        """A cache of some rows with memory for `capacity` positions each, the first `positions` of which repeat what this
+        cache's first row holds.
         """
         made = SharedCache(self._model, rows=rows, shapes=shapes)
         made._used = [positions] * rows
         for layer, own in zip(made._layers, self._layers, strict=True):
             if positions:
-                layer.tile(own, rows, positions, room, self._used[0])
+                layer.tile(own, rows, positions, capacity, self._used[0])
         return made
 
     def held(self, start: int, stop: int) -> list[Tensor]:
@@ -197,9 +195,8 @@ class SharedCache:
         return self._shapes.width(last - first, new, self._seen(asks[0]))
 
     def _span(self, asks: Sequence[Ask]) -> tuple[int, int]:
-        """The first row that is forwarded, and the one after the last.
-
-        If forward passes are captured these are all rows up to a power of two, as far as there are so many: few shapes.
+        """The first row that is forwarded, and the one after the last; if forward passes are captured, all rows up to a power
+        of two, as far as there are so many: few shapes.
         """
         first, last = span_of(asks)
         if self._shapes is not None or not self._captures(asks):
@@ -241,7 +238,7 @@ class SharedCache:
         news = [NewIds() if row is None else row.new(asked.get(row.index)) for row in rows]
         ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
         nodes = max(one.nodes for one in news)
-        reach = max(max(end, one.trunk + nodes) for end, one in zip(ends, news, strict=True))
+        reach = max(max(end, one.kept + nodes) for end, one in zip(ends, news, strict=True))
         seen = self._seen(asks[0]) if self._shapes is not None else reach if self._graphs is None else rounded(reach)
         self._clear(first, ends, seen)
         self._grow(last, max(seen, reach))
@@ -260,13 +257,13 @@ class SharedCache:
     def _computed(
         self, first: int, seen: int, inputs: Inputs, start: int | None = None, logits: int | None = None
     ) -> list[Tensor]:
-        """What the model computes, by nothing but `inputs` and the cache if all else is as it was: so it can be captured.
+        """What the model computes by `inputs` and the cache alone, so that it can be captured.
 
-        `first`: the first row. `seen`: how many positions of a row are read. `start`: the position of the first new id, if one
-        row is forwarded without padding. `logits`: of how many of the last ids those are wanted; None for all.
+        `first`: the first row. `seen`, `start`: see `View`. `logits`: of how many of the last ids those are wanted; None for
+        all.
         """
-        ids, positions, places, *masks = inputs.values()
-        self._view.look(first, places, seen, start)
+        ids, positions, cache_positions, *masks = inputs.values()
+        self._view.look(first, cache_positions, seen, start)
         outputs = self._model(
             input_ids=ids,
             position_ids=positions,
@@ -288,9 +285,7 @@ class SharedCache:
             layer.grow()
 
     def _clear(self, first: int, ends: Sequence[int], seen: int) -> None:
-        """Empty what others left after the `ends` of rows, as far as it is read: what isn't a number would be seen through any
-        mask.
-        """
+        """Empty what others left after the `ends` of rows, as far as it is read: NaN would be seen through any mask."""
         self._used += [0] * (first + len(ends) - len(self._used))
         for index, end in enumerate(ends, start=first):
             if end < min(self._used[index], seen):
@@ -303,9 +298,9 @@ class SharedCache:
         """Move the nodes of branches that won to the positions where they are kept."""
         moves = [(row.index, *move) for row in self._rows if row is not None for move in row.moves]
         if moves:
-            rows, sources, places = torch.tensor(moves, dtype=torch.int64, device=self.device).T
+            rows, sources, targets = torch.tensor(moves, dtype=torch.int64, device=self.device).T
             for layer in self._layers:
-                layer.move(rows, sources, places)
+                layer.move(rows, sources, targets)
         for row in self._rows:
             if row is not None:
                 row.moves.clear()

@@ -89,7 +89,7 @@ class Trials:
     def _same(self, filled: SharedCache, rows: int, base: int, shape: "_OneShape", new: int, turn: int) -> bool:
         """Whether some ids, other ones in each turn, have the bits that they have in usual forwards."""
         first = _READ + turn * WIDEST
-        usual = self._forwarded(filled, 1, base, _OneShape(USUAL, shape.places), _parts(new, USUAL), first)
+        usual = self._forwarded(filled, 1, base, _OneShape(USUAL, shape.positions), _parts(new, USUAL), first)
         return _same(usual, self._forwarded(filled, rows, base, shape, _parts(new, shape.ids), first))
 
     def _base(self, seen: int) -> int:
@@ -107,7 +107,7 @@ class Trials:
 
         Every second row is tried, the last among them; others have other ids.
         """
-        slots = filled.tiled(rows, base, shape.places + 1, shape)
+        slots = filled.tiled(rows, base, shape.positions + 1, shape)
         texts, tried = [slots.join() for _ in range(rows)], list(range(rows - 1, -1, -2))
         logits = []
         for end, size in zip(accumulate(pieces), pieces, strict=True):
@@ -122,7 +122,7 @@ class Trials:
     def _branched(self, filled: SharedCache, base: int, before: int, after: int) -> Tensor:
         """The logits of a chain of ids, (ids, vocabulary), with so many nodes of other chains before it and after it."""
         shape = _OneShape(USUAL, TRIED)
-        text = filled.tiled(1, base, shape.places + 1, shape).join()
+        text = filled.tiled(1, base, shape.positions + 1, shape).join()
         text.length = base
         ids, parents = list[int](), list[int]()
         for chain in (self._ids(0, before), self._ids(_READ, _NODES), self._ids(0, after)):
@@ -134,13 +134,13 @@ class Trials:
 
 @dataclass(frozen=True)
 class _OneShape(Shapes):
-    """So many new ids of each row, and so many places that are looked at, whatever is forwarded."""
+    """So many new ids of each row, and so many positions that are looked at, whatever is forwarded."""
 
     ids: int
-    places: int
+    positions: int
 
     def seen(self, positions: int) -> int:
-        return self.places
+        return self.positions
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
         return self.ids
