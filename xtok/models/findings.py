@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _FORMAT = 2
-"""Raised when what is tried, or how, changes: older files are then ignored."""
+"""Raised if what is tried, or how, changes: older files are then ignored."""
 _VARIABLES = ("ONEDNN_", "DNNL_", "MKL_", "KMP_", "OMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_")
 """Environment variables by which libraries choose their kernels begin so."""
 _LIBRARIES = ("accelerate", "bitsandbytes", "flash-attn", "kernels", "optimum-quanto", "torch", "torchao", "transformers")
@@ -29,10 +29,7 @@ _SAMPLED = 64
 
 
 def cache_folder() -> Path | None:
-    """The folder that xtok keeps files in between processes: `XTOK_CACHE`, or xtok in the user's cache folder.
-
-    None if there is neither: a user without a home folder.
-    """
+    """The folder of files kept between processes: `XTOK_CACHE`, or xtok in the user's cache folder; None without a home."""
     if named := os.environ.get("XTOK_CACHE"):
         return Path(os.path.expanduser(named))
     if named := os.environ.get("XDG_CACHE_HOME"):
@@ -53,7 +50,7 @@ def described(model: PreTrainedModel, state: Sequence[object]) -> str | None:
     config = {name: value for name, value in model.config.to_dict().items() if name not in names}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     kinds = [f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()]
-    parts = _FORMAT, kinds, config, list(map(str, state)), _versions(), variables, _machine(), _weights(model)
+    parts = _FORMAT, kinds, config, list(map(str, state)), variables, _machine(), _weights(model)
     return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -65,25 +62,19 @@ def _is_known(module: nn.Module) -> bool:
 
 
 @cache
-def _versions() -> list[str]:
-    """The releases of the libraries that compute."""
+def _machine() -> list[str]:
+    """The releases of the libraries that compute, the processor, by the machine's name if it has none, and the accelerators."""
     cudnn: Any = torch.backends.cudnn
     found = [f"CUDA {torch.version.cuda}, cuDNN {cudnn.version()}"]
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
-    return found
-
-
-@cache
-def _machine() -> list[str]:
-    """The processor and the accelerators. A machine whose processor has no name is known by its own."""
     processor = f"{platform.processor()} {platform.machine()} {platform.node()}"
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         processor = next((line for line in lines if line.startswith("model name")), processor)
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return [processor, torch.backends.cpu.get_cpu_capability(), *devices]
+    return [*found, processor, torch.backends.cpu.get_cpu_capability(), *devices]
 
 
 @torch.no_grad()
@@ -106,8 +97,8 @@ class Findings:
     `agreed`: by rows, ids of each row, and cache positions that are read, whether such a forward pass gave the usual bits.
     `tolerance`: that of `StableShapes`; None until it is measured.
 
-    Each process that uses the file sees a whole one, the latest that was written. Without a digest there is none, and a folder
-    or file that can't be used is as good as none.
+    Each process sees a whole file, the latest that was written. Without a digest there is none; one that can't be used is as
+    good as none.
     """
 
     def __init__(self, digest: str | None) -> None:

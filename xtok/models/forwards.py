@@ -1,8 +1,7 @@
 """Sequences ask for forward passes, and models answer: one forward pass for all that wait for the same model.
 
-Whatever guesses or checks is written for one sequence, as a generator that yields what it wants forwarded and is sent the
-logits, or yields numbers that it wants to look at and is sent those as lists: one transfer for all that wait for the same
-device.
+Whatever guesses or checks is written for one sequence, as a generator. It yields what it wants forwarded and is sent the
+logits, or yields tensors and is sent them as lists: one transfer for all that wait for a device.
 """
 
 import sys
@@ -87,8 +86,8 @@ class Slot(Protocol):
 
 
 class Parent(IntEnum):
-    """What stands in the place of a parent's index: `CONTEXT` if the parent is the last of all kept ids, `ALL_BUT_LAST` if it
-    is the one before. The others are met in tensors alone: `KEPT` for a new id that is kept, and `PADDING`.
+    """Instead of a parent's index: `CONTEXT` if the parent is the last of all kept ids, `ALL_BUT_LAST` if it is the one before.
+    In tensors alone: `KEPT` for a new id that is kept, and `PADDING`.
     """
 
     CONTEXT = -1
@@ -125,14 +124,11 @@ class Looked(NamedTuple):
 
 
 Steps = Generator[Ask | Look, Any, Result]
-"""What is written for one sequence: it yields what it wants forwarded, an `Ask`, and is sent an `Answer`, or what it wants to
-look at, and is sent what it `Looked` at.
-"""
+"""What is written for one sequence: it yields an `Ask` and is sent an `Answer`, or a `Look` and is sent a `Looked`."""
 
 
 def together(runs: Sequence[Steps[Result]]) -> list[Result]:
-    """Run some sequences side by side to their ends, and give what each returns. Those that wait for one model share its
-    forward, and those that want to look at numbers a transfer.
+    """Run some sequences side by side to their ends, and give what each returns. They share forward passes and transfers.
 
     A forward pass that fails is raised where it was requested.
     """

@@ -1,7 +1,7 @@
-"""CUDA graphs: a forward of a shape that came before is replayed, which launches all of its kernels at once.
+"""CUDA graphs: a forward pass of a shape that came before is replayed, which launches all of its kernels at once.
 
-A forward of one id launches some hundreds of kernels, each of which takes longer to launch than to run if a model is small.
-What a graph reads and writes has fixed addresses: inputs are copied to them, and what comes out from them.
+A forward pass of one id launches some hundreds of kernels, which in small models take longer to launch than to run. What a
+graph reads and writes has fixed addresses: inputs are copied to them, and outputs from them.
 """
 
 from collections import OrderedDict
@@ -43,10 +43,10 @@ class Graph:
 
 
 class Graphs:
-    """The captured forwards of one cache.
+    """The captured forward passes of one cache.
 
-    Law: `run` gives the bits that the forward gives which it is handed. A graph whose outputs differ from those of the forward
-    that it was captured from is not used, and once one can't be captured, none is from then on.
+    Law: `run` gives the bits of the forward pass that it is handed. A graph whose outputs differ from those is not used, and
+    once one can't be captured, none is from then on.
     """
 
     def __init__(self) -> None:
@@ -63,9 +63,9 @@ class Graphs:
         self._pool = None  # one that no graph is left of can't be used again
 
     def run(self, shape: Hashable, forward: Run, inputs: Inputs) -> list[Tensor]:
-        """The outputs of a forward. It is captured if forwards of this shape came before, and then replayed.
+        """The outputs of a forward pass, the caller's own. It is captured if one of this shape came before, and then replayed.
 
-        `shape` is all that it depends on beside its inputs. Outputs are the caller's own.
+        `shape`: all that it depends on beside its inputs.
         """
         device = next(iter(inputs.values())).device
         if not self._can or torch.is_autocast_enabled(device.type):
@@ -81,9 +81,7 @@ class Graphs:
         return outputs
 
     def _capture(self, shape: Hashable, forward: Run, inputs: Inputs, outputs: list[Tensor]) -> None:
-        """Capture a forward whose `outputs` are known. Graphs of a cache share memory: what comes out of one is copied before
-        another is replayed.
-        """
+        """Capture a forward pass whose `outputs` are known. Graphs of a cache share memory, so outputs are copied at once."""
         self._captures += 1
         try:
             if self._pool is None and torch.cuda.is_available():
@@ -109,10 +107,10 @@ def _replayed(graph: Graph, inputs: Inputs) -> list[Tensor]:
 
 
 def capture(forward: Run, inputs: Inputs, pool: Any) -> Graph:
-    """Capture a forward that ran before, with what it reads at the places of `inputs`, and what it computes in a `pool`.
+    """Capture a forward pass that ran before. It reads `inputs` where they are, and computes in a `pool`.
 
-    Other threads may use the GPU meanwhile. Whatever fails, the caller's stream stays the current one, which `torch.cuda.graph`
-    doesn't see to.
+    Other threads may use the GPU meanwhile. Whatever fails, the caller's stream stays the current one, unlike with
+    `torch.cuda.graph`.
     """
     graph, device = torch.cuda.CUDAGraph(), next(iter(inputs.values())).device
     if device not in _STREAMS:  # one, for libraries keep a workspace for each
@@ -148,10 +146,10 @@ def _runs_more(module: nn.Module) -> bool:
 
 def state_of(model: PreTrainedModel) -> Hashable:
     """What captured forwards have in them of a model: where its weights are, and how its modules compute."""
-    return *kernel_state(model), *((id(one), _runs_more(one), _places(one), _settings(one)) for one in model.modules())
+    return *kernel_state(model), *((id(one), _runs_more(one), _addresses(one), _settings(one)) for one in model.modules())
 
 
-def _places(module: nn.Module) -> tuple[tuple[int, torch.dtype], ...]:
+def _addresses(module: nn.Module) -> tuple[tuple[int, torch.dtype], ...]:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return tuple((part.data_ptr(), part.dtype) for part in own)
 

@@ -1,7 +1,6 @@
 """Where models come from: a hub id, a local path, or the caller's hands.
 
-What is loaded here is data: weights as tensors and nothing else, in safetensors or in torch's own format. No code that comes
-with them is run.
+What is loaded is data: tensors in safetensors or in torch's own format. No code that comes with them is run.
 """
 
 import json
@@ -41,9 +40,9 @@ from_config: Any = AutoModelForCausalLM.from_config
 
 
 def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.device | None = None) -> tuple[PreTrainedModel, Any]:
-    """The model and the tokenizer of a source. `role` ("target" or "draft") is for the message of an error.
+    """The model and the tokenizer of a source. `role`: "target" or "draft", for the messages of errors.
 
-    `place`: where a model that is loaded here is put; without a word of it, on the device `beside`, or else on the best.
+    `place`: where a model that is loaded here is put; by default on the device `beside`, or else on the best.
 
     Raises `InvalidInputError` for what can't be loaded, and `UnsupportedModelError` for a model that isn't decoder-only, has no
     language model head, or has weights that only code could open.
@@ -94,10 +93,7 @@ class Described(NamedTuple):
 
 
 def load_without_weights(source: str, role: str) -> Described:
-    """A model as its files describe it.
-
-    Raises `InvalidInputError` for what can't be loaded, and `UnsupportedModelError` where it can't play its role.
-    """
+    """A model as its files describe it. Raises `InvalidInputError`, and `UnsupportedModelError` if it can't have that role."""
     with _loading(source, role):
         config = _checked(source, role)
         with torch.device("meta"):
@@ -119,7 +115,7 @@ def _is_pair(source: Any) -> bool:
 
 
 def check_places(source: Any, role: str, place: Placement) -> None:
-    """Raises `InvalidInputError` where a loaded model is to be put somewhere: those handed in are never changed."""
+    """Raises `InvalidInputError` if a loaded model is to be put somewhere: those handed in are never changed."""
     if _is_pair(source) and place != DEFAULT:
         other = "('cuda', None)" if role == "draft" else "(None, 'cuda')"
         raise InvalidInputError(
@@ -129,7 +125,7 @@ def check_places(source: Any, role: str, place: Placement) -> None:
 
 
 def _move(model: Any, device: torch.device, source: str | PathLike[str], role: str) -> None:
-    """Put a model on a device. Raises `InvalidInputError` where it doesn't fit."""
+    """Put a model on a device. Raises `InvalidInputError` if it doesn't fit."""
     if model.device == device:  # as that of a quantised one, which may not be moved, is
         return
     try:
@@ -169,7 +165,7 @@ def _loaded(source: Any, role: str, place: Placement, beside: torch.device | Non
 
 
 def _check_sizes(model: PreTrainedModel, view: TokenBytes, role: str) -> None:
-    """Raises `InvalidInputError` where a text may have ids that the model can't read. Control tokens are met in few texts."""
+    """Raises `InvalidInputError` if a text may have ids that the model can't read. Control tokens are met in few texts."""
     last, size = max((token for token, piece in enumerate(view.table) if piece), default=-1), ids_read(model)
     if last >= size:
         raise InvalidInputError(

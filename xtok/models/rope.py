@@ -30,9 +30,9 @@ def _ropes(model: PreTrainedModel) -> list[Mapping[str, Any]]:
 def turns(model: PreTrainedModel) -> Callable[[], AbstractContextManager[None]]:
     """For one sequence: a context to forward `model` in, as if that sequence were the only one it was ever given.
 
-    Rotary embeddings remember the longest sequence (`dynamic`), or are set anew by each forward (`longrope`). So sequences take
-    turns, those of other threads, too, and each finds what it left, at first what a new model has. In between, what a `dynamic`
-    model remembers is what it did when it was handed in.
+    Rotary embeddings remember the longest sequence (`dynamic`), or are set anew by each forward pass (`longrope`). So sequences
+    take turns, also those of other threads. Each finds what it left, at first what a new model has; in between, the model
+    remembers what it did before.
     """
     modules = _dynamic_modules(model)
     if not modules and longrope_boundary(model) is None:

@@ -5,9 +5,7 @@ from math import ceil
 CHUNK = 512
 """How many ids of a prompt are forwarded at once."""
 USUAL = 16
-"""How many new ids of one sequence forward passes of the usual fixed shape have. Of prompts more are forwarded at once, in
-forward passes of their own, until no more than that are left.
-"""
+"""How many new ids of one sequence forward passes of the usual fixed shape have. Parts of prompts are wider."""
 _LEAST, _MOST = 128, 4096
 """How many positions are read at least, and by how many more at most, if forward passes have few shapes."""
 
@@ -41,24 +39,21 @@ class Shapes:
     def takes(self, length: int, new: int, prompt: int) -> int:
         """How many of `new` ids are forwarded next after `length` kept ones, the first `prompt` of which are of a prompt.
 
-        Of a prompt powers of two, down from a whole chunk, so that none crosses a position from which more places are looked
-        at.
+        Of a prompt powers of two, down from a whole chunk, so that none crosses a position from which more are read.
         """
         if prompt > USUAL:
             return min(CHUNK, 1 << (prompt - 1).bit_length() - 1)
         return min(new, USUAL, self.seen(length + 1) - length)
 
     def guesses(self, length: int, new: int) -> int:
-        """How many nodes of a tree can be forwarded after `length` kept ids and so many new ones: no more than the widest
-        forward pass holds, and none that would make it read more positions.
+        """How many nodes of a tree can follow `length` kept ids and so many new ones within the widest forward pass, and
+        without reading more positions.
         """
         seen = self.seen(length + new)
         return min(seen - length, self.widest(seen)) - new
 
 
 def rounded(positions: int) -> int:
-    """How many positions are read if a sequence has so many and there are to be few shapes: 128, twice as many up to 4,096,
-    then multiples of that.
-    """
+    """How many positions are read if a sequence has so many: 128, twice as many up to 4,096, then multiples of that."""
     doubled = (_LEAST << power for power in range((_MOST // _LEAST).bit_length()))
     return next((size for size in doubled if size >= positions), _MOST * ceil(positions / _MOST))

@@ -105,9 +105,7 @@ class StableShapes(Shapes):
 
     @property
     def tolerance(self) -> float:
-        """By how much, in logits, the best id after a node at another index than its depth is to beat the
-        second: 8 times the largest difference that was seen there; infinity until that is measured.
-        """
+        """8 times the largest difference that was seen at other indices than a node's depth; infinity until it is measured."""
         known = self._known
         if known.findings.tolerance is None and known.fault is None and self._may_try():
             with self._trying(known) as filled:
@@ -124,9 +122,7 @@ class StableShapes(Shapes):
         return next((width for width in self._widths(rows, new) if (rows, width) not in refused), new)
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
-        """How many ids of each of some rows are forwarded if there are `new`: the least of a few widths that is known to give
-        the usual bits; None if none is.
-        """
+        """The least of a few widths for `new` ids that is known to give the usual bits; None if none is."""
         return next((width for width in self._widths(rows, new) if self._agrees(rows, width, seen)), None)
 
     def _widths(self, rows: int, new: int) -> list[int]:
@@ -141,9 +137,7 @@ class StableShapes(Shapes):
         return WIDEST if self._agrees(1, WIDEST, seen, share=0.25) else 2 * USUAL
 
     def _agrees(self, rows: int, width: int, seen: int, *, share: float = 1.0) -> bool:
-        """Whether forward passes of such a shape are known to give the usual bits. They are tried if no more than that `share`
-        of the time for trying is spent.
-        """
+        """Whether such a shape is known to give the usual bits. It is tried if no more than a `share` of the time is spent."""
         if (rows, width) == (1, USUAL):
             return True
         if rows * width * self._trials.least <= _SMALL:

@@ -26,8 +26,8 @@ _PIECES = (5, 11)
 _NODES, _OTHERS, _CONTEXTS = 8, (1, 7), (2, 40, 448)
 """A branch of so many nodes is tried after so many nodes of another, and after so many ids."""
 _TIMES, _OUTPUTS = 2, 200_000
-"""In how many forwards a shape is tried, or, if that computes fewer values, until so many outputs of matrices were compared:
-of a small model few bits differ, if any.
+"""In how many forward passes a shape is tried, and how many outputs of matrices are compared at least: of a small model few
+bits differ, if any.
 """
 _READ = 64
 """How many ids a cache is filled with for trying, over and over."""

@@ -1,7 +1,7 @@
 """Draws from a distribution by the noise of a position, and how sure they are.
 
-At a real vocabulary, noise for all ids and a sort of all scores would take longer than all else about a draw. So noise that
-can't win isn't computed, and cuts (top-k, top-p, min-p) are only applied to the few ids that could be drawn.
+Noise for a whole vocabulary and a sort of all scores would take most of the time of a draw. So noise that can't win isn't
+computed, and cuts (top-k, top-p, min-p) are only applied to the few ids that could be drawn.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,8 +50,7 @@ def draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any] = ()) -> 
     `scores`: (vocabulary,). `keys`: those of the ids for noise, (vocabulary,), int64. `state`: that of the noise at this
     position. `cuts`: those that `processors.known_cuts` counts.
     Law: the draw is that of `draw(cut scores, keys, state)`, or None if it is so near a cut that rounding decides.
-    Raises `InvalidInputError` if the cuts keep nothing, and if a score is NaN or infinite, which is no distribution to
-    draw from.
+    Raises `InvalidInputError` if the cuts keep nothing, and if a score is NaN or infinite.
     """
     states = states_of([state], keys.device)
     for whole in (False, True):
@@ -148,8 +147,7 @@ def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], tol
     """The draw after `cuts`, and by how much it beats the second best of all scores + noise: 0 if a cut might drop it.
 
     Law: if its margin is above `tolerance`, any scores that differ from these by up to half of that give the same draw.
-    Otherwise, if it is too near to a cut to be sure, it may not be the draw of these scores either. Arguments are those of
-    `draw`.
+    Otherwise it may not be the draw of these scores either, if it is too near to a cut. Arguments are those of `draw`.
     """
     drawn = draw(scores, keys, state)
     assert drawn is not None

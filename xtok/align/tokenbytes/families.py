@@ -12,14 +12,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SWE_BYTE_TOKEN = re.compile(r"<\|byte(\d+)\|>")
 
 
-def _byte_characters() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies (GPT-2, Radford et al. 2019)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_CHARACTERS = _byte_characters()
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_OTHERS = sorted(set(range(256)).difference(_PRINTABLE))
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""The bytes that characters stand for in byte-level vocabularies (GPT-2, Radford et al. 2019)."""
 
 
 def _table(strings: Strings, to_bytes: Callable[[str], bytes]) -> tuple[bytes | None, ...]:
@@ -30,9 +26,8 @@ def byte_level(strings: Strings) -> TokenBytes:
     """Byte-level BPE (GPT-2, GPT-NeoX, Llama 3, Qwen): each character of a token stands for one byte."""
 
     def to_bytes(string: str) -> bytes:
-        codes = [BYTE_CHARACTERS.get(character) for character in string]
-        known = [code for code in codes if code is not None]
-        return bytes(known) if len(known) == len(codes) else string.encode()
+        codes = [_BYTES[character] for character in string if character in _BYTES]
+        return bytes(codes) if len(codes) == len(string) else string.encode()
 
     return TokenBytes(_table(strings, to_bytes), "byte-level BPE")
 
