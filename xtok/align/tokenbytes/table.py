@@ -1,7 +1,7 @@
 """`TokenBytes`: a tokenizer seen as bytes."""
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,9 +69,8 @@ class TokenBytes:
 
     def _range(self, prefix: bytes, lo: int, hi: int) -> tuple[int, int]:
         """The slice of `_order[lo:hi]` whose ids begin with `prefix`, as its two ends."""
-        after = _successor(prefix)
         lo = bisect_left(self._order, prefix, lo, hi, key=self._at)
-        return lo, hi if after is None else bisect_left(self._order, after, lo, hi, key=self._at)
+        return lo, bisect_right(self._order, prefix, lo, hi, key=lambda token: self._at(token)[: len(prefix)])
 
     def ids_starting_with(self, prefix: bytes) -> "array[int]":
         """All ids whose bytes begin with `prefix`, in the order of their bytes."""
@@ -80,10 +79,7 @@ class TokenBytes:
 
     def ids_of_bytes(self, data: bytes) -> "array[int]":
         lo = bisect_left(self._order, data, key=self._at)
-        hi = lo
-        while hi < len(self._order) and self._at(self._order[hi]) == data:
-            hi += 1
-        return self._order[lo:hi]
+        return self._order[lo : bisect_right(self._order, data, lo, key=self._at)]
 
     def compatible(self, must: bytes) -> "array[int]":
         """The ids that can come first in a text that begins with `must`: each begins with `must`, or `must` begins with it."""
@@ -104,9 +100,3 @@ class TokenBytes:
             if self._at(self._order[lo]) == text[start:stop]:
                 return True
         return False
-
-
-def _successor(prefix: bytes) -> bytes | None:
-    """The smallest byte string above all that begin with `prefix`; None if there is none."""
-    kept = prefix.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
