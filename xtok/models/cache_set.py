@@ -16,7 +16,8 @@ from xtok.models.shared_cache import SharedCache
 from xtok.models.traits import Traits
 
 _SNAPSHOTS = 16
-"""Of two rounds: what a draft reads in one may be read otherwise in the next."""
+"""How many states a recurrent draft keeps: those of two rounds, since it may read in one what it reads otherwise in the next.
+"""
 
 
 class CacheSet:

@@ -165,7 +165,7 @@ class CachedModel(Slot):
         """The model's inputs for new ids, (1, new), after the cache, as transformers' own generation has them."""
         new = ids.shape[1]
         if self._held > self._recorded and not hasattr(self.cache, "is_croppable") and self._has_slid():
-            self._crop(0)  # transformers 5.16's sliding layers take one forward per crop
+            self._crop(0)  # transformers 5.16's sliding layers take one forward pass per crop
         beyond = self._held + new - self._prefilled
         inputs = self._model._update_model_kwargs_for_generation({}, dict(self._inputs), num_new_tokens=beyond)
         prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(

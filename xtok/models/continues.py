@@ -20,7 +20,7 @@ from xtok.models.traits import Verdicts, rolls_back
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How large what rounding changes may be beside what a fault would change."""
+    """The share of what a fault would change that rounding may change."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
 
 
@@ -111,7 +111,7 @@ def _continues(model: PreTrainedModel) -> _Trial:
     ids = (whole.abs() < torch.finfo(whole.dtype).max / 2).all(dim=0)  # the others are masked
     largest = float(whole[:, ids].float().abs().amax(dim=1).mean())
     if recurrent and any(part.dtype in HALF for part in (*model.parameters(), *model.buffers())):
-        with suppress(Exception):  # of kernels for half precision alone, and of replaced forwards
+        with suppress(Exception):  # kernels for half precision alone, or a replaced forward
             single = in_single(model)
             return _Trial(*_judged(single, text, ids, _whole(single, text), recurrent=True), largest)
     return _Trial(*_judged(model, text, ids, whole, recurrent=recurrent), largest)
@@ -136,7 +136,7 @@ def _whole(model: PreTrainedModel, text: Tensor) -> Tensor:
 def _judged(model: PreTrainedModel, text: Tensor, ids: Tensor, whole: Tensor, *, recurrent: bool) -> tuple[bool, bool, bool]:
     """Whether a model is causal, continues and can be rolled back, by `ids` of the logits, (vocabulary,), bool.
 
-    Logits may differ by rounding, which is little beside their span. The rounds are two ids, then one and a guess that is taken
+    Logits may differ by rounding, which is little of their span. The rounds are two ids, then one and a guess that is taken
     back, then the others.
     """
     cached = cached_model(model, new_cache(model))
@@ -157,7 +157,7 @@ def _judged(model: PreTrainedModel, text: Tensor, ids: Tensor, whole: Tensor, *,
 
 
 def _formula_error(model: PreTrainedModel) -> float:
-    """How far the same formula may differ beside the span of logits, by the order in which it adds up.
+    """How far the same formula may differ, as a share of the span of logits, by the order in which it adds up.
 
     In float32 2e-6 at most in tiny models of ten kinds, and 8e-6 in one of 135 M with attention; another formula, 1e-3 in most.
     An accelerator may round the inputs of products and convolutions to ten bits.

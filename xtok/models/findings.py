@@ -55,7 +55,7 @@ def described(model: PreTrainedModel, state: Sequence[object]) -> str | None:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether a module runs the code of its class alone, or besides that what accelerate and transformers put there."""
+    """Whether a module runs the code of its class alone, but for hooks of accelerate and transformers."""
     hooks: list[Any] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     libraries = {str(getattr(hook, "__module__", None)).partition(".")[0] for hook in hooks}
     return libraries <= {"accelerate", "transformers"} and ("forward" not in vars(module) or hasattr(module, "_hf_hook"))
@@ -79,7 +79,7 @@ def _machine() -> list[str]:
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel) -> list[Any]:
-    """The shape, type and place of each weight and buffer, and the sum of some of its values."""
+    """The shape, type and device of each weight and buffer, and the sum of some of its values."""
     found = list[Any]()
     for weight in chain(model.parameters(), model.buffers()):
         found.append([list(weight.shape), str(weight.dtype), str(weight.device)])

@@ -34,9 +34,9 @@ class Answer(NamedTuple):
 class Slot(Protocol):
     """A sequence's cache slot in a model: what the model keeps of it, and how it is forwarded.
 
-    `chunk`: how many ids of a prompt are forwarded at once, None for all. `forwards`: how many it took part in. `vocabulary`:
-    how many ids the model has logits for. `shares`: whether forwards can be shared. `limit`: how many positions the
-    sequence may have; None for any number. `fixed`: whether forwards have fixed shapes.
+    `chunk`: how many ids of a prompt are forwarded at once, None for all. `forwards`: how many forward passes it had.
+    `vocabulary`: how many ids the model has logits for. `shares`: whether sequences can share its forward passes. `limit`: how
+    many positions the sequence may have; None for any number. `fixed`: whether forward passes have fixed shapes.
     """
 
     device: torch.device
@@ -62,7 +62,7 @@ class Slot(Protocol):
 
     @property
     def server(self) -> Any:
-        """What forwards it."""
+        """The model that forwards it, with its cache."""
 
     @property
     def length(self) -> int:
@@ -100,8 +100,9 @@ class Ask(NamedTuple):
     """What a sequence wants forwarded: `ids` after what its slot holds, of which the last `rows` are to have logits.
 
     `parents`, one for each of the last of them, make those nodes of a tree, which lasts until it is kept or rolled back. A
-    parent is the index of an earlier node, those of earlier forwards counted, or `Parent.CONTEXT` or `Parent.ALL_BUT_LAST`,
-    which are -1 and -2. A node sees its ancestors alone, and its position is its depth. The ids before those are kept.
+    parent is the index of an earlier node, those of earlier forward passes counted, or `Parent.CONTEXT` or
+    `Parent.ALL_BUT_LAST`, which are -1 and -2. A node sees its ancestors alone, and its position is its depth. The ids before
+    those are kept.
     """
 
     slot: Slot
@@ -146,7 +147,7 @@ def together(runs: Sequence[Steps[Result]]) -> list[Result]:
 
 
 def _go_on(run: Steps[Any], answer: Answer | Exception | Looked | None) -> tuple[Ask | Look | None, Any]:
-    """What it wants next, or None and what it returns."""
+    """What a sequence wants next, or None and what it returns."""
     try:
         if isinstance(answer, Exception):
             return run.throw(answer.with_traceback(None)), None
@@ -158,7 +159,7 @@ def _go_on(run: Steps[Any], answer: Answer | Exception | Looked | None) -> tuple
 
 
 def _answers(wanted: dict[int, Ask | Look]) -> dict[int, Answer | Exception | Looked | None]:
-    """Of those that want to look at numbers; if there are none, of all that ask for a forward pass."""
+    """Answer those that want to look at numbers; if there are none, all that ask for a forward pass."""
     looks = {number: want.parts for number, want in wanted.items() if isinstance(want, Look)}
     if not looks:
         return dict(zip(wanted, answered([want for want in wanted.values() if isinstance(want, Ask)]), strict=True))
@@ -177,7 +178,7 @@ def _looked(looks: list[Sequence[Tensor]]) -> list[Looked]:
 
 
 def answered(asks: Sequence[Ask]) -> list[Answer | Exception]:
-    """The answer of each, or the error that its forward ended in, if it fails alone, too."""
+    """The answer of each, or the error of its forward pass, if it fails alone, too."""
     found: dict[int, Answer | Exception] = {}
     for server in {id(ask.slot.server): ask.slot.server for ask in asks}.values():
         for group in server.groups([ask for ask in asks if ask.slot.server is server]):
@@ -186,7 +187,7 @@ def answered(asks: Sequence[Ask]) -> list[Answer | Exception]:
 
 
 def _served(serve: Callable[[Any], Sequence[Any]], wanted: Sequence[Any]) -> list[Any]:
-    """What all who wait are given together; if that fails, what each is given alone, or the error of that."""
+    """What all are answered together, or, if that fails, each alone: the answer or the error."""
     try:
         return [*serve(wanted)]
     except Exception as error:
@@ -196,7 +197,7 @@ def _served(serve: Callable[[Any], Sequence[Any]], wanted: Sequence[Any]) -> lis
 
 
 def wait_for(states: Tensor) -> None:
-    """A forward on an accelerator takes until its work is done, not until it is launched."""
+    """Wait until a forward pass on an accelerator is done: it returns when it is launched."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and states.device.type == accelerator.type:
         torch.accelerator.current_stream(states.device).synchronize()  # a whole device's would break another thread's capture

@@ -18,16 +18,16 @@ from xtok.models.kernels import kernel_state
 
 Inputs: TypeAlias = "dict[str, Tensor]"
 Run: TypeAlias = Callable[[Inputs], "list[Tensor]"]
-"""A forward, by its inputs. Whatever else it depends on is the same each time."""
+"""A forward pass, by its inputs. Whatever else it depends on is the same each time."""
 
 CAPTURES_BY_DEFAULT = False
 """What `compile=None` means. To be set when figures of a GPU are recorded: none has run this yet."""
 _MOST = 1 << 30
 """How many bytes the outputs of a cache's graphs may take."""
 _FREE, _REPLAYS = 8, 8
-"""After the first 8 captures there is one more for 8 replays at most: it takes as long as some forwards."""
+"""After the first 8 captures there is one more for 8 replays at most: it takes as long as some forward passes."""
 _COLLECTS = "transformers.utils.output_capturing"
-"""Its hooks collect what modules return and do nothing else. They stay once hidden states were asked for."""
+"""Its hooks collect what modules return and do nothing else. They stay once hidden states were requested."""
 _ALONE = Lock()
 """In a process one graph at a time can be captured."""
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
@@ -35,7 +35,7 @@ _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 @dataclass(frozen=True)
 class Graph:
-    """A forward as it was captured: `replay` computes `outputs` from `inputs`, at the places that those have."""
+    """A captured forward pass: `replay` computes `outputs` from `inputs`, both where they are in memory."""
 
     inputs: Inputs
     outputs: list[Tensor]
@@ -65,7 +65,7 @@ class Graphs:
     def run(self, shape: Hashable, forward: Run, inputs: Inputs) -> list[Tensor]:
         """The outputs of a forward pass, the caller's own. It is captured if one of this shape came before, and then replayed.
 
-        `shape`: all that it depends on beside its inputs.
+        `shape`: all that it depends on besides its inputs.
         """
         device = next(iter(inputs.values())).device
         if not self._can or torch.is_autocast_enabled(device.type):
@@ -132,7 +132,7 @@ def captures(wanted: bool | None, models: Iterable[PreTrainedModel]) -> bool:
 
 
 def takes_graphs(model: PreTrainedModel) -> bool:
-    """Whether forwards may be captured: on one GPU, if nothing but kernels has to run."""
+    """Whether forward passes may be captured: on one GPU, if nothing but kernels has to run."""
     devices = {part.device for part in (*model.parameters(), *model.buffers())}
     return {device.type for device in devices} == {"cuda"} and len(devices) == 1 and not any(map(_runs_more, model.modules()))
 
@@ -145,7 +145,7 @@ def _runs_more(module: nn.Module) -> bool:
 
 
 def state_of(model: PreTrainedModel) -> Hashable:
-    """What captured forwards have in them of a model: where its weights are, and how its modules compute."""
+    """What a model's captured forward passes depend on: where its weights are, and how its modules compute."""
     return *kernel_state(model), *((id(one), _runs_more(one), _addresses(one), _settings(one)) for one in model.modules())
 
 
@@ -155,7 +155,7 @@ def _addresses(module: nn.Module) -> tuple[tuple[int, torch.dtype], ...]:
 
 
 def _settings(module: nn.Module) -> str:
-    """Numbers and names that a module computes by, such as which adapters take part, how strongly, and which are merged."""
+    """Numbers and names that a module computes by, such as its active adapters, their scales, and which are merged."""
     plain = (int, float, str)
     found = {}
     for name, value in vars(module).items():

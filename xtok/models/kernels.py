@@ -11,7 +11,7 @@ from xtok.models.traits import attention_of
 
 
 def kernel_state(model: PreTrainedModel) -> tuple[Any, ...]:
-    """All that a model's bits depend on beside its weights and the machine."""
+    """All that a model's bits depend on besides its weights and the machine."""
     device, found = device_of(model), torch.backends
     cuda: Any = found.cuda  # which attention is set there goes for all devices
     attention = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()]

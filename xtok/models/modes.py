@@ -2,7 +2,7 @@
 
 What is kept between calls, or between the rounds of a stream, may be written to under other modes than it was made under. A
 tensor made in `torch.inference_mode` can't be, and one made where `meta` is the default device holds nothing. So xtok makes
-everything under the same modes. The caller's autocast stays as it is, for it decides what a model computes.
+everything under the same modes. The caller's autocast stays, since it decides what a model computes.
 
 The default dtype is that of the whole process, other threads included, so it can't be set here: whatever makes a tensor names
 its dtype.
@@ -19,7 +19,7 @@ import torch
 
 class Modes(NamedTuple):
     """What a caller's modes decide. `inference`: whether its own code, such as a logits processor, runs in inference mode.
-    `autocast`: the kinds of device that forwards are cast on, and to which dtype.
+    `autocast`: the kinds of device with autocast, and its dtype.
     """
 
     inference: bool = False
@@ -30,7 +30,7 @@ _INFERENCE: ContextVar[bool] = ContextVar("inference", default=False)
 
 
 def current() -> Modes:
-    """The modes of who calls xtok in this thread."""
+    """The caller's modes in this thread."""
     casts = tuple((kind, torch.get_autocast_dtype(kind)) for kind in _kinds() if torch.is_autocast_enabled(kind))
     return Modes(torch.is_inference_mode_enabled() or _INFERENCE.get(), casts)
 
@@ -39,7 +39,7 @@ def current() -> Modes:
 def within(modes: Modes | None = None) -> Iterator[None]:
     """Compute under xtok's own modes, with the autocast of `modes`, or the caller's. A decorator as well.
 
-    What is found out or made within `Modes()` serves later calls under any modes. It must not be open while a generator yields.
+    What is made within `Modes()` serves later calls under any modes. It must not be open while a generator yields.
     """
     modes = current() if modes is None else modes
     before = _INFERENCE.set(modes.inference)
@@ -59,7 +59,7 @@ def within(modes: Modes | None = None) -> Iterator[None]:
 
 
 def as_called() -> AbstractContextManager[object]:
-    """For code of the caller that runs within: inference mode, if the caller is in it."""
+    """For the caller's code that xtok runs: inference mode, if the caller is in it."""
     return torch.inference_mode() if _INFERENCE.get() else nullcontext()
 
 

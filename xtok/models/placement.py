@@ -10,7 +10,7 @@ from xtok.errors import InvalidInputError, reason
 
 T = TypeVar("T")
 OneOrEach: TypeAlias = T | tuple[T | None, T | None] | None
-"""A setting of both models, or the target's and the drafts', of which None leaves one as it is by default."""
+"""A setting of both models, or the target's and the drafts'. None is the default."""
 Device: TypeAlias = str | int | torch.device
 Dtype: TypeAlias = str | torch.dtype
 DeviceMap: TypeAlias = str | dict[str, Any]
@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True)
 class Placement:
-    """What is asked of one model. `dtype` None is "auto": the precision that its configuration says."""
+    """What is requested for one model. `dtype` None is "auto": the precision that its configuration says."""
 
     device: torch.device | None = None
     dtype: torch.dtype | None = None

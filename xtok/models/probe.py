@@ -41,8 +41,8 @@ def _sees_by_positions(model: PreTrainedModel) -> bool:
 
 @within(Modes())
 def _branches_as_it_should(model: PreTrainedModel) -> bool:
-    """Whether a node after another branch has the logits that it has in a chain of its own, but for rounding, which is little
-    beside what it would change if the node saw the other branch, too.
+    """Whether a node after another branch has the logits that it has in a chain of its own, but for rounding, which changes
+    little compared with seeing the other branch, too.
     """
     cached = cached_model(model, new_cache(model))
     first, other, *rest = (
@@ -96,7 +96,7 @@ def _found(model: PreTrainedModel) -> Traits:
     branches, size = _TRIED(model)
     try:
         rounds = quantized(model).rounds_input
-    except Exception:  # nobody can say, and then picks aren't called exact
+    except Exception:  # unknown, and then picks aren't called exact
         rounds = True
     largest = largest_logit(model)
     return replace(read(model), branches=branches, position_bytes=size, rounds_input=rounds, largest_logit=largest)

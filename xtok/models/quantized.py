@@ -139,7 +139,7 @@ def _mixes(layer: nn.Module, like: Tensor) -> bool:
 
 
 _ROUNDING = 2**-6
-"""How far rounding may change a row, beside its size: two units in the last place of bfloat16."""
+"""How far rounding may change a row, as a share of its norm: two units in the last place of bfloat16."""
 _LARGE, _OUTLIER = 3.0, 1e4
 """The largest magnitude in a row, and the magnitude of outliers. LLM.int8 takes 6.0 and more for outliers by default."""
 

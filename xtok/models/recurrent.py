@@ -16,7 +16,7 @@ from xtok.models.cache import layers_of, new_cache
 from xtok.models.cached_model import CachedModel
 
 _LONGEST = 16
-"""How many positions are forwarded again together with new ones. More of them would cost more than the forward they save."""
+"""How many positions are forwarded again together with new ones. More would cost more than the forward pass they save."""
 _STATES = frozenset(vars(LinearAttentionLayer()))
 """What a recurrent layer remembers."""
 
@@ -90,7 +90,7 @@ class RecurrentModel(CachedModel):
     """A causal LM with recurrent layers, for chains of guesses.
 
     To take positions back it returns to a snapshot from before them. The positions between that and where it should be are
-    forwarded again, together with what comes next, so that most rounds cost one forward all the same.
+    forwarded again, together with what comes next, so that most rounds still cost one forward pass.
     """
 
     def __init__(self, *given: Any, snapshots: int, **more: Any) -> None:

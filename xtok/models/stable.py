@@ -61,7 +61,7 @@ class _Known:
 
 
 class StableShapes(Shapes):
-    """The shapes that a model's forward passes are to have. They depend on the model and what chooses its kernels alone.
+    """The shapes of a model's forward passes. They depend on the model and on what chooses its kernels alone.
 
     Forward passes over 16 ids of one sequence have the usual bits. Another shape is used once it was seen to give the same.
     Those of several sequences are tried when they are first wanted; those of one sequence, and the tolerance, in a tenth of the
@@ -131,7 +131,7 @@ class StableShapes(Shapes):
         return [width for width in _WIDTHS if width >= max(new, least)]
 
     def widest(self, seen: int) -> int:
-        """The most ids of one sequence that are forwarded. The widest shape is tried last, for it is seldom used."""
+        """The most ids of one sequence that are forwarded. The widest shape is tried last: it is seldom used."""
         if not self._agrees(1, 2 * USUAL, seen):
             return USUAL
         return WIDEST if self._agrees(1, WIDEST, seen, share=0.25) else 2 * USUAL
@@ -152,7 +152,7 @@ class StableShapes(Shapes):
                 with self._trying(known) as filled:
                     if filled is not None:
                         known.findings.agreed[shape] = self._trials.agrees(filled, *shape)
-            except torch.OutOfMemoryError:  # there may be room another time
+            except torch.OutOfMemoryError:  # there may be enough another time
                 pass
             except Exception:  # the model has no positions there, say, or memory is short: not for good, as far as is known
                 known.failed.add(shape)
@@ -197,7 +197,7 @@ class StableShapes(Shapes):
 
 
 def _check_kind(model: PreTrainedModel) -> None:
-    """Raises `UnsupportedModelError` for what trying wouldn't betray: how many ids an expert reads depends on all ids."""
+    """Raises `UnsupportedModelError` for what trials wouldn't show: how many ids an expert reads depends on all ids."""
     name = type(model).__name__
     if any("expert" in f"{path} {type(module).__name__}".lower() for path, module in model.named_modules()):
         raise UnsupportedModelError(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """What a forward took: `rows`, the ids of all the `texts` (sequences) that shared it, padding included, and `seconds`.
+    """What a forward pass took: `rows`, the ids of all `texts` (sequences) that shared it, padding included, and `seconds`.
 
     `repeated`: whether another of those sequences has reported it. `replayed`: whether it was a CUDA graph.
     """

@@ -16,13 +16,13 @@ from xtok.models.shapes import USUAL, Shapes
 from xtok.models.shared_cache import SharedCache
 
 TRIED = 512
-"""How many positions are read in the forward passes by which it is tried what rows change."""
+"""How many positions are read when it is tried what rows change."""
 WIDEST = 64
 """How many new ids of one sequence a forward pass may have."""
 FEW = 4
-"""Fewer rows than that differ in rare values if at all, so such shapes are tried on more ids."""
+"""Fewer rows differ in rare values if at all, so such shapes are tried on more ids."""
 _PIECES = (5, 11)
-"""The parts in which ids are forwarded that are to have the bits that they have at once."""
+"""Ids forwarded in such parts are to have the bits that they have at once."""
 _NODES, _OTHERS, _CONTEXTS = 8, (1, 7), (2, 40, 448)
 """A branch of so many nodes is tried after so many nodes of another, and after so many ids."""
 _TIMES, _OUTPUTS = 2, 200_000
@@ -39,7 +39,7 @@ _UNEQUAL = (
 
 
 class Trials:
-    """Forward passes by which it is found out of which shapes a model's bits are the usual ones."""
+    """Forward passes that find out which shapes give a model's usual bits."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -80,7 +80,7 @@ class Trials:
         return found if contexts and found < inf else inf
 
     def agrees(self, filled: SharedCache, rows: int, width: int, seen: int) -> bool:
-        """All ids of a forward, and of some more if there are fewer than 16, are compared with those of usual ones."""
+        """Whether a shape gives the usual bits: of all its ids, and of further forward passes if it has fewer than 16."""
         base, new = self._base(seen), max(width, min(USUAL, (_TIMES if rows * width >= FEW else 2 * _TIMES) * width))
         outputs = sum(size for _, size in self._layers)
         turns = ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))
@@ -93,7 +93,7 @@ class Trials:
         return _same(usual, self._forwarded(filled, rows, base, shape, _parts(new, shape.ids), first))
 
     def _base(self, seen: int) -> int:
-        """After how many ids it is tried: the positions suffice for the most that are forwarded."""
+        """After how many ids shapes are tried: `WIDEST` more can follow."""
         return min(seen, context_window(self._model) or seen) - WIDEST
 
     def _ids(self, first: int, count: int) -> list[int]:
