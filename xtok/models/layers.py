@@ -1,6 +1,5 @@
 """The layers of a cache that sequences share: keys and values of many rows, written and read as a forward pass says."""
 
-from collections.abc import Callable
 from math import ceil
 from typing import Any
 
@@ -121,11 +120,6 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         keys, values = self._written(self.keys, key_states), self._written(self.values, value_states)
         return keys.as_subclass(EvenKeys) if self._view.evenly and key_states.shape[2] % QUERIES else keys, values
 
-    @property
-    def is_short(self) -> bool:
-        held = [part.shape[::2] for part in (self.keys, self.values) if part is not None]
-        return any(self._view.shape(*shape) != shape for shape in held)
-
     def grow(self) -> None:
         """Get the memory for the next forward pass."""
         if self.is_initialized:
@@ -152,34 +146,9 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         """Hold in some positions of each row, over and over, the first `held` positions of another layer's first row."""
         assert other.keys is not None and other.values is not None
         sources = torch.arange(positions, dtype=torch.int64, device=other.keys.device) % held
-        self.keys, self.values = (
-            states.new_zeros((rows, states.shape[1], capacity, states.shape[3])) for states in (other.keys, other.values)
-        )
-        self.keys[:, :, :positions] = other.keys[:1, :, sources]
-        self.values[:, :, :positions] = other.values[:1, :, sources]
+        tiles = (part[:1, :, sources].expand(rows, -1, -1, -1) for part in (other.keys, other.values))
+        self.keys, self.values = (pad(part, (0, 0, 0, capacity - positions)) for part in tiles)
         self.is_initialized = True
-
-    def clear(self, row: int, start: int, end: int) -> None:
-        """Empty some positions of a row."""
-        self._both(lambda held: held[row : row + 1, :, start:end].zero_())
-
-    def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Copy positions of some rows, all three (moves,), int64, to other positions of those."""
-
-        def moved(held: Tensor) -> None:
-            row, source, target = (part.to(held.device) for part in (rows, sources, targets))
-            held[row, :, target] = held[row, :, source]
-
-        self._both(moved)
-
-    def copy(self, row: int, to: int, positions: int) -> None:
-        """Copy the first positions of a row to another. A row that a failed forward pass left without memory holds nothing."""
-        self._both(lambda held: held[to, :, :positions].copy_(held[row, :, :positions]) if row < len(held) else None)
-
-    def _both(self, do: Callable[[Tensor], Any]) -> None:
-        for held in (self.keys, self.values):
-            if held is not None:
-                do(held)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._view.seen, 0

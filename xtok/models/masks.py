@@ -6,6 +6,7 @@ from math import ceil, log2
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from xtok.models.forwards import Parent
 
@@ -49,17 +50,11 @@ class Trees:
 
     def __init__(self, windows: Mapping[str, int | None], dtype: torch.dtype, device: torch.device) -> None:
         """`windows`: of how many positions each kind of layer sees the last; None for all."""
-        self._windows = windows
-        self._dtype = dtype
-        self._device = device
-        self._grow(0, 0)
-
-    def _grow(self, rows: int, nodes: int) -> None:
-        """After the nodes there is one more, for ids that are none."""
-        self._size = nodes
-        self._ancestors = torch.zeros((rows, nodes + 1, nodes), dtype=torch.bool, device=self._device)
-        self._short = torch.zeros((rows, nodes + 1), dtype=torch.bool, device=self._device)
-        self._depths = torch.zeros((rows, nodes + 1), dtype=torch.int64, device=self._device)
+        self._windows, self._dtype, self._device = windows, dtype, device
+        self._size = 0  # of nodes, after which there is one more for ids that are none
+        self._ancestors = torch.zeros((0, 1, 0), dtype=torch.bool, device=device)
+        self._short = torch.zeros((0, 1), dtype=torch.bool, device=device)
+        self._depths = torch.zeros((0, 1), dtype=torch.int64, device=device)
 
     def copy(self, row: int, to: int) -> None:
         for held in (self._ancestors, self._short, self._depths):
@@ -136,10 +131,10 @@ class Trees:
         return ancestors, depths, short
 
     def _enlarge(self, rows: int, nodes: int) -> None:
-        held = self._ancestors, self._short, self._depths
-        self._grow(max(rows, len(held[0])), _NODES * ceil(max(nodes, self._size) / _NODES))
-        for new, old in zip((self._ancestors, self._short, self._depths), held, strict=True):
-            new[tuple(map(slice, old.shape))] = old
+        more_rows, more = max(0, rows - len(self._depths)), _NODES * ceil(max(nodes, self._size) / _NODES) - self._size
+        self._size += more
+        self._ancestors = pad(self._ancestors, (0, more, 0, more, 0, more_rows))
+        self._short, self._depths = (pad(held, (0, more, 0, more_rows)) for held in (self._short, self._depths))
 
     def _masks(self, visible: Tensor, positions: Tensor, key_positions: Tensor) -> dict[str, Tensor]:
         """What is visible, (rows, new, seen), bool, less what lies before a layer's window, as masks."""

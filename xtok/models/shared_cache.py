@@ -145,10 +145,14 @@ class SharedCache:
         self._rows.clear()
 
     @property
+    def _parts(self) -> list[Tensor]:
+        """Keys and values of each layer, (rows, heads, positions, size); none before the first forward pass."""
+        return [part for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
+
+    @property
     def position_bytes(self) -> int:
         """How many bytes a position of a row takes; 0 before the first forward pass."""
-        held = [part for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
-        return sum(part.shape[1] * part.shape[3] * part.element_size() for part in held)
+        return sum(part.shape[1] * part.shape[3] * part.element_size() for part in self._parts)
 
     def tiled(self, rows: int, positions: int, capacity: int, shapes: Shapes) -> "SharedCache":
         """A cache of some rows with memory for `capacity` positions each, the first `positions` of which repeat what this
@@ -163,7 +167,7 @@ class SharedCache:
 
     def held(self, start: int, stop: int) -> list[Tensor]:
         """Keys and values of each layer at some positions, (rows, heads, positions, size) each."""
-        return [part[:, :, start:stop] for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
+        return [part[:, :, start:stop] for part in self._parts]
 
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
         """Which asks are to share a forward pass."""
@@ -201,8 +205,7 @@ class SharedCache:
         first, last = span_of(asks)
         if self._shapes is not None or not self._captures(asks):
             return first, last
-        rows = min(len(layer.keys) for layer in self._layers if layer.keys is not None)
-        return 0, max(last, min(doubled(last), rows))
+        return 0, max(last, min(doubled(last), *map(len, self._parts)))
 
     @torch.no_grad()
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
@@ -279,7 +282,7 @@ class SharedCache:
     def _grow(self, rows: int, positions: int) -> None:
         """Let the cache have so many rows and positions at least. What was captured knows its former memory."""
         self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
-        if self._graphs is not None and any(layer.is_short for layer in self._layers):
+        if self._graphs is not None and any(self._view.shape(*part.shape[::2]) != part.shape[::2] for part in self._parts):
             self._graphs.clear()
         for layer in self._layers:
             layer.grow()
@@ -289,8 +292,8 @@ class SharedCache:
         self._used += [0] * (first + len(ends) - len(self._used))
         for index, end in enumerate(ends, start=first):
             if end < min(self._used[index], seen):
-                for layer in self._layers:
-                    layer.clear(index, end, self._used[index])
+                for part in self._parts:
+                    part[index, :, end : self._used[index]].zero_()
                 self._used[index] = end
             self._used[index] = max(self._used[index], end)
 
@@ -299,8 +302,9 @@ class SharedCache:
         moves = [(row.index, *move) for row in self._rows if row is not None for move in row.moves]
         if moves:
             rows, sources, targets = torch.tensor(moves, dtype=torch.int64, device=self.device).T
-            for layer in self._layers:
-                layer.move(rows, sources, targets)
+            for part in self._parts:  # layers may be on other devices
+                row, source, target = (indices.to(part.device) for indices in (rows, sources, targets))
+                part[row, :, target] = part[row, :, source]
         for row in self._rows:
             if row is not None:
                 row.moves.clear()
@@ -313,7 +317,8 @@ class SharedCache:
             if row is not None:
                 used = self._used[row.index]  # which stays: the row holds what it held
                 gap = self._rows.index(None)
-                for layer in self._layers if used else ():
-                    layer.copy(row.index, gap, used)
+                for part in self._parts:
+                    if used and row.index < len(part):  # a failed forward pass may have left it without memory
+                        part[gap, :, :used].copy_(part[row.index, :, :used])
                 self._trees.copy(row.index, gap)
                 self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap
