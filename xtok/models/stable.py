@@ -21,7 +21,6 @@ from xtok.models.cache import context_window
 from xtok.models.findings import Findings, described
 from xtok.models.kernels import check_threads, kernel_state
 from xtok.models.shapes import USUAL, Shapes
-from xtok.models.shared_cache import SharedCache
 from xtok.models.trials import FEW, TRIED, WIDEST, Trials
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
@@ -43,14 +42,14 @@ class _Known:
     """What was found out about a model in one state: on its device, with so many threads and such kernels.
 
     `even`: whether a forward pass may have a single query of attention. `fault`: why bits can't be fixed in that state.
-    `filled`: a cache to try with; None until something is tried. `refused`: rows and ids of each that gave other bits for some
-    number of positions. `failed`: what couldn't be tried in this process.
+    `trials`: what tries it. `refused`: rows and ids of each that gave other bits for some number of positions. `failed`: what
+    couldn't be tried in this process.
     """
 
     findings: Findings
+    trials: Trials
     even: bool
     fault: XTokError | None = None
-    filled: SharedCache | None = None
     refused: set[tuple[int, int]] = field(default_factory=set)
     failed: set[tuple[int, int, int]] = field(default_factory=set)
 
@@ -72,7 +71,6 @@ class StableShapes(Shapes):
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `UnsupportedModelError` if not even forward passes of one shape have the same bits."""
         self._model = model
-        self._trials = Trials(model)
         self._found = dict[tuple[object, ...], _Known]()
         self._lock, self._thread = Lock(), local()
         self._served = self._spent = 0.0
@@ -108,9 +106,9 @@ class StableShapes(Shapes):
         """8 times the largest difference that was seen at other indices than a node's depth; infinity until it is measured."""
         known = self._known
         if known.findings.tolerance is None and known.fault is None and self._may_try():
-            with self._trying(known) as filled:
-                if filled is not None:
-                    known.findings.tolerance = _MARGIN * self._trials.difference(filled)
+            with self._trying(known) as may:
+                if may:
+                    known.findings.tolerance = _MARGIN * known.trials.difference()
         return inf if known.findings.tolerance is None else known.findings.tolerance
 
     def served(self, seconds: float) -> None:
@@ -140,18 +138,19 @@ class StableShapes(Shapes):
         """Whether such a shape is known to give the usual bits. It is tried if no more than a `share` of the time is spent."""
         if (rows, width) == (1, USUAL):
             return True
-        if rows * width * self._trials.least <= _SMALL:
+        known = self._known
+        if rows * width * known.trials.least <= _SMALL:
             return False
         if rows > 1 and seen != TRIED and not self._agrees(rows, width, TRIED):
             return False
         few = rows if seen == TRIED else min(rows, ceil(FEW / width))  # positions change attention, which is of each row
-        known, shape = self._known, (few, width, seen)
+        shape = few, width, seen
         is_new = shape not in known.findings.agreed and shape not in known.failed
         if is_new and known.fault is None and self._may_try(rows, share):
             try:
-                with self._trying(known) as filled:
-                    if filled is not None:
-                        known.findings.agreed[shape] = self._trials.agrees(filled, *shape)
+                with self._trying(known) as may:
+                    if may:
+                        known.findings.agreed[shape] = known.trials.agrees(*shape)
             except torch.OutOfMemoryError:  # there may be enough another time
                 pass
             except Exception:  # the model has no positions there, say, or memory is short: not for good, as far as is known
@@ -163,14 +162,14 @@ class StableShapes(Shapes):
         return rows > 1 or self._spent <= share * _SHARE * self._served
 
     @contextmanager
-    def _trying(self, known: _Known) -> Iterator[SharedCache | None]:
-        """Count the time of a trial, and keep what it gave. Yields what to try with, or None if another thread is at it."""
+    def _trying(self, known: _Known) -> Iterator[bool]:
+        """Count the time of a trial, and keep what it gave. Yields False if another thread tries something."""
         if not self._lock.acquire(blocking=False):
-            yield None
+            yield False
             return
         start = perf_counter()
         try:
-            yield self._filled(known)
+            yield True
             known.learn()
         finally:
             self._spent += perf_counter() - start
@@ -180,20 +179,15 @@ class StableShapes(Shapes):
         """What other processes found out, or whether ids have the bits at once that they have in parts or before a branch."""
         device, _, attention, *_ = state
         even = attention == "sdpa"  # others get as few queries as there are
-        known = _Known(Findings(described(self._model, state)), even)
+        known = _Known(Findings(described(self._model, state)), Trials(self._model), even)
         try:
             check_threads(device)
             if not known.findings.load():
-                self._trials.check_bits(self._filled(known))
+                known.trials.check_bits()
             known.learn()
         except XTokError as error:
             known.fault = error
         return known
-
-    def _filled(self, known: _Known) -> SharedCache:
-        if known.filled is None:
-            known.filled = self._trials.filled()
-        return known.filled
 
 
 def _check_kind(model: PreTrainedModel) -> None:

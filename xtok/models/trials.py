@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import ceil, inf
 
@@ -47,50 +48,49 @@ class Trials:
         self._layers = _layers(model)
         self.least = min((inputs * outputs for inputs, outputs in self._layers), default=0)
 
-    def check_bits(self, filled: SharedCache) -> None:
-        """Raises `UnsupportedModelError` if forward passes of the usual shape don't have the same bits."""
-        usual, base = _OneShape(USUAL, TRIED), self._base(TRIED)
-        at_once, in_parts = (self._forwarded(filled, 1, base, usual, pieces) for pieces in ([USUAL], _PIECES))
-        logits = at_once[0][0, :_NODES]
-        name = type(self._model).__name__
-        if not logits.isfinite().any():
-            raise UnsupportedModelError(f"The logits of {name} aren't numbers. A higher precision may mend that.")
-        if not _same(at_once, in_parts) or not torch.equal(self._branched(filled, base, 0, _OTHERS[-1]), logits):
-            raise UnsupportedModelError(_UNEQUAL.format(name, torch.get_num_threads()))
-
-    def filled(self) -> SharedCache:
+    @cached_property
+    def _filled(self) -> SharedCache:
         """A cache with some ids in its first row."""
         made = SharedCache(self._model)
         made.serve([Ask(made.join(), self._ids(0, min(_READ, self._base(TRIED))), 1)])
         return made
 
-    def difference(self, filled: SharedCache) -> float:
+    def check_bits(self) -> None:
+        """Raises `UnsupportedModelError` if forward passes of the usual shape don't have the same bits."""
+        usual, base = _OneShape(USUAL, TRIED), self._base(TRIED)
+        at_once, in_parts = (self._forwarded(1, base, usual, pieces) for pieces in ([USUAL], _PIECES))
+        logits = at_once[0][0, :_NODES]
+        name = type(self._model).__name__
+        if not logits.isfinite().any():
+            raise UnsupportedModelError(f"The logits of {name} aren't numbers. A higher precision may mend that.")
+        if not _same(at_once, in_parts) or not torch.equal(self._branched(base, 0, _OTHERS[-1]), logits):
+            raise UnsupportedModelError(_UNEQUAL.format(name, torch.get_num_threads()))
+
+    def difference(self) -> float:
         """The largest difference of logits between indices of nodes, or what rounding the largest logit may change, if that is
         more; infinity for a model with too few positions to look.
         """
         found, largest = 0.0, torch.finfo(self._model.dtype).max / 2  # some models give ids that they mask the least number
         contexts = [base for base in _CONTEXTS if base <= self._base(TRIED)]
         for base in contexts:
-            alone = self._branched(filled, base, 0, 0).double()
+            alone = self._branched(base, 0, 0).double()
             numbers = alone.abs() < largest
             if not numbers.any():
                 return inf
-            changes = [(self._branched(filled, base, others, 0).double() - alone)[numbers].abs().max() for others in _OTHERS]
+            changes = [(self._branched(base, others, 0).double() - alone)[numbers].abs().max() for others in _OTHERS]
             found = max(found, *map(float, changes), torch.finfo(self._model.dtype).eps * float(alone[numbers].abs().max()))
         return found if contexts and found < inf else inf
 
-    def agrees(self, filled: SharedCache, rows: int, width: int, seen: int) -> bool:
+    def agrees(self, rows: int, width: int, seen: int) -> bool:
         """Whether a shape gives the usual bits: of all its ids, and of further forward passes if it has fewer than 16."""
         base, new = self._base(seen), max(width, min(USUAL, (_TIMES if rows * width >= FEW else 2 * _TIMES) * width))
         outputs = sum(size for _, size in self._layers)
-        turns = ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))
-        return all(self._same(filled, rows, base, _OneShape(width, seen), new, turn) for turn in range(turns))
-
-    def _same(self, filled: SharedCache, rows: int, base: int, shape: "_OneShape", new: int, turn: int) -> bool:
-        """Whether some ids, other ones in each turn, have the bits that they have in usual forwards."""
-        first = _READ + turn * WIDEST
-        usual = self._forwarded(filled, 1, base, _OneShape(USUAL, shape.positions), _parts(new, USUAL), first)
-        return _same(usual, self._forwarded(filled, rows, base, shape, _parts(new, shape.ids), first))
+        for turn in range(ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))):
+            first = _READ + turn * WIDEST  # other ids in each
+            usual = self._forwarded(1, base, _OneShape(USUAL, seen), _parts(new, USUAL), first)
+            if not _same(usual, self._forwarded(rows, base, _OneShape(width, seen), _parts(new, width), first)):
+                return False
+        return True
 
     def _base(self, seen: int) -> int:
         """After how many ids shapes are tried: `WIDEST` more can follow."""
@@ -99,36 +99,34 @@ class Trials:
     def _ids(self, first: int, count: int) -> list[int]:
         return [7919 * (place + 1) % self._size for place in range(first, first + count)]
 
-    def _forwarded(
-        self, filled: SharedCache, rows: int, base: int, shape: "_OneShape", pieces: Sequence[int], first: int = _READ
-    ) -> list[Tensor]:
+    def _forwarded(self, rows: int, base: int, shape: "_OneShape", pieces: Sequence[int], first: int = _READ) -> list[Tensor]:
         """Forward ids in parts after `base` others. Returns their logits, (tried rows, ids, vocabulary), and the keys and
         values of each layer, (tried rows, heads, ids, size).
 
         Every second row is tried, the last among them; others have other ids.
         """
-        slots = filled.tiled(rows, base, shape.positions + 1, shape)
-        texts, tried = [slots.join() for _ in range(rows)], list(range(rows - 1, -1, -2))
+        cache = self._filled.tiled(rows, base, shape.positions + 1, shape)
+        slots, tried = [cache.join() for _ in range(rows)], list(range(rows - 1, -1, -2))
         logits = []
         for end, size in zip(accumulate(pieces), pieces, strict=True):
             asks = []
-            for row, text in enumerate(texts):
-                text.length = base + end - size
-                asks.append(Ask(text, self._ids(end - size + (first if row in tried else 0), size), size))
-            answers = slots.serve(asks)
+            for row, slot in enumerate(slots):
+                slot.length = base + end - size
+                asks.append(Ask(slot, self._ids(end - size + (first if row in tried else 0), size), size))
+            answers = cache.serve(asks)
             logits.append(torch.stack([answers[row].logits for row in tried]))
-        return [torch.cat(logits, dim=1), *(part[tried] for part in slots.held(base, base + sum(pieces)))]
+        return [torch.cat(logits, dim=1), *(part[tried] for part in cache.held(base, base + sum(pieces)))]
 
-    def _branched(self, filled: SharedCache, base: int, before: int, after: int) -> Tensor:
+    def _branched(self, base: int, before: int, after: int) -> Tensor:
         """The logits of a chain of ids, (ids, vocabulary), with so many nodes of other chains before it and after it."""
         shape = _OneShape(USUAL, TRIED)
-        text = filled.tiled(1, base, shape.positions + 1, shape).join()
-        text.length = base
+        slot = self._filled.tiled(1, base, shape.positions + 1, shape).join()
+        slot.length = base
         ids, parents = list[int](), list[int]()
         for chain in (self._ids(0, before), self._ids(_READ, _NODES), self._ids(0, after)):
             parents += [-1, *range(len(ids), len(ids) + len(chain) - 1)][: len(chain)]
             ids += chain
-        (answer,) = text.server.serve([Ask(text, ids, len(ids), parents)])
+        (answer,) = slot.server.serve([Ask(slot, ids, len(ids), parents)])
         return answer.logits[before : before + _NODES]
 
 
