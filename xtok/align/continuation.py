@@ -25,10 +25,7 @@ class Continuation:
         self._followers: dict[int, dict[int, bytes]] = {}
 
     def ids(self, committed: Sequence[int], guess: bytes) -> list[int]:
-        """The ids for `guess`, without a character that it leaves unfinished.
-
-        The guess follows the ids `committed`, the last of which may be another one in the next call.
-        """
+        """The ids for `guess` after `committed`, whose last id may change by the next call, less an unfinished character."""
         self._learn(committed)
         before = list(committed[-_LOOK_BACK:])
         found: list[int] = []
@@ -47,7 +44,7 @@ class Continuation:
         return [*found, *canonical]
 
     def _learn(self, committed: Sequence[int]) -> None:
-        """Remember which ids followed each id, the latest last. The last one is left out, since it may still change."""
+        """Remember which ids followed each id, the latest last. The last id is left out, since it may still change."""
         for i in range(max(1, self._learned), len(committed) - 1):
             if piece := self._view[committed[i]]:
                 followers = self._followers.setdefault(committed[i - 1], {})

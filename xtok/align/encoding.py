@@ -1,7 +1,6 @@
 """From plain text to ids: a tokenizer's own encoding, with nothing added and no text read as a control token.
 
-There is one exception: if an ordinary token has the name of a control token (`<EOD|LLM-jp>`), there is no other way to write
-it.
+An exception: if an ordinary token has the name of a control token (`<EOD|LLM-jp>`), there is no other way to write it.
 """
 
 import json
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from xtok.align.tokenbytes import TokenBytes
 
 SENTINELS = ("\n", "。", "|")
-"""A continuation is encoded after one of these texts, so that no dummy prefix is put in front of it."""
+"""A continuation is encoded after one of these, so that it gets no dummy prefix."""
 
 _NO_CHARACTER = "\U0010ffff"
 
@@ -34,7 +33,7 @@ class Encoder:
 
     Law: if `splits_at(text, cut)` is true and `cut` begins a token of `encode(text)`, and also a pre-token if `pretokenizes`,
     `encode(text).ids == encode(text[:cut]).ids + encode_after(text[cut:]).ids`.
-    There is one exception: pieces of a Unigram whose scores sum up to the same float, whose ties are broken by rounding.
+    An exception: pieces of a Unigram whose scores have equal sums, where rounding decides.
 
     `ids`, `encode`: the encoding of a text. `pretokenizes`: a pre-tokenizer splits texts into words. `normalizes`: a normalizer
     may change a text. `cuttable`: encodings can be cut at all. `unknown`: the id of a character that has no token. `bare`: as
@@ -127,7 +126,7 @@ def _fast(backend: Any, view: TokenBytes) -> Encoder:
 def _sharing(backend: Any) -> Any:
     """A tokenizer that shares the parts of `backend`, without truncation, padding and tokens around a text.
 
-    Copying 256,000 ids takes two seconds and 170 MB; it is done only if there is no other way to get the same added ids.
+    Copying 256,000 ids takes two seconds and 170 MB, so it is done only if there is no other way to get the same added ids.
     """
     copy = type(backend)(backend.model)
     if backend.normalizer is not None:

@@ -24,11 +24,10 @@ class Side:
 
     `family`, `normalizer`: what kind of tokenizer it is. `vocabulary`: how many ids it has. `byte_strings`: how many different
     byte strings its ids decode to; `shared`: the share of them that the other side has too. `single_bytes`: how many of the 256
-    byte values have an id; `missing_bytes`: how many of `UTF8_BYTES` have none. `tokens_per_character`: on the sample.
-    `mid_character`: the share of its tokens on the sample that end inside a character.
-    `unwritable`, `rewritten`: the characters of the sample that don't come back, because it has no ids for them or
-    because its normalizer replaces them. `altered_texts`: how many texts of the sample don't come back.
-    `window`: how many tokens its model was made for; None if that is unknown.
+    byte values have an id; `missing_bytes`: how many of `UTF8_BYTES` have none. `window`: how many tokens its model was made
+    for; None if that is unknown. On the sample: `tokens_per_character`. `mid_character`: the share of tokens that end inside
+    one. `unwritable`, `rewritten`: the characters without ids, and those that the normalizer replaces. `altered_texts`: how
+    many texts don't come back.
     """
 
     family: str

@@ -8,9 +8,7 @@ from torch import Tensor
 from xtok.align.tokenbytes import TokenBytes
 
 _LONGER = 0.05
-"""The share of a draft token's probability that goes to a longer token of the target which begins with it. What follows isn't
-known yet.
-"""
+"""The share of a draft token's probability that goes to a longer token of the target which begins with it."""
 
 
 @dataclass(frozen=True)

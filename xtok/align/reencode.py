@@ -7,12 +7,10 @@ from xtok.align.text import utf8_decoder
 class Reencoder:
     """A tokenizer's ids for a text of bytes that is appended to and truncated.
 
-    Law: after any sequence of `append` and `truncate`, `ids` is what encoding the whole text from scratch gives, if the text is
-    whole characters; else what its whole characters give, and `pending` holds the bytes of the last, unfinished one. Bytes that
-    are no UTF-8 are read as U+FFFD.
+    Law: after any sequence of `append` and `truncate`, `ids` is the encoding of the text's whole characters from scratch, and
+    `pending` holds the bytes of an unfinished one. Bytes that are no UTF-8 are read as U+FFFD.
 
-    An append takes time in proportion to the new bytes and to what follows the last position at which the encoding surely
-    splits, not to the whole text.
+    An append takes time in proportion to what follows the last position at which the encoding surely splits.
     """
 
     def __init__(self, encoder: Encoder) -> None:

@@ -10,9 +10,9 @@ from xtok.align.tokenbytes import TokenBytes
 class SequenceText:
     """The ids of a prompt, without padding, and those that were committed after it, with the bytes that they decode to.
 
-    `ids`: all of them. `data`: their bytes. `prompt_length`: how many ids the prompt has. `prompt_size`: how many bytes it has.
-    `pieces`: the bytes of each new id. `controls`: how many new ids decode to nothing; they move no byte offset, and yet must
-    not share their noise.
+    `ids`: all of them. `data`: their bytes. `prompt_length`, `prompt_size`: how many ids and bytes the prompt has. `pieces`:
+    the bytes of each new id. `controls`: how many new ids decode to nothing; they move no byte offset, and yet need other
+    noise.
     """
 
     def __init__(self, view: TokenBytes, prompt: Sequence[int]) -> None:
@@ -45,13 +45,13 @@ class SequenceText:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The position of the next id, as noise counts it: how many bytes and how many control tokens the new text has."""
+        """The position of the next id for noise: how many bytes and how many control tokens the new text has."""
         return len(self.data) - self.prompt_size, self.controls
 
     def positions(self, tokens: Sequence[int], parents: Sequence[int], count: int) -> list[tuple[int, int]]:
-        """The positions of the next id after the text and after each node of a tree: the first `count` of them.
+        """The positions, as in `position`, of the next id after the text and after each node of a tree: the first `count`.
 
-        `tokens`, `parents`: those of the tree's nodes. Each position is as `position` has it.
+        `tokens`, `parents`: those of the tree's nodes.
         """
         found, written = [self.position], [b""]
         for token, parent in zip(tokens[: count - 1], parents, strict=False):

@@ -7,8 +7,8 @@ from xtok.align.fit import Fit
 GUESS = 5
 """How many draft tokens the guesses of the best case have."""
 _GOOD, _USABLE = 0.05, 0.15
-"""The break-even shares up to which a pair is called good, and usable. Of what the shipped unrelated draft guesses in chains of
-five, about a sixth is right; a draft that breaks even at a third of that may well be worse and still pay.
+"""The break-even shares up to which a pair is called good, and usable. Of the shipped unrelated draft's guesses in chains of
+five about a sixth is right; one that breaks even at a third of that may be worse and still pay.
 """
 _WRITES_ENOUGH, _WRITES_LITTLE = 0.9, 0.5
 
@@ -17,10 +17,9 @@ _WRITES_ENOUGH, _WRITES_LITTLE = 0.9, 0.5
 class Verdict:
     """What follows from the sizes of two models and the fit of their tokenizers. How often the draft is right doesn't.
 
-    `word`: good, usable or poor. `cost`: the parameters that a forward pass of the draft reads ÷ those of the target, which is
-    the ratio of their times as long as reading weights takes the time. `break_even`: the share of guessed tokens that must be
-    right to pay for guessing them. `ceiling`: how many times as fast as alone the target is if every guess of five draft tokens
-    is right. `sentence`: all of that in words.
+    `word`: good, usable or poor. `cost`: the parameters that a forward pass of the draft reads ÷ those of the target, the ratio
+    of their times if reading weights takes the time. `break_even`: the share of guessed tokens that must be right to pay for
+    guessing. `ceiling`: the speedup if every guess of five draft tokens is right. `sentence`: all of that in words.
     """
 
     word: str

@@ -63,17 +63,15 @@ class CachePool:
         """Caches for a call with so many sequences at a time. What fails, or is closed before its end, doesn't give them
         back. A call under autocast has its own, for the precision of a cache is that in which it was made.
         """
-        if modes.autocast:
-            yield CacheSet(rows, captures=self._captures)
-            return
+        free = [] if modes.autocast else self._free
         try:
-            caches = self._free.pop()
+            caches = free.pop()
         except IndexError:
             caches = CacheSet(rows, captures=self._captures)
         caches.empty()
         yield caches
         if self._captures:
-            self._free.append(caches)
+            free.append(caches)
 
 
 class Slots:

@@ -28,7 +28,7 @@ class KnownPrompt:
 
 
 _OF_CHATS = ("tools", "enable_thinking")
-"""Arguments of chat templates that have a name of their own. All others are given as `chat_template_kwargs`."""
+"""Arguments of chat templates with names of their own. All others are given as `chat_template_kwargs`."""
 _DECIDED = frozenset({"conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length"})
 _ENCODED = frozenset({"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"})
 """What a tokenizer's encoding may hold. Ids and mask are read; the others follow from the text."""
@@ -96,7 +96,7 @@ def prompt_ids(
 
 
 def _check_arguments(prompt: Any, split_special_tokens: Any, template: Mapping[str, Any]) -> None:
-    """Raises `InvalidInputError` for settings that make no sense, or are of another kind of prompt."""
+    """Raises `InvalidInputError` for settings that make no sense, or are for another kind of prompt."""
     if not isinstance(split_special_tokens, bool | None):
         raise InvalidInputError(f"split_special_tokens is {split_special_tokens!r}; it must be True, False or None.")
     kind = "token ids" if is_ids(prompt) else "a chat" if is_chat(prompt) else "a text"

@@ -97,7 +97,7 @@ class Trials:
         return min(seen, context_window(self._model) or seen) - WIDEST
 
     def _ids(self, first: int, count: int) -> list[int]:
-        return [7919 * (place + 1) % self._size for place in range(first, first + count)]
+        return [7919 * (index + 1) % self._size for index in range(first, first + count)]
 
     def _forwarded(self, rows: int, base: int, shape: "_OneShape", pieces: Sequence[int], first: int = _READ) -> list[Tensor]:
         """Forward ids in parts after `base` others. Returns their logits, (tried rows, ids, vocabulary), and the keys and

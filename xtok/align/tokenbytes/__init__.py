@@ -16,8 +16,8 @@ _CHECKED = 256
 def token_bytes(tokenizer: Any) -> TokenBytes:
     """The bytes of every id of a transformers tokenizer.
 
-    The family is read off the tokenizer, and the result is compared with what the tokenizer itself decodes for ids taken from
-    its whole range. If they differ, or the family is unknown, ids are decoded one by one.
+    They are read by the tokenizer's family, and compared with what it decodes for ids from its whole range. If they differ, or
+    the family is unknown, ids are decoded one by one.
 
     Raises `UnsupportedTokenizerError` if the text of an id depends on its neighbours in a way that is not understood.
     """
@@ -48,9 +48,7 @@ def same_tokens(one: Any, one_view: TokenBytes, other: Any, other_view: TokenByt
 
 
 def _controls(tokenizer: Any) -> frozenset[int]:
-    """The control tokens. Decoding is tried too: a backend may treat a token as special that transformers doesn't (Phi-3's
-    `</s>`).
-    """
+    """The control tokens. Decoding is tried too: backends treat some as special that transformers doesn't (Phi-3's `</s>`)."""
     added = tokenizer.added_tokens_decoder
     silent = (token for token, entry in added.items() if entry.special or not _decode(tokenizer, [token]))
     return frozenset([*silent, *tokenizer.all_special_ids])
