@@ -45,7 +45,6 @@ def projection(target: TokenBytes, draft: TokenBytes) -> Projection:
 
 
 def _first_ids(view: TokenBytes) -> dict[bytes, int]:
-    """The first id of each byte string."""
     return {piece: token for token, piece in reversed(list(enumerate(view.table))) if piece}
 
 

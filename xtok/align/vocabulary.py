@@ -30,7 +30,6 @@ class Vocabulary:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The tokenizer's encoding of plain text."""
         return encoder(self.tokenizer, self.view)
 
     @cached_property

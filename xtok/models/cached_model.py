@@ -86,11 +86,9 @@ class CachedModel(Slot):
         """Nothing: it serves one sequence."""
 
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
-        """Which asks share a forward pass: none."""
         return [[ask] for ask in asks]
 
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
-        """The answer to one ask."""
         (ask,) = asks
         with timed() as took:
             logits = self._answered(ask)

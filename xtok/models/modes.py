@@ -65,6 +65,5 @@ def as_called() -> AbstractContextManager[object]:
 
 @cache
 def _kinds() -> tuple[str, ...]:
-    """The kinds of device that there are."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

@@ -105,10 +105,9 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 @within(Modes())
-def _forward(model: PreTrainedModel, layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor, Tensor], None]) -> Tensor:
-    """Forward a few ids, and call `see` with each of some layers, its input and its output. Returns the last logits.
-
-    A compiled model is run uncompiled: compiled code may lack the hooks, or keep them.
+def _forward(model: PreTrainedModel, layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor, Tensor], None]) -> None:
+    """Forward a few ids, and call `see` with each of some layers, its input and its output. A compiled model is run
+    uncompiled: compiled code may lack the hooks, or keep them.
     """
     seen = set[nn.Module]()
 
@@ -121,7 +120,7 @@ def _forward(model: PreTrainedModel, layers: Iterable[nn.Module], see: Callable[
     hooks = [layer.register_forward_hook(hook) for layer in layers]
     try:
         with torch.compiler.set_stance("force_eager"):
-            return cached_model(model, new_cache(model)).forward(ids, rows=1)
+            cached_model(model, new_cache(model)).forward(ids, rows=1)
     finally:
         for handle in hooks:
             handle.remove()

@@ -94,7 +94,6 @@ class RecurrentModel(CachedModel):
     """
 
     def __init__(self, *given: Any, snapshots: int, **more: Any) -> None:
-        """Arguments are those of `CachedModel`, and how many `snapshots` are kept."""
         super().__init__(*given, **more)
         lift_step_limits(self._model)
         self._ids = torch.zeros((1, 0), dtype=torch.int64, device=self.device)

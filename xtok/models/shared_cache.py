@@ -170,7 +170,6 @@ class SharedCache:
         return [part[:, :, start:stop] for part in self._parts]
 
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
-        """Which asks are to share a forward pass."""
         self._close_gaps()
         if self._shapes is not None:
             self._shapes.refresh()

@@ -27,8 +27,6 @@ class Cost(NamedTuple):
 
 @dataclass
 class Span:
-    """Some time that passes."""
-
     seconds: float = 0.0
 
 

@@ -74,7 +74,6 @@ class Traits:
 
     @property
     def shares(self) -> bool:
-        """Whether sequences can share its forward passes."""
         return self.position_bytes is not None
 
     @property
