@@ -66,7 +66,7 @@ def output_embeddings(model: Any) -> Any:
     return model.get_output_embeddings()
 
 
-def keeps_rows(model: Any) -> bool:
+def supports_logits_to_keep(model: Any) -> bool:
     """Whether `model` can leave out the logits of all but the last positions."""
     return bool(model._supports_logits_to_keep())
 

@@ -60,8 +60,8 @@ class CachePool:
 
     @contextmanager
     def lent(self, rows: int, modes: Modes) -> Iterator[CacheSet]:
-        """Caches for a call with so many sequences at a time. What fails, or is closed before its end, doesn't give them
-        back. A call under autocast has its own, for the precision of a cache is that in which it was made.
+        """Caches for a call with so many sequences at a time, given back if the call ends well. A call under autocast has its
+        own, since a cache keeps the precision in which it was made.
         """
         free = [] if modes.autocast else self._free
         try:

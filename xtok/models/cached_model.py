@@ -13,11 +13,11 @@ from xtok.models.cache import (
     CACHE,
     context_window,
     device_of,
-    keeps_rows,
     layer_kinds,
     layers_of,
     new_cache,
     record_past,
+    supports_logits_to_keep,
     vocabulary_size,
 )
 from xtok.models.forwards import Answer, Ask, Slot, wait_for
@@ -52,7 +52,7 @@ class CachedModel(Slot):
         self._lead = 0
         self._model: Any = model
         self._turn = turns(model)
-        rows = {"logits_to_keep": 1} if keeps_rows(model) else {}
+        rows = {"logits_to_keep": 1} if supports_logits_to_keep(model) else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
         self._prefilled = 0
@@ -129,11 +129,7 @@ class CachedModel(Slot):
         return self._forward(self._prepared(ids), rows)
 
     def branch(self, ids: Tensor, parents: Sequence[int]) -> Tensor:
-        """Forward nodes of a tree, `ids`, (1, new), int64, after the cache. Returns their logits, (new, vocabulary).
-
-        A parent is the index of an earlier node, those of earlier calls counted, or a `Parent`. A node sees its ancestors
-        alone, and its position is its depth.
-        """
+        """Forward nodes of a tree, `ids`, (1, new), int64, with parents as in `Ask`. Returns logits, (new, vocabulary)."""
         inputs = self._prepared(ids)
         held, earlier, new = self.length - len(self._parents), len(self._parents), len(parents)
         self._parents += parents

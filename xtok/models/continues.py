@@ -15,7 +15,7 @@ from xtok.models.cached_model import CachedModel
 from xtok.models.modes import Modes, within
 from xtok.models.quantized import quantized
 from xtok.models.recurrent import cached_model
-from xtok.models.single import HALF, in_single
+from xtok.models.single import HALF, in_float32
 from xtok.models.traits import Verdicts, rolls_back
 
 
@@ -112,7 +112,7 @@ def _continues(model: PreTrainedModel) -> _Trial:
     largest = float(whole[:, ids].float().abs().amax(dim=1).mean())
     if recurrent and any(part.dtype in HALF for part in (*model.parameters(), *model.buffers())):
         with suppress(Exception):  # kernels for half precision alone, or a replaced forward
-            single = in_single(model)
+            single = in_float32(model)
             return _Trial(*_judged(single, text, ids, _whole(single, text), recurrent=True), largest)
     return _Trial(*_judged(model, text, ids, whole, recurrent=recurrent), largest)
 

@@ -119,7 +119,7 @@ class SharedCache:
         self._cache = Cache(layers=list(self._layers))
         self._trees = Trees(known.windows, known.dtype, self.device)
         self.state = None if graphs is None else state_of(model)
-        self._keeps = known.keeps_rows
+        self._keeps = known.supports_logits_to_keep
         self._shown = {"output_hidden_states": True} if shows_hidden else {}
         self._rows: list[SharedSlot | None] = []
         self._used: list[int] = []  # up to which position each row may hold something

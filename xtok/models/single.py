@@ -14,7 +14,7 @@ _ATTENTION = ("eager", "sdpa")
 """The kinds of attention that compute in any precision."""
 
 
-def in_single(model: PreTrainedModel) -> PreTrainedModel:
+def in_float32(model: PreTrainedModel) -> PreTrainedModel:
     """`model` with weights that are converted to float32 whenever they are read: one of them at a time takes memory.
 
     Without the rounding of half precision it shows by which formula a model computes. Its modules are new ones with the hooks

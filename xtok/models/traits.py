@@ -17,9 +17,9 @@ from xtok.models.cache import (
     context_window,
     device_of,
     ids_read,
-    keeps_rows,
     layer_kinds,
     new_cache,
+    supports_logits_to_keep,
     vocabulary_size,
 )
 from xtok.models.rope import dynamic_boundary, longrope_boundary
@@ -43,7 +43,7 @@ class Traits:
 
     `name`: that of its class. `device`: where it takes its ids. `dtypes`: those of its weights and buffers. `vocabulary`: how
     many ids it has logits for; `ids_read`: how many it can read. `window`: how many positions it was made for, None if its
-    configuration doesn't say. `keeps_rows`: whether it can leave out the logits of all but the last positions.
+    configuration doesn't say. `supports_logits_to_keep`: whether it can leave out the logits of all but the last positions.
     `longrope_boundary`, `dynamic_boundary`: the positions from which its rotary embeddings depend on a sequence's length.
 
     `layers`: for each layer of its KV cache, of how many positions it sees the last, None for all; `windows`: the same by the
@@ -61,7 +61,7 @@ class Traits:
     vocabulary: int
     ids_read: int
     window: int | None
-    keeps_rows: bool
+    supports_logits_to_keep: bool
     longrope_boundary: int | None
     dynamic_boundary: int | None
     layers: tuple[int | None, ...]
@@ -83,18 +83,16 @@ class Traits:
         return casts or self.rounds_input or not self.dtypes.isdisjoint(HALF)
 
     def tolerance(self, *, half: bool) -> float:
-        """How near a tie, in logits, two ids are likely to be if forward passes of another shape change which one is better: an
-        estimate. 0 for a model that wasn't tried. `half`: whether it computes in half precision.
+        """An estimate of how far forward passes of another shape change the gap of two ids, in logits; 0 for a model that
+        wasn't tried. `half`: whether it computes in half precision.
         """
         kinds = HALF if half else (torch.float32, torch.float64)
         dtype = self.dtype if self.dtype in kinds else kinds[0]  # by autocast, or within quantised layers
         return _ROUNDINGS[half] * float(torch.finfo(dtype).eps) * self.largest_logit
 
     def check_cache(self, cache: Cache | None) -> None:
-        """Refuse what guesses can't be taken back from, and caches made for other models, before any forward pass.
-
-        Raises `UnsupportedModelError` or `UnsupportedArgumentError`. A cache that keeps less than the model sees shows several
-        ids at once more than it would show each alone.
+        """Raises `UnsupportedModelError` if guesses can't be taken back from a cache, and `UnsupportedArgumentError` if it was
+        made for another model. One that keeps less than the model sees would show several ids more at once than each alone.
         """
         if cache is None or not (rolls_back(cache) or (not cache.layers and _grows(cache))):
             raise UnsupportedModelError(f"A cache of type {type(cache).__name__} can't be rolled back. {_REMEDY}")
@@ -110,8 +108,8 @@ class Traits:
         raise UnsupportedArgumentError(f"{CACHE} {fault}. {_REMEDY}")
 
     def branches_in(self, cache: Cache) -> bool:
-        """Whether the model can continue several branches of a tree in `cache`: each of its layers has to keep just what the
-        model sees there, or all, for by that the masks of trees are made.
+        """Whether the model can continue several branches of a tree in `cache`: each layer has to keep just what the model sees
+        there, or all, as the masks of trees expect.
         """
         kept = layer_windows(cache)
         fits = len(kept) == len(self.layers) and all(one in (None, seen) for one, seen in zip(kept, self.layers, strict=True))
@@ -130,7 +128,7 @@ def read(model: PreTrainedModel) -> Traits:
         vocabulary=vocabulary_size(model),
         ids_read=ids_read(model),
         window=context_window(model),
-        keeps_rows=keeps_rows(model),
+        supports_logits_to_keep=supports_logits_to_keep(model),
         longrope_boundary=longrope_boundary(model),
         dynamic_boundary=dynamic_boundary(model),
         layers=layers,
