@@ -344,7 +344,7 @@ def test_int8_of_bitsandbytes_is_refused_in_each_precision_but_without_outliers(
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=dtype, device_map="cpu", quantization_config=how)
     with pytest.raises(UnsupportedModelError, match=r"Linear8bitLt in .*llm_int8_threshold=0\.0"):
         XTokAssisted((model, TOKENS))
-    assert quantized.quantized(int8(0.0)(dtype)).mixing is None
+    assert quantized.quantization_of(int8(0.0)(dtype)).mixing is None
 
 
 @pytest.mark.parametrize(("kind", "found"), [("weights", "exact"), ("row", "as in half precision")])
@@ -358,16 +358,16 @@ def test_plain_models_are_not_forwarded_to_look_for_quantised_layers(monkeypatch
 
     monkeypatch.setattr(quantized, "_forward", fails)
     for model in (loaded(torch.float32), fitting(tokenizer("byte-level BPE"), "GPT2", 0)):
-        assert quantized.quantized(model).mixing is None
-        assert not quantized.quantized(model).rounds_input
+        assert quantized.quantization_of(model).mixing is None
+        assert not quantized.quantization_of(model).rounds_input
     with pytest.raises(AssertionError):
-        quantized.quantized(quantised("weights"))
+        quantized.quantization_of(quantised("weights"))
 
 
 def test_trying_leaves_a_model_as_it_was() -> None:
     model = quantised("row")
-    assert quantized.quantized(model).mixing is None
-    assert quantized.quantized(model).rounds_input
+    assert quantized.quantization_of(model).mixing is None
+    assert quantized.quantization_of(model).rounds_input
     assert not any(layer._forward_hooks for layer in model.modules())
 
 
@@ -378,7 +378,7 @@ def test_layers_of_a_compiled_model_are_tried() -> None:
     model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
     with torch.no_grad():
         model(torch.tensor([[3, 5, 7]]))
-    assert quantized.quantized(model).mixing == "Quantised"
+    assert quantized.quantization_of(model).mixing == "Quantised"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -431,5 +431,5 @@ def test_layers_are_tried_by_one_forward_for_all_that_is_asked_of_them(monkeypat
     monkeypatch.setattr(quantized, "_forward", lambda *arguments: tried.append(arguments) or forward(*arguments))
     for _ in range(2):
         XTokAssisted((model, TOKENS), stable=False).generate(TEXTS[0], **PLAIN)
-        assert quantized.quantized(model).mixing is None and quantized.quantized(model).rounds_input
+        assert quantized.quantization_of(model).mixing is None and quantized.quantization_of(model).rounds_input
     assert len(tried) == 1

@@ -13,7 +13,7 @@ from xtok.errors import UnsupportedModelError
 from xtok.models.cache import context_window, device_of, new_cache, vocabulary_size
 from xtok.models.cached_model import CachedModel
 from xtok.models.modes import Modes, within
-from xtok.models.quantized import quantized
+from xtok.models.quantized import quantization_of
 from xtok.models.recurrent import cached_model
 from xtok.models.single import HALF, in_float32
 from xtok.models.traits import Verdicts, rolls_back
@@ -63,7 +63,7 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
         raise UnsupportedModelError(
             f"{name} can't be forwarded after its own cache ({type(error).__name__}: {error}). Use another model as {role}."
         ) from error
-    if role == "draft" and not (causal and continues) and quantized(model).mixing:
+    if role == "draft" and not (causal and continues) and quantization_of(model).mixing:
         causal = continues = True  # a draft only guesses, so its logits may depend on what is forwarded with an id
     if not causal:
         raise UnsupportedModelError(
@@ -150,7 +150,7 @@ def _judged(model: PreTrainedModel, text: Tensor, ids: Tensor, whole: Tensor, *,
     span, errors = whole.max() - whole.min(), (whole - rounds).abs().amax(dim=1)
     step_error = (rounds[1:] - torch.cat(steps)[:, ids].float()).abs().max() if steps else torch.zeros_like(span)
     allowed, allowed_step = span * rounding(model.dtype), span * _formula_error(model)
-    if bool((errors > allowed).any() | (step_error > allowed_step)) and quantized(model).rounds_input:
+    if bool((errors > allowed).any() | (step_error > allowed_step)) and quantization_of(model).rounds_input:
         allowed = allowed_step = span * rounding(torch.bfloat16)
     continues = bool((errors <= allowed).all() & (step_error <= allowed_step))
     return bool(errors[0] <= allowed), continues, rolls_back(cached.cache)

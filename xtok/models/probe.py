@@ -9,7 +9,7 @@ from xtok.models.cache import new_cache, vocabulary_size
 from xtok.models.continues import largest_logit, rounding
 from xtok.models.forwards import Ask
 from xtok.models.modes import Modes, within
-from xtok.models.quantized import quantized
+from xtok.models.quantized import quantization_of
 from xtok.models.recurrent import cached_model
 from xtok.models.shared_cache import SharedCache
 from xtok.models.traits import Traits, Verdicts, attention_of, read, settings_of
@@ -95,7 +95,7 @@ _TRIED = Verdicts(_try_sharing, attention_of)
 def _found(model: PreTrainedModel) -> Traits:
     branches, size = _TRIED(model)
     try:
-        rounds = quantized(model).rounds_input
+        rounds = quantization_of(model).rounds_input
     except Exception:  # unknown, and then picks aren't called exact
         rounds = True
     largest = largest_logit(model)

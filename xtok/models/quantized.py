@@ -25,7 +25,7 @@ def check_rows(model: PreTrainedModel, role: str) -> None:
     Then the target's logits for an id depend on the ids that are forwarded with it, so no guess can be checked. Models that
     have only plain layers aren't forwarded.
     """
-    if (layer := quantized(model).mixing) is not None:
+    if (layer := quantization_of(model).mixing) is not None:
         raise UnsupportedModelError(
             f"{layer} in {type(model).__name__} quantises its input by the range or the outliers of all rows of a forward "
             f"pass: the logits of an id depend on the ids beside it. Use a {role} that is quantised by its weights and not by "
@@ -34,7 +34,7 @@ def check_rows(model: PreTrainedModel, role: str) -> None:
         )
 
 
-class Quantized(NamedTuple):
+class Quantization(NamedTuple):
     """What the quantised layers of a model do.
 
     `mixing`: the class of a linear layer whose rows depend on one another by more than rounding; None if there is none.
@@ -46,7 +46,7 @@ class Quantized(NamedTuple):
     rounds_input: bool
 
 
-def _try_layers(model: PreTrainedModel) -> Quantized:
+def _try_layers(model: PreTrainedModel) -> Quantization:
     """Forward a model once, if it has layers that aren't plain. Each of those forwards a few rows, alone and beside outliers,
     and values that half precision would round away.
     """
@@ -60,10 +60,10 @@ def _try_layers(model: PreTrainedModel) -> Quantized:
 
     if layers:
         _forward(model, layers, compare)
-    return Quantized(next(iter(mixing), None), any(rounding))
+    return Quantization(next(iter(mixing), None), any(rounding))
 
 
-quantized = Verdicts(_try_layers)
+quantization_of = Verdicts(_try_layers)
 """What the quantised layers of a model do, tried once."""
 
 

@@ -292,7 +292,7 @@ class SharedCache:
         for index, end in enumerate(ends, start=first):
             if end < min(self._used[index], seen):
                 for part in self._parts:
-                    part[index, :, end : self._used[index]].zero_()
+                    part[index : index + 1, :, end : self._used[index]].zero_()  # a failed forward pass may have left less
                 self._used[index] = end
             self._used[index] = max(self._used[index], end)
 
