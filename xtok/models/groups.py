@@ -18,12 +18,6 @@ def row_of(ask: Ask) -> int:
     return index
 
 
-def span_of(asks: Sequence[Ask]) -> tuple[int, int]:
-    """The first row of some asks, and the one after the last."""
-    rows = [row_of(ask) for ask in asks]
-    return min(rows), 1 + max(rows)
-
-
 def is_wide(ask: Ask) -> bool:
     """Whether it is a part of a prompt whose forward pass, if shapes are fixed, is as wide as the part, and of one sequence."""
     return len(ask.ids) > USUAL and not ask.parents
@@ -43,8 +37,8 @@ def grouped(asks: Sequence[Ask]) -> list[list[Ask]]:
 def _dense(group: list[Ask]) -> list[list[Ask]]:
     """A group as it is, or in parts of adjacent rows if the rows between them would be much padding."""
     group = sorted(group, key=row_of)
-    (first, last), width = span_of(group), max(len(ask.ids) for ask in group)
-    if (last - first) * width <= max(_PADDED, 2 * sum(len(ask.ids) for ask in group)):
+    rows, width = 1 + row_of(group[-1]) - row_of(group[0]), max(len(ask.ids) for ask in group)
+    if rows * width <= max(_PADDED, 2 * sum(len(ask.ids) for ask in group)):
         return [group]
     parts = groupby(enumerate(group), key=lambda pair: row_of(pair[1]) - pair[0])
     return [[ask for _, ask in part] for _, part in parts]

@@ -1,6 +1,7 @@
 """What a model can do, found out by trying."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -98,8 +99,8 @@ def _found(model: PreTrainedModel) -> Traits:
         rounds = quantization_of(model).rounds_input
     except Exception:  # unknown, and then picks aren't called exact
         rounds = True
-    largest = largest_logit(model)
-    return replace(read(model), branches=branches, position_bytes=size, rounds_input=rounds, largest_logit=largest)
+    found: dict[str, Any] = {"branches": branches, "shares": size is not None, "position_bytes": size}
+    return replace(read(model), **found, rounds_input=rounds, largest_logit=largest_logit(model))
 
 
 traits = Verdicts(_found, settings_of)

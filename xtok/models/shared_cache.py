@@ -8,21 +8,22 @@ copied except when the cache grows, and when a branch wins.
 import sys
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from xtok.models import timing
 from xtok.models.cache import CACHE
 from xtok.models.forwards import Answer, Ask, Parent, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
-from xtok.models.groups import grouped, is_wide, row_of, span_of
+from xtok.models.groups import grouped, is_wide
 from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
 from xtok.models.shapes import CHUNK, Shapes, rounded
-from xtok.models.timing import Cost, timed
+from xtok.models.timing import Cost
 from xtok.models.traits import Traits, read
 
 
@@ -115,7 +116,7 @@ class SharedCache:
         self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
         self._model, self._shapes, self._graphs = model, shapes, graphs
         self._view = View(rows, capacity, evenly=shapes is not None)
-        self._layers = [Layer(self._view) for _ in known.layers]
+        self._layers = list(map(Layer, repeat(self._view, len(known.layers))))
         self._cache = Cache(layers=list(self._layers))
         self._trees = Trees(known.windows, known.dtype, self.device)
         self.state = None if graphs is None else state_of(model)
@@ -173,7 +174,9 @@ class SharedCache:
         self._close_gaps()
         if self._shapes is not None:
             self._shapes.refresh()
-        if len(asks) == 1 or self._shapes is None:
+        if len(asks) == 1:
+            return [list(asks)]
+        if self._shapes is None:
             return grouped(asks)
         narrow = sorted((ask for ask in asks if not is_wide(ask)), key=self._seen)
         groups = [[ask] for ask in asks if is_wide(ask)]
@@ -201,7 +204,8 @@ class SharedCache:
         """The first row that is forwarded, and the one after the last; if forward passes are captured, all rows up to a power
         of two, as far as there are so many: few shapes.
         """
-        first, last = span_of(asks)
+        asked = _rows(asks)
+        first, last = min(asked), 1 + max(asked)
         if self._shapes is not None or not self._captures(asks):
             return first, last
         return 0, max(last, min(doubled(last), *map(len, self._parts)))
@@ -214,13 +218,14 @@ class SharedCache:
         assert width is not None
         self._settle()
         before = 0 if self._graphs is None else self._graphs.replays
-        with timed() as took:
-            logits, *hidden = self._forward(first, last, asks, width)
-            wait_for(logits)
+        start = timing.perf_counter()
+        logits, *hidden = self._forward(first, last, asks, width)
+        wait_for(logits)
+        seconds = timing.perf_counter() - start
         if self._shapes is not None:
-            self._shapes.served(took.seconds)
+            self._shapes.served(seconds)
         replayed = self._graphs is not None and self._graphs.replays > before
-        cost = Cost((last - first) * width, took.seconds, len(asks), replayed=replayed)  # padding included
+        cost = Cost((last - first) * width, seconds, len(asks), replayed=replayed)  # padding included
         found = list[Answer]()
         for ask in asks:
             slot: Any = ask.slot
@@ -235,7 +240,7 @@ class SharedCache:
 
         Returns their logits, (rows, new, vocabulary), and last hidden states, (rows, new, size), if they are shown.
         """
-        asked = {row_of(ask): ask for ask in asks}
+        asked = dict(zip(_rows(asks), asks, strict=True))
         rows = self._rows[first:last] + [None] * (last - max(first, len(self._rows)))  # the latter are no sequence's
         news = [NewIds() if row is None else row.new(asked.get(row.index)) for row in rows]
         ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
@@ -321,3 +326,8 @@ class SharedCache:
                         part[gap, :, :used].copy_(part[row.index, :, :used])
                 self._trees.copy(row.index, gap)
                 self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap
+
+
+def _rows(asks: Sequence[Ask]) -> list[int]:
+    """The rows of the cache that some asks are about."""
+    return [ask.slot.index for ask in asks if isinstance(ask.slot, SharedSlot)]

@@ -49,9 +49,10 @@ class Traits:
     `layers`: for each layer of its KV cache, of how many positions it sees the last, None for all; `windows`: the same by the
     names that the model has for kinds of layers. `is_plain`: whether all layers are attention.
 
-    What is tried: `branches`: whether one forward pass can continue several branches of a tree. `position_bytes`: how many
-    bytes a position takes in a shared cache; None if sequences can't share forward passes. `rounds_input`: whether quantised
-    layers round their input as half precision does, or more coarsely. `largest_logit`: the mean of the largest magnitudes.
+    What is tried: `branches`: whether one forward pass can continue several branches of a tree. `shares`: whether sequences
+    can share its forward passes; `position_bytes`: how many bytes of a shared cache a position then takes. `rounds_input`:
+    whether quantised layers round their input as half precision does, or more coarsely. `largest_logit`: the mean of the
+    largest magnitudes.
     """
 
     name: str
@@ -68,13 +69,10 @@ class Traits:
     windows: dict[str, int | None]
     is_plain: bool
     branches: bool = False
+    shares: bool = False
     position_bytes: int | None = None
     rounds_input: bool = False
     largest_logit: float = 0.0
-
-    @property
-    def shares(self) -> bool:
-        return self.position_bytes is not None
 
     @property
     def computes_in_half(self) -> bool:
