@@ -13,7 +13,7 @@ from worlds import CORPUS, tokenizer
 from xtok.align.fit import Fit, fit
 from xtok.align.verdict import verdict
 from xtok.bench.drafters import compare_drafts
-from xtok.bench.runs import Timed
+from xtok.bench.runs import Written
 from xtok.cli import commands as cli
 from xtok.cli import inspect
 from xtok.models.load import from_config, load, parameters
@@ -119,12 +119,11 @@ def test_the_fastest_draft_is_named_first(monkeypatch: pytest.MonkeyPatch) -> No
 
     by_xtok, seconds = drafters.by_xtok, {id(draft[0]): 0.5, id(tuned[0]): 0.25}
 
-    def timed(xt: Any, prompt: str, **arguments: Any) -> Timed:
-        run = by_xtok(xt, prompt, **arguments)
-        return Timed(run.ids, seconds[id(xt.setup.models[1])], run.target_forwards, run.draft_forwards, run.generation)
+    def timed(xt: Any, texts: list[str], **arguments: Any) -> Written:
+        return by_xtok(xt, texts, **arguments)._replace(seconds=seconds[id(xt.setup.models[1])])
 
     monkeypatch.setattr(drafters, "by_xtok", timed)
-    monkeypatch.setattr(drafters, "by_transformers", lambda *_, **__: Timed([1] * 8, 1.0, 8, 0, None))
+    monkeypatch.setattr(drafters, "by_transformers", lambda *_, **__: Written([[1] * 8], 1.0, 8))
     found = compare_drafts(target, {"plain": draft, "tuned": tuned}, prompts()[:2], max_new_tokens=8)
     assert [(one.draft, one.speed, one.prompts) for one in found] == [("tuned", 4.0, 2), ("plain", 2.0, 2)]
     inspect._print_measured(found)

@@ -18,15 +18,18 @@ from xtok.bench.runs import (
     ALONE,
     NONE,
     XTOK,
-    ListSystem,
     Setting,
+    System,
     Written,
+    by_transformers,
+    by_xtok,
+    check_prompts,
+    identical,
     in_turns,
-    list_arguments,
-    list_by_transformers,
-    list_by_xtok,
+    speed,
     split,
-    times_as_fast,
+    tokens_per_forward,
+    tokens_per_second,
 )
 from xtok.bench.widen import Shape
 from xtok.drafts.policy.settings import Budget
@@ -34,7 +37,6 @@ from xtok.models.forwards import wait_for
 from xtok.models.graphs import takes_graphs
 from xtok.models.load import parameters
 from xtok.models.timing import timed
-from xtok.results.progress import bar
 
 LARGE, SMALL = Shape(5120, 40, 13824, 40, 50688), Shape(768, 12, 3072, 12, 52096)
 """The shapes of llm-jp-13B, of 13.2e9 parameters, and of open-calm-small, of 165e6."""
@@ -45,8 +47,6 @@ _LEAST, _BATCHES = 8, 2
 """A list has 8 texts, or two batches if those are more. In xtok's, the next text begins when one ends."""
 _LEVELS = Budget(5, width=4, nodes=32, schedule="constant")
 """As much is guessed in every round, so that the draft has the same forwards whatever they cost."""
-_Runs = dict[tuple[str, bool], list[Written]]
-"""The runs of each system, with graphs or without."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ def compare_on_gpu(
 
     It runs on any device; a CPU has no graphs. End-of-text tokens end nothing. Raises `InvalidInputError` without prompts.
     """
-    arguments = list_arguments(prompts, setting, max_new_tokens)
+    check_prompts(prompts)
+    arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
     model = target[0]
     measured, read = bandwidth(model.device), parameters(model) * model.dtype.itemsize
     return GpuFigures(
@@ -171,46 +172,45 @@ def _lists(
     target: Any, draft: Any, prompts: Sequence[str], sizes: Sequence[int], arguments: dict[str, Any], repeats: int, least: float
 ) -> list[ListRow]:
     """The rows of all sizes. `least`: how many seconds reading the weights for a token takes."""
-    alone, rows = dict[str, list[int]](), list[ListRow]()
-    for size in bar(sizes, "lists"):
+    rows = list[ListRow]()
+    alone = dict(zip(prompts, by_transformers(target, prompts, **arguments).ids, strict=True))
+    for size in sizes:
         texts = list(islice(cycle(prompts), max(_LEAST, _BATCHES * size)))
-        new = [text for text in dict.fromkeys(texts) if text not in alone]
-        alone |= zip(new, list_by_transformers(target, new, 1, 0, arguments).ids, strict=True)
         collect()  # caches for another size, which graphs keep, would take the memory that these need
-        systems: dict[tuple[str, bool], ListSystem] = {
-            (ALONE, False): partial(list_by_transformers, target, arguments=arguments)
-        }
+        systems: dict[tuple[str, bool], System] = {(ALONE, False): partial(by_transformers, target, **arguments)}
         for name, guesses in ((NONE, None), (XTOK, draft)):
             systems |= {(name, graphs): _xtok(target, guesses, arguments, graphs=graphs) for graphs in (False, True)}
-        runs = in_turns({name: partial(system, texts, size) for name, system in systems.items()}, repeats)
+        calls = [{"texts": texts, "size": size, "seed": repeat} for repeat in range(repeats + 1)]
+        runs = in_turns(systems, calls, f"lists, {size} texts at a time")
         del systems
-        rows += [_row(system, size, runs, [alone[text] for text in texts], least) for system in runs]
+        truth = [Written([alone[text] for text in texts], 0, 0)] * repeats
+        rows += [_row(size, key, runs, truth, least) for key in runs]
     return rows
 
 
-def _xtok(target: Any, draft: Any, arguments: dict[str, Any], *, graphs: bool, budget: Budget | None = None) -> ListSystem:
+def _xtok(target: Any, draft: Any, arguments: dict[str, Any], *, graphs: bool, budget: Budget | None = None) -> System:
     xt = XTokAssisted(target, draft, budget=budget, compile=graphs and takes_graphs(target[0]))
-    return partial(list_by_xtok, xt, arguments=arguments)
+    return partial(by_xtok, xt, **arguments)
 
 
-def _row(system: tuple[str, bool], size: int, runs: _Runs, alone: list[list[int]], least: float) -> ListRow:
-    own, (name, graphs) = runs[system], system
-    stats = [one for run in own for one in run.stats]
-    ids = [pair for run in own for pair in zip(run.ids, alone, strict=True)]
-    tokens, whole = sum(len(one) for one, _ in ids), sum(run.seconds for run in own)
-    parts = split(stats, whole) if stats else None
-    speed = tokens / len(own) / median(run.seconds for run in own)
+def _row(
+    size: int, key: tuple[str, bool], runs: dict[tuple[str, bool], list[Written]], truth: list[Written], least: float
+) -> ListRow:
+    """`truth`: what transformers' own writes one at a time."""
+    own, (name, graphs) = runs[key], key
+    parts, written, rate = split(own), sum(len(run.ids) for run in own), tokens_per_second(own)
+    replays = sum(one.target_replays for run in own for one in run.stats)
     return ListRow(
         texts=size,
         system=name,
         graphs=graphs,
-        tokens_per_second=speed,
-        speed=times_as_fast(own, runs[ALONE, False]),
-        tokens_per_forward=tokens / sum(one.target_forwards for one in stats) if stats else 1.0,
-        replayed=sum(one.target_replays for one in stats) / sum(one.target_forwards for one in stats) if stats else 0.0,
-        differ=sum(one != other for one, other in ids),
-        written=len(ids),
-        of_bandwidth=least * speed if size == 1 and name != XTOK else None,
+        replayed=replays / sum(run.target_forwards for run in own),
+        tokens_per_second=rate,
+        speed=speed(own, runs[ALONE, False]),
+        tokens_per_forward=tokens_per_forward(own),
+        differ=written - identical(own, truth),
+        written=written,
+        of_bandwidth=least * rate if size == 1 and name != XTOK else None,
         split=parts,
         of_ceiling=parts["target"] + parts["draft"] if parts else None,
     )
@@ -220,7 +220,7 @@ def _levels(target: Any, draft: Any, texts: Sequence[str], arguments: dict[str, 
     collect()
     systems = {graphs: _xtok(target, [draft], arguments, graphs=graphs, budget=_LEVELS) for graphs in (False, True)}
     rows = []
-    for graphs, runs in in_turns({graphs: partial(one, texts, 1) for graphs, one in systems.items()}, repeats).items():
+    for graphs, runs in in_turns(systems, [{"texts": texts}] * (repeats + 1), "levels of the draft").items():
         stats = [one for run in runs for one in run.stats if one.draft_forwards]
         forward = median(1000 * one.seconds_draft_forwards / one.draft_forwards for one in stats)
         level = median(1000 * one.seconds_draft / one.draft_forwards for one in stats)

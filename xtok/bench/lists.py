@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from statistics import median
 from typing import Annotated, Any
 
 from xtok.assisted import XTokAssisted
@@ -12,17 +11,20 @@ from xtok.bench.rows import Column
 from xtok.bench.runs import (
     NONE,
     XTOK,
-    ListSystem,
     Setting,
+    System,
     Written,
+    by_transformers,
+    by_xtok,
+    check_prompts,
+    identical,
     in_turns,
-    list_arguments,
-    list_by_transformers,
-    list_by_xtok,
+    speed,
     split,
-    times_as_fast,
+    tokens,
+    tokens_per_forward,
+    tokens_per_second,
 )
-from xtok.results.progress import bar
 
 BATCHED, SINGLY = "transformers' batches", "xtok, one after another"
 _BATCHES = 2
@@ -31,7 +33,6 @@ _SINGLY = 8
 """Texts are written one after another beside batches up to this size: beside larger ones it takes too long."""
 _WARM = 8
 """How many texts each system writes before any are measured with `stable` and without."""
-_Runs = list[Written]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class BatchRow:
     tokens_per_forward: Annotated[float, Column(form=".2f")]
     identical: Annotated[float | None, Column("same ids", form=".0%", note="texts that are those of xtok without a draft.")]
     as_transformers: Annotated[float | None, Column(form=".0%", note="greedy texts that are those of transformers' batches.")]
-    split: Annotated[dict[str, float], Column(form=".0%")]
+    split: Annotated[dict[str, float] | None, Column(form=".0%")]
 
 
 def compare_batches(
@@ -64,43 +65,38 @@ def compare_batches(
     End-of-text tokens end nothing, so that all texts have as much to do. A list is two batches of the first prompts, repeated
     if there are too few. Raises `InvalidInputError` without prompts.
     """
-    arguments = list_arguments(prompts, setting, max_new_tokens)
-    alone, assisted = XTokAssisted(target), XTokAssisted(target, draft)
-    systems: dict[str, ListSystem] = {
-        BATCHED: partial(list_by_transformers, target, arguments=arguments),
-        NONE: partial(list_by_xtok, alone, arguments=arguments),
-        SINGLY: lambda texts, _, seed: list_by_xtok(assisted, texts, 1, seed, arguments),
-        XTOK: partial(list_by_xtok, assisted, arguments=arguments),
+    check_prompts(prompts)
+    arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
+    assisted = XTokAssisted(target, draft)
+    systems: dict[str, System] = {
+        BATCHED: partial(by_transformers, target, **arguments),
+        NONE: partial(by_xtok, XTokAssisted(target), **arguments),
+        SINGLY: lambda size, **call: by_xtok(assisted, size=1, **call, **arguments),
+        XTOK: partial(by_xtok, assisted, **arguments),
     }
     rows = []
-    for size in bar(sizes, f"batches, {setting.title}"):
+    for size in sizes:
         texts = list(islice(cycle(prompts), _BATCHES * size))
-        some = {name: partial(system, texts, size) for name, system in systems.items() if name != SINGLY or size <= _SINGLY}
-        runs = in_turns(some, repeats)
+        some = {name: system for name, system in systems.items() if name != SINGLY or size <= _SINGLY}
+        calls = [{"texts": texts, "size": size, "seed": repeat} for repeat in range(repeats + 1)]
+        runs = in_turns(some, calls, f"batches of {size}, {setting.title}")
         rows += [_batch_row(setting, size, name, runs) for name in runs]
     return rows
 
 
-def _batch_row(setting: Setting, size: int, name: str, runs: dict[str, _Runs]) -> BatchRow:
-    own = runs[name]
-    tokens, stats, seconds = sum(map(len, own[0].ids)), own[0].stats, own[0].seconds
-    parts = {part: split(stats, seconds)[part] for part in ("target", "draft")} if stats else {}
+def _batch_row(setting: Setting, size: int, name: str, runs: dict[str, list[Written]]) -> BatchRow:
+    own, texts = runs[name], sum(len(run.ids) for run in runs[name])
     return BatchRow(
         setting=setting.title,
         texts=size,
         system=name,
-        tokens_per_second=tokens / median(run.seconds for run in own),
-        speed=times_as_fast(own, runs[BATCHED]),
-        tokens_per_forward=tokens / (sum(one.target_forwards for one in stats) if stats else tokens),
-        identical=None if name == BATCHED else 1 - _differing(own, runs[NONE]),
-        as_transformers=None if setting.arguments["do_sample"] else 1 - _differing(own, runs[BATCHED]),
-        split=parts | {"rest": 1 - sum(parts.values())} if stats else {},
+        tokens_per_second=tokens_per_second(own),
+        speed=speed(own, runs[BATCHED]),
+        tokens_per_forward=tokens_per_forward(own),
+        identical=None if name == BATCHED else identical(own, runs[NONE]) / texts,
+        as_transformers=None if setting.arguments["do_sample"] else identical(own, runs[BATCHED]) / texts,
+        split=split(own),
     )
-
-
-def _differing(own: _Runs, others: _Runs) -> float:
-    pairs = [pair for run, one in zip(own, others, strict=True) for pair in zip(run.ids, one.ids, strict=True)]
-    return sum(mine != theirs for mine, theirs in pairs) / len(pairs)
 
 
 @dataclass(frozen=True)
@@ -135,36 +131,31 @@ def compare_bits(
 
     End-of-text tokens end nothing. Sampled texts have another seed in each repeat. Raises `InvalidInputError` without prompts.
     """
-    arguments = list_arguments(prompts, setting, max_new_tokens)
-    systems = {
+    check_prompts(prompts)
+    arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
+    xts = {
         (name, stable): XTokAssisted(target, guesses, stable=stable)
         for name, guesses in (("no draft", None), ("draft", draft))
         for stable in (False, True)
     }
-    runs: dict[tuple[int, str, bool], _Runs] = {(size, *system): [] for size in sizes for system in systems}
-    for size, name, stable in runs:
-        list_by_xtok(systems[name, stable], prompts[: max(_WARM, size)], size, 0, arguments)  # shapes are tried there
-    expected: _Runs = []
-    for repeat in bar(range(repeats), f"bits, {setting.title}"):
-        expected.append(list_by_xtok(systems["no draft", True], prompts, 1, repeat, arguments))
-        for (size, name, stable), own in runs.items():
-            own.append(list_by_xtok(systems[name, stable], prompts, size, repeat, arguments))
-    return [_bits_row(setting.title, key, runs, expected) for key in runs]
-
-
-def _bits_row(setting: str, key: tuple[int, str, bool], runs: dict[tuple[int, str, bool], _Runs], expected: _Runs) -> BitsRow:
-    own, (size, system, stable) = runs[key], key
-    stats = [one for run in own for one in run.stats]
-    picks = sum(one.new_tokens for one in stats)
-    return BitsRow(
-        setting=setting,
-        texts=size,
-        system=system,
-        stable=stable,
-        differ=round(len(stats) * _differing(own, expected)),
-        written=len(stats),
-        picks=picks,
-        tokens_per_second=picks / len(own) / median(run.seconds for run in own),
-        tokens_per_forward=picks / sum(one.target_forwards for one in stats),
-        speed=times_as_fast(own, runs[size, system, False]),
-    )
+    systems: dict[Any, System] = {"expected": partial(by_xtok, xts["no draft", True], **arguments)}
+    systems |= {(size, *kind): partial(by_xtok, xt, size=size, **arguments) for size in sizes for kind, xt in xts.items()}
+    warm = {"texts": prompts[: max(_WARM, *sizes)]}  # fixed shapes are found there
+    calls = [{"texts": prompts, "seed": repeat} for repeat in range(repeats)]
+    runs, written = in_turns(systems, [warm, *calls], f"bits, {setting.title}"), len(prompts) * repeats
+    expected = runs.pop("expected")
+    return [
+        BitsRow(
+            setting=setting.title,
+            texts=size,
+            system=name,
+            stable=stable,
+            differ=written - identical(own, expected),
+            written=written,
+            picks=tokens(own),
+            tokens_per_second=tokens_per_second(own),
+            tokens_per_forward=tokens_per_forward(own),
+            speed=speed(own, runs[size, name, False]),
+        )
+        for (size, name, stable), own in runs.items()
+    ]

@@ -21,7 +21,6 @@ from xtok.align.projection import projection
 from xtok.align.vocabulary import Vocabulary
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
-from xtok.bench.runs import build_seconds
 from xtok.bench.stretch import with_pieces
 from xtok.decoding.pick import Picker
 from xtok.drafts.base import Context, Request
@@ -154,7 +153,7 @@ def _pair(tokenizer: Any, size: int) -> tuple[Any, Any]:
 
 
 def _seconds(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, float]:
-    found = {"to build an instance": build_seconds(target, draft)}
+    found = {"to build an instance": _once(lambda: XTokAssisted(target, draft))}
     whole, own = target_model(target).vocabulary, draft_model(draft)
     found["to build its keys for noise"] = _once(lambda: noise_keys(whole.view, whole.size))
     found["to build its projection"] = _once(lambda: projection(whole.view, own.vocabulary.view))

@@ -1,25 +1,23 @@
-"""How benchmarks run: the settings that texts are generated under, the clock, and systems that take turns."""
+"""How benchmarks run: the settings that texts are generated under, systems that take turns, and figures of their runs."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import prompt_ids
 from xtok.models.timing import timed
-from xtok.results.generation import Generation
 from xtok.results.progress import bar
 from xtok.results.stats import Stats
 
 K = TypeVar("K")
-P = TypeVar("P")
 R = TypeVar("R")
 ALONE, NONE, XTOK = "target alone", "xtok, no draft", "xtok"
 PLAIN: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
@@ -65,46 +63,61 @@ def check_prompts(prompts: Sequence[str]) -> None:
         raise InvalidInputError("There are no prompts. Give a file with one prompt per line.")
 
 
-@dataclass(frozen=True)
-class Timed:
-    """What a system made of one prompt. Only xtok gives a `generation`."""
+class Written(NamedTuple):
+    """A run: the new ids of each text, the seconds and forward passes of all together, and xtok's stats of each.
 
-    ids: list[int]
+    A forward pass counts for each text that shares it.
+    """
+
+    ids: list[list[int]]
     seconds: float
     target_forwards: int
-    draft_forwards: int
-    generation: Generation | None
+    draft_forwards: int = 0
+    stats: Sequence[Stats] = ()
 
 
-def by_transformers(target: tuple[Any, Any], prompt: str, **arguments: Any) -> Timed:
-    """One prompt by transformers' own `generate`."""
+System = Callable[..., Written]
+"""What writes `texts`, `size` of them at a time; `seed` is for sampled ones."""
+
+
+def by_transformers(
+    target: tuple[Any, Any], texts: Sequence[str], *, size: int = 1, seed: int = 0, **arguments: Any
+) -> Written:
+    """Texts by transformers' own `generate`, in padded batches."""
     model, tokenizer = target
-    ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=model.device)
+    new = list[list[int]]()
+    torch.manual_seed(seed)
     with _counting(model) as forwards, _counting(arguments.get("assistant_model")) as drafted, timed() as span:
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
-    return Timed(output[0, ids.shape[1] :].tolist(), span.seconds, len(forwards), len(drafted), None)
+        for first in range(0, len(texts), size):
+            rows = [torch.tensor(prompt_ids(tokenizer, text), dtype=torch.int64) for text in texts[first : first + size]]
+            ids = pad_sequence(rows, batch_first=True, padding_side="left").to(model.device)
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left").to(model.device)
+            new += model.generate(ids, attention_mask=mask, pad_token_id=0, **arguments)[:, ids.shape[1] :].tolist()
+    return Written(new, span.seconds, sum(forwards), sum(drafted))
 
 
-def by_xtok(xt: XTokAssisted, prompt: str, **arguments: Any) -> Timed:
-    """One prompt by xtok."""
+def by_xtok(xt: XTokAssisted, texts: Sequence[str], *, size: int = 1, seed: int = 0, **arguments: Any) -> Written:
+    """Texts by xtok."""
+    seeded = {"seed": seed} if arguments["do_sample"] else {}
     with timed() as span:
-        generation = xt.generate(prompt, **arguments)
-    stats = generation.stats
-    return Timed(generation.token_ids, span.seconds, stats.target_forwards, stats.draft_forwards, generation)
+        made = xt.generate(list(texts), batch_size=size, progress=False, **seeded, **arguments)
+    stats = [one.stats for one in made]
+    forwards = sum(one.target_forwards for one in stats), sum(one.draft_forwards for one in stats)
+    return Written([one.token_ids for one in made], span.seconds, *forwards, stats)
 
 
 @contextmanager
-def _counting(model: Any) -> Iterator[list[None]]:
-    """A list that grows by one with each forward of `model` inside the block."""
-    calls: list[None] = []
+def _counting(model: Any) -> Iterator[list[int]]:
+    """The rows of each forward pass of `model`, which may be None, inside the block."""
+    rows: list[int] = []
     if model is None:
-        yield calls
+        yield rows
         return
-    hook = model.register_forward_pre_hook(lambda *_: calls.append(None))
+    hook = model.register_forward_pre_hook(lambda _, __, given: rows.append(len(given["input_ids"])), with_kwargs=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield calls
+            yield rows
     finally:
         hook.remove()
 
@@ -122,86 +135,50 @@ def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
     return {"assistant_model": model, "tokenizer": copy(tokenizer), "assistant_tokenizer": copy(draft[1])}
 
 
-class Written(NamedTuple):
-    """What a system made of a list of texts: the new ids of each, the seconds of all together, and xtok's stats of each."""
+def in_turns(systems: Mapping[K, Callable[..., R]], calls: Iterable[Mapping[str, Any]], title: str) -> dict[K, list[R]]:
+    """What systems give, each called with the arguments of each call, in turns. `title` is that of the progress bar.
 
-    ids: list[list[int]]
-    seconds: float
-    stats: list[Stats]
-
-
-ListSystem = Callable[[Sequence[str], int, int], Written]
-"""A system that gets texts, how many of them at a time, and a seed."""
-
-
-def list_arguments(prompts: Sequence[str], setting: Setting, max_new_tokens: int) -> dict[str, Any]:
-    """The arguments that lists of texts are generated with. End-of-text tokens end nothing, so that all have as much to do.
-
-    Raises `InvalidInputError` without prompts.
-    """
-    check_prompts(prompts)
-    return {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
-
-
-def times_as_fast(own: Sequence[Written], others: Sequence[Written]) -> float:
-    """How many times as fast as others a system is, over runs in turns: the median."""
-    return median(other.seconds / run.seconds for run, other in zip(own, others, strict=True))
-
-
-def list_by_xtok(xt: XTokAssisted, texts: Sequence[str], size: int, seed: int, arguments: dict[str, Any]) -> Written:
-    """A list of texts by xtok, `size` at a time. `seed` is for sampled ones."""
-    seeded = {"seed": seed} if arguments["do_sample"] else {}
-    with timed() as span:
-        made = xt.generate(list(texts), batch_size=size, progress=False, **seeded, **arguments)
-    return Written([one.token_ids for one in made], span.seconds, [one.stats for one in made])
-
-
-def list_by_transformers(target: tuple[Any, Any], texts: Sequence[str], size: int, seed: int, arguments: Any) -> Written:
-    """A list of texts by transformers' own `generate`, in padded batches of `size`. `seed` is for sampled ones."""
-    model, tokenizer = target
-    new = list[list[int]]()
-    torch.manual_seed(seed)
-    with timed() as span:
-        for first in range(0, len(texts), size):
-            read = [prompt_ids(tokenizer, text) for text in texts[first : first + size]]
-            longest = max(map(len, read))
-            ids = torch.tensor([[0] * (longest - len(one)) + one for one in read], device=model.device)
-            mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in read], device=model.device)
-            new += model.generate(ids, attention_mask=mask, pad_token_id=0, **arguments)[:, longest:].tolist()
-    return Written(new, span.seconds, [])
-
-
-def each_prompt(
-    systems: Mapping[str, Callable[[P, int], Timed]], prompts: Sequence[P], title: str, repeats: int = 1
-) -> dict[str, list[Timed]]:
-    """What systems make of all prompts, in turns on each. A system is called with a prompt and its number, its seed."""
-    runs: dict[str, list[Timed]] = {name: [] for name in systems}
-    for seed, prompt in bar(list(enumerate(prompts)) * repeats, title):
-        for name, system in systems.items():
-            runs[name].append(system(prompt, seed))
-    return runs
-
-
-def in_turns(systems: Mapping[K, Callable[[int], R]], repeats: int) -> dict[K, list[R]]:
-    """What systems give, each called with the number of the run, in turns.
-
-    The first run of each, in which budgets learn what forwards take and graphs are captured, is left out.
+    The first call, in which budgets learn what forward passes take and graphs are captured, is left out.
     """
     runs: dict[K, list[R]] = {name: [] for name in systems}
-    for repeat in range(repeats + 1):
+    for arguments in bar(list(calls), title):
         for name, system in systems.items():
-            runs[name].append(system(repeat))
+            runs[name].append(system(**arguments))
     return {name: found[1:] for name, found in runs.items()}
 
 
-def speed(runs: Sequence[Timed], alone: Sequence[Timed]) -> float:
-    """The median over prompts of the seconds per new token of the target alone ÷ those of a system."""
-    pairs = zip(runs, alone, strict=True)
-    return median((other.seconds / len(other.ids)) / (run.seconds / len(run.ids)) for run, other in pairs)
+def tokens(runs: Sequence[Written]) -> int:
+    """How many new ids all runs have."""
+    return sum(len(ids) for run in runs for ids in run.ids)
 
 
-def split(stats: Sequence[Stats], whole: float) -> dict[str, float]:
-    """The shares of the `whole` of seconds: both models' forwards, the rest of guessing, alignment, and all else."""
+def tokens_per_second(runs: Sequence[Written]) -> float:
+    """New tokens per second: the median over runs."""
+    return median(tokens([run]) / run.seconds for run in runs)
+
+
+def tokens_per_forward(runs: Sequence[Written]) -> float:
+    """New tokens per forward pass of the target, over all runs."""
+    return tokens(runs) / sum(run.target_forwards for run in runs)
+
+
+def speed(runs: Sequence[Written], others: Sequence[Written]) -> float:
+    """The median over runs of the seconds per new token of another system ÷ those of this one."""
+    pairs = zip(runs, others, strict=True)
+    return median((other.seconds / tokens([other])) / (run.seconds / tokens([run])) for run, other in pairs)
+
+
+def identical(runs: Sequence[Written], others: Sequence[Written]) -> int:
+    """How many texts have the ids that another system wrote in the same run."""
+    pairs = (pair for run, other in zip(runs, others, strict=True) for pair in zip(run.ids, other.ids, strict=True))
+    return sum(own == theirs for own, theirs in pairs)
+
+
+def split(runs: Sequence[Written]) -> dict[str, float] | None:
+    """The shares of xtok's time: both models' forwards, the rest of guessing, alignment, and all else. None for others."""
+    stats, whole = [one for run in runs for one in run.stats], sum(run.seconds for run in runs)
+    if not stats:
+        return None
     parts = {
         "target": sum(one.seconds_target for one in stats),
         "draft": sum(one.seconds_draft_forwards for one in stats),
@@ -209,10 +186,3 @@ def split(stats: Sequence[Stats], whole: float) -> dict[str, float]:
         "align": sum(one.seconds_align for one in stats),
     }
     return {name: seconds / whole for name, seconds in parts.items()} | {"pick": 1 - sum(parts.values()) / whole}
-
-
-def build_seconds(target: tuple[Any, Any], draft: tuple[Any, Any]) -> float:
-    """How long it takes to make an instance of loaded models."""
-    with timed() as span:
-        XTokAssisted(target, draft)
-    return span.seconds

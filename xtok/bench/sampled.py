@@ -1,7 +1,8 @@
 """The benchmark of sampled generation: shared noise, the draft's mode, rejection, and transformers' assisted sampling."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -9,12 +10,11 @@ from torch import Tensor
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
-from xtok.bench.runs import PLAIN, Timed, by_transformers, by_xtok, check_prompts, uag
+from xtok.bench.runs import PLAIN, System, by_transformers, by_xtok, check_prompts, in_turns, tokens_per_forward, uag
 from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import prompt_ids
-from xtok.results.progress import bar
 
 try:
     from scipy.stats import chisquare
@@ -52,10 +52,6 @@ class SampledRow:
     failure: Annotated[str | None, Column()] = None
 
 
-Sampler = Callable[[str, int, int], Timed]
-"""A system gets a prompt, a seed, and how many ids to write."""
-
-
 def compare_sampled(
     target: tuple[Any, Any],
     draft: tuple[Any, Any],
@@ -71,13 +67,11 @@ def compare_sampled(
     has the target's distribution. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
-    rows = []
-    for temperature in TEMPERATURES:
-        systems = _systems(target, draft, guess_length, {**PLAIN, "temperature": temperature})
-        rows += [
-            _measured(name, system, target, prompts, max_new_tokens, temperature, draws) for name, system in systems.items()
-        ]
-    return rows
+    return [
+        _measured(name, system, target, prompts, max_new_tokens, temperature, draws)
+        for temperature in TEMPERATURES
+        for name, system in _systems(target, draft, guess_length, {**PLAIN, "temperature": temperature}).items()
+    ]
 
 
 class _Greedy:
@@ -91,48 +85,43 @@ class _Greedy:
         return self._draft.start(replace(request, samples=False))
 
 
-def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, Any]) -> dict[str, Sampler]:
-    assistant = uag(target[1], draft, guess_length)
-
-    def sampled(xt: XTokAssisted) -> Sampler:
-        return lambda prompt, seed, length: by_xtok(xt, prompt, max_new_tokens=length, seed=seed, **arguments)
-
-    def assisted(prompt: str, seed: int, length: int) -> Timed:
-        torch.manual_seed(seed)
-        return by_transformers(target, prompt, max_new_tokens=length, **arguments, **assistant)
-
-    pair, chain = (target, draft), Budget(guess_length, width=1, schedule="constant")
-    shared = XTokAssisted(*pair, budget=chain)
-    return {
-        SHARED: sampled(shared),
-        TREE: sampled(XTokAssisted(*pair, budget=Budget(guess_length, width=4, nodes=32, schedule="constant"))),
-        MODE: sampled(XTokAssisted(target, [_Greedy(shared.setup.drafts[0])], budget=chain)),
-        REJECTION: sampled(XTokAssisted(*pair, budget=chain, acceptance="rejection")),
-        ASSISTED: assisted,
+def _systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, Any]) -> Mapping[str, System]:
+    chain = Budget(guess_length, width=1, schedule="constant")
+    tree = Budget(guess_length, width=4, nodes=32, schedule="constant")
+    shared = XTokAssisted(target, draft, budget=chain)
+    xts = {
+        SHARED: shared,
+        TREE: XTokAssisted(target, draft, budget=tree),
+        MODE: XTokAssisted(target, [_Greedy(shared.setup.drafts[0])], budget=chain),
+        REJECTION: XTokAssisted(target, draft, budget=chain, acceptance="rejection"),
     }
+    assisted = partial(by_transformers, target, **arguments, **uag(target[1], draft, guess_length))
+    return {name: partial(by_xtok, xt, **arguments) for name, xt in xts.items()} | {ASSISTED: assisted}
 
 
 def _measured(
-    name: str, system: Sampler, target: Any, prompts: Sequence[str], max_new_tokens: int, temperature: float, draws: int
+    name: str, system: System, target: Any, prompts: Sequence[str], max_new_tokens: int, temperature: float, draws: int
 ) -> SampledRow:
     title = f"T = {temperature}, {name}"
+    texts = [{"texts": [text], "seed": seed, "max_new_tokens": max_new_tokens} for seed, text in enumerate(prompts)]
+    firsts = [{"texts": prompts[:1], "seed": seed, "max_new_tokens": _FEW} for seed in range(draws)]
     try:
-        samples = [system(prompt, seed, max_new_tokens) for seed, prompt in bar(list(enumerate(prompts)), title)]
-        first = [system(prompts[0], seed, _FEW).ids[0] for seed in bar(range(draws), f"{title}: first ids")]
+        samples, first = (in_turns({name: system}, [some[0], *some], title)[name] for some in (texts, firsts))
     except Exception as error:
         if name != ASSISTED:
             raise
         return SampledRow(temperature, name, None, None, None, None, None, failure=f"{type(error).__name__}: {error}")
-    exact = [_probabilities(target, prompt, sample.ids, temperature) for prompt, sample in zip(prompts, samples, strict=True)]
-    surprise, excess = _surprise(torch.cat(exact), [token for sample in samples for token in sample.ids])
-    stats = [sample.generation.stats for sample in samples if sample.generation is not None]
+    written, stats = [run.ids[0] for run in samples], [one for run in samples for one in run.stats]
+    exact = [_probabilities(target, prompt, ids, temperature) for prompt, ids in zip(prompts, written, strict=True)]
+    surprise, excess = _surprise(torch.cat(exact), [token for ids in written for token in ids])
+    counts = torch.bincount(torch.tensor([run.ids[0][0] for run in first]), minlength=exact[0].shape[1])
     return SampledRow(
         temperature=temperature,
         system=name,
-        tokens_per_forward=sum(len(sample.ids) for sample in samples) / sum(sample.target_forwards for sample in samples),
+        tokens_per_forward=tokens_per_forward(samples),
         surprise=surprise,
         excess=excess,
-        p_value=chi_square(torch.bincount(torch.tensor(first), minlength=exact[0].shape[1]), exact[0][0] * draws),
+        p_value=chi_square(counts, exact[0][0] * draws),
         noise_share=sum(one.seconds_noise for one in stats) / sum(one.seconds for one in stats) if stats else None,
     )
 

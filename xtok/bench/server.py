@@ -23,7 +23,6 @@ from xtok.bench.rows import Column
 from xtok.bench.runs import check_prompts, in_turns
 from xtok.errors import InvalidInputError
 from xtok.models.timing import timed
-from xtok.results.progress import bar
 from xtok.serving.engine import Engine
 
 XTOK, NONE, TRANSFORMERS = "xtok serve", "xtok serve --draft none", "transformers serve"
@@ -66,29 +65,30 @@ def compare_servers(
     rows = []
     with ExitStack() as stack:
         ports = {name: stack.enter_context(_serving(name, target, draft)) for name in (XTOK, NONE, TRANSFORMERS)}
-        for count in bar(clients, "clients"):
-            texts = list(islice(cycle(prompts), _EACH * count))
-            names = {name: target if name == TRANSFORMERS else Path(target).resolve().name for name in ports}
-            loads = {name: partial(_load, port, names[name], texts, count, max_new_tokens) for name, port in ports.items()}
-            runs = in_turns(loads, repeats)
+        models = {name: target if name == TRANSFORMERS else Path(target).resolve().name for name in ports}
+        loads = {name: partial(_load, port, models[name], max_new_tokens) for name, port in ports.items()}
+        for count in clients:
+            call = {"texts": list(islice(cycle(prompts), _EACH * count)), "clients": count}
+            runs = in_turns(loads, [call] * (repeats + 1), f"{count} clients")
             rows += [_row(count, name, runs) for name in runs]
     return rows
 
 
 def measure_added(xt: XTokAssisted, prompts: Sequence[str], *, max_new_tokens: int, repeats: int) -> float:
     """What the server adds to a text of its engine, as a share: the median over texts, each between two of its engine."""
-    shares = []
     with _in_thread(xt) as (engine, port):
 
-        def alone(prompt: str) -> float:
+        def alone(texts: Sequence[str]) -> float:
             with timed() as span:
-                engine.submit(prompt, max_new_tokens=max_new_tokens, do_sample=False).result()
+                engine.submit(texts[0], max_new_tokens=max_new_tokens, do_sample=False).result()
             return span.seconds
 
-        for prompt in bar([*prompts[:1], *list(prompts) * repeats], "texts"):
-            first, served, second = alone(prompt), _load(port, "xtok", [prompt], 1, max_new_tokens).seconds, alone(prompt)
-            shares.append(2 * served / (first + second) - 1)
-    return median(shares[1:])  # in the first, the budget learns what pays
+        def served(texts: Sequence[str]) -> float:
+            return _load(port, "xtok", max_new_tokens, texts, 1).seconds
+
+        calls = [{"texts": [prompt]} for prompt in [*prompts[:1], *list(prompts) * repeats]]
+        before, between, after = in_turns({"before": alone, "served": served, "after": alone}, calls, "texts").values()
+    return median(2 * two / (one + three) - 1 for one, two, three in zip(before, between, after, strict=True))
 
 
 def _row(clients: int, name: str, runs: dict[str, list[Load]]) -> ServerRow:
@@ -106,8 +106,8 @@ def _row(clients: int, name: str, runs: dict[str, list[Load]]) -> ServerRow:
     )
 
 
-def _load(port: int, model: str, texts: Sequence[str], clients: int, max_new_tokens: int, _run: int = 0) -> Load:
-    """All texts, by so many clients at once, whatever the number of the run."""
+def _load(port: int, model: str, max_new_tokens: int, texts: Sequence[str], clients: int) -> Load:
+    """All texts, by so many clients at once."""
     body = {"model": model, "max_tokens": max_new_tokens, "temperature": 0, "stream": True}
     with timed() as span, ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(lambda text: _answer(port, {**body, "prompt": text}), texts))

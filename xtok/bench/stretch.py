@@ -6,18 +6,19 @@ from copy import deepcopy
 from math import ceil, log
 from pathlib import Path
 from random import Random
+from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
 from xtok.models.cache import CACHE, output_embeddings
 from xtok.models.load import from_config
+from xtok.models.timing import timed
 
 _OUTPUTS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj", "out_proj", "fc2")
 """What attention and MLPs call the projection that they add to the residual stream by."""
@@ -50,27 +51,32 @@ def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrai
             setattr(config, name, width)
     if getattr(config, "layer_types", None):
         config.layer_types = [*config.layer_types, *config.layer_types[-1:] * blocks]
-    made = _made(config, model)
+    made = from_config_like(config, model)
+    _copy_weights(model, made)
     own = blocks_of(made)
     for index, block in enumerate(blocks_of(model)):
         own[index] = deepcopy(block)
-    for block in own[depth:]:
-        _silence(block)
+    for weight in (weight for block in own[depth:] for module in _outputs(block) for weight in module.parameters()):
+        nn.init.zeros_(weight)
     return made
 
 
-def _made(config: Any, model: PreTrainedModel) -> PreTrainedModel:
-    """A model of that configuration, with those weights of `model` that fit."""
+def from_config_like(config: Any, model: PreTrainedModel) -> PreTrainedModel:
+    """A model of that configuration with random weights, on the device and in the precision of `model`."""
     with model.device:
         made = from_config(config, dtype=model.dtype).eval()
-    if not getattr(config, "tie_word_embeddings", True):  # a head may have a bias, which its class doesn't give it
-        made.set_output_embeddings(deepcopy(output_embeddings(model)))
-    shapes = {name: value.shape for name, value in made.state_dict().items()}
-    kept = {name: value for name, value in model.state_dict().items() if value.shape == shapes.get(name)}
-    made.load_state_dict(kept, strict=False)
+        if getattr(output_embeddings(model), "bias", None) is not None:  # which the class of a model may not give it
+            made.set_output_embeddings(nn.Linear(config.hidden_size, config.vocab_size, dtype=model.dtype))
     made.generation_config = deepcopy(model.generation_config)
     found: PreTrainedModel = made
     return found
+
+
+def _copy_weights(model: PreTrainedModel, into: PreTrainedModel) -> None:
+    """Copy those weights that have the same shapes."""
+    shapes = {name: value.shape for name, value in into.state_dict().items()}
+    kept = {name: value for name, value in model.state_dict().items() if value.shape == shapes.get(name)}
+    into.load_state_dict(kept, strict=False)
 
 
 def with_vocabulary(model: PreTrainedModel, tokenizer: Any, size: int) -> tuple[PreTrainedModel, Any]:
@@ -173,26 +179,22 @@ def _with_rows(model: PreTrainedModel, own: int, size: int) -> PreTrainedModel:
         raise UnsupportedModelError(_NO_ROWS.format(type(model).__name__))
     config = deepcopy(model.config)
     config.vocab_size, config.tie_word_embeddings = size, False
-    made: Any = _made(config, model)
+    made: Any = from_config_like(config, model)
+    _copy_weights(model, made)
     random, copies = torch.Generator().manual_seed(_SEED), ceil((size - own) / own)
     rows = torch.cat([torch.arange(own), *(torch.randperm(own, generator=random) for _ in range(copies))])[:size]
     rows = rows.to(model.device)
     lowered = (torch.arange(size, device=model.device) >= own) * log(max(1, copies) / _SHARE)
     made.get_input_embeddings().weight.copy_(reads.weight[rows])
-    made.set_output_embeddings(_head(writes, rows, lowered))
+    head = nn.Linear(writes.in_features, size, device=model.device, dtype=model.dtype)
+    head.weight.copy_(writes.weight[rows])
+    head.bias.copy_(-lowered if writes.bias is None else writes.bias[rows] - lowered)
+    made.set_output_embeddings(head)
     ids = rows[None, :2]
     if not float((made(ids).logits - model(ids).logits[..., rows] + lowered).abs().max()) < _ROUNDED:
         raise UnsupportedModelError(_NO_ROWS.format(type(model).__name__))
     found: PreTrainedModel = made
     return found
-
-
-def _head(writes: nn.Linear, rows: Tensor, lowered: Tensor) -> nn.Linear:
-    """Some `rows`, (ids,), int64, of an output layer, as often as they are named, their logits lowered by `lowered`, (ids,)."""
-    head = nn.Linear(writes.in_features, len(rows), device=writes.weight.device, dtype=writes.weight.dtype)
-    head.weight.copy_(writes.weight[rows])
-    head.bias.copy_(-lowered if writes.bias is None else writes.bias[rows] - lowered)
-    return head
 
 
 def sized(model: PreTrainedModel, parameters: float, depth: int) -> PreTrainedModel:
@@ -201,7 +203,7 @@ def sized(model: PreTrainedModel, parameters: float, depth: int) -> PreTrainedMo
     Errors are those of `stretch`.
     """
     blocks, few, more = depth - len(blocks_of(model)), 64, 128
-    small, large = (sum(weight.numel() for weight in stretch(model, blocks, width).parameters()) for width in (few, more))
+    small, large = (stretch(model, blocks, width).num_parameters() for width in (few, more))
     return stretch(model, blocks, max(few, few + round((parameters - small) * (more - few) / (large - small))))
 
 
@@ -239,11 +241,11 @@ def forward_seconds(model: PreTrainedModel, context: int = 64, repeats: int = 15
     token = torch.ones((1, 1), dtype=torch.int64, device=model.device)
     times = []
     for _ in range(repeats):
-        start = perf_counter()
-        model(token, **{CACHE: cache}).logits[0, -1].argmax().item()
-        times.append(perf_counter() - start)
+        with timed() as span:
+            model(token, **{CACHE: cache}).logits[0, -1].argmax().item()
+        times.append(span.seconds)
         cache.crop(-1)
-    return sorted(times)[repeats // 2]
+    return median(times)
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -257,10 +259,3 @@ def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
 
 def _outputs(block: nn.Module) -> list[nn.Module]:
     return [module for name, module in block.named_modules() if name.split(".")[-1] in _OUTPUTS]
-
-
-@torch.no_grad()
-def _silence(block: nn.Module) -> None:
-    for module in _outputs(block):
-        for weight in module.parameters():
-            weight.zero_()

@@ -5,13 +5,11 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from xtok.bench.stretch import blocks_of, stretch, with_vocabulary
+from xtok.bench.stretch import blocks_of, from_config_like, stretch, with_vocabulary
 from xtok.errors import InvalidInputError, UnsupportedModelError
-from xtok.models.cache import output_embeddings
-from xtok.models.load import from_config
 
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "final_layer_norm")
 _AXES = {
@@ -24,11 +22,11 @@ _AXES = {
 }
 """What the rows and the columns of weights stand for, by the module that has them."""
 _WRITE = ("embed_tokens", "embed_in", "o_proj", "dense", "down_proj", "dense_4h_to_h")
-"""What the residual stream is written by."""
+"""What writes to the residual stream."""
 _CENTRED = ("embed_in", "dense", "dense_4h_to_h")
-"""Those of a GPT-NeoX, whose norms take the mean away."""
+"""What does in a GPT-NeoX, whose norms subtract the mean."""
 _QUERIES = {"q_proj": 1, "query_key_value": 3}
-"""Every so-many-th head's worth of rows makes queries."""
+"""The first of every so many heads of rows makes queries."""
 _EPSILON = {"llama": "rms_norm_eps", "gpt_neox": "layer_norm_eps"}
 _UNKNOWN = (
     "{} can't be widened. Only a Llama or a GPT-NeoX can, with a head of keys for each head of queries and with plain rotary "
@@ -47,26 +45,21 @@ class Shape(NamedTuple):
 
 
 SERVED = Shape(hidden=1024, heads=16, width=2816, blocks=16, vocabulary=8000)
-"""That of a target of 217 M parameters, in which servers are measured."""
+"""The shape of a target of 217 M parameters, with which servers are measured."""
 
 
 class _Heads(NamedTuple):
-    """Heads of `size` columns, in others of `room` columns in which they stand `step` apart."""
+    """Heads of `size` columns, in heads of `wide` columns, of which they take every `step`-th."""
 
     size: int
-    room: int
+    wide: int
     step: int
-
-    def places(self, columns: int) -> Tensor:
-        """Where the columns of such heads, one head after another, stand in the wider ones: (columns,), int64."""
-        column = torch.arange(columns)
-        return column // self.size * self.room + column % self.size * self.step
 
 
 def shaped(pair: tuple[PreTrainedModel, Any], shape: Shape) -> tuple[PreTrainedModel, Any]:
-    """A model of such a shape and its tokenizer; laws and errors are those of `with_vocabulary`, `widened` and `stretch`.
+    """A model enlarged to a shape, and its tokenizer; laws and errors are those of `with_vocabulary`, `widened` and `stretch`.
 
-    It is made on the small one's device and in its precision, and there is never another as large beside it.
+    It is made on the small one's device and in its precision, and no second model of that size is ever made.
     """
     larger, tokens = with_vocabulary(*pair, shape.vocabulary)
     larger = widened(larger, shape.hidden, shape.heads, shape.width)
@@ -77,10 +70,9 @@ def widened(model: PreTrainedModel, hidden: int, heads: int, width: int) -> PreT
     """A model as deep as `model`, with hidden states of `hidden` columns, so many heads, and MLPs `width` wide.
 
     Law: its logits are those of `model` within rounding. The first columns of its hidden states are those of `model` and the
-    others zero, for what is added has random weights where it reads and zeros where it writes. So a forward costs what that of
-    any model of this shape costs in arithmetic, in memory traffic and in launches. `xtok.bench.stretch.stretch` adds blocks to
-    it. (After Net2Net, Chen, Goodfellow, Shlens 2016, arXiv 1511.05641.) Rows that ids are looked up in are apart from those
-    that make logits, even if `model` has one for both.
+    others zero, for what is added has random weights where it reads and zeros where it writes. So a forward pass costs what
+    that of any model of this shape costs in arithmetic, memory traffic and launches. (After Net2Net, Chen, Goodfellow, Shlens
+    2016, arXiv 1511.05641.) Embeddings aren't tied.
 
     Raises `UnsupportedModelError` for a model of another kind, and `InvalidInputError` for sizes without room for its own.
     """
@@ -90,79 +82,64 @@ def widened(model: PreTrainedModel, hidden: int, heads: int, width: int) -> PreT
     config.tie_word_embeddings = False
     epsilon = _EPSILON[own.model_type]
     setattr(config, epsilon, getattr(own, epsilon) * own.hidden_size / hidden)
-    _turn_alike(config, columns)
-    made = _random(config, model)
+    if own.model_type == "llama":
+        config.head_dim, config.num_key_value_heads = columns.wide, heads
+    else:
+        rotated = int(columns.size * own.rope_parameters.get("partial_rotary_factor", 1.0))
+        config.rope_parameters["partial_rotary_factor"] = (rotated + 0.5) / columns.wide  # rounded down
+    made = from_config_like(config, model)
     for name, weight in model.named_parameters(remove_duplicate=False):
         _fill(made.get_parameter(name), weight, name, columns)
-    made.generation_config = deepcopy(model.generation_config)
     return made
 
 
 def _heads(model: PreTrainedModel, hidden: int, heads: int, width: int) -> _Heads:
-    """Where the columns of heads are to stand. Raises the errors of `widened`.
+    """Which columns of wider heads are those of the narrow ones. Raises the errors of `widened`.
 
-    A larger head of a Llama turns every so-many-th of its columns as a smaller one turns all. That of a GPT-NeoX turns its
-    first ones alone, as many as its configuration says.
+    A wider head of a Llama rotates every so-many-th of its columns by the angles by which a narrow one rotates all. A GPT-NeoX
+    rotates the first columns of a head alone, as many as its configuration says.
     """
     own = model.config
     plain = own.model_type in _EPSILON and getattr(own, "num_key_value_heads", None) in (None, own.num_attention_heads)
     if not plain or own.rope_parameters["rope_type"] != "default":
         raise UnsupportedModelError(_UNKNOWN.format(type(model).__name__))
     least = own.hidden_size, own.num_attention_heads, own.intermediate_size
-    size, room = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads, hidden // heads
-    whole = room % size == 0 if own.model_type == "llama" else room >= size
+    size, wide = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads, hidden // heads
+    whole = wide % size == 0 if own.model_type == "llama" else wide >= size
     if hidden % heads or not whole or any(given < few for given, few in zip((hidden, heads, width), least, strict=True)):
         raise InvalidInputError(
             f"hidden, heads and width are {hidden}, {heads} and {width}. Give at least {', '.join(map(str, least))}, and as "
             f"many columns for each head as make {'a multiple of' if own.model_type == 'llama' else 'at least'} {size}."
         )
-    return _Heads(size, room, room // size if own.model_type == "llama" else 1)
-
-
-def _turn_alike(config: Any, heads: _Heads) -> None:
-    """Let the rotary embeddings of wider heads turn the columns of narrower ones as those do."""
-    if config.model_type == "llama":
-        config.head_dim, config.num_key_value_heads = heads.room, config.num_attention_heads
-        return
-    turned = int(heads.size * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": (turned + 0.5) / heads.room}  # rounded down
-
-
-def _random(config: Any, model: PreTrainedModel) -> PreTrainedModel:
-    """A model of that configuration with random weights, on the device and in the precision of `model`."""
-    bias = output_embeddings(model).bias is not None  # which the class of a model doesn't give it
-    with model.device:
-        made = from_config(config, dtype=model.dtype).eval()
-        made.set_output_embeddings(nn.Linear(config.hidden_size, config.vocab_size, bias, dtype=model.dtype))
-    found: PreTrainedModel = made
-    return found
+    return _Heads(size, wide, wide // size if own.model_type == "llama" else 1)
 
 
 @torch.no_grad()
 def _fill(wide: Tensor, weight: Tensor, name: str, heads: _Heads) -> None:
-    """Put a weight to its places in a wider one, and zeros wherever else something would be written."""
+    """Copy a weight into a wider one, with zeros wherever else something would be written."""
     module = name.split(".")[-2]
     axes = _AXES[module][: weight.dim()]
     if module in (*_WRITE, *_NORMS):
         wide.zero_()
     if axes[0] == "heads":  # nor is there anything between the columns of its heads
-        wide[: len(weight) // heads.size * heads.room].zero_()
-    rows, *columns = (
-        (heads.places(size) if axis == "heads" else torch.arange(size)).to(wide.device)
-        for axis, size in zip(axes, weight.shape, strict=True)
+        wide[: len(weight) // heads.size * heads.wide].zero_()
+    indices = [torch.arange(size, device=wide.device) for size in weight.shape]
+    for axis, index in enumerate(indices):
+        if axes[axis] == "heads":
+            indices[axis] = index // heads.size * heads.wide + index % heads.size * heads.step
+    wide[torch.meshgrid(*indices, indexing="ij")] = _scaled(name, weight.double(), len(weight) / len(wide), heads).to(
+        wide.dtype
     )
-    found = _alike(name, weight.double(), len(weight) / len(wide), heads)
-    wide[(rows[:, None], *columns) if columns else rows] = found.to(wide.dtype)
 
 
-def _alike(name: str, weight: Tensor, share: float, heads: _Heads) -> Tensor:
-    """What a weight has to be for a wider model to do the same, if `share` of its rows are those of the narrower one."""
+def _scaled(name: str, weight: Tensor, share: float, heads: _Heads) -> Tensor:
+    """A weight as it must be in the wider model, if `share` of its rows are those of the narrow one."""
     module, kind = name.split(".")[-2:]
     if module in _NORMS and kind == "weight":  # the mean of squares is over more columns, all of which are zero
         return weight * sqrt(share)
-    if module in _CENTRED:  # a norm that takes the mean away finds none, so zeros beside it change nothing
+    if module in _CENTRED:  # hidden states then have no mean that a norm would subtract from the zeros beside them, too
         return weight - weight.mean(dim=_AXES[module].index("hidden"), keepdim=True)
     if module in _QUERIES:  # scores are divided by the root of a head's size
         rows = torch.arange(len(weight), device=weight.device) // heads.size % _QUERIES[module] == 0
-        return torch.where(rows.view(-1, *[1] * (weight.dim() - 1)), weight * sqrt(heads.room / heads.size), weight)
+        return torch.where(rows.view(-1, *[1] * (weight.dim() - 1)), weight * sqrt(heads.wide / heads.size), weight)
     return weight

@@ -109,7 +109,7 @@ def demonstrate() -> bool:
     with busy("loading the models, and enlarging the target"):
         systems = _systems()
         alone = systems[SMALL, ALONE].model, systems[SMALL, ALONE].tokenizer
-        truth = {prompt: by_transformers(alone, prompt, **ASKED).ids for prompt in SAMPLES}
+        truth = dict(zip(SAMPLES, by_transformers(alone, list(SAMPLES), **ASKED).ids, strict=True))
         settings = _settings(systems)
     console.print(settings)
     runs: dict[System, list[Run]] = {name: [] for name in systems}
