@@ -1,6 +1,6 @@
 """What a GPU makes of a large pair: the target alone beside what its memory allows, a level of the draft, and lists."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from gc import collect
@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
@@ -26,6 +25,7 @@ from xtok.bench.runs import (
     check_prompts,
     identical,
     in_turns,
+    seconds_of,
     speed,
     split,
     tokens_per_forward,
@@ -36,13 +36,13 @@ from xtok.drafts.policy.settings import Budget
 from xtok.models.forwards import wait_for
 from xtok.models.graphs import takes_graphs
 from xtok.models.load import parameters
-from xtok.models.timing import timed
 
 LARGE, SMALL = Shape(5120, 40, 13824, 40, 50688), Shape(768, 12, 3072, 12, 52096)
 """The shapes of llm-jp-13B, of 13.2e9 parameters, and of open-calm-small, of 165e6."""
 MOVED = 1 << 32
 """How many bytes are read to see how fast memory is."""
-_RUNS = 10
+_RUNS = 11
+"""How often it is read, of which the median counts."""
 _LEAST, _BATCHES = 8, 2
 """A list has 8 texts, or two batches if those are more. In xtok's, the next text begins when one ends."""
 _LEVELS = Budget(5, width=4, nodes=32, schedule="constant")
@@ -117,22 +117,14 @@ class GpuFigures:
 
 
 def bandwidth(device: torch.device) -> float:
-    """How many bytes per second a device reads when it adds up `MOVED` of them, or reads and writes, both counted, when it
-    copies them: whichever is more.
+    """How many bytes per second a device reads when it adds up `MOVED` of them, or reads and writes when it copies them,
+    whichever is more.
     """
     source = torch.rand(MOVED // 4, dtype=torch.float32, device=device)
     copy = torch.empty_like(source)
-    return MOVED * max(1 / _seconds(source.sum), 2 / _seconds(lambda: copy.copy_(source)))
-
-
-def _seconds(run: Callable[[], Tensor]) -> float:
-    """The median of ten runs on a device, after a first one."""
-    seconds = []
-    for _ in range(_RUNS + 1):
-        with timed() as span:
-            wait_for(run())
-        seconds.append(span.seconds)
-    return median(seconds[1:])
+    added = seconds_of(lambda: wait_for(source.sum()), _RUNS)
+    copied = seconds_of(lambda: wait_for(copy.copy_(source)), _RUNS)
+    return MOVED * max(1 / added, 2 / copied)
 
 
 def compare_on_gpu(

@@ -1,8 +1,7 @@
 """What a round costs besides the models' forwards: by the length of the context, and by the sizes of vocabularies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import sqrt
 from statistics import median
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from xtok.align.projection import projection
 from xtok.align.vocabulary import Vocabulary
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
+from xtok.bench.runs import seconds_of
 from xtok.bench.stretch import with_pieces
 from xtok.decoding.pick import Picker
 from xtok.drafts.base import Context, Request
@@ -30,7 +30,6 @@ from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.load import draft_model, from_config, target_model
 from xtok.models.prompts import prompt_ids
-from xtok.models.timing import timed
 from xtok.results.progress import bar
 from xtok.sampling.largest import best
 from xtok.sampling.noise import noise
@@ -153,17 +152,17 @@ def _pair(tokenizer: Any, size: int) -> tuple[Any, Any]:
 
 
 def _seconds(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, float]:
-    found = {"to build an instance": _once(lambda: XTokAssisted(target, draft))}
+    found = {"to build an instance": seconds_of(lambda: XTokAssisted(target, draft))}
     whole, own = target_model(target).vocabulary, draft_model(draft)
-    found["to build its keys for noise"] = _once(lambda: noise_keys(whole.view, whole.size))
-    found["to build its projection"] = _once(lambda: projection(whole.view, own.vocabulary.view))
+    found["to build its keys for noise"] = seconds_of(lambda: noise_keys(whole.view, whole.size))
+    found["to build its projection"] = seconds_of(lambda: projection(whole.view, own.vocabulary.view))
     made = ModelDraft(own, whole)
     for rows in _NOISY:
         found[f"a level of {rows} under noise"] = _level(made, whole, rows, samples=True)
     found[f"a level of {_GREEDY} greedily"] = _level(made, whole, _GREEDY, samples=False)
     found |= {f"a pick, {name}": _pick(whole, cuts) for name, cuts in _CUTS.items()}
     logits = _DEVIATION * torch.randn(_CHECKED, whole.size)
-    return found | {f"the best of {_CHECKED} rows": _median(lambda _: best(logits)[0].tolist())}
+    return found | {f"the best of {_CHECKED} rows": seconds_of(lambda: best(logits)[0].tolist(), _REPEATS)}
 
 
 def _level(draft: ModelDraft, target: Vocabulary, rows: int, *, samples: bool) -> float:
@@ -179,7 +178,7 @@ def _level(draft: ModelDraft, target: Vocabulary, rows: int, *, samples: bool) -
 
     def besides(depth: int) -> float:
         before = meter.seconds["reading"] + meter.seconds["align"]
-        whole = _once(lambda: drafter.propose(context, Budget(depth, width=rows, schedule="constant")))
+        whole = seconds_of(lambda: drafter.propose(context, Budget(depth, width=rows, schedule="constant")))
         return whole - (meter.seconds["reading"] + meter.seconds["align"] - before)
 
     besides(_LEVELS)  # the first one makes tables
@@ -191,16 +190,5 @@ def _pick(target: Vocabulary, cuts: list[Any]) -> float:
     """Seconds of a pick, as the decoding loop makes it."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(_TEMPERATURE), *cuts])
     picker, ids = Picker(processors, Meter(), noise(0, 0, b""), target.keys), torch.zeros((1, 1), dtype=torch.int64)
-    several = [_DEVIATION * torch.randn(1, target.size) for _ in range(_REPEATS)]
-    return _median(lambda run: picker.pick(ids, several[run], (run, 0), Tree(), -1))
-
-
-def _median(run: Callable[[int], Any]) -> float:
-    """Seconds of `run`, which is called with the number of the repeat."""
-    return median(_once(partial(run, count)) for count in range(_REPEATS))
-
-
-def _once(run: Callable[[], Any]) -> float:
-    with timed() as span:
-        run()
-    return span.seconds
+    several = iter([(_DEVIATION * torch.randn(1, target.size), (run, 0)) for run in range(_REPEATS)])
+    return seconds_of(lambda: picker.pick(ids, *next(several), Tree(), -1), _REPEATS)

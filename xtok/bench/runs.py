@@ -147,6 +147,16 @@ def in_turns(systems: Mapping[K, Callable[..., R]], calls: Iterable[Mapping[str,
     return {name: found[1:] for name, found in runs.items()}
 
 
+def seconds_of(run: Callable[[], object], repeats: int = 1) -> float:
+    """How long something takes: the median over repeats."""
+    seconds = []
+    for _ in range(repeats):
+        with timed() as span:
+            run()
+        seconds.append(span.seconds)
+    return median(seconds)
+
+
 def tokens(runs: Sequence[Written]) -> int:
     """How many new ids all runs have."""
     return sum(len(ids) for run in runs for ids in run.ids)

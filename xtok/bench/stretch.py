@@ -6,7 +6,6 @@ from copy import deepcopy
 from math import ceil, log
 from pathlib import Path
 from random import Random
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
+from xtok.bench.runs import seconds_of
 from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
 from xtok.models.cache import CACHE, output_embeddings
 from xtok.models.load import from_config
-from xtok.models.timing import timed
 
 _OUTPUTS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj", "out_proj", "fc2")
 """What attention and MLPs call the projection that they add to the residual stream by."""
@@ -235,17 +234,16 @@ def shortened(model: PreTrainedModel, blocks: int) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def forward_seconds(model: PreTrainedModel, context: int = 64, repeats: int = 15) -> float:
-    """The median seconds of a forward of one token after `context` others."""
-    cache = model(torch.ones((1, context), dtype=torch.int64, device=model.device), use_cache=True)[CACHE]
-    token = torch.ones((1, 1), dtype=torch.int64, device=model.device)
-    times = []
-    for _ in range(repeats):
-        with timed() as span:
-            model(token, **{CACHE: cache}).logits[0, -1].argmax().item()
-        times.append(span.seconds)
+def forward_seconds(model: PreTrainedModel) -> float:
+    """The median seconds of a forward of one token after 64 others."""
+    ids = torch.ones((1, 64), dtype=torch.int64, device=model.device)
+    cache = model(ids, use_cache=True)[CACHE]
+
+    def forward() -> None:
+        model(ids[:, :1], **{CACHE: cache}).logits[0, -1].argmax().item()
         cache.crop(-1)
-    return median(times)
+
+    return seconds_of(forward, repeats=15)
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:

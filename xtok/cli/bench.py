@@ -85,7 +85,6 @@ def compare_systems(
     from xtok.assisted import XTokAssisted
     from xtok.bench import compare, pairs, runs, stretch
     from xtok.bench import plot as picture
-    from xtok.models.timing import timed
 
     settings = runs.named_settings(setting, penalty)
     if plot is not None:
@@ -118,12 +117,11 @@ def compare_systems(
     }
     if plot is not None:
         picture.draw(tables, picture.title(target, draft or OWN_DRAFT, pair[0][0], ratio, large), plot)
-    with timed() as span:
-        XTokAssisted(*pair)
+    seconds = runs.seconds_of(lambda: XTokAssisted(*pair))
     titles = {name: way.title for name, way in settings.items()}
-    print_found({"build_seconds": span.seconds, "titles": titles, "settings": found}, tables, json)
+    print_found({"build_seconds": seconds, "titles": titles, "settings": found}, tables, json)
     if not json:
-        typer.echo(f"Making an instance of the loaded models takes {span.seconds:.2f} s.")
+        typer.echo(f"Making an instance of the loaded models takes {seconds:.2f} s.")
 
 
 @app.command()
