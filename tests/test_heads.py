@@ -33,7 +33,7 @@ from xtok.models.cache_set import CacheSet
 from xtok.models.forwards import together
 from xtok.models.load import load
 from xtok.models.stable import StableShapes
-from xtok.tune.heads import TrainedHeads, _Row, batch_of, loss_of
+from xtok.tune.heads import TrainedHeads, batch_of, example, loss_of
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -71,7 +71,7 @@ def test_training_teaches_heads_what_the_target_writes(whole: TrainedHeads, tmp_
 
 
 def test_the_loss_falls_as_heads_learn() -> None:
-    rows = [_Row([5 + (i + shift) % 7 for i in range(20)], 4) for shift in range(7)]
+    rows = [example(*[[5 + (i + shift) % 7 for i in some] for some in (range(4), range(4, 20))]) for shift in range(7)]
     heads = Heads(2, 32).double()
     learning = torch.optim.Adam(heads.parameters(), 0.05)
     losses = []

@@ -22,8 +22,8 @@ from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
 from xtok.models.cache import CACHE
 from xtok.pair import HEADS
 from xtok.pair import TARGET as SAVED
-from xtok.tune import check_tunable, split
-from xtok.tune.work import check_trains
+from xtok.tune import split
+from xtok.tune.work import check_installed
 
 PAIR = (TARGET, TOKENS)
 SMALL = model("Llama", 50, 0, torch.float64)
@@ -378,11 +378,18 @@ def test_what_transformers_refuses_is_refused_in_its_own_words_before_any_forwar
         assert not seen
 
 
-@pytest.mark.parametrize("check", [check_tunable, check_trains, lambda: XTokAssisted(PAIR, (OTHER, BYTES), adapt=True)])
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda: check_installed("accelerate", "peft"),
+        lambda: check_installed("accelerate"),
+        lambda: XTokAssisted(PAIR, (OTHER, BYTES), adapt=True),
+    ],
+)
 def test_what_isnt_installed_is_told_of_together_with_how_to_install_it(
     check: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("tune", "tune.work", "drafts.adapt"):
+    for module in ("tune.work", "drafts.adapt"):
         monkeypatch.setattr(f"xtok.{module}.find_spec", lambda name: None)
     with forwards(OTHER) as seen, pytest.raises(InvalidInputError, match=r"needs .*pip install 'xtok\[tune\]'"):
         check()

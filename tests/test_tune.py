@@ -29,7 +29,7 @@ from xtok.models.load import draft_model, load
 from xtok.tune import split
 from xtok.tune.loss import guessing_loss
 from xtok.tune.training import TrainingSettings, train
-from xtok.tune.work import per_way
+from xtok.tune.work import per_forward
 from xtok.tune.writing import beginnings, drawn, name_of_way, way, write
 
 PROMPTS = pair.prompts()[:9]
@@ -90,8 +90,8 @@ def test_a_training_that_is_killed_leaves_no_bar_behind(tmp_path: Path, monkeypa
         ("xtok.tune.writing._continued", 1),
         ("xtok.tune.writing._continued", 2),
         ("xtok.tune.writing.os.replace", 3),
-        ("xtok.tune.tokens_per_forward", 2),
-        ("xtok.tune.tokens_per_forward", 3),
+        ("xtok.tune.per_forward", 2),
+        ("xtok.tune.per_forward", 3),
         ("transformers.trainer_callback.TrainerState.save_to_json", 2),
         ("transformers.Trainer._save_optimizer_and_scheduler", 2),
         ("xtok.tune.train", 1),
@@ -163,7 +163,7 @@ def test_a_draft_learns_what_the_target_writes(tmp_path: Path) -> None:
     assert (written[0].text, written[0].ids) == (alone.text, alone.token_ids)
 
     def measure(model: Any) -> float:
-        return tune.tokens_per_forward(target, (model, learner.vocabulary.tokenizer), PROMPTS[:3], max_new_tokens=24)
+        return per_forward(target, (model, learner.vocabulary.tokenizer), PROMPTS[:3], max_new_tokens=24)[0]
 
     first = measure(learner.model)
     done = tune_draft(
@@ -353,5 +353,6 @@ def test_a_card_tells_each_way_of_picking_apart(whole: Path) -> None:
 
 
 def test_each_way_of_picking_is_measured_by_its_own_texts() -> None:
-    found = per_way(XTokAssisted(pair.TARGET), PROMPTS, sampled=0.5, max_new_tokens=4)
+    whole, found = per_forward(pair.TARGET, None, PROMPTS, sampled=0.5, max_new_tokens=4)
+    assert whole == 1.0
     assert found == {"greedy": 1.0, "sampled": 1.0, "greedy, repetition penalty 1.2": 1.0}

@@ -90,9 +90,9 @@ def compare_systems(
     if plot is not None:
         picture.check_drawable(plot)
     if tune:
-        from xtok.tune import check_tunable
+        from xtok.tune.work import check_installed
 
-        check_tunable()
+        check_installed("accelerate", "peft")
         if large and vocabularies is not None:
             raise InvalidInputError("A draft is tuned before its vocabulary is enlarged. Leave --large or --vocabularies out.")
     texts, others = _measured(file, None), [text for i, text in enumerate(prompts()) if i % EVERY]

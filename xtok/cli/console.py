@@ -2,19 +2,17 @@
 
 import json
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from xtok.errors import InvalidInputError, XTokError, reason
 from xtok.pair import DRAFT, TARGET
 
-T = TypeVar("T")
-R = TypeVar("R")
 OWN_TARGET, OWN_DRAFT = str(TARGET), str(DRAFT)
 TargetOption = Annotated[
     str, typer.Option(help="Hub id or path of the model whose output you want.", show_default="the one that ships")
@@ -147,16 +145,6 @@ def text_of(path: Path) -> str:
 def lines_of(path: Path) -> list[str]:
     """The lines of a file of texts that aren't empty, without their ends. Raises `InvalidInputError`."""
     return [line.rstrip("\r\n") for line in text_of(path).splitlines(keepends=True) if line.strip()]
-
-
-def keeping(items: Generator[T, None, R]) -> tuple[Iterator[T], list[R]]:
-    """The items of a generator, and a list that gets what it returns."""
-    returned: list[R] = []
-
-    def kept() -> Iterator[T]:
-        returned.append((yield from items))
-
-    return kept(), returned
 
 
 def as_json(found: Any, indent: int | None = 2) -> str:

@@ -15,7 +15,6 @@ from transformers.utils import logging
 from xtok.assisted import XTokAssisted
 from xtok.bench.runs import by_transformers
 from xtok.bench.stretch import forward_seconds, stretch
-from xtok.cli.console import keeping
 from xtok.models.load import load
 from xtok.models.timing import timed
 from xtok.pair import DRAFT, TARGET, TUNED
@@ -69,30 +68,24 @@ System = tuple[str, str]
 
 
 class Run:
-    """A text while it is written by one system. `seconds`: what its own tokens took."""
+    """A text while it is written by one system. `seconds`: what its own tokens took. `generation`: None until it has ended."""
 
     def __init__(self, xt: XTokAssisted, prompt: str) -> None:
-        self.names = xt.names
+        self.xt = xt
         self.tokens: list[Token] = []
         self.seconds = 0.0
-        self._left, self._ended = keeping(xt.stream_tokens(prompt, **ASKED))
-
-    @property
-    def generation(self) -> Generation | None:
-        """The generation, if it has ended."""
-        return self._ended[0] if self._ended else None
-
-    @property
-    def forwards(self) -> int:
-        """Forwards of the target, if it has ended."""
-        return self.generation.stats.target_forwards if self.generation else 0
+        self.generation: Generation | None = None
+        self._left = xt.stream_tokens(prompt, **ASKED)
 
     def advance(self) -> None:
         """Go on by a token."""
         with timed() as span:
             token = next(self._left, None)
         self.seconds += span.seconds
-        self.tokens += [token] if token else []
+        if token is None:
+            self.generation = self.xt.last[0]
+        else:
+            self.tokens.append(token)
 
     def gives(self, ids: list[int]) -> bool:
         """Whether its ids are these."""
@@ -161,7 +154,7 @@ def _race(console: Console, prompt: str, runs: list[Run], truth: list[int]) -> N
         for title, run in zip(TITLES, _finished(runs), strict=True):
             console.print(f"\n{title}:", *_cell(run), sep="\n", soft_wrap=True)
     same = all(run.gives(truth) for run in runs)
-    console.print(Text(f"identical to the target alone: {_answer(same)}\n", style="bold green" if same else "bold red"))
+    console.print(Text(f"identical to the target alone: {'yes' if same else 'NO'}\n", style="bold green" if same else "bold red"))
 
 
 def _columns(runs: list[Run]) -> Table:
@@ -174,22 +167,23 @@ def _columns(runs: list[Run]) -> Table:
 
 def _cell(run: Run) -> tuple[Text, Text, Text]:
     """The text so far, its figures, and who guessed how much of it."""
-    forwards = f", {run.forwards} forwards of the target" if run.generation else ""
+    forwards = f", {run.generation.stats.target_forwards} forwards of the target" if run.generation else ""
     figures = Text(f"\n{len(run.tokens)} tokens{forwards}, {run.seconds:.1f} s")
-    return tinted(run.tokens, run.names), figures, legend(run.tokens, run.names)
+    return tinted(run.tokens, run.xt.names), figures, legend(run.tokens, run.xt.names)
 
 
 def _concluded(console: Console, runs: dict[System, list[Run]], truth: list[list[int]]) -> bool:
-    """Print what was measured, of whom nothing was gained, and how to go on. Whether all texts are what they must be."""
+    """Print what was measured, what is slower, and how to go on. Whether all texts are those of the target alone."""
     same = {name: all(run.gives(ids) for run, ids in zip(some, truth, strict=True)) for name, some in runs.items()}
-    speeds = {name: _seconds(runs[name[0], ALONE]) / _seconds(some) for name, some in runs.items()}
+    seconds = {name: sum(run.seconds for run in some) for name, some in runs.items()}
+    speeds = {(target, by): seconds[target, ALONE] / own for (target, by), own in seconds.items()}
     table = Table(title=f"The same {len(truth)} texts, measured just now")
     for title in ("target", "by", "tokens per forward", "by draft", "by other guesses", "speed", "identical"):
         named = title in ("target", "by")
         table.add_column(title, justify="left" if named else "right", no_wrap=named)
     for (target, by), some in runs.items():
-        name = (target if by == ALONE else "", by)
-        table.add_row(*name, *_credited(some), f"{speeds[target, by]:.2f}", _answer(same[target, by]), end_section=by == LEARNT)
+        name, answer = (target if by == ALONE else "", by), "yes" if same[target, by] else "NO"
+        table.add_row(*name, *_credited(some), f"{speeds[target, by]:.2f}", answer, end_section=by == LEARNT)
     console.print(table)
     console.print(_judged(speeds))
     console.print(OWN, soft_wrap=True)
@@ -200,8 +194,9 @@ def _credited(runs: list[Run]) -> list[str]:
     """Tokens per forward, and what share of them was guessed by a draft, and by prompt lookup and token recycling."""
     sources = Counter(token.draft for run in runs for token in run.tokens)
     tokens, others = sources.total(), sources["prompt lookup"] + sources["token recycling"]
+    forwards = sum(run.generation.stats.target_forwards for run in runs if run.generation)
     shares = (tokens - others - sources[None], others)
-    return [f"{tokens / sum(run.forwards for run in runs):.2f}", *(f"{share / tokens:.0%}" for share in shares)]
+    return [f"{tokens / forwards:.2f}", *(f"{share / tokens:.0%}" for share in shares)]
 
 
 def _judged(speeds: dict[System, float]) -> str:
@@ -214,11 +209,3 @@ def _judged(speeds: dict[System, float]) -> str:
         "xtok saves forwards of the target: if they cost little more than the draft's, as the tiny target's do, there is "
         "nothing to gain."
     )
-
-
-def _seconds(runs: list[Run]) -> float:
-    return sum(run.seconds for run in runs)
-
-
-def _answer(same: bool) -> str:
-    return "yes" if same else "NO"

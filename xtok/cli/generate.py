@@ -1,7 +1,7 @@
 """`xtok generate`: a text, piece by piece, or JSON of many."""
 
 import re
-from collections.abc import Generator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +18,6 @@ from xtok.cli.console import (
     as_json,
     each,
     guessing,
-    keeping,
     lines_of,
     on_the_command_line,
     text_of,
@@ -28,7 +27,6 @@ from xtok.errors import InvalidInputError
 if TYPE_CHECKING:
     from xtok.assisted import XTokAssisted
     from xtok.drafts.policy.settings import Budget
-    from xtok.results.generation import Generation
     from xtok.results.stats import Stats
 
 
@@ -88,7 +86,8 @@ def generate(
         raise InvalidInputError(f"There are {len(texts)} prompts. Give --json for a line each, or put one in quotes.")
     if system is not None and not chat:
         raise InvalidInputError("--system has no effect without --chat. Give both.")
-    inputs = [_messages(text, system) if chat else text for text in texts]
+    first = [] if system is None else [{"role": "system", "content": system}]
+    inputs = [[*first, {"role": "user", "content": text}] if chat else text for text in texts]
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **({"stop_strings": stop} if stop else {})}
     from xtok.assisted import XTokAssisted
 
@@ -102,7 +101,11 @@ def generate(
         for text, answer in zip(texts, xt.generate(inputs, **arguments), strict=True):
             typer.echo(as_json({"prompt": text, **answer.to_dict()}, indent=None))
         return
-    answer = _shown(xt, inputs[0], arguments) if show else _printed(xt.stream(inputs[0], **arguments))
+    if show:
+        _show(xt, inputs[0], arguments)
+    else:
+        _print(xt.stream(inputs[0], **arguments))
+    answer = xt.last[0]
     typer.echo(_summary(answer.stats), err=True)
     if answer.seed is not None:
         typer.echo(f"seed {answer.seed}", err=True)
@@ -116,11 +119,6 @@ def _texts(given: list[str], files: list[Path], lists: list[Path]) -> list[str]:
     if not texts:
         raise InvalidInputError('There is no prompt. Give one in quotes, "-" to read stdin, --file or --prompts.')
     return texts
-
-
-def _messages(text: str, system: str | None) -> list[dict[str, str]]:
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": text}]
 
 
 def _sampling(temperature: float, **settings: Any) -> dict[str, Any]:
@@ -148,16 +146,14 @@ def _budget(given: str | None, draft: str | None) -> "Budget | None":
     return Budget(int(found[1]), width=int(found[2]), schedule="constant")
 
 
-def _printed(pieces: "Generator[str, None, Generation]") -> "Generation":
-    """Print a text piece by piece, and give its generation."""
-    kept, ended = keeping(pieces)
-    for piece in kept:
+def _print(pieces: Iterable[str]) -> None:
+    """Print a text piece by piece."""
+    for piece in pieces:
         print(piece, end="", flush=True)
     print(flush=True)
-    return ended[0]
 
 
-def _shown(xt: "XTokAssisted", prompt: Any, arguments: dict[str, Any]) -> "Generation":
+def _show(xt: "XTokAssisted", prompt: Any, arguments: dict[str, Any]) -> None:
     """Print a text, colored by what guessed it if stdout is a terminal, and to stderr how many tokens each guessed."""
     from rich.console import Console
 
@@ -165,13 +161,10 @@ def _shown(xt: "XTokAssisted", prompt: Any, arguments: dict[str, Any]) -> "Gener
 
     out = Console(highlight=False)
     if out.is_terminal:
-        tokens, ended = keeping(xt.stream_tokens(prompt, **arguments))
-        show(out, tokens, xt.names)
-        answer = ended[0]
+        show(out, xt.stream_tokens(prompt, **arguments), xt.names)
     else:
-        answer = _printed(xt.stream(prompt, **arguments))
-    Console(stderr=True, highlight=False).print(legend(answer.tokens, answer.drafts))
-    return answer
+        _print(xt.stream(prompt, **arguments))
+    Console(stderr=True, highlight=False).print(legend(xt.last[0].tokens, xt.last[0].drafts))
 
 
 def _summary(stats: "Stats") -> str:

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,9 +16,7 @@ from transformers import PreTrainedModel
 
 from xtok.align.projection import projection
 from xtok.align.tokenbytes import token_bytes
-from xtok.assisted import XTokAssisted
 from xtok.drafts.examples import training_examples
-from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load
@@ -27,10 +24,10 @@ from xtok.models.modes import Modes, within
 from xtok.results.progress import busy
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import TrainingSettings, train
-from xtok.tune.work import Settings, check, check_out, digest, name, per_forward, per_way, split, work_folder
+from xtok.tune.work import Settings, check, check_installed, check_out, digest, name, per_forward, split, work_folder
 from xtok.tune.writing import beginnings, write
 
-__all__ = ["TrainedHeads", "Tuned", "check_tunable", "split", "tokens_per_forward", "train_heads", "tune_draft"]
+__all__ = ["TrainedHeads", "Tuned", "split", "train_heads", "tune_draft"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def tune_draft(
     settings = _Settings(
         name(target), digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, name(draft), lora
     )
-    check_tunable()
+    check_installed("accelerate", "peft")
     check(settings, "starts", "max_new_tokens", "epochs")
     stopping, kept, learnt = split(prompts)
     pair = load(target, "target")
@@ -104,39 +101,28 @@ def tune_draft(
     view = token_bytes(pair[1])
     rows, seen = training_examples(learner, view, texts), projection(view, learner.vocabulary.view)
 
-    def measured(model: PreTrainedModel) -> float:
-        return tokens_per_forward(pair, (model, learner.vocabulary.tokenizer), settings.measured(stopping), **settings.writing)
-
-    def by_ways(model: PreTrainedModel) -> dict[str, float]:
-        return per_way(_by_trees(pair, (model, learner.vocabulary.tokenizer)), settings.measured(kept), **settings.writing)
+    def measured(model: PreTrainedModel, texts: Sequence[str] = stopping) -> tuple[float, dict[str, float]]:
+        return per_forward(pair, (model, learner.vocabulary.tokenizer), settings.measured(texts), **settings.writing)
 
     with busy("measuring the draft as it is"):
-        first = measured(learner.model)
+        first, _ = measured(learner.model)
     copy: Any = deepcopy(learner.model)
     trained: Any
-    trained, found = train(copy.float(), rows, seen, measured, work / "training", TrainingSettings(epochs, learning_rate, lora))
+    trained, found = train(
+        copy.float(),
+        rows,
+        seen,
+        lambda model: measured(model)[0],
+        work / "training",
+        TrainingSettings(epochs, learning_rate, lora),
+    )
     model = trained.to(learner.model.dtype) if max(found) > first else learner.model
     with busy("measuring what was gained"):
-        before, after = by_ways(learner.model), by_ways(model)
+        before, after = (measured(one, kept)[1] for one in (learner.model, model))
     ways = {way: (before[way], after[way]) for way in before}
     result = Tuned(Path(out), len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)
     _finish(model, learner.vocabulary.tokenizer, settings, result, work)
     return result
-
-
-def check_tunable() -> None:
-    """Raises `InvalidInputError` if accelerate or peft is not installed."""
-    if find_spec("accelerate") is None or find_spec("peft") is None:
-        raise InvalidInputError("Tuning needs accelerate and peft. Install them with: pip install 'xtok[tune]'")
-
-
-def tokens_per_forward(target: Any, draft: Any, prompts: Sequence[str], **arguments: Any) -> float:
-    """New tokens per forward pass of the target with this draft, by trees of depth 5. `arguments`: as for `per_forward`."""
-    return per_forward(_by_trees(target, draft), prompts, **arguments)
-
-
-def _by_trees(target: Any, draft: Any) -> XTokAssisted:
-    return XTokAssisted(target, draft, budget=Budget(5, width=4, schedule="constant"))
 
 
 def _work_folder(out: Path, settings: _Settings) -> Path:

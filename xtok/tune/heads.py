@@ -14,10 +14,8 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from xtok.assisted import XTokAssisted
-from xtok.drafts.examples import IGNORED, WrittenText
+from xtok.drafts.examples import IGNORED
 from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
-from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.load import Source, target_model
@@ -25,7 +23,7 @@ from xtok.models.modes import Modes, within
 from xtok.models.prompts import prompt_ids
 from xtok.results.progress import busy
 from xtok.tune.training import Objective, fit
-from xtok.tune.work import Settings, check, check_out, check_trains, digest, name, per_forward, split, work_folder
+from xtok.tune.work import Settings, check, check_installed, check_out, digest, name, per_forward, split, work_folder
 from xtok.tune.writing import beginnings, write
 
 _DECAY = 0.8
@@ -56,14 +54,6 @@ class _Settings(Settings):
     heads: int
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A text in the target's ids. The target wrote those from index `start` on."""
-
-    ids: list[int]
-    start: int
-
-
 @within(Modes())
 def train_heads(
     target: Source,
@@ -89,7 +79,7 @@ def train_heads(
     settings, for a target whose output embedding heads can't share, and if accelerate is missing; `UnsupportedModelError` or
     `UnsupportedTokenizerError` for a target that can't be one.
     """
-    check_trains()
+    check_installed("accelerate")
     check_out(out)
     settings = _Settings(name(target), digest(data), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, heads)
     check(settings, "heads", "starts", "max_new_tokens", "epochs")
@@ -101,19 +91,18 @@ def train_heads(
     work = work_folder(file.with_name(f"{file.name}.work"), settings, file)
     now = work / "now.safetensors"
 
-    def written(prompts: Sequence[str], into: str) -> list[_Row]:
-        texts = write((made.model, made.vocabulary.tokenizer), beginnings(prompts, starts), work / into, **settings.writing)
-        return [_row(made.vocabulary.tokenizer, one) for one in texts if len(one.ids) > 1]
+    pair = made.model, made.vocabulary.tokenizer
+
+    def written(prompts: Sequence[str], into: str) -> list[dict[str, Tensor]]:
+        texts = write(pair, beginnings(prompts, starts), work / into, **settings.writing)
+        return [example(prompt_ids(pair[1], one.start), one.ids) for one in texts if len(one.ids) > 1]
 
     rows = written(learnt, "texts")
     learner = Heads(heads, known.hidden_size).to(device_of(made.model))
 
     def measured(prompts: Sequence[str] = stopping) -> float:
         save_heads(learner, known, now)
-        xt = XTokAssisted(
-            (made.model, made.vocabulary.tokenizer), HeadsDrafter(now), budget=Budget(depth=5, width=4, schedule="constant")
-        )
-        return per_forward(xt, settings.measured(prompts), **settings.writing)
+        return per_forward(pair, HeadsDrafter(now), settings.measured(prompts), **settings.writing)[0]
 
     found = fit(
         learner,
@@ -132,20 +121,18 @@ def train_heads(
     return TrainedHeads(file, len(rows), accuracy, after, tuple(found))
 
 
-def _row(tokenizer: Any, one: WrittenText) -> _Row:
-    start = prompt_ids(tokenizer, one.start)
-    return _Row([*start, *one.ids], len(start))
+def example(before: Sequence[int], ids: Sequence[int]) -> dict[str, Tensor]:
+    """A text that the target continued by `ids`: `input_ids`, `attention_mask` and `labels`, (ids,), int64 each."""
+    whole = torch.tensor([*before, *ids], dtype=torch.int64, device="cpu")
+    labels = torch.tensor([*[IGNORED] * len(before), *ids], dtype=torch.int64, device="cpu")
+    return {"input_ids": whole, "attention_mask": torch.ones_like(whole), "labels": labels}
 
 
-def batch_of(rows: Sequence[_Row]) -> dict[str, Tensor]:
-    """A batch of rows, padded at their ends: `input_ids`, `attention_mask` and `labels`, (rows, longest), int64 each."""
-    ids = [torch.tensor(row.ids, dtype=torch.int64, device="cpu") for row in rows]
-    labels = [[*[IGNORED] * row.start, *row.ids[row.start :]] for row in rows]
-    learnt = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in labels]
+def batch_of(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of examples, padded at their ends: (rows, longest) each."""
+    fills = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
     return {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-        "labels": pad_sequence(learnt, batch_first=True, padding_value=IGNORED),
+        name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fill) for name, fill in fills.items()
     }
 
 
@@ -178,7 +165,7 @@ def loss_of(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def accuracies(target: Any, heads: Heads, rows: Sequence[_Row]) -> tuple[tuple[float, ...], ...]:
+def accuracies(target: Any, heads: Heads, rows: Sequence[dict[str, Tensor]]) -> tuple[tuple[float, ...], ...]:
     """How often the next id was a head's first guess, its second, up to its fifth, (heads, 5)."""
     right = torch.zeros(len(heads.weight), _RANKS, dtype=torch.float32, device="cpu")
     seen = torch.zeros(len(heads.weight), 1, dtype=torch.float32, device="cpu")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -13,9 +14,9 @@ from typing import Any
 
 from xtok.assisted import XTokAssisted
 from xtok.decoding.arguments import listed_texts
+from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, shown
 from xtok.models.load import Source
-from xtok.results.stats import Stats
 from xtok.tune.writing import PENALTY, beginnings, name_of_way, save, way
 
 _MOST = 40
@@ -63,30 +64,21 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return kinds
 
 
-def per_forward(xt: XTokAssisted, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any) -> float:
-    """New tokens per forward pass of the target, over all ways of picking. `sampled`: the share of prompts that are sampled."""
-    return _tokens_per_forward(_measured(xt, prompts, sampled, arguments))
+def per_forward(
+    target: Source, draft: Any, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any
+) -> tuple[float, dict[str, float]]:
+    """New tokens per forward pass of the target, with trees of depth 5 of a draft: over all prompts, and by way of picking.
 
-
-def per_way(xt: XTokAssisted, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any) -> dict[str, float]:
-    """As `per_forward`, for each way of picking by itself."""
-    found = _measured(xt, prompts, sampled, arguments)
-    return {
-        name: _tokens_per_forward([one for one in found if one[0] == name]) for name in dict.fromkeys(name for name, _ in found)
-    }
-
-
-def _measured(xt: XTokAssisted, prompts: Sequence[str], sampled: float, arguments: dict[str, Any]) -> list[tuple[str, Stats]]:
-    """The name of each prompt's way of picking, and its figures."""
-    ways = [way(i, sampled) for i in range(len(prompts))]
-    return [
-        (name_of_way(own), xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats)
-        for i, (prompt, own) in enumerate(zip(prompts, ways, strict=True))
-    ]
-
-
-def _tokens_per_forward(found: Sequence[tuple[str, Stats]]) -> float:
-    return sum(one.new_tokens for _, one in found) / sum(one.target_forwards for _, one in found)
+    `sampled`: the share of prompts that are sampled.
+    """
+    xt = XTokAssisted(target, draft, budget=Budget(5, width=4, schedule="constant"))
+    tokens, forwards = Counter[str](), Counter[str]()
+    for i, prompt in enumerate(prompts):
+        own = way(i, sampled)
+        stats = xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats
+        tokens[name_of_way(own)] += stats.new_tokens
+        forwards[name_of_way(own)] += stats.target_forwards
+    return tokens.total() / forwards.total(), {name: tokens[name] / forwards[name] for name in tokens}
 
 
 def name(source: Source) -> str:
@@ -106,10 +98,10 @@ def check_out(given: Any) -> None:
         raise InvalidInputError(f"out is {shown(given)}; give the path to write to.")
 
 
-def check_trains() -> None:
-    """Raises `InvalidInputError` if transformers' trainer can't run."""
-    if find_spec("accelerate") is None:
-        raise InvalidInputError("Training needs accelerate. Install it with: pip install 'xtok[tune]'")
+def check_installed(*packages: str) -> None:
+    """Raises `InvalidInputError` if a package is missing."""
+    if not all(map(find_spec, packages)):
+        raise InvalidInputError(f"Training needs {' and '.join(packages)}. Install with: pip install 'xtok[tune]'")
 
 
 def check(settings: Settings, *counts: str) -> None:
