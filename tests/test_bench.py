@@ -23,7 +23,7 @@ from xtok.bench.compare import CHAIN, DRAFT, LOOKUP, NO_MODEL, TREE, UAG, compar
 from xtok.bench.drafters import compare_drafters
 from xtok.bench.pairs import tuned
 from xtok.bench.rows import print_tables
-from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK, Written, speed
+from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK, Runs, Written
 from xtok.bench.sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
 from xtok.bench.sampled import TREE as TREE_SAMPLED
 from xtok.bench.stretch import blocks_of, shortened, sized, stretch, stretched_to, with_pieces, with_vocabulary
@@ -88,10 +88,10 @@ def test_the_penalty_and_the_noise_change_the_text() -> None:
 
 
 def test_speed_is_seconds_per_token_beside_the_target_alone() -> None:
-    alone = [Written([[1, 2]], 2.0, 2), Written([[1]], 1.0, 1), Written([[1]], 1.0, 1)]
-    mine = [Written([[1, 2, 3, 4]], 1.0, 2), Written([[1]], 0.5, 1), Written([[1, 2]], 8.0, 2)]
-    assert speed(alone, alone) == 1.0
-    assert speed(mine, alone) == 2.0
+    alone = Runs([Written([[1, 2]], 2.0, 2), Written([[1]], 1.0, 1), Written([[1]], 1.0, 1)])
+    mine = Runs([Written([[1, 2, 3, 4]], 1.0, 2), Written([[1]], 0.5, 1), Written([[1, 2]], 8.0, 2)])
+    assert alone.speed(alone) == 1.0
+    assert mine.speed(alone) == 2.0
 
 
 def test_all_settings_are_measured_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,19 +11,14 @@ from xtok.bench.runs import (
     ALONE,
     NONE,
     XTOK,
+    Runs,
     Setting,
     System,
-    Written,
     by_transformers,
     by_xtok,
     check_prompts,
-    identical,
-    in_turns,
-    speed,
-    split,
-    tokens,
-    tokens_per_forward,
     uag,
+    write_in_turns,
 )
 from xtok.drafts.given import without_a_model
 from xtok.drafts.lookup import PromptLookup
@@ -45,12 +40,7 @@ class Row:
     """
 
     system: Annotated[str, Column("", note="Chain and tree are of the draft alone; UAG is transformers' own.")]
-    identical: Annotated[
-        int | None,
-        Column(
-            "same ids", of="prompts", note="as the target alone, run the same way: xtok without a draft, or `model.generate`."
-        ),
-    ]
+    identical: Annotated[int | None, Column("same ids", of="prompts", note="as the target alone, by xtok or `model.generate`.")]
     as_transformers: Annotated[int | None, Column(of="prompts", note="greedy texts that are those of `model.generate`.")]
     near_ties: Annotated[int | None, Column(note="picks at which `model.generate`, of other shapes, may pick another id.")]
     prompts: int
@@ -58,15 +48,9 @@ class Row:
     tokens_per_forward: Annotated[float, Column(form=".2f")]
     target_forwards: Annotated[int, Column()]
     draft_forwards: Annotated[int, Column()]
-    speed: Annotated[
-        float,
-        Column(form=".2f", note="the median over prompts of the seconds per token of the target alone ÷ those of the system."),
-    ]
+    speed: Annotated[float, Column(form=".2f", note="times that of the target alone, per token: the median over prompts.")]
     split: Annotated[dict[str, float] | None, Column(form=".1%", table=_TIME)]
-    ceiling: Annotated[
-        float | None,
-        Column(form=".1%", table=_TIME, note="the share of both models' forwards; at 100% all else would be free."),
-    ]
+    ceiling: Annotated[float | None, Column(form=".1%", table=_TIME, note="the share of both models' forwards.")]
 
 
 def compare(
@@ -96,13 +80,13 @@ def compare(
         name: partial(by_transformers, target, **uag(target[1], draft, length), **arguments) for name, length in lengths.items()
     }
     try:
-        tried = in_turns(assisted, [calls[0], *calls[:3]], f"lengths of guesses, {setting.title}")
+        tried = write_in_turns(assisted, [calls[0], *calls[:3]], f"lengths of guesses, {setting.title}")
     except ValueError:  # transformers refuses the pair
         pass
     else:
-        best = min(list(lengths)[1:], key=lambda name: sum(run.seconds / tokens([run]) for run in tried[name]))
+        best = min(list(lengths)[1:], key=lambda name: sum(run.seconds / run.tokens for run in tried[name]))
         systems |= {name: assisted[name] for name in lengths if name in (UAG, UAG_LENGTH.format(guess_length), best)}
-    runs = in_turns(systems, [calls[0], *calls * repeats], setting.title)
+    runs = write_in_turns(systems, [calls[0], *calls * repeats], setting.title)
     return [_row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
 
 
@@ -124,20 +108,20 @@ def _xtok_systems(target: Any, draft: Any, guess_length: int, arguments: dict[st
     }
 
 
-def _row(name: str, runs: dict[str, list[Written]], *, sampled: bool) -> Row:
-    own, shares = runs[name], split(runs[name])
-    ties = [one.near_ties for run in own for one in run.stats]
+def _row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:
+    own, shares = runs[name], runs[name].split
+    ties = [one.near_ties for one in own.stats]
     return Row(
         system=name,
-        identical=None if sampled and not shares else identical(own, runs[NONE if shares else ALONE]),
-        as_transformers=None if sampled else identical(own, runs[ALONE]),
+        identical=None if sampled and not shares else own.identical(runs[NONE if shares else ALONE]),
+        as_transformers=None if sampled else own.identical(runs[ALONE]),
         near_ties=sum(len(some or ()) for some in ties) if ties and None not in ties else None,
         prompts=len(own),
-        new_tokens=tokens(own),
-        tokens_per_forward=tokens_per_forward(own),
+        new_tokens=sum(run.tokens for run in own),
+        tokens_per_forward=own.tokens_per_forward,
         target_forwards=sum(run.target_forwards for run in own),
         draft_forwards=sum(run.draft_forwards for run in own),
-        speed=speed(own, runs[ALONE]),
+        speed=own.speed(runs[ALONE]),
         split=shares,
         ceiling=shares["target"] + shares["draft"] if shares else None,
     )

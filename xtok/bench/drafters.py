@@ -9,19 +9,7 @@ from torch import Tensor
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
-from xtok.bench.runs import (
-    ALONE,
-    NONE,
-    SETTINGS,
-    System,
-    by_transformers,
-    by_xtok,
-    check_prompts,
-    identical,
-    in_turns,
-    speed,
-    tokens_per_forward,
-)
+from xtok.bench.runs import ALONE, NONE, SETTINGS, System, by_transformers, by_xtok, check_prompts, write_in_turns
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError
@@ -42,10 +30,7 @@ class DrafterRow:
     prompts: int
     tokens_per_forward: Annotated[float, Column(form=".2f")]
     draft_forwards: Annotated[int, Column()]
-    speed: Annotated[
-        float,
-        Column(form=".2f", note="the median over prompts of the seconds per token of the target alone ÷ the system's."),
-    ]
+    speed: Annotated[float, Column(form=".2f", note="times that of the target alone, per token: the median over prompts.")]
 
 
 def compare_drafters(
@@ -68,11 +53,11 @@ def compare_drafters(
     rows = []
     for kind, prompts in kinds.items():
         calls = [_call(target, given) for given in prompts]
-        runs = in_turns(systems, [calls[0], *calls], kind)
+        runs = write_in_turns(systems, [calls[0], *calls], kind)
         for name, own in runs.items():
-            same = None if "prefix_allowed_tokens_fn" in calls[0] else identical(own, runs[ALONE if name == ALONE else NONE])
+            same = None if "prefix_allowed_tokens_fn" in calls[0] else own.identical(runs[ALONE if name == ALONE else NONE])
             forwards = sum(run.draft_forwards for run in own)
-            rows.append(DrafterRow(kind, name, same, len(own), tokens_per_forward(own), forwards, speed(own, runs[ALONE])))
+            rows.append(DrafterRow(kind, name, same, len(own), own.tokens_per_forward, forwards, own.speed(runs[ALONE])))
     return rows
 
 
@@ -122,10 +107,10 @@ def compare_drafts(
         {**SETTINGS["penalty"].arguments, "max_new_tokens": max_new_tokens},
     )
     calls = [{"texts": [prompt]} for prompt in prompts]
-    runs = in_turns(systems, [calls[0], *calls], "measuring")
+    runs = write_in_turns(systems, [calls[0], *calls], "measuring")
     alone, rows = runs.pop(ALONE), []
     for name, own in runs.items():
-        proposed, accepted = (sum(getattr(one, kind) for run in own for one in run.stats) for kind in ("proposed", "accepted"))
+        proposed, accepted = (sum(getattr(one, kind) for one in own.stats) for kind in ("proposed", "accepted"))
         rate = accepted / proposed if proposed else 0.0
-        rows.append(DraftRow(name, len(own), tokens_per_forward(own), rate, speed(own, alone)))
+        rows.append(DraftRow(name, len(own), own.tokens_per_forward, rate, own.speed(alone)))
     return sorted(rows, key=lambda row: -row.speed)

@@ -17,19 +17,15 @@ from xtok.bench.runs import (
     ALONE,
     NONE,
     XTOK,
+    Runs,
     Setting,
     System,
     Written,
     by_transformers,
     by_xtok,
     check_prompts,
-    identical,
-    in_turns,
     seconds_of,
-    speed,
-    split,
-    tokens_per_forward,
-    tokens_per_second,
+    write_in_turns,
 )
 from xtok.bench.widen import Shape
 from xtok.drafts.policy.settings import Budget
@@ -65,15 +61,9 @@ class ListRow:
     tokens_per_forward: Annotated[float, Column(form=".2f")]
     differ: Annotated[int, Column(of="written", note="texts with other ids than transformers' own, one at a time.")]
     written: int
-    of_bandwidth: Annotated[
-        float | None,
-        Column(form=".2f", note="of the tokens/s that reading the weights once for each token allows. Goal: 0.8."),
-    ]
+    of_bandwidth: Annotated[float | None, Column(form=".2f", note="of the tokens/s that memory allows. Goal: 0.8.")]
     split: Annotated[dict[str, float] | None, Column(form=".1%")]
-    of_ceiling: Annotated[
-        float | None,
-        Column(form=".2f", note="the share of both models' forwards; at 1 all else would be free. Goal: 0.9."),
-    ]
+    of_ceiling: Annotated[float | None, Column(form=".2f", note="the share of both models' forwards. Goal: 0.9.")]
 
 
 @dataclass(frozen=True)
@@ -173,7 +163,7 @@ def _lists(
         for name, guesses in ((NONE, None), (XTOK, draft)):
             systems |= {(name, graphs): _xtok(target, guesses, arguments, graphs=graphs) for graphs in (False, True)}
         calls = [{"texts": texts, "size": size, "seed": repeat} for repeat in range(repeats + 1)]
-        runs = in_turns(systems, calls, f"lists, {size} texts at a time")
+        runs = write_in_turns(systems, calls, f"lists, {size} texts at a time")
         del systems
         truth = [Written([alone[text] for text in texts], 0, 0)] * repeats
         rows += [_row(size, key, runs, truth, least) for key in runs]
@@ -185,23 +175,20 @@ def _xtok(target: Any, draft: Any, arguments: dict[str, Any], *, graphs: bool, b
     return partial(by_xtok, xt, **arguments)
 
 
-def _row(
-    size: int, key: tuple[str, bool], runs: dict[tuple[str, bool], list[Written]], truth: list[Written], least: float
-) -> ListRow:
+def _row(size: int, key: tuple[str, bool], runs: dict[tuple[str, bool], Runs], truth: list[Written], least: float) -> ListRow:
     """`truth`: what transformers' own writes one at a time."""
     own, (name, graphs) = runs[key], key
-    parts, written, rate = split(own), sum(len(run.ids) for run in own), tokens_per_second(own)
-    replays = sum(one.target_replays for run in own for one in run.stats)
+    parts, rate = own.split, own.tokens_per_second
     return ListRow(
         texts=size,
         system=name,
         graphs=graphs,
-        replayed=replays / sum(run.target_forwards for run in own),
+        replayed=sum(one.target_replays for one in own.stats) / sum(run.target_forwards for run in own),
         tokens_per_second=rate,
-        speed=speed(own, runs[ALONE, False]),
-        tokens_per_forward=tokens_per_forward(own),
-        differ=written - identical(own, truth),
-        written=written,
+        speed=own.speed(runs[ALONE, False]),
+        tokens_per_forward=own.tokens_per_forward,
+        differ=own.texts - own.identical(truth),
+        written=own.texts,
         of_bandwidth=least * rate if size == 1 and name != XTOK else None,
         split=parts,
         of_ceiling=parts["target"] + parts["draft"] if parts else None,
@@ -212,8 +199,8 @@ def _levels(target: Any, draft: Any, texts: Sequence[str], arguments: dict[str, 
     collect()
     systems = {graphs: _xtok(target, [draft], arguments, graphs=graphs, budget=_LEVELS) for graphs in (False, True)}
     rows = []
-    for graphs, runs in in_turns(systems, [{"texts": texts}] * (repeats + 1), "levels of the draft").items():
-        stats = [one for run in runs for one in run.stats if one.draft_forwards]
+    for graphs, runs in write_in_turns(systems, [{"texts": texts}] * (repeats + 1), "levels of the draft").items():
+        stats = [one for one in runs.stats if one.draft_forwards]
         forward = median(1000 * one.seconds_draft_forwards / one.draft_forwards for one in stats)
         level = median(1000 * one.seconds_draft / one.draft_forwards for one in stats)
         rows.append(LevelRow(graphs, forward, level))

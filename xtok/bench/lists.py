@@ -8,23 +8,7 @@ from typing import Annotated, Any
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
-from xtok.bench.runs import (
-    NONE,
-    XTOK,
-    Setting,
-    System,
-    Written,
-    by_transformers,
-    by_xtok,
-    check_prompts,
-    identical,
-    in_turns,
-    speed,
-    split,
-    tokens,
-    tokens_per_forward,
-    tokens_per_second,
-)
+from xtok.bench.runs import NONE, XTOK, Runs, Setting, System, by_transformers, by_xtok, check_prompts, write_in_turns
 
 BATCHED, SINGLY = "transformers' batches", "xtok, one after another"
 _BATCHES = 2
@@ -79,23 +63,23 @@ def compare_batches(
         texts = list(islice(cycle(prompts), _BATCHES * size))
         some = {name: system for name, system in systems.items() if name != SINGLY or size <= _SINGLY}
         calls = [{"texts": texts, "size": size, "seed": repeat} for repeat in range(repeats + 1)]
-        runs = in_turns(some, calls, f"batches of {size}, {setting.title}")
+        runs = write_in_turns(some, calls, f"batches of {size}, {setting.title}")
         rows += [_batch_row(setting, size, name, runs) for name in runs]
     return rows
 
 
-def _batch_row(setting: Setting, size: int, name: str, runs: dict[str, list[Written]]) -> BatchRow:
-    own, texts = runs[name], sum(len(run.ids) for run in runs[name])
+def _batch_row(setting: Setting, size: int, name: str, runs: dict[str, Runs]) -> BatchRow:
+    own = runs[name]
     return BatchRow(
         setting=setting.title,
         texts=size,
         system=name,
-        tokens_per_second=tokens_per_second(own),
-        speed=speed(own, runs[BATCHED]),
-        tokens_per_forward=tokens_per_forward(own),
-        identical=None if name == BATCHED else identical(own, runs[NONE]) / texts,
-        as_transformers=None if setting.arguments["do_sample"] else identical(own, runs[BATCHED]) / texts,
-        split=split(own),
+        tokens_per_second=own.tokens_per_second,
+        speed=own.speed(runs[BATCHED]),
+        tokens_per_forward=own.tokens_per_forward,
+        identical=None if name == BATCHED else own.identical(runs[NONE]) / own.texts,
+        as_transformers=None if setting.arguments["do_sample"] else own.identical(runs[BATCHED]) / own.texts,
+        split=own.split,
     )
 
 
@@ -107,9 +91,7 @@ class BitsRow:
     texts: Annotated[int, Column("at a time")]
     system: Annotated[str, Column("")]
     stable: Annotated[bool, Column()]
-    differ: Annotated[
-        int, Column(of="written", note="texts with other ids than without a draft, one at a time, with stable=True.")
-    ]
+    differ: Annotated[int, Column(of="written", note="texts with other ids than no draft, one at a time, stable.")]
     written: int
     picks: Annotated[int, Column(form=",")]
     tokens_per_second: Annotated[float, Column("tokens/s", form=",.0f", note="the median over repeats.")]
@@ -142,7 +124,7 @@ def compare_bits(
     systems |= {(size, *kind): partial(by_xtok, xt, size=size, **arguments) for size in sizes for kind, xt in xts.items()}
     warm = {"texts": prompts[: max(_WARM, *sizes)]}  # fixed shapes are found there
     calls = [{"texts": prompts, "seed": repeat} for repeat in range(repeats)]
-    runs, written = in_turns(systems, [warm, *calls], f"bits, {setting.title}"), len(prompts) * repeats
+    runs = write_in_turns(systems, [warm, *calls], f"bits, {setting.title}")
     expected = runs.pop("expected")
     return [
         BitsRow(
@@ -150,12 +132,12 @@ def compare_bits(
             texts=size,
             system=name,
             stable=stable,
-            differ=written - identical(own, expected),
-            written=written,
-            picks=tokens(own),
-            tokens_per_second=tokens_per_second(own),
-            tokens_per_forward=tokens_per_forward(own),
-            speed=speed(own, runs[size, name, False]),
+            differ=own.texts - own.identical(expected),
+            written=own.texts,
+            picks=sum(run.tokens for run in own),
+            tokens_per_second=own.tokens_per_second,
+            tokens_per_forward=own.tokens_per_forward,
+            speed=own.speed(runs[size, name, False]),
         )
         for (size, name, stable), own in runs.items()
     ]

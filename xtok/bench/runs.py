@@ -75,6 +75,11 @@ class Written(NamedTuple):
     draft_forwards: int = 0
     stats: Sequence[Stats] = ()
 
+    @property
+    def tokens(self) -> int:
+        """How many new ids all texts have."""
+        return sum(map(len, self.ids))
+
 
 System = Callable[..., Written]
 """What writes `texts`, `size` of them at a time; `seed` is for sampled ones."""
@@ -135,6 +140,16 @@ def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
     return {"assistant_model": model, "tokenizer": copy(tokenizer), "assistant_tokenizer": copy(draft[1])}
 
 
+def seconds_of(run: Callable[[], object], repeats: int = 1) -> float:
+    """How long something takes: the median over repeats."""
+    seconds = []
+    for _ in range(repeats):
+        with timed() as span:
+            run()
+        seconds.append(span.seconds)
+    return median(seconds)
+
+
 def in_turns(systems: Mapping[K, Callable[..., R]], calls: Iterable[Mapping[str, Any]], title: str) -> dict[K, list[R]]:
     """What systems give, each called with the arguments of each call, in turns. `title` is that of the progress bar.
 
@@ -147,52 +162,54 @@ def in_turns(systems: Mapping[K, Callable[..., R]], calls: Iterable[Mapping[str,
     return {name: found[1:] for name, found in runs.items()}
 
 
-def seconds_of(run: Callable[[], object], repeats: int = 1) -> float:
-    """How long something takes: the median over repeats."""
-    seconds = []
-    for _ in range(repeats):
-        with timed() as span:
-            run()
-        seconds.append(span.seconds)
-    return median(seconds)
+class Runs(list[Written]):
+    """What a system wrote, run by run, and its figures over all of them."""
+
+    @property
+    def stats(self) -> list[Stats]:
+        """Those of each text by xtok."""
+        return [one for run in self for one in run.stats]
+
+    @property
+    def texts(self) -> int:
+        """How many were written."""
+        return sum(len(run.ids) for run in self)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second: the median over runs."""
+        return median(run.tokens / run.seconds for run in self)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens per forward pass of the target."""
+        return sum(run.tokens for run in self) / sum(run.target_forwards for run in self)
+
+    def speed(self, others: Sequence[Written]) -> float:
+        """The median over runs of the seconds per new token of another system ÷ those of this one."""
+        pairs = zip(self, others, strict=True)
+        return median((other.seconds / other.tokens) / (run.seconds / run.tokens) for run, other in pairs)
+
+    def identical(self, others: Sequence[Written]) -> int:
+        """How many texts have the ids that another system gave them in the same run."""
+        pairs = (pair for run, other in zip(self, others, strict=True) for pair in zip(run.ids, other.ids, strict=True))
+        return sum(own == theirs for own, theirs in pairs)
+
+    @property
+    def split(self) -> dict[str, float] | None:
+        """The shares of xtok's time: both models' forwards, the rest of guessing, alignment, and all else; else None."""
+        stats, whole = self.stats, sum(run.seconds for run in self)
+        if not stats:
+            return None
+        parts = {
+            "target": sum(one.seconds_target for one in stats),
+            "draft": sum(one.seconds_draft_forwards for one in stats),
+            "guess": sum(one.seconds_draft - one.seconds_draft_forwards for one in stats),
+            "align": sum(one.seconds_align for one in stats),
+        }
+        return {name: seconds / whole for name, seconds in parts.items()} | {"pick": 1 - sum(parts.values()) / whole}
 
 
-def tokens(runs: Sequence[Written]) -> int:
-    """How many new ids all runs have."""
-    return sum(len(ids) for run in runs for ids in run.ids)
-
-
-def tokens_per_second(runs: Sequence[Written]) -> float:
-    """New tokens per second: the median over runs."""
-    return median(tokens([run]) / run.seconds for run in runs)
-
-
-def tokens_per_forward(runs: Sequence[Written]) -> float:
-    """New tokens per forward pass of the target, over all runs."""
-    return tokens(runs) / sum(run.target_forwards for run in runs)
-
-
-def speed(runs: Sequence[Written], others: Sequence[Written]) -> float:
-    """The median over runs of the seconds per new token of another system ÷ those of this one."""
-    pairs = zip(runs, others, strict=True)
-    return median((other.seconds / tokens([other])) / (run.seconds / tokens([run])) for run, other in pairs)
-
-
-def identical(runs: Sequence[Written], others: Sequence[Written]) -> int:
-    """How many texts have the ids that another system wrote in the same run."""
-    pairs = (pair for run, other in zip(runs, others, strict=True) for pair in zip(run.ids, other.ids, strict=True))
-    return sum(own == theirs for own, theirs in pairs)
-
-
-def split(runs: Sequence[Written]) -> dict[str, float] | None:
-    """The shares of xtok's time: both models' forwards, the rest of guessing, alignment, and all else. None for others."""
-    stats, whole = [one for run in runs for one in run.stats], sum(run.seconds for run in runs)
-    if not stats:
-        return None
-    parts = {
-        "target": sum(one.seconds_target for one in stats),
-        "draft": sum(one.seconds_draft_forwards for one in stats),
-        "guess": sum(one.seconds_draft - one.seconds_draft_forwards for one in stats),
-        "align": sum(one.seconds_align for one in stats),
-    }
-    return {name: seconds / whole for name, seconds in parts.items()} | {"pick": 1 - sum(parts.values()) / whole}
+def write_in_turns(systems: Mapping[K, System], calls: Iterable[Mapping[str, Any]], title: str) -> dict[K, Runs]:
+    """What systems write in turns, as by `in_turns`."""
+    return {name: Runs(found) for name, found in in_turns(systems, calls, title).items()}

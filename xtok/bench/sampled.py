@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
-from xtok.bench.runs import PLAIN, System, by_transformers, by_xtok, check_prompts, in_turns, tokens_per_forward, uag
+from xtok.bench.runs import PLAIN, System, by_transformers, by_xtok, check_prompts, uag, write_in_turns
 from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
@@ -36,18 +36,9 @@ class SampledRow:
     temperature: Annotated[float, Column("T")]
     system: Annotated[str, Column("")]
     tokens_per_forward: Annotated[float | None, Column(form=".2f")]
-    surprise: Annotated[
-        float | None,
-        Column(form=".2f", note="mean negative log-likelihood of the ids under the target's own distribution, in nats."),
-    ]
-    excess: Annotated[
-        float | None,
-        Column(form="+.1f", note="its distance from the distribution's entropy in standard deviations; beyond 4: other draws."),
-    ]
-    p_value: Annotated[
-        float | None,
-        Column("first id, p", form=".3g", note="of the first ids, by exact probabilities; near 0: other draws."),
-    ]
+    surprise: Annotated[float | None, Column(form=".2f", note="mean negative log-likelihood by the target, in nats.")]
+    excess: Annotated[float | None, Column(form="+.1f", note="surprise - entropy, in standard deviations; above 4: biased.")]
+    p_value: Annotated[float | None, Column("first id, p", form=".3g", note="by exact probabilities; near 0: biased.")]
     noise_share: Annotated[float | None, Column("noise", form=".1%", note="the share of the time.")]
     failure: Annotated[str | None, Column()] = None
 
@@ -106,19 +97,19 @@ def _measured(
     texts = [{"texts": [text], "seed": seed, "max_new_tokens": max_new_tokens} for seed, text in enumerate(prompts)]
     firsts = [{"texts": prompts[:1], "seed": seed, "max_new_tokens": _FEW} for seed in range(draws)]
     try:
-        samples, first = (in_turns({name: system}, [some[0], *some], title)[name] for some in (texts, firsts))
+        samples, first = (write_in_turns({name: system}, [some[0], *some], title)[name] for some in (texts, firsts))
     except Exception as error:
         if name != ASSISTED:
             raise
         return SampledRow(temperature, name, None, None, None, None, None, failure=f"{type(error).__name__}: {error}")
-    written, stats = [run.ids[0] for run in samples], [one for run in samples for one in run.stats]
+    written, stats = [run.ids[0] for run in samples], samples.stats
     exact = [_probabilities(target, prompt, ids, temperature) for prompt, ids in zip(prompts, written, strict=True)]
     surprise, excess = _surprise(torch.cat(exact), [token for ids in written for token in ids])
     counts = torch.bincount(torch.tensor([run.ids[0][0] for run in first]), minlength=exact[0].shape[1])
     return SampledRow(
         temperature=temperature,
         system=name,
-        tokens_per_forward=tokens_per_forward(samples),
+        tokens_per_forward=samples.tokens_per_forward,
         surprise=surprise,
         excess=excess,
         p_value=chi_square(counts, exact[0][0] * draws),

@@ -154,7 +154,8 @@ def _race(console: Console, prompt: str, runs: list[Run], truth: list[int]) -> N
         for title, run in zip(TITLES, _finished(runs), strict=True):
             console.print(f"\n{title}:", *_cell(run), sep="\n", soft_wrap=True)
     same = all(run.gives(truth) for run in runs)
-    console.print(Text(f"identical to the target alone: {'yes' if same else 'NO'}\n", style="bold green" if same else "bold red"))
+    answer, color = ("yes", "green") if same else ("NO", "red")
+    console.print(Text(f"identical to the target alone: {answer}\n", style=f"bold {color}"))
 
 
 def _columns(runs: list[Run]) -> Table:

@@ -48,12 +48,6 @@ class Tuned:
     ways: dict[str, tuple[float, float]]
 
 
-@dataclass(frozen=True)
-class _Settings(Settings):
-    draft: str
-    lora: bool | None
-
-
 @within(Modes())
 def tune_draft(
     target: Source,
@@ -88,7 +82,7 @@ def tune_draft(
     check_out(out)
     if not isinstance(lora, bool | None):
         raise InvalidInputError(f"lora is {shown(lora)}; it must be True, False or None.")
-    settings = _Settings(
+    settings = Settings(
         name(target), digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, name(draft), lora
     )
     check_installed("accelerate", "peft")
@@ -125,14 +119,14 @@ def tune_draft(
     return result
 
 
-def _work_folder(out: Path, settings: _Settings) -> Path:
+def _work_folder(out: Path, settings: Settings) -> Path:
     work = out / "work"
     if not (work / "settings.json").exists() and out.exists() and any(path for path in out.iterdir() if path != work):
         raise InvalidInputError(f"{out} is not empty. Choose another folder for the tuned draft.")
     return work_folder(work, settings, out)
 
 
-def _finish(model: PreTrainedModel, tokenizer: Any, settings: _Settings, result: Tuned, work: Path) -> None:
+def _finish(model: PreTrainedModel, tokenizer: Any, settings: Settings, result: Tuned, work: Path) -> None:
     """Move the finished draft to its folder, file by file. The configuration comes last: without it there is no model."""
     done = work / "done"
     shutil.rmtree(done, ignore_errors=True)
@@ -144,7 +138,7 @@ def _finish(model: PreTrainedModel, tokenizer: Any, settings: _Settings, result:
     shutil.rmtree(work)
 
 
-def _card(settings: _Settings, result: Tuned) -> str:
+def _card(settings: Settings, result: Tuned) -> str:
     rows = "\n".join(f"| {key} | {value} |" for key, value in asdict(settings).items() if value is not None)
     ways = "\n".join(f"| {way} | {before:.2f} | {after:.2f} |" for way, (before, after) in result.ways.items())
     epochs = ", ".join(f"{value:.2f}" for value in result.epochs)

@@ -49,11 +49,6 @@ class TrainedHeads:
     epochs: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class _Settings(Settings):
-    heads: int
-
-
 @within(Modes())
 def train_heads(
     target: Source,
@@ -81,7 +76,9 @@ def train_heads(
     """
     check_installed("accelerate")
     check_out(out)
-    settings = _Settings(name(target), digest(data), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, heads)
+    settings = Settings(
+        name(target), digest(data), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, heads=heads
+    )
     check(settings, "heads", "starts", "max_new_tokens", "epochs")
     if Path(out).is_dir():
         raise InvalidInputError(f"{out} is a folder. Give the name of a file for the heads.")

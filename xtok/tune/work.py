@@ -25,7 +25,7 @@ _MOST = 40
 
 @dataclass(frozen=True)
 class Settings:
-    """What the target writes, and how long is learnt from it. With the fields of derived classes, it decides the result."""
+    """What decides the result of a training."""
 
     target: str
     prompts: str
@@ -35,6 +35,9 @@ class Settings:
     temperature: float | None
     epochs: int
     learning_rate: float | None
+    draft: str | None = None
+    lora: bool | None = None
+    heads: int | None = None
     penalty: float = field(default=PENALTY, init=False)
 
     @property
