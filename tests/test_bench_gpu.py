@@ -18,7 +18,7 @@ from worlds import ARCHITECTURES, examples, model
 from xtok import XTokAssisted, pair
 from xtok.bench import gpu
 from xtok.bench.rows import print_tables
-from xtok.bench.runs import ALONE, NONE, XTOK, named_setting
+from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK
 from xtok.bench.stretch import blocks_of
 from xtok.bench.widen import Shape, shaped, widened
 from xtok.cli.bench import _large_on
@@ -137,7 +137,7 @@ def test_models_of_other_kinds_are_not_widened() -> None:
 
 @cache
 def figures() -> gpu.GpuFigures:
-    prompts, setting = pair.prompts()[::6], named_setting("penalty")
+    prompts, setting = pair.prompts()[::6], SETTINGS["penalty"]
     return gpu.compare_on_gpu(*enlarged(torch.float32), prompts[:2], setting, (1, 2), max_new_tokens=4, repeats=1)
 
 
@@ -180,7 +180,7 @@ def test_the_limit_is_the_bandwidth_over_the_weights_that_a_forward_reads() -> N
 
 def test_without_prompts_nothing_is_measured_on_a_gpu() -> None:
     with pytest.raises(InvalidInputError, match="no prompts"):
-        gpu.compare_on_gpu(*enlarged(torch.float32), [], named_setting("penalty"), (1,), max_new_tokens=4)
+        gpu.compare_on_gpu(*enlarged(torch.float32), [], SETTINGS["penalty"], (1,), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("markdown", [False, True])
@@ -228,7 +228,7 @@ def test_the_command_gives_the_shipped_pair_the_large_shapes_and_measures_it(mon
         ("gpt_neox", torch.bfloat16),
     ]
     assert (len(prompts), sizes, more) == (20, (1, 8, 32), {"max_new_tokens": 64})
-    assert setting == named_setting("penalty")
+    assert setting == SETTINGS["penalty"]
 
 
 def test_a_gpu_that_is_too_small_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -413,7 +413,7 @@ def test_the_demo_shows_both_texts_side_by_side_on_a_terminal(short: list[str], 
 
 
 def test_the_demo_fails_aloud_where_a_token_differs(short: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.cli.demo.by_transformers", lambda *_, **__: SimpleNamespace(ids=[[5, 5, 5, 5]] * 3))
+    monkeypatch.setattr("xtok.cli.demo.by_transformers", lambda *_, **__: SimpleNamespace(ids=[[5, 5, 5, 5]] * 2))
     told, _ = run("demo", code=1)
     assert told.count("identical to the target alone: NO\n") == 2
     assert len(re.findall(r"│ +NO │", told)) == 6

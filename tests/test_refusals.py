@@ -14,8 +14,8 @@ from worlds import TREE, alone, model
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
+from xtok.bench import runs
 from xtok.bench.compare import compare
-from xtok.bench.runs import named_setting
 from xtok.bench.sampled import compare_sampled
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
@@ -175,11 +175,15 @@ SETTINGS: dict[str, Refused] = {
         r"no prompts\. Give a file",
     ),
     "nothing to compare": (
-        lambda: compare(PAIR, (OTHER, BYTES), [], named_setting("greedy"), max_new_tokens=3, guess_length=3),
+        lambda: compare(PAIR, (OTHER, BYTES), [], runs.SETTINGS["greedy"], max_new_tokens=3, guess_length=3),
         InvalidInputError,
         r"no prompts\. Give a file",
     ),
-    "a setting that nobody has": (lambda: named_setting("warm"), InvalidInputError, r"setting is .warm.; use one of greedy"),
+    "a setting that nobody has": (
+        lambda: runs.named_settings(["warm"], None),
+        InvalidInputError,
+        r"setting is .warm.; use one of greedy",
+    ),
     "a dtype that nobody has": (
         lambda: XTokAssisted(SAVED, dtype="int3"),
         InvalidInputError,

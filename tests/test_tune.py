@@ -30,7 +30,7 @@ from xtok.tune import split
 from xtok.tune.loss import guessing_loss
 from xtok.tune.training import TrainingSettings, train
 from xtok.tune.work import per_forward
-from xtok.tune.writing import beginnings, drawn, name_of_way, way, write
+from xtok.tune.writing import beginnings, name_of_way, way, write
 
 PROMPTS = pair.prompts()[:9]
 SETTINGS: dict[str, Any] = {"starts": 1, "max_new_tokens": 8, "sampled": 0.5, "epochs": 3, "learning_rate": 2e-3}
@@ -203,7 +203,7 @@ def test_beginnings_are_each_once_and_the_whole_prompts_among_them(prompts: list
 
 @given(share=st.floats(0, 1), size=st.integers(0, 300))
 def test_a_share_of_the_texts_is_sampled(share: float, size: int) -> None:
-    assert abs(sum(drawn(i, share) for i in range(size)) - share * size) <= 1
+    assert abs(sum(way(i, share)["do_sample"] for i in range(size)) - share * size) <= 1
 
 
 def said(start: str, text: str, family: str = "characters") -> tuple[TokenBytes, WrittenText]:

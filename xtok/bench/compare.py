@@ -93,19 +93,16 @@ def compare(
 def _xtok_systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, Any]) -> Mapping[str, System]:
     chain = Budget(guess_length, width=1, schedule="constant")
     tree = Budget(guess_length, width=4, nodes=32, schedule="constant")
-    drafts = {
-        NONE: (None, None),
-        LOOKUP: (PromptLookup(), None),
-        NO_MODEL: (without_a_model(), None),
-        XTOK: (draft, None),
-        DRAFT: ([draft], None),
-        CHAIN.format(guess_length): ([draft], chain),
-        TREE.format(guess_length): ([draft], tree),
+    xts = {
+        NONE: XTokAssisted(target),
+        LOOKUP: XTokAssisted(target, PromptLookup()),
+        NO_MODEL: XTokAssisted(target, without_a_model()),
+        XTOK: XTokAssisted(target, draft),
+        DRAFT: XTokAssisted(target, [draft]),
+        CHAIN.format(guess_length): XTokAssisted(target, [draft], budget=chain),
+        TREE.format(guess_length): XTokAssisted(target, [draft], budget=tree),
     }
-    return {
-        name: partial(by_xtok, XTokAssisted(target, guesses, budget=budget), **arguments)
-        for name, (guesses, budget) in drafts.items()
-    }
+    return {name: partial(by_xtok, xt, **arguments) for name, xt in xts.items()}
 
 
 def _row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:

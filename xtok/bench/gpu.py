@@ -37,7 +37,7 @@ LARGE, SMALL = Shape(5120, 40, 13824, 40, 50688), Shape(768, 12, 3072, 12, 52096
 """The shapes of llm-jp-13B, of 13.2e9 parameters, and of open-calm-small, of 165e6."""
 MOVED = 1 << 32
 """How many bytes are read to see how fast memory is."""
-_RUNS = 11
+_RUNS = 10
 """How often it is read, of which the median counts."""
 _LEAST, _BATCHES = 8, 2
 """A list has 8 texts, or two batches if those are more. In xtok's, the next text begins when one ends."""

@@ -40,21 +40,22 @@ SETTINGS = {
 """Greedy texts of small models repeat themselves, which prompt lookup gains most from; those of the other two don't."""
 
 
-def named_setting(name: str, penalty: float | None = None) -> Setting:
-    """The setting of that name, with another repetition penalty if it has one. Raises `InvalidInputError` for other names."""
-    if name not in SETTINGS:
-        raise InvalidInputError(f"setting is {name!r}; use one of {', '.join(SETTINGS)}.")
-    if name == "penalty" and penalty is not None:
-        return Setting(f"greedily, repetition penalty {penalty:g}", {"do_sample": False, "repetition_penalty": penalty})
-    return SETTINGS[name]
-
-
 def named_settings(names: Sequence[str] | None, penalty: float | None) -> dict[str, Setting]:
-    """The settings of these names, or all. Raises `InvalidInputError` for other names, and for a penalty without effect."""
-    found = {name: named_setting(name, penalty) for name in names or SETTINGS}
-    if penalty is not None and "penalty" not in found:
-        raise InvalidInputError("--repetition-penalty has no effect without the setting penalty. Give --setting penalty, too.")
-    return {name: found[name] for name in SETTINGS if name in found}
+    """The settings of these names, or all, with another repetition penalty if one is given.
+
+    Raises `InvalidInputError` for other names, and for a penalty without effect.
+    """
+    if unknown := [name for name in names or () if name not in SETTINGS]:
+        raise InvalidInputError(f"setting is {unknown[0]!r}; use one of {', '.join(SETTINGS)}.")
+    found = {name: SETTINGS[name] for name in SETTINGS if name in (names or SETTINGS)}
+    if penalty is not None:
+        if "penalty" not in found:
+            raise InvalidInputError(
+                "--repetition-penalty has no effect without the setting penalty. Give --setting penalty, too."
+            )
+        arguments = {"do_sample": False, "repetition_penalty": penalty}
+        found["penalty"] = Setting(f"greedily, repetition penalty {penalty:g}", arguments)
+    return found
 
 
 def check_prompts(prompts: Sequence[str]) -> None:

@@ -288,8 +288,8 @@ def _large_on(device: str) -> Any:
         small = load_pair(OWN_TARGET, None, device, "bfloat16")
         with busy("enlarging the models"):
             pair = [widen.shaped(one, shape) for one, shape in zip(small, (gpu.LARGE, gpu.SMALL), strict=True)]
-        setting = runs.named_setting("penalty")
-        return gpu.compare_on_gpu(pair[0], pair[1], _measured(None, None), setting, (1, 8, 32), max_new_tokens=64)
+        penalty = runs.SETTINGS["penalty"]  # so that texts don't loop
+        return gpu.compare_on_gpu(pair[0], pair[1], _measured(None, None), penalty, (1, 8, 32), max_new_tokens=64)
     except torch.OutOfMemoryError as error:
         raise InvalidInputError("The models and the KV caches of 32 texts don't fit the GPU. Use one of 80 GB.") from error
 

@@ -102,19 +102,16 @@ def demonstrate() -> bool:
     with busy("loading the models, and enlarging the target"):
         systems = _systems()
         alone = systems[SMALL, ALONE].model, systems[SMALL, ALONE].tokenizer
-        truth = dict(zip(SAMPLES, by_transformers(alone, list(SAMPLES), **ASKED).ids, strict=True))
+        truth = by_transformers(alone, list(SAMPLES), **ASKED).ids
         settings = _settings(systems)
     console.print(settings)
-    runs: dict[System, list[Run]] = {name: [] for name in systems}
-    for prompt in SAMPLES:
-        raced = {name: Run(systems[name], prompt) for name in ((LARGE, ALONE), (LARGE, DRAFTED))}
-        _race(console, prompt, list(raced.values()), truth[prompt])
-        for name, run in raced.items():
-            runs[name].append(run)
+    runs = {name: [Run(xt, prompt) for prompt in SAMPLES] for name, xt in systems.items()}
+    for prompt, ids, *raced in zip(SAMPLES, truth, runs[LARGE, ALONE], runs[LARGE, DRAFTED], strict=True):
+        _race(console, prompt, raced, ids)
     console.print("Now the same texts are timed, which takes some ten seconds …\n")  # a spinner would take some of the time
-    for name in [name for name in systems if not runs[name]]:
-        runs[name] = [_finished([Run(systems[name], prompt)])[0] for prompt in SAMPLES]
-    return _concluded(console, runs, list(truth.values()))
+    for run in (run for some in runs.values() for run in some):
+        _finish([run])
+    return _concluded(console, runs, truth)
 
 
 def _systems() -> dict[System, XTokAssisted]:
@@ -135,12 +132,11 @@ def _settings(systems: dict[System, XTokAssisted]) -> str:
     return SETTINGS.format(blocks=BLOCKS, penalty=ASKED["repetition_penalty"], **milliseconds)
 
 
-def _finished(runs: list[Run], shown: Callable[[], object] = lambda: None) -> list[Run]:
+def _finish(runs: list[Run], show: Callable[[], object] = lambda: None) -> None:
     """Write texts to their ends, always going on with the one that has taken less time so far."""
     while going := [run for run in runs if run.generation is None]:
         min(going, key=lambda run: run.seconds).advance()
-        shown()
-    return runs
+        show()
 
 
 def _race(console: Console, prompt: str, runs: list[Run], truth: list[int]) -> None:
@@ -149,9 +145,10 @@ def _race(console: Console, prompt: str, runs: list[Run], truth: list[int]) -> N
     console.print(Text(f"({SAMPLES[prompt]})", style="italic"), soft_wrap=True)
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
-            _finished(runs, lambda: live.update(_columns(runs), refresh=True))
+            _finish(runs, lambda: live.update(_columns(runs), refresh=True))
     else:
-        for title, run in zip(TITLES, _finished(runs), strict=True):
+        _finish(runs)
+        for title, run in zip(TITLES, runs, strict=True):
             console.print(f"\n{title}:", *_cell(run), sep="\n", soft_wrap=True)
     same = all(run.gives(truth) for run in runs)
     answer, color = ("yes", "green") if same else ("NO", "red")

@@ -36,21 +36,16 @@ def beginnings(prompts: Sequence[str], count: int) -> list[str]:
     return found
 
 
-def drawn(index: int, share: float) -> bool:
-    """Whether the text of that index is sampled, if a `share` of the texts is, evenly spread."""
-    return int((index + 1) * share) > int(index * share)
-
-
 def way(index: int, sampled: float) -> dict[str, Any]:
     """How the text of that index is picked, as arguments of `generate`: sampled, greedily, or greedily with a penalty.
 
     Greedy texts of small models repeat themselves, and nothing is learnt from repetitions. So every other greedy text is
-    written under a repetition penalty. `sampled`: the share of texts that are sampled.
+    written under a repetition penalty. `sampled`: the share of texts that are sampled, evenly spread.
     """
-    if drawn(index, sampled):
+    before = int(index * sampled)  # so many texts before it are sampled
+    if int((index + 1) * sampled) > before:
         return {"do_sample": True}
-    before = index - int(index * sampled)  # so many of those before it are greedy
-    return {"do_sample": False} | ({"repetition_penalty": PENALTY} if before % 2 else {})
+    return {"do_sample": False} | ({"repetition_penalty": PENALTY} if (index - before) % 2 else {})
 
 
 def name_of_way(way: dict[str, Any]) -> str:
