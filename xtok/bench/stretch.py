@@ -41,41 +41,20 @@ def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrai
 
     Raises `UnsupportedModelError` for a model whose blocks are of a kind unknown here.
     """
-    blocks_of(model)
-    config = deepcopy(model.config)
-    depth = config.num_hidden_layers
+    made = deepcopy(model)
+    own, config, depth = blocks_of(made), made.config, made.config.num_hidden_layers
     config.num_hidden_layers = depth + blocks
     for name in ("intermediate_size", "n_inner"):
         if hasattr(config, name):
             setattr(config, name, width)
     if getattr(config, "layer_types", None):
         config.layer_types = [*config.layer_types, *config.layer_types[-1:] * blocks]
-    made = from_config_like(config, model)
-    _copy_weights(model, made)
-    own = blocks_of(made)
-    for index, block in enumerate(blocks_of(model)):
-        own[index] = deepcopy(block)
-    for weight in (weight for block in own[depth:] for module in _outputs(block) for weight in module.parameters()):
-        nn.init.zeros_(weight)
-    return made
-
-
-def from_config_like(config: Any, model: PreTrainedModel) -> PreTrainedModel:
-    """A model of that configuration with random weights, on the device and in the precision of `model`."""
     with model.device:
-        made = from_config(config, dtype=model.dtype).eval()
-        if getattr(output_embeddings(model), "bias", None) is not None:  # which the class of a model may not give it
-            made.set_output_embeddings(nn.Linear(config.hidden_size, config.vocab_size, dtype=model.dtype))
-    made.generation_config = deepcopy(model.generation_config)
-    found: PreTrainedModel = made
-    return found
-
-
-def _copy_weights(model: PreTrainedModel, into: PreTrainedModel) -> None:
-    """Copy those weights that have the same shapes."""
-    shapes = {name: value.shape for name, value in into.state_dict().items()}
-    kept = {name: value for name, value in model.state_dict().items() if value.shape == shapes.get(name)}
-    into.load_state_dict(kept, strict=False)
+        added = blocks_of(from_config(config, dtype=model.dtype).eval())[depth:]
+    for weight in (weight for block in added for module in _outputs(block) for weight in module.parameters()):
+        nn.init.zeros_(weight)
+    own.extend(added)
+    return made
 
 
 def with_vocabulary(model: PreTrainedModel, tokenizer: Any, size: int) -> tuple[PreTrainedModel, Any]:
@@ -176,15 +155,15 @@ def _with_rows(model: PreTrainedModel, own: int, size: int) -> PreTrainedModel:
     plain = type(reads) is nn.Embedding and type(writes) is nn.Linear and writes.out_features >= own
     if not plain:
         raise UnsupportedModelError(_NO_ROWS.format(type(model).__name__))
-    config = deepcopy(model.config)
-    config.vocab_size, config.tie_word_embeddings = size, False
-    made: Any = from_config_like(config, model)
-    _copy_weights(model, made)
+    made: Any = deepcopy(model)
+    made.config.vocab_size, made.config.tie_word_embeddings = size, False
     random, copies = torch.Generator().manual_seed(_SEED), ceil((size - own) / own)
     rows = torch.cat([torch.arange(own), *(torch.randperm(own, generator=random) for _ in range(copies))])[:size]
     rows = rows.to(model.device)
     lowered = (torch.arange(size, device=model.device) >= own) * log(max(1, copies) / _SHARE)
-    made.get_input_embeddings().weight.copy_(reads.weight[rows])
+    embedding = nn.Embedding(size, reads.embedding_dim, reads.padding_idx, device=model.device, dtype=model.dtype)
+    embedding.weight.copy_(reads.weight[rows])
+    made.set_input_embeddings(embedding)
     head = nn.Linear(writes.in_features, size, device=model.device, dtype=model.dtype)
     head.weight.copy_(writes.weight[rows])
     head.bias.copy_(-lowered if writes.bias is None else writes.bias[rows] - lowered)

@@ -5,11 +5,13 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from xtok.bench.stretch import blocks_of, from_config_like, stretch, with_vocabulary
+from xtok.bench.stretch import blocks_of, stretch, with_vocabulary
 from xtok.errors import InvalidInputError, UnsupportedModelError
+from xtok.models.cache import output_embeddings
+from xtok.models.load import from_config
 
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "final_layer_norm")
 _AXES = {
@@ -87,10 +89,15 @@ def widened(model: PreTrainedModel, hidden: int, heads: int, width: int) -> PreT
     else:
         rotated = int(columns.size * own.rope_parameters.get("partial_rotary_factor", 1.0))
         config.rope_parameters["partial_rotary_factor"] = (rotated + 0.5) / columns.wide  # rounded down
-    made = from_config_like(config, model)
+    bias = output_embeddings(model).bias is not None  # which the class of a model doesn't give it
+    with model.device:
+        made = from_config(config, dtype=model.dtype).eval()
+        made.set_output_embeddings(nn.Linear(hidden, config.vocab_size, bias, dtype=model.dtype))
+    made.generation_config = deepcopy(model.generation_config)
     for name, weight in model.named_parameters(remove_duplicate=False):
         _fill(made.get_parameter(name), weight, name, columns)
-    return made
+    found: PreTrainedModel = made
+    return found
 
 
 def _heads(model: PreTrainedModel, hidden: int, heads: int, width: int) -> _Heads:
