@@ -382,7 +382,7 @@ def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
 def short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The demonstration in little: its texts."""
     monkeypatch.setattr(demo, "SAMPLES", dict(list(demo.SAMPLES.items())[:2]))
-    monkeypatch.setitem(demo.ASKED, "max_new_tokens", 8)
+    monkeypatch.setitem(demo.ARGUMENTS, "max_new_tokens", 8)
     monkeypatch.setattr(demo, "BLOCKS", 2)
     return list(demo.SAMPLES)
 
@@ -391,7 +391,7 @@ def test_the_demo_shows_each_text_twice_where_it_is_piped(short: list[str]) -> N
     told, _ = run("demo")
     target = load(TARGET, "target")
     for prompt in short:
-        text = XTokAssisted(target).generate(prompt, **demo.ASKED).text
+        text = XTokAssisted(target).generate(prompt, **demo.ARGUMENTS).text
         assert told.count(prompt) == 1
         assert demo.SAMPLES[prompt] in told
         assert told.count(text) == 2
@@ -421,8 +421,8 @@ def test_the_demo_fails_aloud_where_a_token_differs(short: list[str], monkeypatc
 
 def test_the_demo_says_what_is_slower_than_the_target_alone() -> None:
     speeds = {(demo.SMALL, demo.ALONE): 1.0, (demo.SMALL, demo.DRAFTED): 0.91, (demo.LARGE, demo.DRAFTED): 1.4}
-    assert f"Slower than the target alone: {demo.DRAFTED}, beside the target {demo.SMALL} (0.91)." in demo._judged(speeds)
-    assert "Slower" not in demo._judged({**speeds, (demo.SMALL, demo.DRAFTED): 1.1})
+    assert f"Slower than the target alone: {demo.DRAFTED}, beside the target {demo.SMALL} (0.91)." in demo._comment(speeds)
+    assert "Slower" not in demo._comment({**speeds, (demo.SMALL, demo.DRAFTED): 1.1})
 
 
 def test_generate_shows_who_guessed_what(monkeypatch: pytest.MonkeyPatch) -> None:

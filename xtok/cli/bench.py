@@ -28,11 +28,11 @@ from xtok.cli.console import (
     JsonOption,
     TargetOption,
     as_json,
-    lines_of,
     load_pair,
     model_draft,
     on_the_command_line,
     print_found,
+    read_lines,
 )
 from xtok.errors import InvalidInputError
 from xtok.pair import prompts, quoting, technical
@@ -341,4 +341,4 @@ def _tokenizers(target: str, draft: str | None) -> tuple[Any, Any]:
 
 def _measured(file: Path | None, limit: int | None) -> list[str]:
     """The prompts to measure on: all lines of a file, or every sixth of the shipped prompts; the others are for tuning."""
-    return (prompts()[::EVERY] if file is None else lines_of(file))[:limit]
+    return (prompts()[::EVERY] if file is None else read_lines(file))[:limit]

@@ -54,7 +54,7 @@ STDIN = Path("-")
 
 @contextmanager
 def on_the_command_line() -> Iterator[None]:
-    """Shows progress of loading on terminals only. Reports errors that the user can mend in one line; others are faults of xtok
+    """Shows progress of loading on terminals only. Reports errors that the user can fix in one line; others are faults of xtok
     and keep their tracebacks.
     """
     from transformers.utils import logging
@@ -74,7 +74,7 @@ def on_the_command_line() -> Iterator[None]:
 
 
 @contextmanager
-def goes_on_later() -> Iterator[None]:
+def resumable() -> Iterator[None]:
     """Says how to resume a training that Ctrl-C stops."""
     try:
         yield
@@ -96,7 +96,7 @@ def model_draft(target: str, draft: str | None) -> str:
     return draft or OWN_DRAFT
 
 
-def guessing(target: str, draft: str | None) -> Any:
+def drafts_of(target: str, draft: str | None) -> Any:
     """What guesses, by its name: without one, the draft that ships for its own target, and no model for others."""
     from xtok.drafts.given import without_a_model
     from xtok.drafts.heads import HeadsDrafter
@@ -109,7 +109,7 @@ def guessing(target: str, draft: str | None) -> Any:
     return HeadsDrafter(draft) if draft.endswith(".safetensors") else draft
 
 
-def each(option: str | None) -> str | tuple[str | None, str | None] | None:
+def by_model(option: str | None) -> str | tuple[str | None, str | None] | None:
     """An option for both models, or for target and draft if it has a comma."""
     if option is None or option.count(",") != 1:
         return option
@@ -123,13 +123,13 @@ def load_pair(target: str, draft: str | None, device: str | None, dtype: str | N
     from xtok.models.load import load
     from xtok.models.placement import placements
 
-    places = placements(each(device), each(dtype), None)
+    places = placements(by_model(device), by_model(dtype), None)
     named = model_draft(target, draft)
     big = load(target, "target", places[0])
     return big, load(named, "draft", places[1], device_of(big[0]))
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The text of a file, or of stdin for "-". Raises `InvalidInputError` if it can't be read or isn't in UTF-8."""
     name = "stdin" if path == STDIN else str(path)
     if path == STDIN and sys.stdin is None:
@@ -142,9 +142,9 @@ def text_of(path: Path) -> str:
         raise InvalidInputError(f"{name} isn't text in UTF-8: {error}.") from error
 
 
-def lines_of(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
     """The lines of a file of texts that aren't empty, without their ends. Raises `InvalidInputError`."""
-    return [line.rstrip("\r\n") for line in text_of(path).splitlines(keepends=True) if line.strip()]
+    return [line.rstrip("\r\n") for line in read_text(path).splitlines(keepends=True) if line.strip()]
 
 
 def as_json(found: Any, indent: int | None = 2) -> str:

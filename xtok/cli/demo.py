@@ -33,13 +33,13 @@ SAMPLES = {
     ),
 }
 """Openings of paragraphs that neither model was trained on, and what they mean."""
-ASKED: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.3}
+ARGUMENTS: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.3}
 BLOCKS = 140
 """By how many blocks the target is enlarged. Deep rather than wide: a forward of several ids then costs about what one of a
 single id costs, as it does on an accelerator."""
 WIDTH = 100
 """In columns, if there is no terminal."""
-ALONE, DRAFTED, LEARNT = "alone", "xtok, draft", "xtok, tuned draft"
+ALONE, DRAFTED, TUNED_DRAFT = "alone", "xtok, draft", "xtok, tuned draft"
 SMALL, LARGE = "as it ships", "enlarged"
 INTRODUCTION = (
     "What you will see\n\n"
@@ -75,7 +75,7 @@ class Run:
         self.tokens: list[Token] = []
         self.seconds = 0.0
         self.generation: Generation | None = None
-        self._left = xt.stream_tokens(prompt, **ASKED)
+        self._left = xt.stream_tokens(prompt, **ARGUMENTS)
 
     def advance(self) -> None:
         """Go on by a token."""
@@ -102,7 +102,7 @@ def demonstrate() -> bool:
     with busy("loading the models, and enlarging the target"):
         systems = _systems()
         alone = systems[SMALL, ALONE].model, systems[SMALL, ALONE].tokenizer
-        truth = by_transformers(alone, list(SAMPLES), **ASKED).ids
+        truth = by_transformers(alone, list(SAMPLES), **ARGUMENTS).ids
         settings = _settings(systems)
     console.print(settings)
     runs = {name: [Run(xt, prompt) for prompt in SAMPLES] for name, xt in systems.items()}
@@ -111,17 +111,17 @@ def demonstrate() -> bool:
     console.print("Now the same texts are timed, which takes some ten seconds …\n")  # a spinner would take some of the time
     for run in (run for some in runs.values() for run in some):
         _finish([run])
-    return _concluded(console, runs, truth)
+    return _print_summary(console, runs, truth)
 
 
 def _systems() -> dict[System, XTokAssisted]:
     """Both targets with each draft. The first texts of a pair pay for its start, so each has written one."""
     small = load(TARGET, "target")
     targets = {SMALL: small, LARGE: (stretch(small[0], BLOCKS, small[0].config.intermediate_size), small[1])}
-    drafts = {ALONE: None, DRAFTED: load(DRAFT, "draft"), LEARNT: load(TUNED, "draft")}
+    drafts = {ALONE: None, DRAFTED: load(DRAFT, "draft"), TUNED_DRAFT: load(TUNED, "draft")}
     systems = {(target, draft): XTokAssisted(targets[target], drafts[draft]) for target in targets for draft in drafts}
     for xt in systems.values():
-        xt.generate("吾輩は猫である。", **ASKED | {"max_new_tokens": ASKED["max_new_tokens"] // 2})
+        xt.generate("吾輩は猫である。", **ARGUMENTS | {"max_new_tokens": ARGUMENTS["max_new_tokens"] // 2})
     return systems
 
 
@@ -129,7 +129,7 @@ def _settings(systems: dict[System, XTokAssisted]) -> str:
     small, draft = systems[SMALL, DRAFTED].setup.models
     models = {"small": small, "draft": draft, "large": systems[LARGE, ALONE].model}
     milliseconds = {name: 1000 * forward_seconds(model) for name, model in models.items()}
-    return SETTINGS.format(blocks=BLOCKS, penalty=ASKED["repetition_penalty"], **milliseconds)
+    return SETTINGS.format(blocks=BLOCKS, penalty=ARGUMENTS["repetition_penalty"], **milliseconds)
 
 
 def _finish(runs: list[Run], show: Callable[[], object] = lambda: None) -> None:
@@ -170,7 +170,7 @@ def _cell(run: Run) -> tuple[Text, Text, Text]:
     return tinted(run.tokens, run.xt.names), figures, legend(run.tokens, run.xt.names)
 
 
-def _concluded(console: Console, runs: dict[System, list[Run]], truth: list[list[int]]) -> bool:
+def _print_summary(console: Console, runs: dict[System, list[Run]], truth: list[list[int]]) -> bool:
     """Print what was measured, what is slower, and how to go on. Whether all texts are those of the target alone."""
     same = {name: all(run.gives(ids) for run, ids in zip(some, truth, strict=True)) for name, some in runs.items()}
     seconds = {name: sum(run.seconds for run in some) for name, some in runs.items()}
@@ -181,14 +181,14 @@ def _concluded(console: Console, runs: dict[System, list[Run]], truth: list[list
         table.add_column(title, justify="left" if named else "right", no_wrap=named)
     for (target, by), some in runs.items():
         name, answer = (target if by == ALONE else "", by), "yes" if same[target, by] else "NO"
-        table.add_row(*name, *_credited(some), f"{speeds[target, by]:.2f}", answer, end_section=by == LEARNT)
+        table.add_row(*name, *_shares(some), f"{speeds[target, by]:.2f}", answer, end_section=by == TUNED_DRAFT)
     console.print(table)
-    console.print(_judged(speeds))
+    console.print(_comment(speeds))
     console.print(OWN, soft_wrap=True)
     return all(same.values())
 
 
-def _credited(runs: list[Run]) -> list[str]:
+def _shares(runs: list[Run]) -> list[str]:
     """Tokens per forward, and what share of them was guessed by a draft, and by prompt lookup and token recycling."""
     sources = Counter(token.draft for run in runs for token in run.tokens)
     tokens, others = sources.total(), sources["prompt lookup"] + sources["token recycling"]
@@ -197,7 +197,7 @@ def _credited(runs: list[Run]) -> list[str]:
     return [f"{tokens / forwards:.2f}", *(f"{share / tokens:.0%}" for share in shares)]
 
 
-def _judged(speeds: dict[System, float]) -> str:
+def _comment(speeds: dict[System, float]) -> str:
     """What the speeds are, and what is slower than the target alone."""
     text = "Speed is in multiples of the target alone. Every text was compared with that of transformers' own generate. "
     slower = [f"{by}, beside the target {target} ({speed:.2f})" for (target, by), speed in speeds.items() if speed < 1]

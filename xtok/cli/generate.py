@@ -16,11 +16,11 @@ from xtok.cli.console import (
     StableOption,
     TargetOption,
     as_json,
-    each,
-    guessing,
-    lines_of,
+    by_model,
+    drafts_of,
     on_the_command_line,
-    text_of,
+    read_lines,
+    read_text,
 )
 from xtok.errors import InvalidInputError
 
@@ -91,7 +91,9 @@ def generate(
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **({"stop_strings": stop} if stop else {})}
     from xtok.assisted import XTokAssisted
 
-    xt = XTokAssisted(target, guessing(target, draft), budget=fixed, device=each(device), dtype=each(dtype), stable=stable)
+    xt = XTokAssisted(
+        target, drafts_of(target, draft), budget=fixed, device=by_model(device), dtype=by_model(dtype), stable=stable
+    )
     if draft is None and target != OWN_TARGET:
         typer.echo(
             "xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do). Name any small one.",
@@ -114,8 +116,8 @@ def generate(
 def _texts(given: list[str], files: list[Path], lists: list[Path]) -> list[str]:
     """All prompts. Raises `InvalidInputError` if there is none."""
     files = [*(STDIN for text in given if text == "-"), *files]
-    texts = [*(text for text in given if text != "-"), *(re.sub(r"\r?\n\Z", "", text_of(file)) for file in files)]
-    texts += [line for file in lists for line in lines_of(file)]
+    texts = [*(text for text in given if text != "-"), *(re.sub(r"\r?\n\Z", "", read_text(file)) for file in files)]
+    texts += [line for file in lists for line in read_lines(file)]
     if not texts:
         raise InvalidInputError('There is no prompt. Give one in quotes, "-" to read stdin, --file or --prompts.')
     return texts

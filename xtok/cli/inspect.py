@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from xtok.bench.rows import Column, print_tables
-from xtok.cli.console import OWN_TARGET, JsonOption, TargetOption, as_json, model_draft, on_the_command_line, text_of
+from xtok.cli.console import OWN_TARGET, JsonOption, TargetOption, as_json, model_draft, on_the_command_line, read_text
 from xtok.errors import InvalidInputError
 from xtok.pair import prompts
 from xtok.results.progress import busy
@@ -48,8 +48,8 @@ def inspect(
 
     with busy("reading tokenizers"):
         own = load_without_weights(target, "target")
-        texts = prompts() if text is None else text_of(text).splitlines(keepends=True)
-        found = {one: _judged(own, load_without_weights(one, "draft"), texts) for one in drafts}
+        texts = prompts() if text is None else read_text(text).splitlines(keepends=True)
+        found = {one: _fit_and_verdict(own, load_without_weights(one, "draft"), texts) for one in drafts}
     if not json:
         for name, (fitting, judged) in found.items():
             if len(found) > 1:
@@ -69,7 +69,7 @@ def inspect(
         _print_measured(rows)
 
 
-def _judged(target: "Described", draft: "Described", texts: list[str]) -> "tuple[Fit, Verdict]":
+def _fit_and_verdict(target: "Described", draft: "Described", texts: list[str]) -> "tuple[Fit, Verdict]":
     from xtok.align.fit import fit
     from xtok.align.verdict import verdict
 

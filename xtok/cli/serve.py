@@ -13,8 +13,8 @@ from xtok.cli.console import (
     GuessOption,
     StableOption,
     TargetOption,
-    each,
-    guessing,
+    by_model,
+    drafts_of,
     on_the_command_line,
 )
 from xtok.errors import InvalidInputError
@@ -71,7 +71,7 @@ def serve(
     shown = list(SAMPLES)[::-1] if target == OWN_TARGET else []
     run(
         Service(name, Limits(max_tokens, max_body, max_seconds or None), prompts=shown, logs_texts=log_texts),
-        lambda: XTokAssisted(target, guessing(target, draft), device=each(device), dtype=each(dtype), stable=stable),
+        lambda: XTokAssisted(target, drafts_of(target, draft), device=by_model(device), dtype=by_model(dtype), stable=stable),
         lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size),
         host=host,
         port=port,

@@ -12,11 +12,11 @@ from xtok.cli.console import (
     DraftOption,
     DtypeOption,
     TargetOption,
-    each,
-    goes_on_later,
-    lines_of,
+    by_model,
     load_pair,
     on_the_command_line,
+    read_lines,
+    resumable,
 )
 
 StartsOption = Annotated[int, typer.Option(min=1, help="How many beginnings of each prompt the target continues.")]
@@ -48,7 +48,7 @@ def tune_draft(
     """Fine-tune a draft on what the target writes after your prompts. If stopped, it resumes when run again."""
     from xtok.tune import tune_draft
 
-    with goes_on_later():
+    with resumable():
         texts = _lines(prompts_from)
         done = tune_draft(
             *load_pair(target, draft, device, dtype),
@@ -94,10 +94,10 @@ def train_heads(
     from xtok.models.placement import placements
     from xtok.tune import train_heads
 
-    with goes_on_later():
+    with resumable():
         texts = _lines(data)
         done = train_heads(
-            load(target, "target", placements(each(device), each(dtype), None)[0]),
+            load(target, "target", placements(by_model(device), by_model(dtype), None)[0]),
             texts,
             out,
             heads=count,
@@ -116,4 +116,4 @@ def train_heads(
 def _lines(path: Path) -> list[str]:
     """The lines of a file, or of the text files of a folder, in order. Raises `InvalidInputError`."""
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-    return [line for file in files for line in lines_of(file)]
+    return [line for file in files for line in read_lines(file)]
