@@ -12,6 +12,7 @@ from worlds import CORPUS, tokenizer
 
 from xtok.align.fit import Fit, fit
 from xtok.align.verdict import verdict
+from xtok.bench import runs
 from xtok.bench.drafters import compare_drafts
 from xtok.bench.runs import Written
 from xtok.cli import commands as cli
@@ -115,15 +116,13 @@ def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, 
 
 def test_the_fastest_draft_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, tuned = (load(one, "model") for one in (TARGET, DRAFT, TUNED))
-    from xtok.bench import drafters
-
-    by_xtok, seconds = drafters.by_xtok, {id(draft[0]): 0.5, id(tuned[0]): 0.25}
+    by_xtok, seconds = runs.by_xtok, {id(draft[0]): 0.5, id(tuned[0]): 0.25}
 
     def timed(xt: Any, texts: list[str], **arguments: Any) -> Written:
         return by_xtok(xt, texts, **arguments)._replace(seconds=seconds[id(xt.setup.models[1])])
 
-    monkeypatch.setattr(drafters, "by_xtok", timed)
-    monkeypatch.setattr(drafters, "by_transformers", lambda *_, **__: Written([[1] * 8], 1.0, 8))
+    monkeypatch.setattr(runs, "by_xtok", timed)
+    monkeypatch.setattr(runs, "by_transformers", lambda *_, **__: Written([[1] * 8], 1.0, 8))
     found = compare_drafts(target, {"plain": draft, "tuned": tuned}, prompts()[:2], max_new_tokens=8)
     assert [(one.draft, one.speed, one.prompts) for one in found] == [("tuned", 4.0, 2), ("plain", 2.0, 2)]
     inspect._print_measured(found)

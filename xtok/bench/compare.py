@@ -1,25 +1,13 @@
 """The target alone, transformers' universal assisted generation (UAG), and xtok, side by side in one process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
-from xtok.bench.runs import (
-    ALONE,
-    NONE,
-    XTOK,
-    Runs,
-    Setting,
-    System,
-    by_transformers,
-    by_xtok,
-    check_prompts,
-    uag,
-    write_in_turns,
-)
+from xtok.bench.runs import ALONE, NONE, XTOK, Runs, Setting, by_transformers, check_prompts, systems_of, uag, write_in_turns
 from xtok.drafts.given import without_a_model
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.policy.settings import Budget
@@ -73,8 +61,7 @@ def compare(
     check_prompts(prompts)
     arguments = {**setting.arguments, "max_new_tokens": max_new_tokens}
     calls = [{"texts": [prompt], "seed": seed} for seed, prompt in enumerate(prompts)]
-    systems: dict[str, System] = {ALONE: partial(by_transformers, target, **arguments)}
-    systems |= _xtok_systems(target, draft, guess_length, arguments)
+    systems = systems_of(target, _ways(target, draft, guess_length), arguments)
     lengths = {UAG: None, **{UAG_LENGTH.format(length): length for length in sorted({guess_length, *LENGTHS})}}
     assisted = {
         name: partial(by_transformers, target, **uag(target[1], draft, length), **arguments) for name, length in lengths.items()
@@ -90,10 +77,11 @@ def compare(
     return [_row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
 
 
-def _xtok_systems(target: Any, draft: Any, guess_length: int, arguments: dict[str, Any]) -> Mapping[str, System]:
+def _ways(target: Any, draft: Any, guess_length: int) -> dict[str, XTokAssisted]:
+    """Xtok by all drafts and budgets."""
     chain = Budget(guess_length, width=1, schedule="constant")
     tree = Budget(guess_length, width=4, nodes=32, schedule="constant")
-    xts = {
+    return {
         NONE: XTokAssisted(target),
         LOOKUP: XTokAssisted(target, PromptLookup()),
         NO_MODEL: XTokAssisted(target, without_a_model()),
@@ -102,7 +90,6 @@ def _xtok_systems(target: Any, draft: Any, guess_length: int, arguments: dict[st
         CHAIN.format(guess_length): XTokAssisted(target, [draft], budget=chain),
         TREE.format(guess_length): XTokAssisted(target, [draft], budget=tree),
     }
-    return {name: partial(by_xtok, xt, **arguments) for name, xt in xts.items()}
 
 
 def _row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:

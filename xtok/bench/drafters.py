@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 from torch import Tensor
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
-from xtok.bench.runs import ALONE, NONE, SETTINGS, System, by_transformers, by_xtok, check_prompts, write_in_turns
+from xtok.bench.runs import ALONE, NONE, SETTINGS, check_prompts, systems_of, write_in_turns
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError
@@ -49,7 +48,8 @@ def compare_drafters(
     lists = {"prompt lookup": [lookup]} | {name: [draft] for name, draft in drafts.items()}
     lists |= {f"{name} + prompt lookup": [draft, lookup] for name, draft in drafts.items()}
     lists["all together"] = [*drafts.values(), lookup]
-    systems = _systems(target, {NONE: None, **lists}, {"max_new_tokens": max_new_tokens, "do_sample": False})
+    xts = {name: XTokAssisted(target, some) for name, some in {NONE: None, **lists}.items()}
+    systems = systems_of(target, xts, {"max_new_tokens": max_new_tokens, "do_sample": False})
     rows = []
     for kind, prompts in kinds.items():
         calls = [_call(target, given) for given in prompts]
@@ -59,13 +59,6 @@ def compare_drafters(
             forwards = sum(run.draft_forwards for run in own)
             rows.append(DrafterRow(kind, name, same, len(own), own.tokens_per_forward, forwards, own.speed(runs[ALONE])))
     return rows
-
-
-def _systems(target: Any, drafts: Mapping[str, Any], arguments: dict[str, Any]) -> Mapping[str, System]:
-    """The target alone, and xtok with each of the drafts."""
-    return {ALONE: partial(by_transformers, target, **arguments)} | {
-        name: partial(by_xtok, XTokAssisted(target, draft), **arguments) for name, draft in drafts.items()
-    }
 
 
 def _call(target: Any, given: Prompt) -> dict[str, Any]:
@@ -101,11 +94,8 @@ def compare_drafts(
     Greedily, with a repetition penalty, so that texts don't loop. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
-    systems = _systems(
-        target,
-        {name: [draft] for name, draft in drafts.items()},
-        {**SETTINGS["penalty"].arguments, "max_new_tokens": max_new_tokens},
-    )
+    xts = {name: XTokAssisted(target, [draft]) for name, draft in drafts.items()}
+    systems = systems_of(target, xts, {**SETTINGS["penalty"].arguments, "max_new_tokens": max_new_tokens})
     calls = [{"texts": [prompt]} for prompt in prompts]
     runs = write_in_turns(systems, [calls[0], *calls], "measuring")
     alone, rows = runs.pop(ALONE), []

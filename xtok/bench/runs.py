@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -110,6 +111,12 @@ def by_xtok(xt: XTokAssisted, texts: Sequence[str], *, size: int = 1, seed: int 
     stats = [one.stats for one in made]
     forwards = sum(one.target_forwards for one in stats), sum(one.draft_forwards for one in stats)
     return Written([one.token_ids for one in made], span.seconds, *forwards, stats)
+
+
+def systems_of(target: tuple[Any, Any], xts: Mapping[str, XTokAssisted], arguments: Mapping[str, Any]) -> dict[str, System]:
+    """The target alone, and xtok in several ways, with the same arguments."""
+    systems: dict[str, System] = {ALONE: partial(by_transformers, target, **arguments)}
+    return systems | {name: partial(by_xtok, xt, **arguments) for name, xt in xts.items()}
 
 
 @contextmanager
