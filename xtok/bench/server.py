@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
+from operator import eq
 from pathlib import Path
 from statistics import median
 from threading import Thread
@@ -93,16 +94,14 @@ def measure_added(xt: XTokAssisted, prompts: Sequence[str], *, max_new_tokens: i
 
 def _row(clients: int, name: str, runs: dict[str, list[Load]]) -> ServerRow:
     own, others = runs[name], runs[TRANSFORMERS]
-    same = [
-        text == other for one, two in zip(own, others, strict=True) for text, other in zip(one.texts, two.texts, strict=True)
-    ]
+    texts, expected = ([text for load in loads for text in load.texts] for loads in (own, others))
     return ServerRow(
         clients,
         name,
-        median(len(one.texts) / one.seconds for one in own),
-        median(first for one in own for first in one.firsts),
-        median(two.seconds / one.seconds for one, two in zip(own, others, strict=True)),
-        sum(same) / len(same),
+        requests_per_second=median(len(load.texts) / load.seconds for load in own),
+        first_text=median(first for load in own for first in load.firsts),
+        speed=median(other.seconds / load.seconds for load, other in zip(own, others, strict=True)),
+        identical=sum(map(eq, texts, expected)) / len(texts),
     )
 
 
@@ -136,20 +135,17 @@ def _serving(name: str, target: str, draft: str) -> Iterator[int]:
     """The port of a server in a process of its own, once it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    started = subprocess.Popen(_command(name, target, draft, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = ["-m", "xtok", "serve", "--target", target, "--draft", draft if name == XTOK else "none", "--batch-size", "32"]
+    if name == TRANSFORMERS:
+        command = ["-c", _TRANSFORMERS, "serve", target]
+    arguments = [sys.executable, *command, "--port", str(port)]
+    started = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait(started, name, port)
         yield port
     finally:
         started.kill()
         started.wait()
-
-
-def _command(name: str, target: str, draft: str, port: int) -> list[str]:
-    if name == TRANSFORMERS:
-        return [sys.executable, "-c", _TRANSFORMERS, "serve", target, "--port", str(port)]
-    models = ["--target", target, "--draft", draft if name == XTOK else "none"]
-    return [sys.executable, "-m", "xtok", "serve", *models, "--port", str(port), "--batch-size", "32"]
 
 
 def _wait(started: "subprocess.Popen[bytes]", name: str, port: int) -> None:
