@@ -94,7 +94,7 @@ def test_speed_is_seconds_per_token_beside_the_target_alone() -> None:
     assert mine.speed(alone) == 2.0
 
 
-def test_all_settings_are_measured_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_settings_are_measured_if_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
     monkeypatch.setattr(
         "xtok.bench.compare.compare", lambda target, draft, texts, setting, **_: asked.append(setting.title) or []
@@ -137,7 +137,7 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[Any
         ([], ["compare"] * 3),
     ],
 )
-def test_a_command_may_stand_behind_options(arguments: list[str], names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_may_come_after_options(arguments: list[str], names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one[0] for one in asked_of(monkeypatch, *arguments)] == names
 
 
@@ -227,7 +227,7 @@ def test_the_excess_tells_draws_of_the_distribution_from_others() -> None:
     assert abs(_surprise(probabilities, own)[1]) < 4 < abs(_surprise(probabilities, other)[1])
 
 
-def test_what_transformers_breaks_on_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_transformers_fails_on_is_reported_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.bench.sampled.uag", lambda *_: {"assistant_model": object()})
     monkeypatch.setattr("xtok.bench.sampled.TEMPERATURES", TEMPERATURES[:1])
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
@@ -257,7 +257,7 @@ def test_a_model_is_stretched_to_the_seconds_asked_for(monkeypatch: pytest.Monke
     assert [len(blocks_of(stretched_to(small, seconds, width=64))) for seconds in (0.001, 0.05, 0.2)] == [2, 5, 20]
 
 
-def test_a_machine_on_which_blocks_seem_to_cost_nothing_makes_no_endless_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_stays_finite_on_a_machine_on_which_blocks_seem_to_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found where other work ran: a model took all of the memory."""
     times = iter([0.05, 0.04, 0.05, 0.05, *[0.02, 0.06]])
     monkeypatch.setattr("xtok.bench.stretch.forward_seconds", lambda made: next(times))
@@ -284,7 +284,7 @@ def test_what_contexts_cost_has_a_row_per_length_and_kind_of_guess(monkeypatch: 
     assert set(rows[0]) == {"context", "budget", "align", "guess", "pick"}
 
 
-def test_a_device_that_is_not_there_is_told() -> None:
+def test_a_missing_device_is_named_in_the_error() -> None:
     result = CliRunner().invoke(app, ["bench", "--device", "nowhere"])
     assert result.exit_code == 1
     assert "'nowhere'" in result.stderr
@@ -417,7 +417,7 @@ def more_pieces(family: str) -> Any:
 
 
 @pytest.mark.parametrize("role", [0, 1])
-def test_a_larger_vocabulary_spells_more(role: int) -> None:
+def test_the_ids_of_a_larger_vocabulary_decode_to_further_texts(role: int) -> None:
     tokens, wide = narrow(role), widened()[role][1]
     old, new = token_bytes(tokens), token_bytes(wide)
     assert (new.table[: len(old)], len(new), new.family) == (old.table, WIDE[role], old.family)
@@ -505,7 +505,7 @@ def test_what_is_computed_over_vocabularies_has_a_row_per_size(monkeypatch: pyte
     assert "a pick, top-p 0.95" in CliRunner().invoke(app, ["bench", "vocabularies"]).stdout
 
 
-def test_a_command_of_the_bench_that_there_is_not_is_told_of() -> None:
+def test_an_unknown_benchmark_is_refused() -> None:
     result = CliRunner().invoke(app, ["bench", "nosuch"])
     assert result.exit_code == 2
     assert "No such command 'nosuch'" in result.output
@@ -576,6 +576,6 @@ def test_what_a_server_adds_is_measured_beside_its_engine(capsys: pytest.Capture
     assert all(figure in printed for figure in ("2.50", "3.00", "0.12", "75%"))
 
 
-def test_a_server_that_does_not_start_is_told_of(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="xtok serve ended with status 1"):
         server.compare_servers(str(tmp_path), "none", ["a"], [1], max_new_tokens=1, repeats=1)

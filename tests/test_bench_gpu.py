@@ -98,7 +98,7 @@ def test_the_shipped_pair_in_larger_shapes_writes_what_it_wrote() -> None:
 
 
 @pytest.mark.parametrize("role", [0, 1])
-def test_what_is_found_out_by_trying_holds_of_larger_shapes_in_bfloat16(role: int) -> None:
+def test_models_of_larger_shapes_have_the_same_traits_in_bfloat16(role: int) -> None:
     big, _ = enlarged(torch.bfloat16)[role]
     assert {weight.dtype for weight in big.parameters()} == {torch.bfloat16}
     assert traits(big).shares
@@ -184,7 +184,7 @@ def test_without_prompts_nothing_is_measured_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("markdown", [False, True])
-def test_what_a_gpu_makes_of_it_is_told_in_tables(markdown: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_of_a_gpu_are_printed_in_tables(markdown: bool, capsys: pytest.CaptureFixture[str]) -> None:
     found = replace(figures(), bandwidth=3e12, read=26_000_000_000, limit=115.4)
     print_tables({"lists of texts": found.lists, "a level": found.levels}, markdown=markdown)
     told = f"{found}\n{capsys.readouterr().out}"
@@ -194,7 +194,7 @@ def test_what_a_gpu_makes_of_it_is_told_in_tables(markdown: bool, capsys: pytest
     assert {line.count("|") for line in lines} == ({16, 4} if markdown else set())
 
 
-def test_without_a_gpu_the_command_says_so_and_ends_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_gpu_the_command_says_so_and_succeeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     file = tmp_path / "figures.json"
     result = CliRunner().invoke(app, ["bench", "gpu", "--save", str(file)])
@@ -231,7 +231,7 @@ def test_the_command_gives_the_shipped_pair_the_large_shapes_and_measures_it(mon
     assert setting == SETTINGS["penalty"]
 
 
-def test_a_gpu_that_is_too_small_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_small_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

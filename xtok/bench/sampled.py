@@ -37,7 +37,7 @@ class SampledRow:
     system: Annotated[str, Column("")]
     tokens_per_forward: Annotated[float | None, Column(form=".2f")]
     surprise: Annotated[float | None, Column(form=".2f", note="mean negative log-likelihood by the target, in nats.")]
-    excess: Annotated[float | None, Column(form="+.1f", note="surprise - entropy, in standard deviations; above 4: biased.")]
+    excess: Annotated[float | None, Column(form="+.1f", note="surprise - entropy, in standard deviations; beyond 4: biased.")]
     p_value: Annotated[float | None, Column("first id, p", form=".3g", note="by exact probabilities; near 0: biased.")]
     noise_share: Annotated[float | None, Column("noise", form=".1%", note="the share of the time.")]
     failure: Annotated[str | None, Column()] = None
