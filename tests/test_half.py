@@ -23,7 +23,7 @@ from worlds import deep, examples
 
 from xtok import PromptLookup, XTokAssisted
 from xtok.align.text import SequenceText
-from xtok.decoding.prepare import Request
+from xtok.decoding.prepare import Prepared
 from xtok.drafts.policy.draft import DraftPolicy, Proposal
 from xtok.drafts.policy.policy import Policy
 from xtok.drafts.tree import chain
@@ -222,10 +222,10 @@ def test_what_holds_for_a_whole_text_is_asked_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Traits, "computes_in_half", property(lambda _: bool(asked.append("half"))))
     new_ids = SequenceText.new_ids
     monkeypatch.setattr(SequenceText, "new_ids", property(lambda text: asked.append("ids") or new_ids.__get__(text)))
-    is_plain = Request.is_plain.func
+    is_plain = Prepared.is_plain.func
     counted = cached_property(lambda prepared: asked.append("plain") or is_plain(prepared))
-    counted.__set_name__(Request, "is_plain")
-    monkeypatch.setattr(Request, "is_plain", counted)
+    counted.__set_name__(Prepared, "is_plain")
+    monkeypatch.setattr(Prepared, "is_plain", counted)
     assert len(xt.generate(TEXTS[0], **WAYS["greedy"]).token_ids) > 8
     assert (asked.count("half"), asked.count("plain")) == (1, 1)
     assert asked.count("ids") <= 2

@@ -26,7 +26,7 @@ from worlds import budgets, deep, examples
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted
 from xtok.decoding import rounds as decode
-from xtok.decoding.prepare import Request
+from xtok.decoding.prepare import Prepared
 from xtok.drafts.session import Session
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.models import stable
@@ -582,6 +582,6 @@ def test_models_that_no_shape_makes_stable_are_refused(architecture: str, reason
 
 def test_models_that_are_given_more_than_ids_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as Gemma 3 with its kinds of tokens, in some releases of transformers."""
-    monkeypatch.setattr(Request, "is_plain", property(lambda _: False))
+    monkeypatch.setattr(Prepared, "is_plain", property(lambda _: False))
     with pytest.raises(UnsupportedModelError, match="more than ids"):
         XTokAssisted((target("Llama", "float32"), TOKENS), stable=True)

@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.decoding.arguments import check_arguments, check_batch, check_rows, check_streamer
 from xtok.decoding.assemble import assemble, name_of
-from xtok.decoding.prepare import Request, by_row, completed, passed_to_generate, prepare, prepare_one
+from xtok.decoding.prepare import Prepared, by_row, completed, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Round, Sequence
 from xtok.decoding.setup import PREDICTION, Acceptance
@@ -282,7 +282,7 @@ class XTokAssisted:
         wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate and self.setup.shapes is None
         keeps_cache = bool(wanted or (passed_to_generate("kwargs") or {}).get(CACHE) is not None)
         given = input_ids, logits_processor, stopping_criteria, generation_config, traits(self.model)
-        batch = Request(*given, inputs=model_kwargs, keeps_cache=keeps_cache)
+        batch = Prepared(*given, inputs=model_kwargs, keeps_cache=keeps_cache)
         requests = completed(self.setup, by_row(self.target, batch, stop_strings), seed)
         with self.setup.caches.lent(len(requests), current()) as caches:
             sequences = self._run(requests, caches, len(requests), passed_to_generate("streamer"), keep=True)
@@ -297,7 +297,7 @@ class XTokAssisted:
 
     def _run(
         self,
-        requests: list[Request],
+        requests: list[Prepared],
         caches: CacheSet,
         batch_size: int,
         streamer: Any = None,

@@ -1,4 +1,4 @@
-"""From prompts to requests: what transformers' `generate` prepares for a decoding method, checked."""
+"""From prompts to `Prepared`: what transformers' `generate` prepares for a decoding method, checked."""
 
 import inspect
 from collections import Counter
@@ -37,8 +37,8 @@ _COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be generated: a prompt as transformers prepared it for a decoding method, and the noise to sample with.
+class Prepared:
+    """A prompt as transformers prepared it for a decoding method, and the noise to sample with.
 
     `ids`: (1, length), int64, padding included. `traits`: those of the target. `inputs`: what else the target is given for the
     ids. `prompt`: what the caller gave, None if that was ids; `template`: the arguments of a chat's template. `keeps_cache`:
@@ -63,7 +63,7 @@ class Request:
     noise: Noise | None = None
     shapes: StableShapes | None = None
 
-    def with_own_state(self) -> "Request":
+    def with_own_state(self) -> "Prepared":
         """With copies of what is `shared`: processors and criteria may keep a state."""
         own = dict(zip(map(id, self.shared), _copied(self.shared), strict=True))
         processors = LogitsProcessorList(own.get(id(one), one) for one in self.processors)
@@ -105,7 +105,7 @@ class Request:
         return () if self.config.return_dict_in_generate and getattr(self.config, what) else None
 
 
-def prepare(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> list[Request]:
+def prepare(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> list[Prepared]:
     """The requests of a call, one or more for each prompt (`num_return_sequences`), in order.
 
     Raises `InvalidInputError` or `UnsupportedArgumentError` for what can't be honoured, before anything is generated.
@@ -118,7 +118,7 @@ def prepare(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> 
     return completed(setup, given, seed)
 
 
-def prepare_one(setup: Setup, prompt: Any, arguments: dict[str, Any]) -> Request:
+def prepare_one(setup: Setup, prompt: Any, arguments: dict[str, Any]) -> Prepared:
     """As `prepare`, for one sequence. Raises `InvalidInputError` or `UnsupportedArgumentError` for several."""
     if is_several(prompt):
         raise InvalidInputError("A list of prompts was given where one is expected. Call generate for lists.")
@@ -128,7 +128,7 @@ def prepare_one(setup: Setup, prompt: Any, arguments: dict[str, Any]) -> Request
     return found[0]
 
 
-def completed(setup: Setup, requests: Sequence[Request], seed: int | None) -> list[Request]:
+def completed(setup: Setup, requests: Sequence[Prepared], seed: int | None) -> list[Prepared]:
     """Requests checked against how the instance was made, with their noise and the shapes of forward passes as they are now.
 
     Equal prompts are numbered, different ones differ by their ids: so a prompt is sampled alike alone and in any batch.
@@ -142,7 +142,7 @@ def completed(setup: Setup, requests: Sequence[Request], seed: int | None) -> li
     if sampled:
         seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if seed is None else seed)
     shapes = None if setup.shapes is None else setup.shapes_now()
-    equal, found = Counter[bytes](), list[Request]()
+    equal, found = Counter[bytes](), list[Prepared]()
     for one in requests:
         if one.config.do_sample and seed is not None:
             prompt = ",".join(map(str, one.unpadded)).encode()
@@ -155,7 +155,7 @@ def completed(setup: Setup, requests: Sequence[Request], seed: int | None) -> li
     return found
 
 
-def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, several: bool = False) -> list[Request]:
+def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, several: bool = False) -> list[Prepared]:
     """Let transformers' `generate` prepare a prompt, and take what it hands to a decoding method.
 
     `several`: whether the same arguments serve other prompts, too.
@@ -169,7 +169,7 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
         arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
     keeps_cache = CACHE in arguments
     shared = _stateful(arguments) if several else ()
-    found: list[Request] = []
+    found: list[Prepared] = []
 
     def capture(
         _: Any,
@@ -180,7 +180,7 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Tensor:
-        given = Request(input_ids, logits_processor, stopping_criteria, generation_config, known, inputs=model_kwargs)
+        given = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, known, inputs=model_kwargs)
         given = replace(given, prompt=prompt, template=template, shared=shared, prediction=prediction, keeps_cache=keeps_cache)
         found.extend(by_row(target, given, stop_strings))
         return torch.empty(0, dtype=torch.int64, device="cpu")
@@ -189,7 +189,7 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
     return found
 
 
-def by_row(target: Target, batch: Request, stop_strings: Any) -> list[Request]:
+def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]:
     """A batch as transformers prepared it, `ids` and `inputs` of (rows, …), as requests of one row each.
 
     The cache is taken from `inputs`. Processors and criteria are copied for each row, for they may keep a state.

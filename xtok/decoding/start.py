@@ -5,10 +5,10 @@ from functools import partial
 
 from xtok.align.text import SequenceText
 from xtok.decoding.pick import Picker
-from xtok.decoding.prepare import Request
+from xtok.decoding.prepare import Prepared
 from xtok.decoding.sequence import Sequence
 from xtok.decoding.setup import PREDICTION, Setup
-from xtok.drafts.base import Request as DraftRequest
+from xtok.drafts.base import Request
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget
@@ -19,7 +19,7 @@ from xtok.models.recurrent import cached_model
 from xtok.sampling.processors import warpers
 
 
-def start(setup: Setup, request: Request, caches: CacheSet, most: int | None = None) -> Sequence:
+def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = None) -> Sequence:
     """The sequence of a request, with its slots in `caches`. `most`: how many positions those may have, beside guesses."""
     request = request.with_own_state() if request.shared else request
     vocabulary, known, guesses = setup.target.vocabulary, request.traits, bool(setup.drafts or request.prediction)
@@ -75,7 +75,7 @@ def _budget(setup: Setup, *, judged: bool, branches: bool) -> Budget:
     return setup.budget if branches else replace(setup.budget, width=1)
 
 
-def _policy(setup: Setup, request: Request, *, varies: bool) -> Policy:
+def _policy(setup: Setup, request: Prepared, *, varies: bool) -> Policy:
     """Sequences share what all of the instance learn of costs and gains; unless that, by the shapes of forward passes, might
     change the text of a call that is repeated (it `varies`: bits depend on shapes).
     """
@@ -83,9 +83,9 @@ def _policy(setup: Setup, request: Request, *, varies: bool) -> Policy:
     return policy if request.prediction is None else policy.with_draft()
 
 
-def _session(setup: Setup, request: Request, meter: Meter, slots: Slots, policy: Policy) -> Session:
+def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy: Policy) -> Session:
     """The drafters of a sequence."""
-    given = DraftRequest(
+    given = Request(
         setup.target.vocabulary,
         meter,
         samples=request.noise is not None,

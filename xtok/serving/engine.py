@@ -14,7 +14,7 @@ from typing import Any
 from xtok.align.text import utf8_decoder
 from xtok.assisted import XTokAssisted
 from xtok.decoding.arguments import check_batch
-from xtok.decoding.prepare import Request, prepare_one
+from xtok.decoding.prepare import Prepared, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Sequence
 from xtok.decoding.start import start
@@ -51,7 +51,7 @@ class _Job:
     """
 
     ticket: Ticket
-    request: Request
+    request: Prepared
     most: int | None
     sequence: Sequence | None = None
     decoder: IncrementalDecoder = field(default_factory=utf8_decoder)

@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from xtok.decoding.prepare import Request
+from xtok.decoding.prepare import Prepared
 from xtok.decoding.setup import Setup
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.probe import traits
@@ -42,7 +42,7 @@ class Memory:
         self._setup = setup
         self.positions = size // position
 
-    def limit(self, request: Request) -> int:
+    def limit(self, request: Prepared) -> int:
         """How many positions the sequence of a request may get. Raises `InvalidInputError` if there is never room for it."""
         most, prediction = float(request.config.max_length), request.prediction is not None
         beside = self._setup.positions_beside(min(most, self.positions), prediction=prediction)
@@ -53,7 +53,7 @@ class Memory:
             )
         return ceil(most)
 
-    def fits(self, requests: list[Request]) -> bool:
+    def fits(self, requests: list[Prepared]) -> bool:
         """Whether sequences fit beside each other: each has as many positions as the longest may get."""
         sizes = list[int]()
         for one in requests:
