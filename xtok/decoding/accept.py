@@ -1,7 +1,6 @@
 """Other ways to accept the guesses of sampled sequences than that the target draws the same: by probabilities."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import exp
 from typing import TypeAlias
 
@@ -13,15 +12,14 @@ from xtok.sampling.draws import Distribution
 from xtok.sampling.noise import ACCEPT, Noise
 
 Accept: TypeAlias = Callable[[Tensor, Tree, int, Noise, tuple[int, int]], tuple[int | None, Tensor]]
-"""Of the target's scores at a position, (vocabulary,), the tree, the node before that position, the noise and its place there,
-gives the guess that is accepted, or None and the scores to draw from.
+"""Takes the target's scores at a position, (vocabulary,), the tree, the node before that position, the noise and its position.
+Returns the guess that is accepted, or None and the scores to draw from.
 """
 
 
 def rejection(scores: Tensor, tree: Tree, node: int, noise: Noise, place: tuple[int, int]) -> tuple[int | None, Tensor]:
-    """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023): an `Accept` for chains that were drawn at random.
-
-    What it picks are draws from the target's own distribution, but they depend on the draft.
+    """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023) of chains that were drawn at random. What is picked are
+    draws from the target's own distribution, but they depend on the draft.
     """
     if node + 1 >= len(tree.distributions):
         return None, scores
@@ -34,29 +32,20 @@ def rejection(scores: Tensor, tree: Tree, node: int, noise: Noise, place: tuple[
 
 def typical(threshold: float, alpha: float) -> Accept:
     """Medusa's typical acceptance (Cai et al. 2024, arXiv 2401.10774) as an `Accept`. Lossy."""
-    return partial(_typical, threshold, alpha)
-
-
-def _typical(
-    threshold: float, alpha: float, scores: Tensor, tree: Tree, node: int, _: Noise, __: tuple[int, int]
-) -> tuple[int | None, Tensor]:
-    return likeliest_typical(scores, tree.children(node), threshold, alpha), scores
+    return lambda scores, tree, node, *_: (likeliest_typical(scores, tree.children(node), threshold, alpha), scores)
 
 
 def accepts(scores: Tensor, distribution: Distribution, guess: int, uniform: float) -> bool:
-    """Speculative sampling's test (Leviathan et al. 2023, Chen et al. 2023): true with probability min(1, p / q) of `guess`.
-
-    p is softmax(scores), (vocabulary,); q is `distribution`, from which `guess` was drawn. `uniform`: a number between 0 and 1.
+    """True with probability min(1, p / q) of `guess`: p is softmax(scores), (vocabulary,), and q is `distribution`, from which
+    `guess` was drawn. `uniform`: a random number between 0 and 1.
     """
     given = float(distribution.probabilities[distribution.ids == guess].sum())
     return uniform * given < exp(float(scores[guess]) - float(scores.double().logsumexp(dim=-1)))
 
 
 def residual(scores: Tensor, distribution: Distribution) -> Tensor:
-    """Scores in float64 whose softmax is the positive part of p - q, normalised: what is drawn from after a rejection.
-
-    p is softmax(scores), (vocabulary,), and q is `distribution`; what is given is (vocabulary,). Where nothing is left,
-    `scores` as they are.
+    """What is drawn from after a rejection: scores, (vocabulary,), float64, whose softmax is the positive part of p - q,
+    normalised. p is softmax(scores), q is `distribution`. If nothing is left, `scores` as they are.
     """
     wide = scores.double()
     whole = wide.logsumexp(dim=-1)
@@ -66,10 +55,8 @@ def residual(scores: Tensor, distribution: Distribution) -> Tensor:
 
 
 def likeliest_typical(scores: Tensor, guesses: Sequence[int], threshold: float, alpha: float) -> int | None:
-    """The likeliest of some guesses that are typical of softmax(scores), (vocabulary,); None if none is.
-
-    Lossy: what comes of it are no draws from that distribution. (Medusa's typical acceptance, Cai et al. 2024, arXiv
-    2401.10774: a guess is typical if its probability is above min(threshold, alpha * exp(-entropy of the distribution)).)
+    """The likeliest of the guesses whose probability in softmax(scores), (vocabulary,), is above
+    min(threshold, alpha * exp(-entropy)); None if none is. Lossy: these are no draws from that distribution.
     """
     probabilities = scores.double().softmax(dim=-1)
     entropy = float(torch.special.entr(probabilities).sum())

@@ -36,10 +36,7 @@ _OBJECTS = {
 
 
 def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of transformers' `generate` that can be passed on to it, a cache under the name that it has for it.
-
-    Raises `InvalidInputError` or `UnsupportedArgumentError` for what can't be honoured.
-    """
+    """Arguments that can be passed on to transformers' `generate`. Raises `InvalidInputError` or `UnsupportedArgumentError`."""
     check_arguments(arguments)
     arguments = with_cache_renamed(arguments)
     check_kinds(arguments)
@@ -56,7 +53,7 @@ def with_cache_renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_kinds(arguments: Mapping[str, Any]) -> None:
-    """Raises `InvalidInputError` for arguments of transformers' `generate` that are of no kind it can use."""
+    """Raises `InvalidInputError` for arguments of a type or range that transformers' `generate` can't use."""
     for name in _NUMBERS:
         value = arguments.get(name)
         if value is not None and not _is_number(value, alone=name == "max_time"):
@@ -79,7 +76,7 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any, *, alone: bool) -> bool:
-    """`alone`: whether a tensor that holds one is none."""
+    """`alone`: whether a tensor that holds a number is refused."""
     if isinstance(value, Tensor) and not alone:
         return value.numel() == 1 and not value.is_complex() and bool(value == value)
     return isinstance(value, Real) and not isinstance(value, bool) and float(value) == float(value)
@@ -119,7 +116,7 @@ def listed_texts(name: str, given: Any) -> list[str]:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """What can be refused before transformers has prepared anything."""
+    """Raises what can be raised before transformers has prepared anything."""
     refused = {
         "assistant_model": "The draft is the one that XTokAssisted was made with.",
         "custom_generate": "XTokAssisted is the decoding method.",
@@ -165,14 +162,16 @@ def check_prepared(config: GenerationConfig, ids: Tensor, inputs: Mapping[str, A
 
     `ids`: (rows, length). `inputs`: what else the model is given. `known`: its traits.
     """
-    check_positions(inputs.get("position_ids"))
+    positions = inputs.get("position_ids")
+    if positions is not None and not (isinstance(positions, Tensor) and positions.dim() > 1):
+        raise InvalidInputError(f"position_ids is {shown(positions)}; give a tensor of shape (1, ids of the prompt).")
     check_config(config, inputs, rows=len(ids))
     check_ids(ids, known.ids_read)
     check_boundary(known, ids, inputs, config.max_length)
 
 
 def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int) -> None:
-    """Refuse what can't give exactly what the target alone gives. Raises `UnsupportedArgumentError`."""
+    """Raises `UnsupportedArgumentError` for what can't give exactly what the target alone gives."""
     mode = config.get_generation_mode()
     faults = {
         f"generation mode {mode.value!r} (num_beams={config.num_beams}) is not supported. Use greedy search or sampling": (
@@ -188,23 +187,26 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int)
             rows > 1 and config.guidance_scale not in (None, 1)
         ),
     }
-    _refuse(faults)
-
-
-def check_rows(criteria: StoppingCriteriaList, stop_strings: Any, rows: int) -> None:
-    """Raises `UnsupportedArgumentError` for what rows of transformers' batches can't be given as sequences of their own."""
-    fault = "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported"
-    _refuse({f"{fault}. Call generate once per row": rows > 1 and not _ends_rows(criteria, stop_strings)})
-
-
-def _refuse(faults: Mapping[str, bool]) -> None:
     for fault, applies in faults.items():
         if applies:
             raise UnsupportedArgumentError(f"{fault}.")
 
 
+def check_rows(criteria: StoppingCriteriaList, stop_strings: Any, rows: int) -> None:
+    """Raises `UnsupportedArgumentError` if rows can't end by themselves: without an end of text, transformers lets those run on
+    that a criterion stopped.
+    """
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    limits = all(isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria)) for criterion in criteria)
+    if rows > 1 and not (ends or (limits and stop_strings is None)):
+        raise UnsupportedArgumentError(
+            "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported. Call "
+            "generate once per row."
+        )
+
+
 def check_ids(ids: Tensor, size: int) -> None:
-    """Raises `InvalidInputError` unless there are ids, and of those that the model can read, which are below `size`."""
+    """Raises `InvalidInputError` unless there are ids, all of them below `size`."""
     if not ids.numel():
         raise InvalidInputError("The prompt has no ids. Pass at least one, as the token that begins texts.")
     least, most = (int(end) for end in ids.aminmax())
@@ -215,14 +217,8 @@ def check_ids(ids: Tensor, size: int) -> None:
         )
 
 
-def check_positions(positions: Any) -> None:
-    """Raises `InvalidInputError` for what are none."""
-    if positions is not None and not (isinstance(positions, Tensor) and positions.dim() > 1):
-        raise InvalidInputError(f"position_ids is {shown(positions)}; give a tensor of shape (1, ids of the prompt).")
-
-
 def check_boundary(known: Traits, ids: Tensor, inputs: Mapping[str, Any], longest: int) -> None:
-    """Refuse sequences whose logits depend on how, or with which rows, they are forwarded: beyond a rotary boundary.
+    """Raises `UnsupportedArgumentError` for sequences beyond a rotary boundary whose logits depend on how they are forwarded.
 
     If a sequence crosses that of `longrope`, what is cached depends on what was forwarded at once. Transformers reads all
     rows of a batch as the longest of them, which a row that runs for itself isn't.
@@ -254,7 +250,7 @@ def check_boundary(known: Traits, ids: Tensor, inputs: Mapping[str, Any], longes
 
 
 def _lengths(ids: Tensor, inputs: Mapping[str, Any]) -> list[int]:
-    """How many positions each row has, without padding, and with what a filled cache holds of it."""
+    """How many positions each row has, without padding and with those in a cache."""
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return [ids.shape[1]] * len(ids)
@@ -264,16 +260,8 @@ def _lengths(ids: Tensor, inputs: Mapping[str, Any]) -> list[int]:
 
 def check_seed(seed: Any) -> None:
     """Raises `InvalidInputError` unless `seed` is None or a whole number of 64 bits."""
-    whole = isinstance(seed, Integral) and not isinstance(seed, bool)
-    if seed is not None and not (whole and 0 <= seed < 1 << 64):
+    if seed is not None and not (_is_whole(seed) and 0 <= seed < 1 << 64):
         raise InvalidInputError(f"seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or None to draw one.")
-
-
-def _ends_rows(criteria: StoppingCriteriaList, stop_strings: Any) -> bool:
-    """Whether rows end as transformers ends them. Without an end of text, it lets those run on that a criterion stopped."""
-    ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-    limits = all(isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria)) for criterion in criteria)
-    return ends or (limits and stop_strings is None)
 
 
 def check_batch(batch_size: Any, progress: Any) -> None:

@@ -46,9 +46,11 @@ def assemble(
     dtype: Any,
     device_map: Any,
 ) -> Setup:
-    """A setup. Arguments and errors are those of `XTokAssisted`."""
+    """Arguments and errors are those of `XTokAssisted`."""
     _check_settings(budget, acceptance, adapt=adapt, compile=compile, stable=stable)
-    _check_thresholds(posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
+    for name, value in {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}.items():
+        if not (isinstance(value, Real) and 0 < float(value) <= 1):
+            raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
     if acceptance == "typical":
         warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=4)
     rejection_budget = replace(budget or Budget(depth=5), width=1, schedule="constant")
@@ -95,12 +97,6 @@ def _check_settings(budget: Any, acceptance: Any, *, adapt: Any, **switches: Any
     check_budget(budget)
 
 
-def _check_thresholds(**given: Any) -> None:
-    for name, value in given.items():
-        if not (isinstance(value, Real) and 0 < float(value) <= 1):
-            raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
-
-
 def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
     """Raises `InvalidInputError` if a setting is for a model that xtok doesn't load."""
     check_places(target, "target", places[0])
@@ -112,7 +108,7 @@ def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Place
 
 
 def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *, acceptance: str, adapt: bool) -> None:
-    """Raises `InvalidInputError` or `UnsupportedArgumentError` if drafts, models among them, can't do what is requested."""
+    """Raises `InvalidInputError` or `UnsupportedArgumentError` if drafts can't do what is requested."""
     if any(one.model is target.model for one in models):
         raise InvalidInputError("The draft is the target itself, which can't guess sooner than it knows. Give a smaller model.")
     if acceptance == "rejection" and given and (len(given), len(models)) != (1, 1):
@@ -125,7 +121,6 @@ def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *,
 
 
 def _draft(given: Any, model: DraftModel | None, target: Target, adapter: Adapter | None) -> Draft:
-    """What starts drafters, checked against the target."""
     if model is not None:
         return ModelDraft(model, target.vocabulary, adapter)
     if isinstance(given, HeadsDrafter):
@@ -134,8 +129,8 @@ def _draft(given: Any, model: DraftModel | None, target: Target, adapter: Adapte
 
 
 def _shapes(target: Target, acceptance: Acceptance, stable: bool | None) -> StableShapes | None:
-    """Fixed shapes of the target's forward passes. Without any, None and a warning unless they were asked for; else raises
-    `UnsupportedModelError`, `UnsupportedArgumentError` or `InvalidInputError`.
+    """Fixed shapes of the target's forward passes. If there can be none: None and a warning, or an `XTokError` if they were
+    asked for.
     """
     try:
         return _found_shapes(target, acceptance)
@@ -170,7 +165,7 @@ def _captured(target: PreTrainedModel, drafts: tuple[Draft, ...], wanted: bool |
 
 
 def name_of(draft: Any) -> str:
-    """What a draft, or a model, is called: a model by its folder or class."""
+    """The name of a draft, or of a model: its folder or class."""
     if isinstance(draft, PreTrainedModel):
         return PurePath(draft.config._name_or_path or "").name or type(draft).__name__
     known = {PromptLookup: "prompt lookup", TokenRecycling: "token recycling", HeadsDrafter: "heads"}

@@ -27,9 +27,8 @@ _FEW, _MANY = 2**18, 2**24
 
 
 class NearTie(NamedTuple):
-    """A pick that might have been another one by a forward pass of another shape.
-
-    `position`: its number among the new tokens, from 0. `margin`: by how much it beat the second, in logits.
+    """A pick that might have been another one by a forward pass of another shape. `position`: its number among the new tokens,
+    from 0. `margin`: by how much it beat the second, in logits.
     """
 
     position: int
@@ -40,10 +39,9 @@ class NearTie(NamedTuple):
 class Picker:
     """Picks the ids of one sequence from the target's logits. Each pick depends on what is committed, and on no guess.
 
-    `noise` of a sampled sequence comes with the `keys` of the target's ids, (vocabulary,), int64; a greedy one has neither.
-    `accept`: accepts guesses by probabilities, if it is given. `tolerance`: a pick whose margin isn't more, in logits, is a
-    near-tie. `scores` and `logits`, if they begin as (), record those of all picks: (1, vocabulary), float32 each. `margin`:
-    that of the closest pick so far, in logits; None if nothing says so.
+    `noise`, `keys`, (vocabulary,), int64: of a sampled sequence. `accept`: accepts guesses by probabilities, if given.
+    `tolerance`: a pick whose margin isn't more, in logits, is a near-tie. `scores` and `logits`, if they begin as (), record
+    those of all picks: (1, vocabulary), float32 each. `margin`: the smallest so far, in logits; None if it isn't known.
     """
 
     processors: LogitsProcessorList
@@ -102,10 +100,10 @@ class Picker:
         return scores
 
     def ahead(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """The scores of those picks of a forward that are the same whatever it commits: (picks, vocabulary).
+        """The scores of those picks of a forward pass that are the same whatever it commits: (picks, vocabulary).
 
-        Those of the first pick; of all, if scores depend on logits alone, unless the numbers are at hand: then it would not
-        pay to draw what may not be wanted. `logits`: of the context and all nodes, (rows, vocabulary).
+        Those of the first pick; of all, if scores depend on logits alone, but on a CPU only what is needed is drawn, later.
+        `logits`: of the context and all nodes, (rows, vocabulary).
         """
         if not self.processors and self.noise is None and not self._records:
             return logits
@@ -113,13 +111,15 @@ class Picker:
         return self.scored(ids, logits if alone and not on_host(logits.device) else logits[:1])
 
     def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
-        """One pick from what `scored` gives.
+        """One pick after `ids`, (1, length), by `logits`, (1, vocabulary). Raises `InvalidInputError` if `draw` does.
 
         `place`: its position, for noise, in bytes and in ids without bytes. Guesses there are the children of `node` in `tree`.
-        Raises `InvalidInputError` if `draw` does.
         """
         scores = self.scored(ids, logits)
-        return self._accepted(scores[0], place, tree, node) if self.judges else self.picked(ids, scores, place)
+        if self.noise is None or self.accept is None:
+            return self.picked(ids, scores, place)
+        guess, left = self.accept(scores[0], tree, node, self.noise, place)
+        return self._surely_drawn(left, place) if guess is None else guess
 
     def picked(self, ids: Tensor, scores: Tensor, place: tuple[int, int]) -> int:
         """The best of what `scored` gives, or the draw that this place's noise decides. Arguments are those of `pick`."""
@@ -130,8 +130,8 @@ class Picker:
         return self._surely_drawn(process(ids, scores, self.cuts)[0], place)
 
     def sure(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tolerance: float) -> tuple[int | None, bool]:
-        """The likely pick, and whether it is the same however each logit changes by up to half of `tolerance`. None if nothing
-        says so, or something is recorded. Arguments are those of `pick`.
+        """The likely pick, None if it isn't known, and whether it is the same however each logit changes by up to half of
+        `tolerance`. Arguments are those of `pick`.
         """
         if self.scale_before_cuts is None:
             return None, False
@@ -148,29 +148,20 @@ class Picker:
         sure = self.scale_before_cuts is not None and margin > tolerance * self.scale_before_cuts
         return self.note(token, margin) if sure else token, sure
 
-    def _accepted(self, scores: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
-        """The guess that `accept` accepts, or the draw from the scores, (vocabulary,), that it leaves."""
-        assert self.noise is not None and self.accept is not None
-        guess, scores = self.accept(scores, tree, node, self.noise, place)
-        return self._surely_drawn(scores, place) if guess is None else guess
-
     def _surely_drawn(self, scores: Tensor, place: tuple[int, int]) -> int:
         token = self._drawn(scores, place, [])
         assert token is not None
         return token
 
     def _drawn(self, scores: Tensor, place: tuple[int, int], cuts: list[Any]) -> int | None:
-        """What the noise of a place draws of what `cuts` leave of `scores`, (vocabulary,).
-
-        None if it is too near to a cut to say.
-        """
+        """The draw from what `cuts` leave of `scores`, (vocabulary,); None if it is too near to a cut to say."""
         assert self.noise is not None and self.keys is not None
         with self.meter.timing("noise"):
             drawn = draw(scores, self.keys, self.noise.at(*place), cuts)
         return None if drawn is None else self.note(*drawn)
 
     def note(self, token: int, margin: float) -> int:
-        """A pick; by how much it beat the second is remembered, if that is the least so far, or no number."""
+        """The pick `token`; its margin is remembered if it is the smallest so far, or no number."""
         if self.scale is not None:
             margin /= self.scale
             self.latest = margin
@@ -191,9 +182,8 @@ class Picker:
 
 
 class Ahead(NamedTuple):
-    """What a sequence is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` gives them, and the places, for noise.
-
-    `tolerance`: that of `Picker.sure`, for the scores after the first `final` ones.
+    """What a sequence is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` gives them, and their positions, for
+    noise. `tolerance`: that of `Picker.sure`, for the scores after the first `final` ones.
     """
 
     picker: Picker
@@ -210,15 +200,14 @@ class Ahead(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What those share that are picked at once."""
+        """Sequences of one kind are picked at once."""
         return self.picker.noise is None, self.scores.dtype, *((type(cut), *vars(cut).values()) for cut in self.picker.cuts)
 
 
 def picks(asked: Sequence[Ahead]) -> list[list[tuple[int | None, float]]]:
-    """What some sequences of one target pick: for each of their scores the id, and by how much it beats the second, before
-    top-p; if it is to be sure, by 0 if a cut might not leave it. All in one transfer from each device.
-
-    An id is None if it can't be said so, and if nothing can be drawn: `Picker.picked` says or raises.
+    """What some sequences of one target pick: for each of their scores the id, and its margin over the second, before top-p; if
+    it is to be sure, 0 if a cut might not leave it. All in one transfer from each device. An id is None if `Picker.picked`
+    has to say.
     """
     found: dict[int, list[tuple[int | None, float]]] = {}
     for numbers in _grouped([one.scores.device for one in asked]):
@@ -237,10 +226,10 @@ def _best(scores: Tensor) -> tuple[int, float]:
 
 
 def _grouped(kinds: Sequence[Hashable]) -> list[list[int]]:
-    """The places of each kind."""
+    """The indices of each kind."""
     groups: dict[Hashable, list[int]] = {}
-    for place, kind in enumerate(kinds):
-        groups.setdefault(kind, []).append(place)
+    for i, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(i)
     return list(groups.values())
 
 
@@ -266,15 +255,14 @@ def _at_once(asked: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
 
 
 def single(logits: Tensor) -> Tensor:
-    """Logits, of any shape, in the precision that transformers picks by: what is narrower has the same order in it."""
+    """Logits, of any shape, in the precision that transformers picks by: narrower ones have the same order in it."""
     return logits.float() if logits.dtype == torch.float64 else logits
 
 
 def process(ids: Tensor, logits: Tensor, processors: Sequence[Any]) -> Tensor:
-    """Scores of shape (1, vocabulary) in float32, as transformers' own loop computes them.
+    """Scores as transformers' own loop computes them: (1, vocabulary), float32, as `logits`. `ids`: (1, length), int64.
 
-    `ids`: the committed prefix, (1, length), int64. `logits`: (1, vocabulary), float32. Processors run once per committed token
-    and in order, so those that keep a state (grammars, guidance, watermarks) see just what they would see without a draft.
+    Processors run once per committed token and in order, so those that keep a state see what they would see without a draft.
     """
     chained: Any = LogitsProcessorList(processors)
     with as_called():

@@ -18,7 +18,6 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from xtok.align.vocabulary import Vocabulary
 from xtok.decoding.arguments import call_generate, check_arguments, check_prepared, check_seed, checked, with_cache_renamed
 from xtok.decoding.setup import Setup
 from xtok.decoding.stops import StopStrings
@@ -40,11 +39,9 @@ _COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
 class Prepared:
     """A prompt as transformers prepared it for a decoding method, and the noise to sample with.
 
-    `ids`: (1, length), int64, padding included. `traits`: those of the target. `inputs`: what else the target is given for the
-    ids. `prompt`: what the caller gave, None if that was ids; `template`: the arguments of a chat's template. `keeps_cache`:
-    whether the caller handed in the cache, or is to be given it. `shared`: processors and criteria that other requests were
-    given, too. `prediction`: text that the caller expects. `seed`, `noise`: None if it is greedy. `shapes`: fixed shapes of the
-    target's forward passes, if any.
+    `ids`: (1, length), int64, padding included. `inputs`: what else the target is given for them. `prompt`: what the caller
+    gave, None if that was ids; `template`: the arguments of a chat's template. `keeps_cache`: whether the caller handed in the
+    cache, or gets it. `shared`: processors and criteria that other sequences have, too. `seed`, `noise`: None if it is greedy.
     """
 
     ids: Tensor
@@ -84,7 +81,7 @@ class Prepared:
 
     @cached_property
     def shares_forwards(self) -> bool:
-        """Whether its forward passes can be shared with other sequences', as far as that depends on the request."""
+        """Whether its forward passes can be shared with other sequences, if the target's can."""
         return self.is_plain and not self.keeps_cache
 
     @cached_property
@@ -96,7 +93,7 @@ class Prepared:
 
     @property
     def end(self) -> int | None:
-        """The id that ends sequences, the first of several."""
+        """The end of text, the first of several."""
         ends = self.config._eos_token_tensor
         return None if ends is None or not ends.numel() or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
 
@@ -106,14 +103,17 @@ class Prepared:
 
 
 def prepare(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> list[Prepared]:
-    """The requests of a call, one or more for each prompt (`num_return_sequences`), in order.
+    """What a call is to generate, one or more sequences for each prompt (`num_return_sequences`), in order.
 
     Raises `InvalidInputError` or `UnsupportedArgumentError` for what can't be honoured, before anything is generated.
     """
     seed = arguments.pop("seed", None)
     several = len(prompts) > 1
     if several:
-        _check_copies(arguments)
+        check_arguments(arguments)
+        if CACHE in with_cache_renamed(arguments):
+            raise UnsupportedArgumentError(f"{CACHE} holds one sequence. Call generate once per prompt.")
+        _copied(_stateful(arguments))  # raises if one can't be
     given = [one for prompt in prompts for one in as_generate(setup.target, prompt, dict(arguments), several=several)]
     return completed(setup, given, seed)
 
@@ -128,22 +128,22 @@ def prepare_one(setup: Setup, prompt: Any, arguments: dict[str, Any]) -> Prepare
     return found[0]
 
 
-def completed(setup: Setup, requests: Sequence[Prepared], seed: int | None) -> list[Prepared]:
-    """Requests checked against how the instance was made, with their noise and the shapes of forward passes as they are now.
+def completed(setup: Setup, given: Sequence[Prepared], seed: int | None) -> list[Prepared]:
+    """Adds noise and the shapes of forward passes as they are now, and checks all against how the instance was made.
 
     Equal prompts are numbered, different ones differ by their ids: so a prompt is sampled alike alone and in any batch.
-    Without a seed, one is drawn by torch's generator. Raises `InvalidInputError` if greedy requests are given one.
+    Without a seed, one is drawn by torch's generator. Raises `InvalidInputError` if there is one and all are greedy.
     """
     if seed is not None:
         check_seed(seed)
-    sampled = any(one.config.do_sample for one in requests)
+    sampled = any(one.config.do_sample for one in given)
     if not sampled and seed is not None:
         raise InvalidInputError(f"seed={seed} has no effect on greedy generation. Leave it out, or pass do_sample=True.")
     if sampled:
         seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if seed is None else seed)
     shapes = None if setup.shapes is None else setup.shapes_now()
     equal, found = Counter[bytes](), list[Prepared]()
-    for one in requests:
+    for one in given:
         if one.config.do_sample and seed is not None:
             prompt = ",".join(map(str, one.unpadded)).encode()
             found.append(replace(one, seed=seed, noise=noise(seed, equal[prompt], prompt), shapes=shapes))
@@ -167,7 +167,6 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
     ids = torch.tensor([read], dtype=torch.int64, device=known.device)
     if arguments.get("generation_config") is None:
         arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise
-    keeps_cache = CACHE in arguments
     shared = _stateful(arguments) if several else ()
     found: list[Prepared] = []
 
@@ -180,9 +179,20 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Tensor:
-        given = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, known, inputs=model_kwargs)
-        given = replace(given, prompt=prompt, template=template, shared=shared, prediction=prediction, keeps_cache=keeps_cache)
-        found.extend(by_row(target, given, stop_strings))
+        batch = Prepared(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            known,
+            inputs=model_kwargs,
+            prompt=prompt,
+            template=template,
+            keeps_cache=CACHE in arguments,
+            shared=shared,
+            prediction=prediction,
+        )
+        found.extend(by_row(target, batch, stop_strings))
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
     call_generate(target.model, ids, arguments, capture)
@@ -190,16 +200,18 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
 
 
 def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]:
-    """A batch as transformers prepared it, `ids` and `inputs` of (rows, …), as requests of one row each.
-
-    The cache is taken from `inputs`. Processors and criteria are copied for each row, for they may keep a state.
+    """A batch as transformers prepared it, `ids` and `inputs` of (rows, …), row by row, with copies of processors and criteria,
+    for they may keep a state. The cache is taken from `inputs`.
     """
     ids, inputs, known = batch.ids, batch.inputs, batch.traits
     check_prepared(batch.config, ids, inputs, known)
     cache = inputs.pop(CACHE, None)
     known.check_cache(cache)
     inputs.pop("use_cache", None)
-    batch = replace(batch, criteria=with_stop_strings(target.vocabulary, batch.criteria, stop_strings), cache=cache)
+    criteria = batch.criteria
+    if stop_strings is not None:
+        criteria = StoppingCriteriaList([*criteria, StopStrings(target.vocabulary, stop_strings)])
+    batch = replace(batch, criteria=criteria, cache=cache)
     if len(ids) == 1:
         return [batch]
     return [
@@ -207,7 +219,7 @@ def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]
             batch,
             ids=ids[row : row + 1],
             processors=_processors_of_row(batch.processors, row),
-            criteria=_copied(batch.criteria),
+            criteria=_copied(criteria),
             cache=_cache_of_row(cache, row),
             inputs={name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()},
         )
@@ -215,13 +227,8 @@ def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]
     ]
 
 
-def with_stop_strings(vocabulary: Vocabulary, criteria: StoppingCriteriaList, strings: Any) -> StoppingCriteriaList:
-    """Criteria, with one for stop strings if there are some. Raises `InvalidInputError` unless those are texts."""
-    return criteria if strings is None else StoppingCriteriaList([*criteria, StopStrings(vocabulary, strings)])
-
-
 def _taken_prediction(arguments: dict[str, Any]) -> Prediction | None:
-    """The text that the caller expects, or what was made of it for several requests. Raises `InvalidInputError` for others."""
+    """The text that the caller expects, which may be prepared already. Raises `InvalidInputError`."""
     given = arguments.pop("prediction", None)
     if not isinstance(given, str | Prediction | None):
         raise InvalidInputError(f"prediction is {given!r}; it must be a text: what the answer is likely to be.")
@@ -238,21 +245,12 @@ def _taken_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> st
     return configured if given is None else given
 
 
-def _check_copies(arguments: Mapping[str, Any]) -> None:
-    """Raises `UnsupportedArgumentError` for what several prompts can't be given: each needs its own state."""
-    check_arguments(arguments)
-    if CACHE in with_cache_renamed(arguments):
-        raise UnsupportedArgumentError(f"{CACHE} holds one sequence. Call generate once per prompt.")
-    _copied(_stateful(arguments))
-
-
 def _stateful(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The processors and criteria of a call."""
     return (*(arguments.get("logits_processor") or ()), *(arguments.get("stopping_criteria") or ()))
 
 
 def _copied(kept: Any, name: str | None = None) -> Any:
-    """A copy of what may keep a state: a list of logits processors or stopping criteria, or something with a name."""
+    """A copy of something with a name, or of logits processors and stopping criteria. Raises `UnsupportedArgumentError`."""
     try:
         return deepcopy(kept)
     except Exception as error:
@@ -270,7 +268,7 @@ def _cache_of_row(cache: Cache, row: int) -> Cache:
 
 
 def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """Copies of processors. Those of transformers that depend on the batch's rows are changed to depend on this one alone."""
+    """Copies of processors. Those of transformers that depend on the batch's rows depend on this one alone."""
     own: LogitsProcessorList = _copied(processors)
     for processor in own:
         if isinstance(processor, RepetitionPenaltyLogitsProcessor):

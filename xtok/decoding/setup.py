@@ -41,12 +41,11 @@ _UNSTABLE = (
 class Setup:
     """The target, what guesses for it and how much, and how guesses are accepted.
 
-    `names`: those of `drafts`, in order, no two alike. `rejection_budget`: that of guesses which are accepted by rejection
-    sampling: chains of one length, for what is left out of a guess must not depend on it. `accept`: what accepts guesses of
-    sampled sequences by their probabilities; None to accept those that the target draws itself. `stable`: as the caller gave
-    it; `shapes`: the fixed shapes of the target's forward passes, None if they have none. `captures`: whether forward passes
-    become CUDA graphs. `adapter`: a draft's copy that learns. `policy` and `caches` change: what guessing costs and gains,
-    learnt from all sequences, and the KV caches that calls leave to later ones.
+    `names`: those of `drafts`, in order, no two alike. `rejection_budget`: for rejection sampling: chains of one length, for
+    what is left out of a guess must not depend on it. `accept`: accepts guesses of sampled sequences; None to accept those that
+    the target draws itself. `stable`: as the caller gave it; `shapes`: the fixed shapes of the target's forward passes, if any.
+    `captures`: whether forward passes become CUDA graphs. `adapter`: a draft's copy that learns. `policy` and `caches` change:
+    what guessing costs and gains, learnt from all sequences, and the KV caches that calls leave to later ones.
     """
 
     target: Target
@@ -64,10 +63,7 @@ class Setup:
     caches: CachePool
 
     def with_drafts(self, names: Collection[str]) -> "Setup":
-        """The same with some of the drafts alone. Models are shared, what guessing costs and gains is learnt anew.
-
-        Raises `InvalidInputError` for a draft that there isn't.
-        """
+        """As `XTokAssisted.with_drafts`."""
         given = list(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else [None]
         if not all(name in self.names for name in given):
             raise InvalidInputError(f"names is {shown(names)}; the drafts are {list(self.names)}. Give a list of some of them.")
@@ -104,10 +100,7 @@ class Setup:
         return any(isinstance(one, HeadsDrafter) for one in self.drafts)
 
     def positions_beside(self, positions: float = 1, *, prediction: bool = False) -> int:
-        """How many positions of a model's cache a sequence of so many positions may need beside those: for guesses and padding.
-
-        `prediction`: whether the caller gave one.
-        """
+        """How many cache positions a sequence of so many positions may need beside those: for guesses and padding."""
         budget = self.budget
         most = max(64, budget.nodes, 4 * budget.depth * budget.width) if self.drafts or prediction else 1
         if self.shapes is None and not self.captures:
@@ -132,11 +125,7 @@ class Setup:
         return Policy([DraftPolicy() for _ in self.drafts], self.policy.padded, nominal=models)
 
     def check(self, predictions: Sequence[object], *, shared: bool) -> None:
-        """Raises `UnsupportedArgumentError` for requests that this setup can't honour.
-
-        `predictions`: what their callers expect, None if nothing. `shared`: whether their forward passes can be shared, as
-        those of fixed shapes have to be.
-        """
+        """Raises `UnsupportedArgumentError` for what can't be honoured. `shared`: whether all forward passes can be shared."""
         if any(predictions) and self.acceptance == "rejection":
             raise UnsupportedArgumentError(
                 "acceptance='rejection' needs the distribution that guesses are drawn from, and a prediction has none. Leave "
@@ -157,7 +146,7 @@ def padding(shapes: StableShapes | None, *, captures: bool) -> Callable[[int, in
 
 
 def warn_unstable(target: Target, error: XTokError, *, stable: bool | None, stacklevel: int) -> None:
-    """Warn that forward passes can't have fixed shapes, for the reason in `error`. Raises it if they were asked for."""
+    """Warn that forward passes can't have fixed shapes, by reason of `error`. Raises that if they were asked for."""
     if stable:
         raise type(error)(f"{error} Or leave out stable=True, and ids may depend on the batch and the draft.") from error
     message = _UNSTABLE.format(type(target.model).__name__, target.model.dtype, error)

@@ -39,8 +39,8 @@ _RANK, _RATE = 8, 3e-3
 class Adapter:
     """A copy of a draft that learns the target's texts by low-rank matrices (LoRA, Hu et al. 2021, arXiv 2106.09685).
 
-    Laws: what is generated doesn't depend on it. The caller's draft is never changed. Learning takes no more than `SHARE` of
-    the time of the generations that it learns from, and its memory doesn't grow. `draft`: the copy that guesses.
+    Laws: what is generated doesn't depend on it. The caller's draft is never changed. Learning takes at most `SHARE` of the time
+    of the generations that it learns from, and its memory doesn't grow. `draft`: the copy that guesses.
     """
 
     @within(Modes())
@@ -59,10 +59,9 @@ class Adapter:
         self._failed = False
 
     def learn(self, start: str, text: str, seconds: float) -> None:
-        """Take in a text that took `seconds` to generate, and learn for as long as is allowed by now.
+        """Take in a `text` after `start` that took `seconds` to generate, and learn for as long as is allowed by now.
 
-        `start`: the text before it, such as the prompt. If learning fails, it ends, with a `DraftFailedWarning`; guessing goes
-        on.
+        If learning fails, it ends, with a `DraftFailedWarning`; guessing goes on.
         """
         if self._failed or not text or not self._lock.acquire(blocking=False):
             return
@@ -150,11 +149,7 @@ def with_lora(model: PreTrainedModel, rank: int) -> Any:
 
 
 def _sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of `model` that shares its weights."""
-    shared = {id(weight): torch.nn.Parameter(_trainable(weight.detach()), requires_grad=False) for weight in model.parameters()}
-    return deepcopy(model, shared)
-
-
-def _trainable(weight: torch.Tensor) -> torch.Tensor:
-    """The weight, or a copy if it was made in inference mode: gradients don't pass through such a weight."""
-    return weight.clone() if weight.is_inference() else weight
+    """A copy of `model` that shares its weights, but for those made in inference mode: gradients don't pass through them."""
+    weights = {id(weight): weight.detach() for weight in model.parameters()}
+    own = {key: weight.clone() if weight.is_inference() else weight for key, weight in weights.items()}
+    return deepcopy(model, {key: torch.nn.Parameter(weight, requires_grad=False) for key, weight in own.items()})

@@ -17,19 +17,15 @@ from xtok.models.cache_set import Slots
 from xtok.models.forwards import Steps, together
 from xtok.sampling.noise import Noise
 
-__all__ = ["Context", "Draft", "Drafter", "Request"]
-
-
 @dataclass(frozen=True)
 class Context:
     """What a drafter guesses after: the target's ids, their bytes, and how many of those bytes are the prompt's.
 
     `noise`: that under which the target picks, None if it picks greedily. `controls`: how many of the new ids have no bytes.
-    `hidden`: the target's last hidden state at the position after which it picked the last id, (hidden size,); None if it isn't
-    known or no draft reads it.
+    `hidden`: the hidden state from which the target picked the last id, (hidden size,); None if no draft reads it.
 
-    With fixed shapes (`stable`) the last id may be one that isn't committed yet, for the target's next forward pass has to
-    confirm it. One time in a hundred it doesn't: the next context then has another id in its place, and goes on from there.
+    With fixed shapes (`stable`) the last id may be one that isn't committed yet: one time in a hundred the target's next forward
+    pass doesn't confirm it. The next context then has another id in its place, and goes on from there.
     """
 
     ids: Sequence[int]
@@ -42,13 +38,10 @@ class Context:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Anything that guesses."""
+    """Anything that guesses. Whatever it returns or raises, the output stays the target's own."""
 
     def propose(self, context: Context, budget: Budget) -> Tree:
-        """Guess what follows `context`, in the target's ids.
-
-        Whatever it returns or raises, the output stays the target's own: a guess only decides how many picks a forward yields.
-        """
+        """Guess what follows `context`, in the target's ids."""
 
 
 class ModelDrafter(ABC):
@@ -56,10 +49,10 @@ class ModelDrafter(ABC):
 
     @abstractmethod
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """As `propose`, by forwards that it yields."""
+        """As `propose`, by forward passes that it yields."""
 
     def propose(self, context: Context, budget: Budget) -> Tree:
-        """Guess what follows `context`, in the target's ids, by forwards of its own."""
+        """Guess by forward passes of its own."""
         return together([self.guess(context, budget)])[0]
 
 
@@ -67,11 +60,10 @@ class ModelDrafter(ABC):
 class Request:
     """A sequence that is to be drafted, as far as drafters have to know it.
 
-    `vocabulary`: the target's. `samples`: whether the target draws. `independent`: guesses are to be draws of noise of their
-    own, with their distributions, for speculative sampling. `end`: the target's end of text. `warpers`: what shapes
-    distributions in any vocabulary. `prompt`: a text, a chat, or None if the target was given ids. `template`: the arguments
-    of a chat's template. `model`: the target, for what shares its layers; None if there is none at hand. `slots`: the
-    sequence's cache slots in all models.
+    `vocabulary`, `end`: the target's, and its end of text. `samples`: whether the target draws. `independent`: guesses are to be
+    draws of noise of their own, with their distributions, for speculative sampling. `warpers`: what shapes distributions in any
+    vocabulary. `prompt`: a text, a chat, or None if the target was given ids; `template`: the arguments of a chat's template.
+    `model`: the target, if there is one at hand. `slots`: the sequence's cache slots in all models.
     """
 
     vocabulary: Vocabulary
@@ -87,7 +79,7 @@ class Request:
 
     @property
     def shapes(self) -> LogitsProcessorList:
-        """What a draft's distribution is shaped by: nothing if the target picks greedily."""
+        """What shapes a draft's distribution: nothing if the target picks greedily."""
         return self.warpers if self.samples and self.warpers is not None else LogitsProcessorList()
 
 

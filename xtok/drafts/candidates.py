@@ -19,9 +19,7 @@ _IDS = 8
 
 def _table(projected: Projection, draft_size: int, target_size: int) -> tuple[Tensor, Tensor]:
     """The ids of the target onto which each id of the draft is projected, int64, and their weights, float32: (draft_size, 8)
-    each.
-
-    `draft_size`, `target_size`: how many ids the models have. Rows are filled up with the id `target_size`, of weight 0.
+    each. Rows are filled up with the id `target_size`, of weight 0.
     """
     order = torch.argsort(projected.target_ids, stable=True)
     order = order[torch.argsort(projected.weights[order], descending=True, stable=True)]
@@ -40,9 +38,7 @@ class Candidates:
     """Takes distributions over a draft's ids to the target's ids. It is made once for a pair; nothing in it changes."""
 
     def __init__(self, projected: Projection, size: int, keys: Tensor, ends: Iterable[int], target_end: int | None) -> None:
-        """Make the tables of a pair.
-
-        `size`: how many ids the draft has. `keys`: those of the target's ids for noise, (vocabulary,), int64, on the draft's
+        """`size`: how many ids the draft has. `keys`: those of the target's ids for noise, (vocabulary,), int64, on the draft's
         device. `ends`: the draft's ids that end a text; they are taken to `target_end`, if there is one.
         """
         ids, weights = _table(projected, size, len(keys))
@@ -61,9 +57,8 @@ class Candidates:
         """The target's ids that are likeliest to be drawn, int64, and how likely, falling: (rows, few) each.
 
         An id may come several times; then it is as likely as all of them together (`summed`). `ids`, `probabilities`: of the
-        draft, int64 and float32, (rows, ids) each, falling; if `ids` is None, probabilities of all ids, (rows, draft's
-        vocabulary). `noise` takes keys, (ids,) or (rows, ids), to exponential noise, (rows, ids); if it is None, the target
-        picks greedily, and the most probable ids come first.
+        draft, int64 and float32, (rows, ids) each, falling; if `ids` is None, of all its ids. `noise` takes keys, (ids,) or
+        (rows, ids), to exponential noise, (rows, ids); None if the target picks greedily.
         """
         seen: Any = slice(None) if ids is None else ids
         likely, own = (probabilities, ids) if ids is not None else largest(probabilities, _LENGTHENED)
@@ -78,10 +73,7 @@ class Candidates:
         return tokens, best / wins.sum(dim=-1, keepdim=True)
 
     def distribution(self, ids: Tensor | None, probabilities: Tensor) -> Distribution:
-        """The distribution over the target's ids that belongs to one over the draft's.
-
-        `ids`, `probabilities`: of the draft, (ids,) each; if `ids` is None, probabilities of all ids, (draft's vocabulary,).
-        """
+        """The distribution over the target's ids for the draft's `probabilities` of `ids`, (ids,) each; None: of all its ids."""
         first, longer, weights, more = self._first, self._longer, self._first_weights, self._longer_weights
         if ids is not None:
             first, longer, weights, more = first[ids], longer[ids], weights[ids], more[ids]

@@ -1,7 +1,9 @@
 """Texts in which continuations are looked up."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from os.path import commonprefix
 
 import numpy as np
 
@@ -28,10 +30,8 @@ class Corpus:
         self._positions = _sorted_suffixes(np.frombuffer(self._reversed, dtype=np.uint8))
 
     def continuations(self, end: bytes, size: int, count: int) -> tuple[int, list[tuple[bytes, float]]]:
-        """The likeliest `count` continuations after occurrences of `end`, with at most `size` bytes each.
-
-        Returns how many of the last bytes of `end` agree, and the continuations, each with the share of occurrences that it
-        follows.
+        """How many of the last bytes of `end` occur, and the likeliest `count` continuations of that, of at most `size` bytes, each
+        with the share of occurrences that it follows.
         """
         wanted = end[-_DEPTH:][::-1]
         agreeing = self._agreeing(wanted)
@@ -39,28 +39,21 @@ class Corpus:
             return 0, []
         first, last = (self._insertion(wanted[:agreeing] + tail) for tail in (b"", b"\xff" * _DEPTH))
         positions = self._positions[np.unique(np.linspace(first, last - 1, min(_LOOKED, last - first)).astype(np.int64))]
-        found = [self._after(len(self._data) - int(position), size) for position in positions]
+        starts = [len(self._data) - int(position) for position in positions]
+        found = [self._data[start : start + size].partition(_GAP)[0] for start in starts]
         counts = Counter(text[:_SAME] for text in found if text)
         whole = {text[:_SAME]: text for text in found}
         return agreeing, [(whole[start], times / len(found)) for start, times in counts.most_common(count)]
-
-    def _after(self, position: int, size: int) -> bytes:
-        """The next `size` bytes, up to the end of the text that the position is in."""
-        return self._data[position : position + size].partition(_GAP)[0]
 
     def _agreeing(self, wanted: bytes) -> int:
         """How many bytes agree at the best position, which is a neighbour of the one at which `wanted` would be inserted."""
         at = self._insertion(wanted)
         near = (self._at(i, len(wanted)) for i in (at - 1, at) if 0 <= i < len(self._positions))
-        return max((_common(found, wanted) for found in near), default=0)
+        return max((len(commonprefix([found, wanted])) for found in near), default=0)
 
     def _insertion(self, wanted: bytes) -> int:
         """How many positions sort before `wanted`."""
-        low, high = 0, len(self._positions)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._at(middle, len(wanted)) < wanted else (low, middle)
-        return low
+        return bisect_left(range(len(self._positions)), wanted, key=lambda i: self._at(i, len(wanted)))
 
     def _at(self, index: int, size: int) -> bytes:
         start = int(self._positions[index])
@@ -88,8 +81,3 @@ def _sorted_suffixes(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> "np.
         following[: max(0, len(data) - known)] = ranks[known:] + np.uint64(1)
         keys = ranks * np.uint64(len(data) + 1) + following
         known *= 2
-
-
-def _common(one: bytes, other: bytes) -> int:
-    """How many of their first bytes are equal."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -26,10 +26,9 @@ _TIED = 1e-6
 
 @dataclass
 class _Guess(Path):
-    """A guessed text in the draft's tokens.
+    """A guessed text in the draft's tokens, of which `token` is the last.
 
-    `given`: bytes that the context already has; `written` begins with them, as soon as it is long enough. `token`: the draft's
-    last token. `ended`: the draft ends its text here.
+    `given`: bytes that the context already has; `written` begins with them, as soon as it is long enough.
     """
 
     given: bytes = b""
@@ -38,7 +37,7 @@ class _Guess(Path):
 
     @property
     def is_open(self) -> bool:
-        """Whether the draft can continue it."""
+        """Whether the draft doesn't end its text here."""
         return not self.ended
 
     @property
@@ -88,7 +87,7 @@ class CrossTokenizerDrafter(ModelDrafter):
     def _first(self, pending: bytes, chained: bool) -> Steps[list[_Guess]]:
         """The first tokens of guesses: after the context's last token, and in place of it. A chain has the likeliest alone.
 
-        All guesses begin with `pending`, the bytes of a character that the context leaves unfinished.
+        `pending`: the bytes of a character that the context leaves unfinished.
         """
         logits = yield from self._reader.logits(rows=min(2, self._reader.size))
         rows = logits.float() * SHARPNESS
@@ -123,10 +122,8 @@ class CrossTokenizerDrafter(ModelDrafter):
     def _children(
         self, logits: Tensor, guesses: list[_Guess], count: int, probabilities: Tensor | None = None
     ) -> Steps[list[list[_Guess]]]:
-        """The `count` likeliest continuations of each guess by its row of `logits`.
-
-        `logits`: (guesses, vocabulary), float32. `probabilities`: those of the guesses, (guesses,), if they are still on the
-        device.
+        """The `count` likeliest continuations of each guess by `logits`, (guesses, vocabulary), float32. `probabilities`: those of
+        the guesses, (guesses,), if they are still on the device.
         """
         missing = [guess.given[len(guess.written) :] for guess in guesses]
         allowed = [
@@ -155,14 +152,14 @@ class CrossTokenizerDrafter(ModelDrafter):
 
     @staticmethod
     def _only(logits: Tensor, allowed: Sequence[int]) -> Tensor:
-        """Logits, (vocabulary,), with -inf for all ids but `allowed` ones; those that the model lacks are left out."""
+        """Logits, (vocabulary,), with -inf for all ids but `allowed` ones, some of which the model may lack."""
         ids = torch.tensor([token for token in allowed if token < len(logits)], dtype=torch.int64, device=logits.device)
         only = torch.full_like(logits, -torch.inf)
         only[ids] = logits[ids]
         return only
 
     def _tree(self, context: Context, guesses: list[_Guess], budget: Budget) -> Tree:
-        """The tree of the target's ids for the likeliest texts that guesses add."""
+        """The likeliest texts that guesses add, in the target's ids."""
         probabilities: dict[tuple[bytes, bool], float] = {}
         for guess in guesses:
             if len(guess.written) >= len(guess.given):

@@ -21,10 +21,10 @@ _MOST_LOST = 0.5
 
 @dataclass(frozen=True)
 class WrittenText:
-    """A text that the target wrote after `start`, a beginning of a prompt.
+    """A text that the target wrote after `start`, the beginning of a prompt.
 
-    `ids`: the target's, which decode to `text`. `likeliest`, int64, `probabilities`, float32, (ids, few): for each of them, the
-    few likeliest ids at its position and the target's own probabilities of those, at temperature 1.
+    `ids`: the target's, which decode to `text`. `likeliest`, int64, `probabilities`, float32, (ids, few): the likeliest ids at
+    the position of each, and the target's own probabilities of those, at temperature 1.
     """
 
     start: str
@@ -38,9 +38,8 @@ class WrittenText:
 class Example:
     """A text in the draft's ids.
 
-    `input_ids`: (ids,), int64. `labels`: (ids,), int64: the id itself if the target wrote it, else `IGNORED`. `likeliest`,
-    int64, `probabilities`, float32, (ids, few): if an id of the target begins at the same byte as the draft's id, the
-    distribution from which the target picked it; otherwise zeros.
+    `input_ids`, `labels`, the id itself if the target wrote it, else `IGNORED`: (ids,), int64. `likeliest`, int64,
+    `probabilities`, float32, (ids, few): those of the target's id that begins at the same byte; zeros if none does.
     """
 
     input_ids: Tensor
@@ -50,24 +49,19 @@ class Example:
 
 
 def training_examples(draft: DraftModel, target: TokenBytes, texts: Sequence[WrittenText]) -> list[Example]:
-    """Texts of the target as the draft reads them while it guesses. It learns only what the target wrote.
+    """Texts of the target as the draft reads them while it guesses; `target`: the bytes of its ids.
 
     A text that the draft's tokenizer can't write, or rewrites, is left out. Raises `InvalidInputError` if those are most texts.
-    `target`: the target's tokenizer.
     """
+    encoder = draft.vocabulary.encoder
     texts = [one for one in texts if one.text]
-    writable = [one for one in texts if _can_write(draft, one)]
+    writable = [one for one in texts if encoder.view.to_bytes(encoder.ids(one.start + one.text)).endswith(one.text.encode())]
     if len(writable) < max(1, len(texts) * _MOST_LOST):
         raise InvalidInputError(
             f"The draft's tokenizer can write {len(writable)} of {len(texts)} texts of the target. Use another draft: one made "
             "for this language and script. `xtok inspect` names the characters that are lost."
         )
     return [_example(draft, target, one) for one in writable]
-
-
-def _can_write(draft: DraftModel, one: WrittenText) -> bool:
-    ids = draft.vocabulary.encoder.ids(one.start + one.text)
-    return draft.vocabulary.encoder.view.to_bytes(ids).endswith(one.text.encode())
 
 
 def _example(draft: DraftModel, target: TokenBytes, one: WrittenText) -> Example:
@@ -92,10 +86,7 @@ def _example(draft: DraftModel, target: TokenBytes, one: WrittenText) -> Example
 
 
 def _indices_by_bytes_left(target: TokenBytes, one: WrittenText) -> dict[int, int]:
-    """The index of each of the target's ids, by how many bytes of the text are left where it begins.
-
-    It is empty if the ids decode to another text.
-    """
+    """The index of each of the target's ids, by how many bytes of the text are left at it; none if they decode to another text."""
     text, data = one.text.encode(), b"".join(target[token] or b"" for token in one.ids)
     if not data.startswith(text):
         return {}

@@ -19,12 +19,10 @@ from xtok.results.trace import Committed, Token, WrittenRound, round_tokens, wri
 class Generation:
     """What a prompt was answered with.
 
-    `finish_reason` is "length" if a limit of length or time ended the text, else "stop". `rounds`: what happened.
-    `seed` gives the texts of a call again, with any draft or none; it is None for greedy ones.
-    `scores` and `logits`, one of shape (1, vocabulary) per new id: if `return_dict_in_generate` and `output_scores`
-    or `output_logits` ask for them.
-    `drafts`: their names; rounds give them by their indices here. `pieces`: the bytes of each new id, none for a control
-    token. `spelled`: those of guessed ids.
+    `finish_reason` is "length" if a limit of length or time ended the text, else "stop". `seed` gives the texts of a call
+    again, with any draft or none; it is None for greedy ones. `scores`, `logits`: (1, vocabulary) for each new id, if
+    `return_dict_in_generate` and `output_scores` or `output_logits` ask for them. `drafts`: names, to which the indices in
+    `rounds` refer. `pieces`: the bytes of each new id, none for a control token. `spelled`: those of guessed ids.
     """
 
     text: str
@@ -45,10 +43,7 @@ class Generation:
 
     @property
     def tokens(self) -> list[Token]:
-        """The new tokens, and who each is from.
-
-        Law: their texts joined are `text`.
-        """
+        """The new tokens, and who each is from. Law: their texts joined are `text`."""
         return [token for _, tokens in round_tokens(self._committed(), self.drafts) for token in tokens]
 
     @property
@@ -57,7 +52,7 @@ class Generation:
         for one, tokens in round_tokens(self._committed(), self.drafts):
             yield written_round(one, tokens, self.drafts, lambda token: self.spelled.get(token, b""))
 
-    def _committed(self) -> Iterator["Committed"]:
+    def _committed(self) -> Iterator[Committed]:
         end = 0
         for one in self.rounds:
             start, end = end, end + one.committed
@@ -66,8 +61,7 @@ class Generation:
     def to_dict(self) -> dict[str, Any]:
         r"""All but `scores` and `logits`, in values that JSON has. Bytes that are no whole characters are written as `\xe3`.
 
-        A round's `guessed` is a tree: a guess's `parent` is the number of an earlier one, or -1. `right`: the numbers of
-        those that came true, in order.
+        A round's `guessed` is a tree: a guess's `parent` is the number of an earlier one, or -1. `right`: numbers of guesses.
         """
         return {
             "text": self.text,
@@ -90,7 +84,7 @@ class Generation:
         }
 
     def save_trace(self, file: str | PathLike[str]) -> None:
-        """Write `to_dict` to a file, as JSON."""
+        """Write `to_dict` to a file as JSON."""
         Path(file).write_text(json.dumps(self.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
 
     def to_html(self) -> str:
@@ -98,7 +92,6 @@ class Generation:
         return page(self.to_dict())
 
     def _repr_html_(self) -> str:
-        """As `to_html`, for notebooks."""
         return frame(self.to_dict())
 
 

@@ -1,7 +1,7 @@
 """What transformers' `generate` hands back, and what it hands to a streamer."""
 
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any
 
 import torch
@@ -15,23 +15,15 @@ from xtok.models.cached_model import CachedModel
 
 
 def columns(sequences: list[Sequence], sent: int) -> Iterator[Tensor]:
-    """The new ids of all rows, (rows,), one position after another from `sent` on, as far as all rows have theirs.
-
-    Rows that have ended are filled up with padding.
+    """The new ids of all rows, (rows,), one position after another from `sent` on, as far as all rows have theirs or have
+    ended, which are filled up with padding.
     """
-    while (column := _column(sequences, sent)) is not None:
-        yield column
-        sent += 1
-
-
-def _column(sequences: list[Sequence], index: int) -> Tensor | None:
-    """The new ids of all rows at `index`, with padding for those that ended; None if one is to come, or all have ended."""
-    rows = [one.new_ids for one in sequences]
-    ended = [one.finish_reason is not None and len(row) <= index for one, row in zip(sequences, rows, strict=True)]
-    if all(ended) or any(len(row) <= index and not end for row, end in zip(rows, ended, strict=True)):
-        return None
-    column = [_pad(one.config) if end else row[index] for one, row, end in zip(sequences, rows, ended, strict=True)]
-    return torch.tensor(column, dtype=torch.int64, device="cpu")
+    rows = [(one.new_ids, one) for one in sequences]
+    for i in count(sent):
+        if all(len(ids) <= i for ids, _ in rows) or any(len(ids) <= i and one.finish_reason is None for ids, one in rows):
+            return
+        column = [ids[i] if i < len(ids) else _pad(one.config) for ids, one in rows]
+        yield torch.tensor(column, dtype=torch.int64, device="cpu")
 
 
 def _pad(config: GenerationConfig) -> int:

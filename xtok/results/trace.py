@@ -19,8 +19,8 @@ class Token(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """A guessed token. `parent`: the number of the guess before it, or -1. `probability`: what the draft gives it, and all
-    before it; None if it gives none. `draft`: who guessed it; None for a pick that the round before carried over.
+    """A guessed token. `parent`: the number of the guess before it, or -1. `probability`: the draft's, of it and all before it,
+    if it gives one. `draft`: who guessed it; None for a token carried over from the round before.
     """
 
     id: int
@@ -31,16 +31,13 @@ class Guess(NamedTuple):
 
 
 class WrittenRound(NamedTuple):
-    """One forward of the target: the `tokens` that it committed, what was guessed, and the numbers of the guesses that came
-    true, each after the one before it.
-    """
+    """One forward pass of the target: its new `tokens`, the guesses, and the numbers of those that were `right`, in order."""
 
     tokens: list[Token]
     guesses: list[Guess]
     right: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """In values that JSON has."""
         return {
             "tokens": [token._asdict() for token in self.tokens],
             "guessed": [guess._asdict() for guess in self.guesses],
@@ -82,17 +79,13 @@ def round_tokens(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator
 
 
 def written_round(one: Round, tokens: list[Token], drafts: Sequence[str], bytes_of: Callable[[int], bytes]) -> WrittenRound:
-    """A round with the tokens that came of it."""
-    return WrittenRound(tokens, _guessed(one, drafts, bytes_of), one.right)
-
-
-def _guessed(one: Round, drafts: Sequence[str], bytes_of: Callable[[int], bytes]) -> list[Guess]:
-    r"""What was guessed in a round. Bytes that are no whole characters are written as `\xe3`."""
+    r"""A round with its tokens and all that was guessed. Bytes that are no whole characters are written as `\xe3`."""
     probabilities = one.tree.probabilities or [None] * len(one.tree)
-    return [
+    guesses = [
         Guess(token, bytes_of(token).decode(errors="backslashreplace"), parent, probability, _name(drafts, draft))
         for token, parent, probability, draft in zip(one.tree.tokens, one.tree.parents, probabilities, one.drafts, strict=True)
     ]
+    return WrittenRound(tokens, guesses, one.right)
 
 
 def _name(drafts: Sequence[str], draft: int | None) -> str | None:
