@@ -39,8 +39,8 @@ _RANK, _RATE = 8, 3e-3
 class Adapter:
     """A copy of a draft that learns the target's texts by low-rank matrices (LoRA, Hu et al. 2021, arXiv 2106.09685).
 
-    Laws: what is generated doesn't depend on it. The caller's draft is never changed. Learning takes at most `SHARE` of the time
-    of the generations that it learns from, and its memory doesn't grow. `draft`: the copy that guesses.
+    Laws: what is generated doesn't depend on it. The caller's draft is never changed. Learning takes at most `SHARE` of the
+    time of the generations that it learns from, and its memory doesn't grow. `draft`: the copy that guesses.
     """
 
     @within(Modes())

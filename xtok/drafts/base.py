@@ -17,6 +17,7 @@ from xtok.models.cache_set import Slots
 from xtok.models.forwards import Steps, together
 from xtok.sampling.noise import Noise
 
+
 @dataclass(frozen=True)
 class Context:
     """What a drafter guesses after: the target's ids, their bytes, and how many of those bytes are the prompt's.
@@ -24,8 +25,8 @@ class Context:
     `noise`: that under which the target picks, None if it picks greedily. `controls`: how many of the new ids have no bytes.
     `hidden`: the hidden state from which the target picked the last id, (hidden size,); None if no draft reads it.
 
-    With fixed shapes (`stable`) the last id may be one that isn't committed yet: one time in a hundred the target's next forward
-    pass doesn't confirm it. The next context then has another id in its place, and goes on from there.
+    With fixed shapes (`stable`) the last id may be one that isn't committed yet: one time in a hundred the target's next
+    forward pass doesn't confirm it. The next context then has another id in its place, and goes on from there.
     """
 
     ids: Sequence[int]
@@ -60,10 +61,10 @@ class ModelDrafter(ABC):
 class Request:
     """A sequence that is to be drafted, as far as drafters have to know it.
 
-    `vocabulary`, `end`: the target's, and its end of text. `samples`: whether the target draws. `independent`: guesses are to be
-    draws of noise of their own, with their distributions, for speculative sampling. `warpers`: what shapes distributions in any
-    vocabulary. `prompt`: a text, a chat, or None if the target was given ids; `template`: the arguments of a chat's template.
-    `model`: the target, if there is one at hand. `slots`: the sequence's cache slots in all models.
+    `vocabulary`, `end`: the target's, and its end of text. `samples`: whether the target draws. `independent`: guesses are to
+    be draws of noise of their own, with their distributions, for speculative sampling. `warpers`: what shapes distributions in
+    any vocabulary. `prompt`: a text, a chat, or None if the target was given ids; `template`: the arguments of a chat's
+    template. `model`: the target, if there is one at hand. `slots`: the sequence's cache slots in all models.
     """
 
     vocabulary: Vocabulary

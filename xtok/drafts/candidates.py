@@ -73,7 +73,7 @@ class Candidates:
         return tokens, best / wins.sum(dim=-1, keepdim=True)
 
     def distribution(self, ids: Tensor | None, probabilities: Tensor) -> Distribution:
-        """The distribution over the target's ids for the draft's `probabilities` of `ids`, (ids,) each; None: of all its ids."""
+        """The distribution over the target's ids for the draft's `probabilities` of `ids`, (ids,) each, or of all its ids."""
         first, longer, weights, more = self._first, self._longer, self._first_weights, self._longer_weights
         if ids is not None:
             first, longer, weights, more = first[ids], longer[ids], weights[ids], more[ids]

@@ -30,8 +30,8 @@ class Corpus:
         self._positions = _sorted_suffixes(np.frombuffer(self._reversed, dtype=np.uint8))
 
     def continuations(self, end: bytes, size: int, count: int) -> tuple[int, list[tuple[bytes, float]]]:
-        """How many of the last bytes of `end` occur, and the likeliest `count` continuations of that, of at most `size` bytes, each
-        with the share of occurrences that it follows.
+        """How many of the last bytes of `end` occur, and the likeliest `count` continuations of that, of at most `size` bytes,
+        each with the share of occurrences that it follows.
         """
         wanted = end[-_DEPTH:][::-1]
         agreeing = self._agreeing(wanted)
@@ -49,7 +49,7 @@ class Corpus:
         """How many bytes agree at the best position, which is a neighbour of the one at which `wanted` would be inserted."""
         at = self._insertion(wanted)
         near = (self._at(i, len(wanted)) for i in (at - 1, at) if 0 <= i < len(self._positions))
-        return max((len(commonprefix([found, wanted])) for found in near), default=0)
+        return max((len(commonprefix([found, wanted])) for found in near), default=0)  # noqa: RUF071  (bytes, no paths)
 
     def _insertion(self, wanted: bytes) -> int:
         """How many positions sort before `wanted`."""

@@ -122,8 +122,8 @@ class CrossTokenizerDrafter(ModelDrafter):
     def _children(
         self, logits: Tensor, guesses: list[_Guess], count: int, probabilities: Tensor | None = None
     ) -> Steps[list[list[_Guess]]]:
-        """The `count` likeliest continuations of each guess by `logits`, (guesses, vocabulary), float32. `probabilities`: those of
-        the guesses, (guesses,), if they are still on the device.
+        """The `count` likeliest continuations of each guess by `logits`, (guesses, vocabulary), float32. `probabilities`: those
+        of the guesses, (guesses,), if they are still on the device.
         """
         missing = [guess.given[len(guess.written) :] for guess in guesses]
         allowed = [

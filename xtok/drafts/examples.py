@@ -86,7 +86,7 @@ def _example(draft: DraftModel, target: TokenBytes, one: WrittenText) -> Example
 
 
 def _indices_by_bytes_left(target: TokenBytes, one: WrittenText) -> dict[int, int]:
-    """The index of each of the target's ids, by how many bytes of the text are left at it; none if they decode to another text."""
+    """Indices of the target's ids, by how many bytes of the text are left at each; none if they decode to another text."""
     text, data = one.text.encode(), b"".join(target[token] or b"" for token in one.ids)
     if not data.startswith(text):
         return {}

@@ -15,12 +15,11 @@ class _Shared:
         self._drafter = drafter
 
     def start(self, request: Request) -> Drafter:
-        """The drafter itself."""
         return self._drafter
 
 
 def as_draft(given: Draft | Drafter) -> Draft:
-    """The draft that starts drafters. A drafter given as it is serves all sequences."""
+    """A draft as it is; for a drafter, a draft whose sequences all share it."""
     return _Shared(given) if isinstance(given, Drafter) else given
 
 
@@ -30,7 +29,7 @@ def is_drafting(given: Any) -> bool:
 
 
 def without_a_model() -> list[Draft]:
-    """The drafts that guess beside a draft model, or without one: by the text, and by the target's earlier predictions."""
+    """The drafts that guess beside a draft model, or without one."""
     return [PromptLookup(), TokenRecycling()]
 
 

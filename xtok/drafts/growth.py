@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import isnan
 from typing import Any, TypeVar
 
@@ -33,11 +34,10 @@ drawn. Of temperatures from 0.5 to 1.25, 0.6 was measured to be best.
 
 @dataclass
 class Path:
-    """A guessed continuation of the context.
+    """A guessed continuation of the context, with the bytes `written`.
 
-    `probability`: how probable it is. `kept`: how probable it is that it is right and none of its known continuations is.
-    `parent`: the node of the draft's cache that its last token continues, as for `CachedModel.branch`. `written`: its bytes.
-    `confidence`: the probability of its last token alone, if all before it is right.
+    `parent`: the node of the draft's cache that its last token continues. `confidence`: the probability of its last token
+    alone, if all before it is right. `kept`: the probability that it is right and none of its known continuations is.
     """
 
     probability: float
@@ -67,11 +67,10 @@ AnyPath = TypeVar("AnyPath", bound=Path)
 
 
 def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | None, Tensor]:
-    """The likeliest ids of each row, int64, and their probabilities after `warpers`, float32: (rows, ids) each.
+    """The likeliest ids of each row of `logits`, int64, and their probabilities after `warpers`, float32: (rows, ids) each.
 
-    `logits`: (rows, vocabulary). The ids are None for all ids in their order. Of large vocabularies, and of distributions that
-    warpers cut, they are some of the likeliest, falling: a guess may be approximate, and a pass over the whole vocabulary in
-    every row would take longer than the draft's forward pass.
+    The ids are None for all ids in their order. Of large vocabularies, and of distributions that warpers cut, they are some of
+    the likeliest, falling: a pass over the whole vocabulary in every row would take longer than the draft's forward pass.
     """
     ids, values = None, logits
     if logits.shape[1] > _SMALL or any(type(one) is not TemperatureLogitsWarper for one in warpers):
@@ -81,7 +80,7 @@ def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | No
 
 
 def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int = PICK) -> list[int]:
-    """The states of the target's noise after each guess, one number each."""
+    """The state of the target's noise after each guess."""
     assert context.noise is not None
     offset, at = len(context.data) - context.prompt_size, context.noise.at
     return [at(offset + len(guess.written), context.controls + guess.controls, purpose) for guess in guesses]
@@ -105,10 +104,8 @@ def as_lists(meter: Meter, *parts: Tensor) -> Steps[list[list[Any]]]:
 
 
 def check_numbers(logits: Tensor, probabilities: Sequence[Sequence[float]]) -> None:
-    """Raises `ArithmeticError` if the likeliest of `probabilities` are NaN because some `logits` are NaN or infinite.
-
-    `logits`: (rows, vocabulary). Otherwise a draft with such logits (after an overflow in half precision, say) would seem to
-    have no guesses.
+    """Raises `ArithmeticError` if the likeliest of `probabilities` are NaN because some `logits`, (rows, vocabulary), are NaN
+    or infinite, after an overflow in half precision, say: such a draft would seem to have no guesses.
     """
     if any(isnan(one) for row in probabilities for one in row[:1]) and not bool(logits.max() < torch.inf):
         raise ArithmeticError("its logits hold NaN or infinity; load it in another precision, or use another one")
@@ -119,8 +116,8 @@ def next_ids(
 ) -> Steps[list[list[IdPath]]]:
     """The continuations of each guess by its likeliest next ids, under the target's noise if it samples.
 
-    `ids`: candidates after each guess, ids of the target, int64, (guesses, ids). `conditionals`: their probabilities, float32,
-    of the same shape. `keys`: those of the target's ids for noise, (vocabulary,), int64. `view`: the target's.
+    `ids`: candidates after each guess, int64, (guesses, ids). `conditionals`: their probabilities, float32, of the same shape.
+    `keys`: those of all ids for noise, (vocabulary,), int64. `view`: their bytes.
     """
     if context.noise is not None:
         conditionals = conditionals / noise_after(context, front, keys[ids])
@@ -135,14 +132,14 @@ def next_ids(
 
 
 def child(context: Context, view: TokenBytes, guess: IdPath, conditional: float, token: int) -> IdPath:
-    """A guess that continues another by an id of the target, whose probability is `conditional` if that guess is right."""
+    """The guess continued by `token`, whose probability is `conditional` if the guess is right."""
     piece = view.to_bytes([token], before=guess.written or context.data)
     ids, controls = (*guess.ids, token), guess.controls + (not piece)
     return IdPath(guess.probability * conditional, -1, guess.written + piece, conditional, ids=ids, controls=controls)
 
 
 def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
-    """The tree of the likeliest ids of some guesses, as many as the budget allows."""
+    """The tree of the likeliest ids that the budget allows."""
     trie = Trie()
     for guess in guesses:
         trie.add(guess.ids[: budget.longest], guess.kept)
@@ -152,27 +149,21 @@ def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
 def grown(
     first: list[AnyPath], budget: Budget, expand: Callable[[list[AnyPath]], Steps[Sequence[Sequence[AnyPath]]]]
 ) -> Steps[list[AnyPath]]:
-    """All guesses that grow from the guesses `first`, as far as the budget allows, those included.
+    """The guesses `first`, and all that grow from them as far as the budget allows.
 
     `expand` gives the continuations of each of some guesses, by one forward pass of the draft.
     """
-    found, level = list(first), 1
-
-    def is_open(path: AnyPath) -> bool:
-        return path.is_open and path.confidence >= budget.confidence
-
-    waiting = sorted(filter(is_open, first), key=_falling)
-    while count := budget.expanded(level, [path.probability for path in waiting]):
-        front, waiting = waiting[:count], waiting[count:]
+    found, new, waiting = list(first), first, list[AnyPath]()
+    for level in count(1):
+        waiting += [path for path in new if path.is_open and path.confidence >= budget.confidence]
+        waiting.sort(key=lambda path: -path.probability)
+        size = budget.expanded(level, [path.probability for path in waiting])
+        if not size:
+            break
+        front, waiting = waiting[:size], waiting[size:]
         continued = yield from expand(front)
         for path, children in zip(front, continued, strict=True):
             path.kept = max(0.0, path.probability - sum(child.probability for child in children))
-            waiting += filter(is_open, children)
-            found += children
-        waiting.sort(key=_falling)
-        level += 1
+        new = [child for children in continued for child in children]
+        found += new
     return found
-
-
-def _falling(path: Path) -> float:
-    return -path.probability

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
@@ -28,10 +28,10 @@ from xtok.models.modes import Modes, within
 
 
 class Heads(nn.Module):
-    """Residual blocks on a target's last hidden state h, one for each further token: h + SiLU(W h + b).
+    """Residual blocks on a target's last hidden state h, one for each further token: h + SiLU(W h + b) (Medusa, Cai et al.
+    2024, arXiv 2401.10774). The target's own output embedding turns their outputs into logits. Untrained, each gives h.
 
-    (Medusa, Cai et al. 2024, arXiv 2401.10774.) The target's own output embedding turns their outputs into logits, so they are
-    small: weights W of (count, size, size) and b of (count, size), with the hidden size `size`. Untrained, each gives h.
+    `weight`, W: (count, size, size) and `bias`, b: (count, size), with the hidden size `size`.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -46,10 +46,8 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True)
 class HeadsInfo:
-    """Which target heads were trained for, and how accurate they are.
-
-    `target`: the last part of its name. `vocabulary`: a digest of the bytes of its ids. `accuracy`: how often the first,
-    second, … guess of each head was right, (heads, ranks).
+    """Which target heads were trained for, and how accurate they are. `target`: the last part of its name. `vocabulary`: a
+    digest of the bytes of its ids. `accuracy`: how often the first, second, … guess of each head was right, (heads, ranks).
     """
 
     target: str
@@ -59,14 +57,11 @@ class HeadsInfo:
 
 
 class HeadsDrafter:
-    """Guesses by heads that `xtok train-heads` trained for the target.
-
-    It needs no further model, but heads trained for each target. One object may serve several instances and threads.
-    """
+    """Guesses by heads that `xtok train-heads` trained for the target. One object may serve several instances and threads."""
 
     @within(Modes())
     def __init__(self, file: str | PathLike[str]) -> None:
-        """Raises `InvalidInputError` for a file that holds no heads. Whether they fit a target, `check` tells later."""
+        """Raises `InvalidInputError` for a file that holds no heads."""
         try:
             self.file = Path(file)
         except TypeError as error:
@@ -99,26 +94,19 @@ class HeadsDrafter:
                 )
 
     def start(self, request: Request) -> "HeadsGuesser":
-        """A drafter for one sequence of the target that the heads were trained for, `request.model`."""
+        """A drafter for one sequence of `request.model`, for which the heads were trained."""
         check_request(request)
         if request.model is None:
             raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
-        device, head = device_of(request.model), output_embeddings(request.model)
-        heads = self._placed(device, request.model.dtype)
-        keys = request.vocabulary.keys.to(device)
-        return HeadsGuesser(heads, keys, head, request.vocabulary.view, request.meter, request.shapes)
-
-    def _placed(self, device: torch.device, dtype: torch.dtype) -> Heads:
-        if (device, dtype) not in self._copies:
-            self._copies[device, dtype] = deepcopy(self.heads).to(device, dtype)
-        return self._copies[device, dtype]
+        head, place = output_embeddings(request.model), (device_of(request.model), request.model.dtype)
+        if place not in self._copies:
+            self._copies[place] = deepcopy(self.heads).to(*place)
+        keys = request.vocabulary.keys.to(place[0])
+        return HeadsGuesser(self._copies[place], keys, head, request.vocabulary.view, request.meter, request.shapes)
 
 
 def _check_shapes(weight: Tensor, bias: Tensor) -> None:
-    """Raises `ValueError` unless `weight` is (heads, size, size) and `bias` (heads, size), both floating point.
-
-    This is checked before any memory is taken, since a file may claim any shape.
-    """
+    """Raises `ValueError` unless both have the shapes of `Heads`: memory is taken by them, and a file may claim any."""
     count, size = bias.shape if bias.dim() == 2 else (0, 0)
     if not count or not size or weight.shape != (count, size, size):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, bias {tuple(bias.shape)}")
@@ -127,10 +115,7 @@ def _check_shapes(weight: Tensor, bias: Tensor) -> None:
 
 
 def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
-    """What heads for this target are known by: the last part of its name, its hidden size, and a digest of its ids' bytes.
-
-    Raises `InvalidInputError` for a target whose output embedding doesn't take its hidden states as they are.
-    """
+    """The info of heads for this target. Raises `InvalidInputError` if its output embedding doesn't take its hidden states."""
     size = int(model.config.get_text_config(decoder=True).hidden_size)
     head = output_embeddings(model)
     if head is None or getattr(head, "in_features", None) != size:
@@ -143,18 +128,18 @@ def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
 
 def save_heads(heads: Heads, trained: HeadsInfo, file: Path) -> None:
     """Write a file that `HeadsDrafter` reads, in float16."""
-    known = {"target": trained.target, "hidden_size": trained.hidden_size, "vocabulary": trained.vocabulary}
     tensors = {name: tensor.detach().cpu().half().contiguous() for name, tensor in heads.state_dict().items()}
-    save_file(tensors, file, metadata={"xtok": json.dumps({**known, "accuracy": trained.accuracy})})
+    save_file(tensors, file, metadata={"xtok": json.dumps(asdict(trained))})
 
 
 class HeadsGuesser(ModelDrafter):
-    """The drafter of `HeadsDrafter` for one sequence."""
+    """The drafter of `HeadsDrafter` for one sequence. `head`: the target's output embedding. `keys`: those of its ids for
+    noise, (vocabulary,), int64.
+    """
 
     def __init__(
         self, heads: Heads, keys: Tensor, head: Any, view: TokenBytes, meter: Meter, warpers: LogitsProcessorList
     ) -> None:
-        """`head`: the target's output embedding. `keys`: those of its ids for noise, (vocabulary,), int64."""
         self._heads = heads
         self._head = head
         self._view = view
@@ -164,7 +149,7 @@ class HeadsGuesser(ModelDrafter):
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """The guesses of largest products of the heads' probabilities; none as long as the hidden state isn't known."""
+        """The likeliest guesses by the product of the heads' probabilities; none as long as the hidden state isn't known."""
         if context.hidden is None:
             return Tree()
         with self._meter.drafting():
@@ -192,10 +177,7 @@ class HeadsGuesser(ModelDrafter):
     def _children(
         self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
     ) -> Steps[list[list[IdPath]]]:
-        """The continuations of each guess by the distribution of its next head, under the target's noise if it samples.
-
-        `distributions`: what `_distributions` gives.
-        """
+        """The continuations of each guess by the distribution of its next head."""
         heads = [len(guess.ids) for guess in front]
         ids, own = (part[heads] for part in distributions)
         return (yield from next_ids(self._meter, context, front, ids, own, self._keys, self._view))

@@ -1,8 +1,7 @@
 """Prompt lookup: guesses what followed the same text before. It needs no model."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from threading import Lock
-from typing import Any
+from functools import cached_property
 
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import Encoder
@@ -26,9 +25,9 @@ _BYTES = 8
 
 
 class PromptLookup:
-    """Guesses what followed the longest earlier occurrence of the text's end, in prompt and output or in a corpus.
+    """Guesses what followed the longest earlier occurrence of the text's end, in prompt and output or in a corpus (prompt
+    lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding). It needs no model and next to no time.
 
-    It needs no model and next to no time. (Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.)
     `corpus`: texts that the target may quote, such as retrieved documents. They are looked up by their bytes, so that any
     tokenizer will do, and in a time that hardly depends on their size. One object may serve several instances and threads.
     """
@@ -41,37 +40,23 @@ class PromptLookup:
                 f"corpus is {type(corpus).__name__}; it must be a list of texts: PromptLookup(corpus=[text, …])."
             )
         self._texts = [str(text) for text in texts if text]
-        self._index: Corpus | None = None
-        self._lock = Lock()
 
-    @property
+    @cached_property
     def index(self) -> Corpus | None:
         """The index of the corpus, which is made at its first use; None without a corpus."""
-        with self._lock:
-            if self._index is None and self._texts:
-                self._index = Corpus(self._texts)
-            return self._index
+        return Corpus(self._texts) if self._texts else None
 
     def __repr__(self) -> str:
         return f"PromptLookup({f'a corpus of {len(self._texts)} texts' if self._texts else ''})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the lock, which can't be copied: a copy has its own."""
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=Lock())
-
     def start(self, request: Request) -> "Lookup":
-        """A drafter for one sequence."""
         check_request(request)
         return Lookup(self.index, request.vocabulary.encoder)
 
 
 class Prediction:
-    """Guesses that a text is the one that its caller predicts (OpenAI's Predicted Outputs).
-
-    After the two differ, it guesses again as soon as they agree somewhere. One object may serve several sequences.
+    """Guesses that a text is the one that its caller predicts (OpenAI's Predicted Outputs), and after the two differ, again as
+    soon as they agree somewhere. One object may serve several sequences.
     """
 
     def __init__(self, text: str) -> None:
@@ -79,7 +64,6 @@ class Prediction:
         self._corpus = Corpus([text])
 
     def start(self, request: Request) -> "PredictionLookup":
-        """A drafter for one sequence."""
         return PredictionLookup(self._data, self._corpus, request.vocabulary.encoder)
 
 
@@ -109,10 +93,7 @@ class Lookup:
 
     @staticmethod
     def _mix(trie: Trie, found: list[tuple[list[int], int, float]], belief: "Belief") -> None:
-        """Add continuations to the tree.
-
-        `found`: for each, its ids, how many ids before it agree with the text's end, and its share among them.
-        """
+        """Add continuations to the tree: each with how many ids before it agree with the text's end, and its share of them."""
         left = 1.0
         for i, (ids, agreeing, share) in enumerate(found):
             probabilities = [left * share * probability for probability in belief.probabilities(agreeing, len(ids))]
@@ -123,7 +104,7 @@ class Lookup:
                 belief.given = ids, agreeing
 
     def _repeated(self, ids: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
-        """Continuations in prompt and output, `ids`, of which the last may not be committed. Each is as for `_mix`."""
+        """Continuations in prompt and output, `ids`, of which the last may not be committed, as for `_mix`."""
         repeats = self._repeats
         for token in ids[len(repeats.ids) : -1]:
             repeats.append(token)
@@ -133,14 +114,13 @@ class Lookup:
         return [(repeats.continuation(position, budget.longest, ids[-1]), agreeing, 1.0) for position, agreeing in found]
 
     def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """Continuations in the corpus. Each is as for `_mix`."""
+        """Continuations in the corpus, as for `_mix`."""
         agreeing, texts = corpus.continuations(context.data, _BYTES * budget.longest, budget.width)
         known = self._ids_within(context, agreeing)
         mapped = [(self._ids_of(context, text, budget), known, share) for text, share in texts if known]
         return [one for one in mapped if one[0]]
 
     def _ids_of(self, context: Context, text: bytes, budget: Budget) -> list[int]:
-        """The ids for a text after the context."""
         return self._continuation.ids(context.ids, text)[: budget.longest]
 
     def _ids_within(self, context: Context, size: int) -> int:
@@ -162,11 +142,11 @@ class PredictionLookup(Lookup):
         self._data = data
 
     def _repeated(self, ids: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
-        """No continuations: those in prompt and output are another drafter's."""
+        """None: another drafter guesses those."""
         return []
 
     def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """What comes next in the prediction, as long as the text is its beginning; else what a look-up in it gives."""
+        """The rest of the prediction, as long as the text is its beginning; else what a look-up in it gives."""
         new = context.data[context.prompt_size :]
         if not self._data.startswith(new):
             return super()._found(corpus, context, budget)
@@ -184,10 +164,7 @@ class Belief:
         self.given: tuple[list[int], int] = ([], 0)
 
     def probabilities(self, agreeing: int, size: int) -> list[float]:
-        """For each of `size` ids of a continuation, the probability that it and all before it are right.
-
-        `agreeing`: how many ids before the continuation agree with the text's end.
-        """
+        """For each of `size` ids after `agreeing` ones, the probability that it and all before it are right."""
         found, probability = list[float](), 1.0
         for i in range(size):
             known = min(agreeing + i, _LONGEST)

@@ -34,11 +34,10 @@ class ModelDraft:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The draft model."""
         return self._draft.model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelDraft":
-        """Returns the object itself: nothing in it changes but parts that are made at their first use."""
+        """Itself: nothing in it changes but parts that are made at their first use."""
         return self
 
     @cached_property
@@ -47,10 +46,7 @@ class ModelDraft:
         return identity_projection(self._target.size, own.size) if self._same else projection(self._target.view, own.view)
 
     def start(self, request: Request) -> Drafter:
-        """A drafter for one sequence.
-
-        It guesses ids of the target if the draft has the same tokens or if the target samples; otherwise it guesses text.
-        """
+        """A drafter that guesses ids of the target if the draft has the same tokens or the target samples, and else text."""
         model = self._draft if self._adapter is None or request.samples else self._adapter.draft
         slot = request.slots.take(model.model)
         if self._same:

@@ -37,10 +37,8 @@ _PENDING = 3
 
 @dataclass
 class _Guess(IdPath):
-    """A guess in the target's ids.
-
-    `draft_ids`: the draft's ids for the last of them. `size`: how many ids the draft has read after those. `distributions`:
-    what each id was drawn from, for speculative sampling; else empty.
+    """A guess in the target's ids. `draft_ids`: the draft's for the last of them. `size`: how many ids the draft has read after
+    those. `distributions`: what each id was drawn from, for speculative sampling.
     """
 
     draft_ids: tuple[int, ...] = ()
@@ -49,19 +47,19 @@ class _Guess(IdPath):
 
     @property
     def is_open(self) -> bool:
-        """Whether the draft can continue it: it has ids for its last one."""
+        """Whether the draft has ids for the last one."""
         return bool(self.draft_ids)
 
 
 class ProjectedDrafter(ModelDrafter):
-    """Guesses what the target is about to pick, in the target's ids. Each sequence has its own.
+    """Guesses what the target is about to pick, in the target's ids, `target`. Each sequence has its own.
 
     The distribution of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary: an id with
     which several of the draft's tokens begin has the sum of their probabilities. If the target picks greedily, the likeliest
-    guess is the best id of that distribution. If it samples, the likeliest guess is what it would draw, by its own noise, from
-    that distribution (Daliri, Musco, Suresh 2024, arXiv 2408.07978), and the next ones are what it would draw if the
-    distribution were a little different. With `independent` noise the guesses are a chain of draws that carry their
-    distributions, for speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
+    guess is the best id of that distribution. If it samples, it is what the target would draw, by its own noise, from that
+    distribution (Daliri, Musco, Suresh 2024, arXiv 2408.07978), and the next ones are what it would draw if the distribution
+    were a little different. With `independent` noise the guesses are a chain of draws that carry their distributions, for
+    speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class ProjectedDrafter(ModelDrafter):
         *,
         independent: bool,
     ) -> None:
-        """`target`: the bytes of the target's ids."""
         self._draft = draft
         self._reader = reader
         self._target = target
@@ -89,8 +86,8 @@ class ProjectedDrafter(ModelDrafter):
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """A tree of guesses; a chain if the budget's width is 1, and always of independent draws.
 
-        What fails after a first draw is raised in the next round. What was drawn must be judged: to throw some draws away would
-        change the distribution of those that are kept.
+        What fails after a first draw is raised in the next round: what was drawn must be judged, for to throw some draws away
+        would change the distribution of those that are kept.
         """
         if self._failure is not None:
             self._fail(self._failure)
@@ -106,7 +103,9 @@ class ProjectedDrafter(ModelDrafter):
             first = (yield from self._children(context, logits, [_Guess(1.0, -1, b"", size=size)], chained))[0]
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         guesses = yield from grown(first, budget, lambda front: self._expanded(context, front, chained))
-        return self._chain(guesses) if self._independent else tree_of(guesses, budget)
+        if not self._independent:
+            return tree_of(guesses, budget)
+        return chain(guesses[-1].ids, guesses[-1].written, guesses[-1].distributions) if guesses else Tree()
 
     def _fail(self, failure: Exception) -> NoReturn:
         """Raise a failure and forget it: an exception and its frames would keep each other, and caches with them, alive."""
@@ -117,7 +116,6 @@ class ProjectedDrafter(ModelDrafter):
             del failure
 
     def _expanded(self, context: Context, front: list[_Guess], chained: bool) -> Steps[list[list[_Guess]]]:
-        """The continuations of some guesses, all by one forward pass."""
         try:
             with self._meter.drafting():
                 logits = yield from self._read(front)
@@ -140,10 +138,7 @@ class ProjectedDrafter(ModelDrafter):
         return logits[last]
 
     def _children(self, context: Context, logits: Tensor, guesses: list[_Guess], chained: bool) -> Steps[list[list[_Guess]]]:
-        """The continuations of each guess by its likeliest next ids, under the target's noise if it samples.
-
-        `logits`: the draft's, (guesses, vocabulary).
-        """
+        """The continuations of each guess by its row of the draft's `logits`, (guesses, vocabulary)."""
         ids, probabilities = likeliest(logits, self._warpers)
         if self._independent:
             check_numbers(logits, probabilities[:, :1].tolist())
@@ -159,12 +154,11 @@ class ProjectedDrafter(ModelDrafter):
         ]
 
     def _noise(self, context: Context, guesses: list[_Guess], keys: Tensor) -> Tensor:
-        """As `noise_after`, and timed: (guesses, ids)."""
         with self._meter.timing("noise"):
             return noise_after(context, guesses, keys)
 
     def _drawn(self, context: Context, guess: _Guess, distribution: Distribution) -> list[_Guess]:
-        """The continuation of a guess by an id drawn from `distribution`; empty if that has no ids."""
+        """The guess continued by an id drawn from `distribution`; none if that has no ids."""
         if not len(distribution.ids):
             return []
         keys = self._candidates.keys[distribution.ids]
@@ -188,8 +182,3 @@ class ProjectedDrafter(ModelDrafter):
             size=guess.size + len(draft_ids),
             controls=guess.controls + (not piece),
         )
-
-    @staticmethod
-    def _chain(guesses: list[_Guess]) -> Tree:
-        """The longest guess as a chain, with its distributions."""
-        return chain(guesses[-1].ids, guesses[-1].written, guesses[-1].distributions) if guesses else Tree()

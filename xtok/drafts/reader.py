@@ -13,16 +13,12 @@ from xtok.models.roles import DraftModel
 
 
 class Reader:
-    """Reads the text of one sequence in the draft's own ids, and gives the draft's logits after them.
-
-    Of a text that is longer than the draft's window, it reads the most recent part. The time per round doesn't grow with the
-    text.
+    """Reads the text of one sequence in the draft's own ids, and gives the draft's logits after them. Of a text that is longer
+    than the draft's window, it reads the most recent part. The time per round doesn't grow with the text.
     """
 
     def __init__(self, draft: DraftModel, meter: Meter, prompt: Sequence[int] | None = None, slot: Slot | None = None) -> None:
-        """Begin with an empty text.
-
-        `prompt`: the draft's own ids for the prompt, by its chat template; None to read the prompt's text. `slot`: the cache
+        """`prompt`: the draft's own ids for the prompt, by its chat template; None to read the prompt's text. `slot`: the cache
         slot in the draft; None for a new one.
         """
         self._draft = draft
@@ -45,7 +41,6 @@ class Reader:
 
     @property
     def last(self) -> int:
-        """The last id of the text."""
         return self._ids[-1]
 
     @property
@@ -58,13 +53,11 @@ class Reader:
         return guess if self._window is None else min(guess, self._window // 2)
 
     def holds(self, tokens: int) -> bool:
-        """Whether so many tokens fit into the window."""
         return self._window is None or tokens <= self._window
 
     def read(self, context: Context, guess: int) -> bytes:
-        """Take in the text up to the end of the context, and leave room in the window for a guess of `guess` ids.
-
-        Returns the bytes of a character that the text leaves unfinished.
+        """Take in the text up to the end of the context, leaving room in the window for `guess` ids. Returns the bytes of a
+        character that the text leaves unfinished.
         """
         with self._meter.timing("align"):
             same, pending = self._follow(context)
@@ -77,10 +70,7 @@ class Reader:
         return self.ids_of(piece) or () if piece else ()
 
     def ids_of(self, piece: bytes) -> list[int] | None:
-        """The draft's ids for some bytes; None if it has none.
-
-        It is one id if there is one with these bytes, else the tokenizer's encoding, else one id for each byte.
-        """
+        """The draft's ids for some bytes, if it has any: one with these bytes, else the tokenizer's, else one per byte."""
         if piece not in self._ids_of:
             self._ids_of[piece] = self._find_ids(piece)
         return self._ids_of[piece]
@@ -98,9 +88,8 @@ class Reader:
 
     def _one(self, piece: bytes) -> int | None:
         """The draft's first id with exactly these bytes that the model has logits for."""
-        return next(
-            (token for token in self._draft.vocabulary.view.ids_of_bytes(piece) if token < self._draft.vocabulary.size), None
-        )
+        own = self._draft.vocabulary
+        return next((token for token in own.view.ids_of_bytes(piece) if token < own.size), None)
 
     def _follow(self, context: Context) -> tuple[int, bytes]:
         """Take in what is new. Returns how many first ids are unchanged, and the bytes of an unfinished character."""
@@ -127,10 +116,7 @@ class Reader:
             self._held = 0
 
     def logits(self, rows: int, rest: Sequence[int] = ()) -> Steps[Tensor]:
-        """The draft's logits after each of the last `rows` ids of the text followed by `rest`, (rows, vocabulary).
-
-        Only ids that the KV cache lacks are forwarded.
-        """
+        """The draft's logits after each of the last `rows` ids of the text followed by `rest`, (rows, vocabulary)."""
         held = min(self._held, self.size + len(rest) - rows)
         if not self._slot.roll_back(held):
             self._slot.start_anew()
@@ -148,7 +134,7 @@ class Reader:
         return self._forward(Ask(self._slot, tokens, len(tokens), parents))
 
     def take_back(self) -> None:
-        """Drop the last token from the KV cache."""
+        """Drop the last token."""
         self._slot.roll_back(self._slot.length - 1)
         self._held -= 1
 

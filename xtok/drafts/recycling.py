@@ -26,12 +26,12 @@ _DTYPES = torch.int64, torch.float32
 
 
 class TokenRecycling:
-    """Guesses the ids that the target found likely after the same id when it last checked one. It needs no model.
+    """Guesses the ids that the target found likely after the same id when it last checked one (Token Recycling: Luo et al.
+    2024, https://arxiv.org/abs/2408.08696). It needs no model, and no text that repeats itself.
 
-    (Token Recycling: Luo et al. 2024, https://arxiv.org/abs/2408.08696.) Every forward pass of the target predicts what follows
-    each id that it checks, wrong guesses included. The 16 likeliest ids are remembered, in up to 0.5 kB for each id, for all
-    sequences of an instance, and guesses are trees of them. So it also guesses if a text doesn't repeat itself, and if the
-    target samples, it guesses what the target would draw from them. One object may serve several instances and threads.
+    The target predicts what follows each id that it checks, wrong guesses included. The 16 likeliest ids are remembered, in up
+    to 0.5 kB for each id, for all sequences of an instance. Guesses are trees of them; if the target samples, of what it would
+    draw from them. One object may serve several instances and threads.
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,13 @@ class TokenRecycling:
         return "TokenRecycling()"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out all that was learnt: a copy begins without it."""
+        """A copy begins without what was learnt."""
         return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         TokenRecycling.__init__(self)
 
     def start(self, request: Request) -> "Recycler":
-        """A drafter for one sequence."""
         check_request(request)
         with self._lock:
             table = self._tables.setdefault(request.vocabulary, _Table(request.vocabulary.size))
@@ -57,20 +56,18 @@ class TokenRecycling:
 
 
 class _Table:
-    """The likeliest next ids after each id, int64, and their logits, float32: (rows, few) each, with a row for each known id.
-
-    It is on the CPU: so few numbers take less time there than the wait for another device would.
+    """The likeliest next ids after each id, int64, and their logits, float32: (rows, few) each, with a row for each known id;
+    on the CPU, where so few numbers take less time than the wait for another device. `size`: that of the vocabulary.
     """
 
     def __init__(self, size: int) -> None:
-        """`size`: how many ids the vocabulary has."""
         few = min(_KEPT, size)
         self._row_of: dict[int, int] = {}
         self._ids, self._logits = (torch.zeros(0, few, dtype=dtype, device="cpu") for dtype in _DTYPES)
         self._lock = Lock()
 
     def learn(self, ids: Sequence[int], found: Tensor, logits: Tensor) -> None:
-        """Remember the likeliest next ids that were `found` after each of `ids`, and their logits: (ids, few) each."""
+        """Remember the next ids that were `found` after each of `ids`, and their logits: (ids, few) each."""
         with self._lock:
             rows = {token: row for row, token in enumerate(ids)}  # of an id that comes twice, the last
             table_rows = [self._row_of.setdefault(token, len(self._row_of)) for token in rows]
@@ -101,7 +98,7 @@ class Recycler(ModelDrafter):
         self._seen: tuple[Sequence[int], tuple[Tensor, Tensor], float] | None = None
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
-        """Find the likeliest next ids after `ids` by the logits of the target's latest forward pass, (ids, vocabulary)."""
+        """Find the likeliest next ids after `ids` by the target's latest `logits`, (ids, vocabulary)."""
         if not ids:
             return
         with self._meter.away(), timed() as span:  # its time counts for the next guess
@@ -110,7 +107,7 @@ class Recycler(ModelDrafter):
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """The guesses of largest products of remembered probabilities; none if nothing is remembered."""
+        """The likeliest guesses by the product of remembered probabilities; none if nothing is remembered."""
         yield from self._remember()
         if not context.ids:
             return Tree()
@@ -119,7 +116,6 @@ class Recycler(ModelDrafter):
         return tree_of(found, budget)
 
     def _remember(self) -> Steps[None]:
-        """Add to the table what `learn` found."""
         if self._seen is None:
             return
         (ids, (values, found), seconds), self._seen = self._seen, None
@@ -130,7 +126,7 @@ class Recycler(ModelDrafter):
         )
 
     def _expanded(self, context: Context, front: Sequence[IdPath]) -> Steps[list[list[IdPath]]]:
-        """The continuations of each guess by what is remembered after its last id, under the target's noise if it samples."""
+        """The continuations of each guess by what is remembered after its last id."""
         with self._meter.drafting():
             known, ids, logits = self._table.likeliest_after(
                 [guess.ids[-1] if guess.ids else context.ids[-1] for guess in front]

@@ -12,7 +12,7 @@ class Repeats:
     """A suffix automaton of ids that are appended one by one (Blumer et al. 1985, Theoretical Computer Science 40).
 
     Law: `followers` are the ids that followed earlier occurrences of the text's ends, those of the longest ends first; of
-    equally long ones, the latest first. The time of an append or a look-up doesn't depend on the length of the text.
+    equally long ones, the latest first. An append or a look-up takes as long for any length of text.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,6 @@ class Repeats:
         self._last = 0
 
     def append(self, token: int) -> None:
-        """Take in the next id."""
         self.ids.append(token)
         before, self._last = self._last, self._state(self._length[self._last] + 1, {}, -1)
         state = before
@@ -35,9 +34,8 @@ class Repeats:
         self._refresh(before, token)
 
     def followers(self, count: int, ahead: int | None = None) -> list[tuple[int, int]]:
-        """At most `count` positions with different ids, each with how many ids before it agree with the end of the text.
-
-        `ahead`: an id that is taken for the next one of the text, but isn't appended.
+        """At most `count` positions with different ids, each with how many ids before it agree with the end of the text, to
+        which `ahead` counts, if it is given.
         """
         found: dict[int, tuple[int, int]] = {}
         state = self._link[self._last]
@@ -53,10 +51,8 @@ class Repeats:
         return list(found.values())[:count]
 
     def continuation(self, position: int, longest: int, ahead: int | None = None) -> list[int]:
-        """The `longest` ids from a position on.
-
-        If they reach the end of the text (and the id `ahead`), they start again at the position: what repeats itself is taken
-        to go on repeating.
+        """The `longest` ids from a position on. After the end of the text (and the id `ahead`), they start again at the
+        position: what repeats itself is taken to go on repeating.
         """
         found = self.ids[position : position + longest]
         if ahead is not None and len(found) < longest:
@@ -72,7 +68,7 @@ class Repeats:
         return len(self._next) - 1
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest end that occurred before: an existing state, or one that is split off from it."""
+        """The state of the longest end that occurred before, which may have to be split off from another."""
         whole = self._next[state][token]
         if self._length[whole] == self._length[state] + 1:
             return whole

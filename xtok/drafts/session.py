@@ -70,8 +70,8 @@ class Session:
             self._fails(len(self._drafters) - 1, error)
 
     def extend(self, ids: Sequence[int], hidden: Tensor | None = None, carried: int | None = None) -> None:
-        """Take in what was committed since. `carried`: the token that the target very likely picks next, if that is left to the
-        next round. `hidden`: the target's, (hidden size,), by which it picked the last of `ids`, or the carried token.
+        """Take in what was committed since. `carried`: the carried token, if there is one. `hidden`: the target's hidden state,
+        (hidden size,), from which it picked the last of `ids`, or the carried token.
         """
         for token in ids:
             self._text.append(token)
@@ -79,10 +79,8 @@ class Session:
         self._committed = list(ids)
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
-        """Show drafters that have `learn` what the target's forward pass gave after the last committed id and each guessed one;
-        unless they weren't asked in this round, for it takes time.
-
-        `ids`: those. `logits`: (ids, vocabulary).
+        """Show drafters that have `learn`, and were asked in this round, what the target's forward pass gave: `logits`, (ids,
+        vocabulary), after `ids`, the last committed one and each guessed one.
         """
         for draft, drafter in enumerate(self._drafters):
             is_left_alone = self._guessed is not None and self.proposals[draft].tree is None
@@ -119,7 +117,6 @@ class Session:
         return self._whole(tree)
 
     def _context(self) -> Context:
-        """What drafters guess after: what is committed, and the carried token."""
         text, ids = self._text, self._text.ids
         if self._first is None:
             return Context(ids, text.data, text.prompt_size, text.controls, self._noise, self._hidden)
@@ -128,11 +125,11 @@ class Session:
         return Context([*ids, self._first], text.data + piece, text.prompt_size, controls, self._noise, self._hidden)
 
     def _whole(self, tree: Tree) -> Tree:
-        """A guess with the carried token that it comes after, if there is one."""
+        """A guess with the carried token before it, if there is one."""
         return tree if self._first is None else tree.prefixed(self._first)
 
     def sources(self, tree: Tree) -> tuple[int | None, ...]:
-        """Of each node of the round's guess, which draft guessed it, the cheapest of several; None for a carried token."""
+        """Which draft guessed each node, the cheapest of several; None for a carried token."""
         first = int(self._first is not None)
         owners = {first + node: draft for draft, one in enumerate(self.proposals) for node in one.own}
         return tuple(owners.get(node) for node in range(len(tree)))
@@ -145,7 +142,7 @@ class Session:
         return probabilities if self._first is None else [CARRIED, *(CARRIED * probability for probability in probabilities)]
 
     def cut(self, nodes: int) -> Tree:
-        """The likeliest nodes of the latest guess, so many at most; the guess from now on."""
+        """Cut the latest guess to its likeliest nodes, so many at most."""
         assert self._guessed is not None
         limit, tree = self._guessed
         nodes, is_left = nodes - (self._first is not None), nodes > 0

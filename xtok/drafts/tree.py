@@ -14,10 +14,9 @@ CARRIED = 0.98
 class Tree:
     """Guessed continuations of a context. A node is one id; its parent is an earlier node, or -1 for the context itself.
 
-    `tokens`: the target's id of each node. `parents`: the index of each node's parent. `guess`: the bytes that the drafter
-    believes to be likeliest; only measurements use it. `probabilities`: how probable the drafter believes it to be that the
-    target picks each node and all nodes above it; empty if it doesn't say. `distributions`: what each node was drawn from, if
-    the tree is a chain whose ids were drawn at random; else empty.
+    `tokens`: the target's id of each node. `guess`: the bytes that the drafter believes to be likeliest; only measurements use
+    it. `probabilities`: how probable the drafter believes it to be that the target picks each node and all nodes above it;
+    empty if it doesn't say. `distributions`: what each node was drawn from, if the tree is a chain of random draws; else empty.
     """
 
     tokens: tuple[int, ...] = ()
@@ -30,10 +29,7 @@ class Tree:
         try:
             sizes = {len(self.tokens), len(self.parents)} | ({len(self.probabilities)} if self.probabilities else set())
             is_tree = len(sizes) == 1 and all(-1 <= parent < node for node, parent in enumerate(self.parents))
-        except (
-            TypeError,
-            RuntimeError,
-        ):  # from values without a length, an order or one truth value
+        except (TypeError, RuntimeError):  # from values without a length, an order or one truth value
             is_tree = False
         if not is_tree:
             raise InvalidInputError(
@@ -44,7 +40,7 @@ class Tree:
         return len(self.tokens)
 
     def child(self, node: int, token: int) -> int | None:
-        """The node that guesses `token` after `node`, or None if there is none."""
+        """The node that guesses `token` after `node`, if there is one."""
         pairs = zip(self.parents, self.tokens, strict=True)
         return next((i for i, pair in enumerate(pairs) if pair == (node, token)), None)
 
@@ -63,7 +59,6 @@ class Tree:
         return path
 
     def descendants(self, node: int) -> set[int]:
-        """All nodes below a node."""
         found = {node}
         for child, parent in enumerate(self.parents):
             found |= {child} if parent in found else set()
@@ -72,38 +67,30 @@ class Tree:
     def likeliest_path(self, longest: int) -> list[int]:
         """The nodes on the way from the context through each node's likeliest child, `longest` of them at most."""
         path: list[int] = []
-        while len(path) < longest and (best := self._best_child(path[-1] if path else -1)) is not None:
-            path.append(best)
+        while len(path) < longest:
+            children = [i for i, parent in enumerate(self.parents) if parent == (path[-1] if path else -1)]
+            if not children:
+                break
+            path.append(max(children, key=lambda i: self.probabilities[i] if self.probabilities else 0.0))
         return path
 
     def within(self, longest: int) -> "Tree":
         """The tree without the nodes that are deeper than `longest`."""
-        depths = self._depths()
-        return (
-            self
-            if max(depths, default=0) <= longest
-            else self.subset([i for i, depth in enumerate(depths) if depth <= longest])
-        )
+        return self.subset([node for node, depth in enumerate(self._depths()) if depth <= longest])
 
     def likeliest(self, nodes: int) -> "Tree":
         """The tree of the likeliest nodes, so many at most; of the first ones if it has no probabilities."""
         if len(self) <= nodes:
             return self
-        probabilities: list[float] = []
-        for node, parent in enumerate(self.parents):
-            probabilities.append(
-                min(self.probabilities[node] if self.probabilities else 1.0, probabilities[parent] if parent >= 0 else 1.0)
-            )
-        return self.subset(sorted(sorted(range(len(self)), key=lambda node: (-probabilities[node], node))[:nodes]))
+        probabilities = list(self.probabilities or [1.0] * len(self))
+        for node, parent in enumerate(self.parents):  # a drafter may have given a node more than its parent
+            probabilities[node] = min(probabilities[node], probabilities[parent] if parent >= 0 else 1.0)
+        return self.subset(sorted(sorted(range(len(self)), key=lambda node: -probabilities[node])[:nodes]))
 
     def prefixed(self, token: int) -> "Tree":
         """The tree that begins with `token`, a carried token, and goes on as this one."""
-        probabilities = (
-            (CARRIED, *(CARRIED * probability for probability in self.probabilities))
-            if self.probabilities or not self.tokens
-            else ()
-        )
-        return Tree((token, *self.tokens), (-1, *(1 + parent for parent in self.parents)), self.guess, (), probabilities)
+        believed = [CARRIED, *(CARRIED * one for one in self.probabilities)] if self.probabilities or not self.tokens else []
+        return Tree((token, *self.tokens), (-1, *(1 + parent for parent in self.parents)), self.guess, (), tuple(believed))
 
     @property
     def leading_chain(self) -> int:
@@ -112,7 +99,6 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """How many ids its longest path has."""
         return max(self._depths(), default=0)
 
     def _depths(self) -> list[int]:
@@ -129,18 +115,13 @@ class Tree:
         probabilities = tuple(self.probabilities[node] for node in nodes) if self.probabilities else ()
         return Tree(tokens, parents, self.guess, self.distributions[: len(nodes)], probabilities)
 
-    def _best_child(self, node: int) -> int | None:
-        children = [i for i, parent in enumerate(self.parents) if parent == node]
-        return max(children, key=lambda i: self.probabilities[i] if self.probabilities else 0.0, default=None)
-
 
 def chain(
     tokens: Iterable[int], guess: bytes = b"", distributions: Sequence[Distribution] = (), probabilities: Sequence[float] = ()
 ) -> Tree:
-    """A tree without branches: each of `tokens`, ids of the target, follows the one before it.
+    """A tree without branches: each of `tokens`, ids of the target, follows the one before it. The rest is as for `Tree`.
 
-    `guess`, `distributions` and `probabilities` are as for `Tree`, one for each id or none. Raises `InvalidInputError` for what
-    is no list of ids.
+    Raises `InvalidInputError` for what is no list of ids.
     """
     try:
         ids, drawn, given = tuple(tokens), tuple(distributions), tuple(probabilities)
@@ -166,25 +147,22 @@ class Trie:
         self.owners: list[int] = []
 
     def add(self, tokens: Iterable[int], probability: float) -> None:
-        """Add a guess and its probability. Guesses that are added exclude each other: their probabilities are summed up."""
+        """Add a guess. Guesses that are added exclude each other: their probabilities are summed up."""
         node = -1
         for token in tokens:
             node = self._child(node, token, 0)
             self.probabilities[node] += probability
 
     def mix(self, tree: Tree, probabilities: Sequence[float], owner: int = 0) -> None:
-        """Add a tree from another source, with a probability for each of its nodes.
-
-        Sources are taken to be independent: a node is wrong only if all of them are. It belongs to the first `owner` that has
-        it.
+        """Add a tree with a probability for each of its nodes. Sources are taken to be independent: a node is wrong only if all
+        of them are. It belongs to the first `owner` that has it.
         """
         nodes = {-1: -1}
         for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             node = nodes[i] = self._child(nodes[parent], token, owner)
             probability = self.probabilities[node] + (1 - min(1.0, self.probabilities[node])) * probabilities[i]
-            self.probabilities[node] = (
-                min(probability, self.probabilities[self._parents[node]]) if self._parents[node] >= 0 else probability
-            )
+            above = self.probabilities[nodes[parent]] if parent >= 0 else probability
+            self.probabilities[node] = min(probability, above)
 
     def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
         """The likeliest nodes, in ascending order. `count` is given all probabilities, falling, and says how many to keep."""
@@ -192,11 +170,11 @@ class Trie:
         return sorted(ranked[: count([self.probabilities[node] for node in ranked])])
 
     def tree(self, nodes: list[int], guess: bytes = b"") -> Tree:
-        """The tree of some nodes, in ascending order. The parents of all must be among them."""
+        """The tree of some nodes, in ascending order, each after its parent."""
         return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.probabilities)).subset(nodes)
 
     def best(self, count: Callable[[Sequence[float]], int], guess: bytes = b"") -> Tree:
-        """The tree of the nodes that `likeliest` gives for `count`."""
+        """The tree of the `likeliest` nodes."""
         return self.tree(self.likeliest(count), guess)
 
     def _child(self, node: int, token: int, owner: int) -> int:
