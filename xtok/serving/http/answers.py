@@ -20,56 +20,31 @@ class Answer:
     chat: bool
     text_of: Callable[[int], tuple[str, bytes]]
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], timings: dict[str, Any]) -> dict[str, Any]:
-        """All of it."""
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage, "timings": timings}
+    def body(self, choices: list[dict[str, Any]], *, is_chunk: bool = False, **more: Any) -> dict[str, Any]:
+        """A whole answer, or a chunk of a stream."""
+        kind = f"chat.completion{'.chunk' if is_chunk else ''}" if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
     def choice(self, index: int, text: str, picked: list[Picked] | None, finish_reason: str) -> dict[str, Any]:
         """A whole text. `picked` is None if nothing is recorded."""
         content = {"message": {"role": "assistant", "content": text, "error_response": None}} if self.chat else {"text": text}
         return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
 
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """A piece of a stream."""
-        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices, **more}
-
-    def begin(self, index: int) -> dict[str, Any]:
-        """What a chat's stream begins with."""
-        return self._delta(index, {"role": "assistant", "content": ""}, None, None)
-
-    def piece(self, index: int, text: str, picked: list[Picked] | None) -> dict[str, Any]:
-        """Further text."""
-        return self._delta(index, {"content": text}, self._logprobs(picked), None)
-
-    def end(self, index: int, finish_reason: str) -> dict[str, Any]:
-        """That a text has ended."""
-        return self._delta(index, {}, None, finish_reason)
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-    def _delta(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+    def delta(
+        self, index: int, delta: dict[str, str], picked: list[Picked] | None = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        """The choice of a chunk."""
         content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
 
     def _logprobs(self, picked: list[Picked] | None) -> dict[str, Any] | None:
         if picked is None:
             return None
-        return self._of_chat(picked) if self.chat else self._of_completion(picked)
-
-    def _of_chat(self, picked: list[Picked]) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text, data = self.text_of(token)
-            return {"token": text, "logprob": logprob, "bytes": list(data)}
-
-        content = [
-            {**entry(one.id, one.logprob), "top_logprobs": [entry(token, logprob) for token, logprob in one.top]}
-            for one in picked
-        ]
-        return {"content": content, "error_response": None}
-
-    def _of_completion(self, picked: list[Picked]) -> dict[str, Any]:
+        if self.chat:
+            content = [
+                {**self._entry(one.id, one.logprob), "top_logprobs": [self._entry(*pair) for pair in one.top]} for one in picked
+            ]
+            return {"content": content, "error_response": None}
         return {
             "tokens": [self.text_of(one.id)[0] for one in picked],
             "token_logprobs": [one.logprob for one in picked],
@@ -77,17 +52,20 @@ class Answer:
             "text_offset": [one.offset for one in picked],
         }
 
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self.text_of(token)
+        return {"token": text, "logprob": logprob, "bytes": list(data)}
+
 
 def token_text(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, bytes]]:
-    r"""A function that gives the text and the bytes of a token: of bytes that are no whole characters the text is
-    `bytes:\xe3\x81`, as OpenAI writes it, and of a control token it is its name.
+    r"""A function that gives a token's text and bytes. Bytes that are no whole characters are `bytes:\xe3\x81`, as OpenAI
+    writes them, and a control token is its name.
     """
 
     def text_of(token: int) -> tuple[str, bytes]:
         data = view[token]
         if data is None:
-            name = str(tokenizer.convert_ids_to_tokens(token))
-            return name, b""
+            return str(tokenizer.convert_ids_to_tokens(token)), b""
         try:
             return data.decode(), data
         except UnicodeDecodeError:
@@ -97,10 +75,8 @@ def token_text(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, b
 
 
 def usage(submissions: Sequence[Submission], ended: Sequence[Generation], n: int) -> dict[str, Any]:
-    """How many tokens there were. A prompt that has several answers counts once. Of the tokens of a prediction, how many were
-    right, and how many were guessed and wrong.
-    """
-    read, written = sum(len(one.ids) for one in submissions[::n]), sum(len(one.token_ids) for one in ended)
+    """How many tokens there were, of prompts, each counted once, and of texts; and how many of a prediction were right."""
+    read, written = sum(len(one.prompt.ids) for one in submissions[::n]), sum(len(one.token_ids) for one in ended)
     counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     if not submissions[0].arguments.get("prediction"):
         return counts
@@ -110,15 +86,15 @@ def usage(submissions: Sequence[Submission], ended: Sequence[Generation], n: int
 
 
 def _prediction_counts(one: Generation) -> tuple[int, int]:
-    """How many ids of a prediction, the last draft of a text, came true, and how many were guessed."""
+    """How many ids of a prediction, which is the last draft, were right, and how many were guessed."""
     last = len(one.drafts) - 1
     guessed = sum(each.drafts.count(last) for each in one.rounds)
     return sum(each.drafts[node] == last for each in one.rounds for node in each.right), guessed
 
 
 def timings(read: int, ended: Sequence[Generation], until_first: float, generating: float) -> dict[str, float]:
-    """What llama.cpp's server reports under these names. `read`: ids of prompts. `until_first`: seconds from the request to its
-    first text, waiting included; `generating`: from there to the end.
+    """What llama.cpp's server reports under these names, for `read` ids of prompts: seconds from the request to its first text,
+    and from there to the end.
     """
     return {
         **_timing("prompt", read, until_first),

@@ -32,15 +32,13 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 def app_of(service: Service, *, key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
-    """An application for any ASGI server.
-
-    `key`: the API key without which `/v1` can't be used. `origins`: other sites whose pages may send requests (CORS).
-    """
+    """An ASGI application. `key`: the API key of `/v1`. `origins`: other sites whose pages may send requests (CORS)."""
     app = FastAPI(title="xtok", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_operations(app, service)
     _add_models(app, service)
-    _add_texts(app, service)
+    _add(app, service, "/v1/completions", Completion, complete)
+    _add(app, service, "/v1/chat/completions", Chat, complete)
     _add_races(app, service)
     _add_page(app)
     if key is not None:
@@ -58,11 +56,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def answer_http_error(request: Request, error: HTTPException) -> Response:
-        message = (
-            f"{request.method} {request.url.path} is not a route of this server."
-            if error.status_code in (404, 405)
-            else str(error.detail)
-        )
+        unknown = f"{request.method} {request.url.path} is not a route of this server."
+        message = unknown if error.status_code in (404, 405) else str(error.detail)
         return error_response(RequestError(message, status=error.status_code, headers=error.headers))
 
     @app.exception_handler(ClientDisconnect)
@@ -82,32 +77,25 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
+    served = {"id": service.name, "object": "model", "created": service.created, "owned_by": "xtok"}
+
     @app.get("/v1/models")
     async def models() -> Response:
         service.ready()
-        return JSONResponse({"object": "list", "data": [_model(service)]})
+        return JSONResponse({"object": "list", "data": [served]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.ready()
         _check_model(service, name)
-        return JSONResponse(_model(service))
-
-
-def _model(service: Service) -> dict[str, Any]:
-    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "xtok"}
+        return JSONResponse(served)
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    """Raises `RequestError` for another model than is served; a request may leave it out."""
+    """Raises `RequestError` for another model than is served."""
     if name not in (None, service.name):
         message = f"The model {name!r} isn't served here; {service.name!r} is."
         raise RequestError(message, "model", status=404, code="model_not_found")
-
-
-def _add_texts(app: FastAPI, service: Service) -> None:
-    _add(app, service, "/v1/completions", Completion, complete)
-    _add(app, service, "/v1/chat/completions", Chat, complete)
 
 
 def _add_races(app: FastAPI, service: Service) -> None:
@@ -177,7 +165,6 @@ class _PageFiles(StaticFiles):
     """The page's files, which browsers ask for anew so that all are of the same release."""
 
     def file_response(self, *given: Any, **more: Any) -> Response:
-        """Adds the headers in `_FRESH`."""
         answer = super().file_response(*given, **more)
         answer.headers.update(_FRESH)
         return answer

@@ -36,13 +36,15 @@ def run(
     that is free. Raises `InvalidInputError` if the port is taken, and whatever `load` and `start` raise.
     """
     listening = _bound(host, port)
+    host, port = listening.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     AppStatus.enable_automatic_graceful_drain = False  # else streams would be cut off at once
     app = app_of(service, key=key, origins=origins)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=drain_seconds
     )
     server = uvicorn.Server(config)
-    Thread(target=_begin, args=(service, load, start, server, _url(listening)), name="xtok loading", daemon=True).start()
+    Thread(target=_begin, args=(service, load, start, server, url), name="xtok loading", daemon=True).start()
     with _logging_to_stderr(), _outliving_sigterm(), suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
     if service.engine is not None:
@@ -60,14 +62,9 @@ def _bound(host: str, port: int) -> socket.socket:
         raise InvalidInputError(message) from error
 
 
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 @contextmanager
 def _logging_to_stderr() -> Iterator[None]:
-    """Requests as lines of JSON, and nothing else around them."""
+    """Lines of JSON for requests, and nothing else around them."""
     logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # it complains of what it cut off itself
     handler = logging.StreamHandler(sys.stderr)
     level, LOG.propagate = LOG.level, False

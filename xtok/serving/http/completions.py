@@ -37,15 +37,15 @@ async def complete(service: Service, request: Request, body: Completion | Chat) 
     answer = _PendingAnswer(service, request, body, submissions, xt)
     await run_in_threadpool(_submit, engine, submissions, context_of(request).tickets)
     context_of(request).on_end = answer.finish
-    service.metrics.reads(answer.read)
+    service.metrics.prompt_tokens.inc(answer.read)
     if body.stream:
         return EventSourceResponse(answer.streamed(), sep="\n")
     return JSONResponse(await unless_disconnected(request, answer.whole))
 
 
 async def prepared(service: Service, request: Request, body: Body, prepare: Callable[[Any, T, Limits], R], models: T) -> R:
-    """What `prepare` makes of a request, in another thread. Requests that need a grammar have a few threads of their own, so
-    that others needn't wait for them. Raises `ClientDisconnect` if the client disconnects meanwhile.
+    """What `prepare` makes of a request, in another thread. Requests that need a grammar have a few threads of their own.
+    Raises `ClientDisconnect` if the client disconnects meanwhile.
     """
     limiter = service.compiling if body.has_format else None
     work = partial(prepare, body, models, service.limits)
@@ -57,7 +57,7 @@ def _submit(engine: Engine, submissions: Sequence[Submission], tickets: list[Tic
     """Submits the sequences. Raises `RequestError` if one is refused; the earlier ones are in `tickets`."""
     try:
         for one in submissions:
-            tickets.append(engine.submit(one.known, **one.arguments))  # noqa: PERF401  (it may stop in between)
+            tickets.append(engine.submit(one.prompt, **one.arguments))  # noqa: PERF401  (it may stop in between)
     except EngineFullError as error:
         raise full(error) from error
     except EngineClosedError as error:
@@ -73,15 +73,14 @@ class _PendingAnswer:
         self, service: Service, request: Request, body: Completion | Chat, submissions: Sequence[Submission], xt: XTokAssisted
     ) -> None:
         self._service, self._body, self._submissions, self._context = service, body, submissions, context_of(request)
-        view = xt.target.vocabulary.view
-        self._view, self._chat = view, isinstance(body, Chat)
-        name = f"{'chatcmpl' if self._chat else 'cmpl'}-{self._context.id}"
-        self._answer = Answer(name, service.name, int(time()), self._chat, token_text(view, xt.tokenizer))
+        self._view, chat = xt.target.vocabulary.view, isinstance(body, Chat)
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{self._context.id}"
+        self._answer = Answer(name, service.name, int(time()), chat, token_text(self._view, xt.tokenizer))
         self._records = submissions[0].record is not None
         self._ended: dict[int, Generation] = {}
         self._first: float | None = None
         self._done: float | None = None
-        self.read = sum(len(one.ids) for one in submissions[:: body.n or 1])
+        self.read = sum(len(one.prompt.ids) for one in submissions[:: body.n or 1])
         self._context.log |= {"texts": len(submissions), "stream": bool(body.stream), "prompt_tokens": self.read}
         if body.user is not None:
             self._context.log["user"] = body.user
@@ -102,7 +101,7 @@ class _PendingAnswer:
             self._answer.choice(index, text, picked[index] if self._records else None, self._ended[index].finish_reason)
             for index, text in enumerate(texts)
         ]
-        return self._answer.whole(choices, self._usage(), self._timings())
+        return self._answer.body(choices, usage=self._usage(), timings=self._timings())
 
     async def streamed(self) -> AsyncIterator[str]:
         """The data of OpenAI's events, to the last."""
@@ -120,7 +119,7 @@ class _PendingAnswer:
         if self._first is not None and self._done is not None:
             self._service.metrics.answers(self._done - self._context.start, self._done - self._first, tokens)
         elif left := len(self._submissions) - len(ended):
-            self._service.metrics.aborts(left, "error" if "error" in self._context.log else "abort")
+            self._service.metrics.ended.labels("error" if "error" in self._context.log else "abort").inc(left)
         self._context.log |= {
             "completion_tokens": tokens,
             "finish_reasons": [self._ended[index].finish_reason for index in sorted(self._ended)],
@@ -133,25 +132,20 @@ class _PendingAnswer:
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """All chunks. If `usage` was requested, each has it, and it is None in all but the last."""
-        more = {"usage": None} if self._body.includes_usage else {}
-        for index in range(len(self._submissions)) if self._chat else ():
-            yield self._answer.chunk([self._answer.begin(index)], **more)
+        more: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+        chunk, delta = partial(self._answer.body, is_chunk=True), self._answer.delta
+        for index in range(len(self._submissions)) if self._answer.chat else ():
+            yield chunk([delta(index, {"role": "assistant", "content": ""})], **more)
         async with aclosing(self._events()) as found:
             async for event in found:
-                for choice in self._choices(event):
-                    done = {"timings": self._timings()} if choice["finish_reason"] and self._done is not None else {}
-                    yield self._answer.chunk([choice], **more, **done)
+                if event.text or event.picked:
+                    picked = event.picked if self._records else None
+                    yield chunk([delta(event.choice, {"content": event.text}, picked)], **more)
+                if event.ended is not None:
+                    timed = more if self._done is None else {**more, "timings": self._timings()}
+                    yield chunk([delta(event.choice, {}, finish_reason=event.ended.finish_reason)], **timed)
         if self._body.includes_usage:
-            yield self._answer.chunk([], usage=self._usage())
-
-    def _choices(self, event: Event) -> list[dict[str, Any]]:
-        """The choices that report an event, one chunk for each."""
-        choices = []
-        if event.text or event.picked:
-            choices.append(self._answer.piece(event.choice, event.text, event.picked if self._records else None))
-        if event.ended is not None:
-            choices.append(self._answer.end(event.choice, event.ended.finish_reason))
-        return choices
+            yield chunk([], usage=self._usage())
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         """The events of all sequences, counted in the metrics."""
@@ -163,7 +157,7 @@ class _PendingAnswer:
     def _count(self, event: Event) -> None:
         if self._first is None:
             self._first = perf_counter()
-            self._service.metrics.begins(self._first - self._context.start)
+            self._service.metrics.time_to_first_token.observe(self._first - self._context.start)
         if event.ended is not None:
             self._ended[event.choice] = event.ended
             self._service.metrics.ends(event.ended)
@@ -173,13 +167,12 @@ class _PendingAnswer:
         return usage(self._submissions, list(self._ended.values()), self._body.n or 1)
 
     def _timings(self) -> dict[str, float]:
-        """The timings of the sequences that have ended."""
         assert self._first is not None and self._done is not None
         until_first, generating = self._first - self._context.start, self._done - self._first
         return timings(self.read, list(self._ended.values()), until_first, generating)
 
 
 def sse_data(event: dict[str, Any]) -> str:
-    """JSON in one line, also for clients that take a line to end at any of Unicode's separators."""
+    """JSON in one line, also for clients to which any of Unicode's separators ends a line."""
     text = dumps(event, ensure_ascii=False)
     return text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

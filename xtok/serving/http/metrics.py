@@ -13,18 +13,17 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120
 
 
 class Metrics:
-    """Those of one server, in a registry of its own."""
+    """Those of one server, in a registry of its own. `stats`: the engine's, None until there is one."""
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
-        """`stats`: the engine's, None until there is one."""
         self.registry = CollectorRegistry()
         self._gauge("num_requests_running", "Texts that are written.", lambda: getattr(stats(), "running", 0))
         self._gauge("num_requests_waiting", "Texts that wait.", lambda: getattr(stats(), "waiting", 0))
         self._gauge("cache_positions", "Positions in the target's cache.", lambda: getattr(stats(), "positions", 0))
-        self._prompts = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self._generated = self._counter("generation_tokens", "New tokens.")
-        self._ended = self._counter("request_success", "Texts by what ended them.", "finished_reason")
-        self._first = self._histogram("time_to_first_token_seconds", "From a request to its first text.", _LONG)
+        self.ended = self._counter("request_success", "Texts by what ended them.", "finished_reason")
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From a request to its first text.", _LONG)
         self._each = self._histogram("request_time_per_output_token_seconds", "After the first one.", _SHORT)
         self._whole = self._histogram("e2e_request_latency_seconds", "From a request to the end of its texts.", _LONG)
         self._drafts = self._counter("spec_decode_num_drafts", "Rounds that a draft guessed in.", "draft")
@@ -40,18 +39,10 @@ class Metrics:
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"xtok_{name}", help_text, buckets=buckets, registry=self.registry)
 
-    def reads(self, tokens: int) -> None:
-        """A request was accepted, whose prompts have so many tokens."""
-        self._prompts.inc(tokens)
-
-    def begins(self, seconds: float) -> None:
-        """The first text of a request came, so long generating it."""
-        self._first.observe(seconds)
-
     def ends(self, text: Generation) -> None:
-        """A text has ended."""
+        """Count a text that has ended."""
         self._generated.inc(len(text.token_ids))
-        self._ended.labels(text.finish_reason).inc()
+        self.ended.labels(text.finish_reason).inc()
         rounds, guessed, accepted = Counts[int | None](), Counts[int | None](), Counts[int | None]()
         for one in text.rounds:
             rounds.update(set(one.drafts))
@@ -62,12 +53,8 @@ class Metrics:
             self._guessed.labels(name).inc(guessed[number])
             self._accepted.labels(name).inc(accepted[number])
 
-    def aborts(self, texts: int, reason: str) -> None:
-        """So many texts came to nothing: "abort" if the client disconnected, "error" if they failed."""
-        self._ended.labels(reason).inc(texts)
-
     def answers(self, seconds: float, generating: float, tokens: int) -> None:
-        """A request was answered in so many seconds, `generating` of them after its first text, by so many tokens."""
+        """Count a request that was answered in so many seconds, `generating` of them after its first text."""
         self._whole.observe(seconds)
         if tokens > 1:
             self._each.observe(generating / (tokens - 1))

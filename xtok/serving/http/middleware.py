@@ -33,7 +33,7 @@ _READ_ON = 16
 
 @dataclass
 class RequestContext:
-    """A request: its id, when it started, the tickets of its sequences, its line in the log, and what is called at its end."""
+    """What is known of a request. `log`: its line in the log. `on_end`: called when it is over."""
 
     id: str
     start: float = field(default_factory=perf_counter)
@@ -43,7 +43,6 @@ class RequestContext:
 
 
 def context_of(request: Request) -> RequestContext:
-    """The context of a request."""
     found: RequestContext = request.scope["state"]["context"]
     return found
 
@@ -57,13 +56,12 @@ def failure(context: RequestContext, error: Exception) -> RequestError:
 
 
 def error_response(refused: RequestError) -> JSONResponse:
-    """The response to a request that is refused."""
     return JSONResponse(refused.body, refused.status, refused.headers)
 
 
 def logged(app: ASGIApp) -> ASGIApp:
-    """Names each request, by its own `X-Request-Id` if it has one; answers those that fail; cancels sequences that nobody waits
-    for any more; and writes a line of JSON to the log, without texts.
+    """Gives each request an id, its own `X-Request-Id` if it has one; answers those that fail; cancels the sequences of those
+    that are over; and writes a line of JSON to the log, without texts.
     """
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,61 +79,45 @@ def logged(app: ASGIApp) -> ASGIApp:
             await send(message)
 
         try:
-            await _answered(app, scope, receive, named)
+            await app(scope, receive, named)
+        except Exception as error:  # goes to the log alone, for its message may hold what clients must not see
+            context.log["error"] = f"{type(error).__name__}: {error}"
+            LOG.exception("request %s failed", context.id)
+            if "status" not in context.log:
+                fault = RequestError("The server failed. See its log for this request.", status=500, kind="server_error")
+                await error_response(fault)(scope, receive, named)
         finally:
             for ticket in context.tickets:
                 ticket.cancel()
             context.on_end()
-            _log(scope, context)
+            if not scope["path"].startswith(_UNLOGGED):
+                took = round(perf_counter() - context.start, 6)
+                line = {"request": context.id, "method": scope["method"], "path": scope["path"], **context.log, "seconds": took}
+                LOG.info(json.dumps(line, ensure_ascii=True))
 
     return wrapped
-
-
-async def _answered(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Errors go to the log alone, for their messages may hold what clients must not see."""
-    context: RequestContext = scope["state"]["context"]
-    try:
-        await app(scope, receive, send)
-    except Exception as error:
-        context.log["error"] = f"{type(error).__name__}: {error}"
-        LOG.exception("request %s failed", context.id)
-        if "status" not in context.log:
-            fault = RequestError("The server failed. See its log for this request.", status=500, kind="server_error")
-            await error_response(fault)(scope, receive, send)
-
-
-def _log(scope: Scope, context: RequestContext) -> None:
-    if not scope["path"].startswith(_UNLOGGED):
-        took = round(perf_counter() - context.start, 6)
-        line = {"request": context.id, "method": scope["method"], "path": scope["path"], **context.log, "seconds": took}
-        LOG.info(json.dumps(line, ensure_ascii=True))
 
 
 def authenticated(app: ASGIApp, key: str) -> ASGIApp:
     """Refuses requests to `/v1` without the key, which is compared in constant time."""
     wanted = f"Bearer {key}".encode()
+    message, headers = "Give this server's API key, as Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"}
+    refusal = error_response(RequestError(message, status=401, code="invalid_api_key", headers=headers))
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("authorization", "") if scope["type"] == "http" else ""
-        known = compare_digest(given.encode("latin-1"), wanted)
-        if scope["type"] == "http" and scope["path"].startswith("/v1") and not known:
-            headers = {"WWW-Authenticate": "Bearer"}
-            message = "Give this server's API key, as Authorization: Bearer KEY."
-            await error_response(RequestError(message, status=401, code="invalid_api_key", headers=headers))(
-                scope, receive, send
-            )
-            return
-        await app(scope, receive, send)
+        is_guarded = scope["type"] == "http" and scope["path"].startswith("/v1")
+        given = Headers(scope=scope).get("authorization", "") if is_guarded else ""
+        known = not is_guarded or compare_digest(given.encode("latin-1"), wanted)
+        await (app if known else refusal)(scope, receive, send)
 
     return wrapped
 
 
 async def body_of(request: Request, most: int) -> bytes:
-    """The body of a request, at most `most` bytes. Raises `RequestError`, and `ClientDisconnect` if the client disconnects."""
+    """The body of a request, at most `most` bytes. Raises `RequestError` or `ClientDisconnect`."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RequestError(
-            "The body must be JSON, with Content-Type: application/json.", status=415, code="unsupported_media_type"
-        )
+        message = "The body must be JSON, with Content-Type: application/json."
+        raise RequestError(message, status=415, code="unsupported_media_type")
     try:
         return await asyncio.wait_for(_read(request, most), _READING)
     except asyncio.TimeoutError:  # in Python 3.10 it is no TimeoutError

@@ -1,4 +1,4 @@
-"""Logits processors of what OpenAI defines and transformers has none for. Each is for one text."""
+"""Logits processors that OpenAI's API needs and transformers lacks. Each is for one sequence."""
 
 from functools import lru_cache
 from json import dumps
@@ -10,10 +10,15 @@ from torch import Tensor
 
 from xtok.serving.http.compiling import check_compiles
 
+_TRIED = 8
+"""How many ids of a text are tried to see whether llguidance can follow a grammar."""
+_SHOWN = 150
+"""How many characters of the beginning and of the end of an error of llguidance are shown."""
+
 
 class Picked(NamedTuple):
-    """An id with its log-probability, and the likeliest ids with theirs, the best first. `offset`: at which character of
-    the text it begins, once that is known.
+    """An id with its log-probability, and the likeliest ids with theirs, the best first. `offset`: the character of the text at
+    which it begins, once that is known.
     """
 
     id: int
@@ -23,9 +28,8 @@ class Picked(NamedTuple):
 
 
 class Record:
-    """Keeps the log-probabilities of the ids that are picked, by the logits that it is shown, and of the `top` likeliest.
-
-    Changes nothing. `picked`: those of all ids but the last, which is known by the one that follows, or by `end`.
+    """Keeps the log-probabilities of the ids that are picked and of the `top` likeliest, by the logits that it is shown and
+    doesn't change. `picked`: those of all ids but the last, which is known by the one that follows, or by `end`.
     """
 
     def __init__(self, top: int) -> None:
@@ -34,7 +38,7 @@ class Record:
         self._row: Tensor | None = None
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """`ids`: (1, length). `scores`: (1, vocabulary), given back as they are."""
+        """`ids`: (1, length). `scores`: (1, vocabulary)."""
         if self._row is not None:
             self.end(int(ids[0, -1]))
         self._row = scores[0].float().log_softmax(dim=-1)
@@ -55,9 +59,8 @@ def _finite(logprob: float) -> float:
 
 
 class Penalties:
-    """OpenAI's penalties: of each id, `frequency` for each time that it was generated, and `presence` if it was.
-
-    What is in the prompt, the first `start` ids, isn't counted.
+    """OpenAI's penalties: of each id, `frequency` for each time that it was generated, after the first `start` ids, and
+    `presence` if it was.
     """
 
     def __init__(self, start: int, frequency: float, presence: float) -> None:
@@ -94,9 +97,8 @@ class GrammarError(ValueError):
 def matcher_of(tokenizer: Any, end: int | None, schema: Any) -> Any:
     """The matcher that llguidance makes of a JSON schema, at the beginning of a text. Each text needs its own `deep_copy`.
 
-    Raises `ValueError` for a tokenizer that llguidance can't read, and for a schema that is none or can't be followed.
-    Some of that, such as a schema that is nothing but a reference to itself, llguidance finds out only while a text is written.
-    So the beginning of a text is written, from the first id that is allowed each time.
+    Raises `ValueError` for a tokenizer that llguidance can't read, and for a schema that can't be followed. Some of that, such
+    as a reference to itself, llguidance finds out only by ids, so a few are tried: the first that is allowed each time.
     """
     from llguidance import LLMatcher
 
@@ -108,16 +110,12 @@ def matcher_of(tokenizer: Any, end: int | None, schema: Any) -> Any:
         raise GrammarError(_in_one_line(str(error))) from None
     matcher = LLMatcher(read, grammar)
     tried = matcher.deep_copy()
-    for _ in range(_WRITTEN):
+    for _ in range(_TRIED):
         allowed = np.flatnonzero(_allowed(tried))
         if tried.is_stopped() or not len(allowed):
             break
         tried.consume_token(int(allowed[0]))
     return matcher
-
-
-_WRITTEN = 8
-"""How many ids of a text are written to see whether llguidance can follow a grammar."""
 
 
 def _allowed(matcher: Any) -> Any:
@@ -132,9 +130,6 @@ def _in_one_line(error: str) -> str:
     """What llguidance says is wrong, without its state and the grammar, and without the middle of what is long."""
     line = " ".join(error.partition("\n<state>")[0].split())
     return line if len(line) <= 2 * _SHOWN else f"{line[:_SHOWN]} … {line[-_SHOWN:]}"
-
-
-_SHOWN = 150
 
 
 @lru_cache(maxsize=8)

@@ -12,6 +12,7 @@ MOST = 128
 """How many texts a request may ask for."""
 STOPS = 16_384
 """How many characters its stops may have in all: each of a text is compared with them."""
+_NOT_FOR_RACES = ("logprobs", "top_logprobs", "stream", "stream_options", "user")
 Item = TypeVar("Item")
 B = TypeVar("B", bound="Body")
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -39,9 +40,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may have at most. `tokens`: new ones of a text. `body`: bytes. `seconds`: until a text ends as one at a
-    limit of length does; None for any time.
-    """
+    """What a request may have at most: new `tokens` of a text, bytes of its `body`, and `seconds`, None for any time."""
 
     tokens: int = 4096
     body: int = 4 * 1024**2
@@ -55,8 +54,6 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
-    """Options of a stream."""
-
     include_usage: bool | None = None
 
 
@@ -70,21 +67,16 @@ class Schema(Fields):
 
 
 class Prediction(Fields):
-    """What much of the text is predicted to be."""
-
     type: Literal["content"]
     content: str | Items[dict[str, Any]]
 
 
 class ResponseFormat(Fields):
-    """What the text is to be."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
 
 
 def _check_biases(given: dict[str, Any]) -> dict[str, float]:
-    """Raises `ValueError` for the first value that is no bias."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise ValueError(f"{name[:40]!r} has {shown(value)}; biases are numbers from -100 to 100")
@@ -127,12 +119,11 @@ class Body(Fields):
 
     @property
     def has_format(self) -> bool:
-        """Whether texts are held to a format, for which a grammar is compiled."""
+        """Whether a grammar has to be compiled."""
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with how many tokens there were."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -171,7 +162,7 @@ class ChatRace(Chat, Race):
 
 
 def read(kind: type[B], data: bytes) -> B:
-    """The body of a request. Raises `RequestError`, with the field's name, for whatever isn't one or can't be honoured."""
+    """The body of a request. Raises `RequestError`, with the field's name, for what can't be honoured."""
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
@@ -183,8 +174,9 @@ def read(kind: type[B], data: bytes) -> B:
         raise RequestError(f"stop has {size} characters in all; this server compares texts with up to {STOPS}.", "stop")
     if isinstance(body, Chat):
         _check_chat(body)
-    if isinstance(body, Race):
-        _check_race(body)
+    for name in _NOT_FOR_RACES if isinstance(body, Race) else ():
+        if getattr(body, name, None) is not None:
+            raise RequestError(f"{name} isn't for races. Leave it out.", name, code="unsupported_parameter")
     return body
 
 
@@ -201,9 +193,8 @@ def _refuse_unknown(fields: Fields, inside: str = "") -> None:
     """Raises `RequestError` for a field that would have no effect."""
     for name, value in (fields.model_extra or {}).items():
         if value is not None:
-            raise RequestError(
-                f"{inside}{name} isn't supported. Leave it out.", f"{inside}{name}", code="unsupported_parameter"
-            )
+            field = f"{inside}{name}"
+            raise RequestError(f"{field} isn't supported. Leave it out.", field, code="unsupported_parameter")
     for name in type(fields).model_fields:
         if isinstance(part := getattr(fields, name), Fields):
             _refuse_unknown(part, f"{inside}{name}.")
@@ -219,10 +210,3 @@ def _check_chat(body: Chat) -> None:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
     if "chat_template" in (body.chat_template_kwargs or {}):
         raise RequestError("chat_template can't be set by a request, because a template is a program.", "chat_template_kwargs")
-
-
-def _check_race(body: Race) -> None:
-    """Raises `RequestError` for fields that a stream of rounds can't have."""
-    for name in ("logprobs", "top_logprobs", "stream", "stream_options", "user"):
-        if getattr(body, name, None) is not None:
-            raise RequestError(f"{name} isn't for races. Leave it out.", name, code="unsupported_parameter")

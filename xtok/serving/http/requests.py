@@ -24,29 +24,27 @@ COLDEST = 1e-3
 
 @dataclass(frozen=True)
 class Submission:
-    """One sequence to generate. `ids`: those of its prompt. `arguments`: those of `Engine.submit`, for this sequence alone."""
+    """One sequence to generate. `arguments`: those of `Engine.submit`, for this sequence alone."""
 
-    prompt: Prompt
-    ids: list[int]
+    prompt: KnownPrompt
     arguments: dict[str, Any]
     stops: list[str]
     record: Record | None
 
-    @property
-    def known(self) -> KnownPrompt:
-        """The prompt with its ids."""
-        return KnownPrompt(self.prompt, self.ids)
-
 
 def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[Submission]:
-    """The texts of a request: `n` for each of its prompts, in order. Number i of a prompt has the request's `seed` + i.
+    """The sequences of a request: `n` for each of its prompts, in order. Number i of a prompt has the request's `seed` + i.
 
     Raises `RequestError`.
     """
     field = "messages" if isinstance(body, Chat) else "prompt"
-    template = _template(body)
-    kwargs = {"chat_template_kwargs": template} if template else {}
-    matcher, predicted = _matcher(body, xt), _prediction(body)
+    template, matcher = _template(body), _matcher(body, xt)
+    predicted = "" if body.prediction is None else _joined(body.prediction.content, "prediction")
+    same: dict[str, Any] = {"stop_strings": body.stops or None, **_sampling(body)}
+    if template:
+        same["chat_template_kwargs"] = template
+    if predicted:  # prepared once for all sequences
+        same["prediction"] = Prediction(predicted)
     prompts, found = _prompts(body), list[Submission]()
     if len(prompts) * (body.n or 1) > MOST:
         raise RequestError(f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n")
@@ -57,11 +55,12 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) ->
         except InvalidInputError as error:
             raise RequestError(str(error), field) from error
         lengths = _lengths(body, xt, len(ids), limits)
-        shared = {**kwargs, **_sampling(body), **lengths, **predicted, "stop_strings": body.stops or None}
         for number in range(body.n or 1):
             record = _record(body)
-            own = _processors(body, xt, record, len(ids), matcher)
-            found.append(Submission(prompt, ids, {**shared, **own, **_seed(body, number)}, body.stops, record))
+            arguments = {**same, **lengths, **_processors(body, xt, record, len(ids), matcher)}
+            if body.seed is not None and body.temperature != 0:  # a greedy text is the same for any seed
+                arguments["seed"] = (body.seed + number) % 2**64
+            found.append(Submission(KnownPrompt(prompt, ids), arguments, body.stops, record))
     return found
 
 
@@ -74,9 +73,7 @@ def _prompts(body: Completion | Chat) -> list[Prompt]:
 
 
 def _check_size(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> None:
-    """Raises `RequestError` for a prompt that is too long for the model whatever its ids are. To read it may take seconds, for
-    which others would have to wait.
-    """
+    """Raises `RequestError` for a prompt that is too long whatever its ids are: to encode it would keep others waiting."""
     window = context_window(xt.model)
     if window is None:
         return
@@ -100,12 +97,6 @@ def _sizes(given: Any) -> Iterator[int]:
             left += one.values() if isinstance(one, dict) else one
 
 
-def _prediction(body: Body) -> dict[str, Any]:
-    """The prediction, prepared once for all sequences. Raises `RequestError` if it is no text."""
-    text = "" if body.prediction is None else _joined(body.prediction.content, "prediction")
-    return {"prediction": Prediction(text)} if text else {}
-
-
 def _joined(content: Any, field: str) -> str:
     """A text, or parts of it in one. Raises `RequestError`."""
     text = "".join(_part(part, field) for part in content) if isinstance(content, list) else content
@@ -115,10 +106,7 @@ def _joined(content: Any, field: str) -> str:
 
 
 def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
-    """A message as templates read it: parts of text in one, and the arguments of calls, which come as JSON, as values.
-
-    Raises `RequestError`.
-    """
+    """A message as templates read it: parts of text in one, arguments of calls from their JSON. Raises `RequestError`."""
     message = {name: value for name, value in given.items() if value is not None}
     message["content"] = _joined(message.get("content", ""), f"messages.{number}.content")
     if "tool_calls" in message:
@@ -153,8 +141,9 @@ def _template(body: Completion | Chat) -> dict[str, Any]:
 
 
 def _sampling(body: Body) -> dict[str, Any]:
-    """Without a temperature, texts are sampled, as OpenAI has it. Of a greedy text, cuts leave the best id, so they are heeded
-    by doing nothing. Raises `RequestError` for a temperature by which logits would have no bounds.
+    """Arguments for sampling, which is OpenAI's default; top_k and the like leave the best id, so a greedy text needs none.
+
+    Raises `RequestError` for a temperature by which logits would overflow.
     """
     if body.temperature == 0:
         return {"do_sample": False}
@@ -166,15 +155,8 @@ def _sampling(body: Body) -> dict[str, Any]:
     return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
 
 
-def _seed(body: Body, number: int) -> dict[str, Any]:
-    """A greedy text is the same for any seed."""
-    if body.seed is None or body.temperature == 0:
-        return {}
-    return {"seed": (body.seed + number) % 2**64}
-
-
 def _lengths(body: Completion | Chat, xt: XTokAssisted, read: int, limits: Limits) -> dict[str, Any]:
-    """How long a text may get whose prompt has `read` ids. Raises `RequestError` if they don't fit."""
+    """How long a text after a prompt of `read` ids may get. Raises `RequestError` if they don't fit."""
     field = "max_completion_tokens" if isinstance(body, Chat) and body.max_tokens is None else "max_tokens"
     requested = body.max_tokens if field == "max_tokens" else getattr(body, field)
     window = context_window(xt.model)
@@ -222,20 +204,15 @@ def _bias(given: Mapping[str, float], size: int) -> list[list[Any]]:
 
 
 def _matcher(body: Body, xt: XTokAssisted) -> Any:
-    """What holds texts to a format, None if any text will do. Raises `RequestError` if that can't be done."""
+    """The grammar of a response format, None if any text will do. Raises `RequestError` if it can't be had."""
     requested = body.response_format
     if requested is None or not body.has_format:
         return None
     schema = {"type": "object"} if requested.type == "json_object" else requested.json_schema and requested.json_schema.schema_
     if schema is None:
         raise RequestError("response_format of type json_schema needs json_schema.schema.", "response_format")
+    ends = xt.model.generation_config.eos_token_id
     try:
-        return matcher_of(xt.tokenizer, _end(xt), schema)
+        return matcher_of(xt.tokenizer, int(ends[0]) if isinstance(ends, list) else ends, schema)
     except (ImportError, ValueError) as error:
         raise RequestError(f"Texts can't be held to this response_format: {error}", "response_format") from error
-
-
-def _end(xt: XTokAssisted) -> int | None:
-    """The id that ends texts, the first of several; None if the tokenizer's own does."""
-    ends = xt.model.generation_config.eos_token_id
-    return int(ends[0]) if isinstance(ends, list) else ends
