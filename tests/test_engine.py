@@ -655,9 +655,9 @@ def test_closing_refuses_texts_while_those_before_are_written() -> None:
 
 def _release(ticket: Ticket, engine: Engine) -> None:
     """Let go of the text that holds the engine's thread."""
-    job = next(job for job in engine._running if job.ticket is ticket)
-    assert job.sequence is not None
-    next(one for one in job.sequence.picker.processors if isinstance(one, Holds)).go.set()
+    entry = next(entry for entry in engine._running if entry.ticket is ticket)
+    assert entry.sequence is not None
+    next(one for one in entry.sequence.picker.processors if isinstance(one, Holds)).go.set()
 
 
 class WaitsForTheEnd:

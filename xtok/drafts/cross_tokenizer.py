@@ -33,12 +33,6 @@ class _Guess(Path):
 
     given: bytes = b""
     token: int = 0
-    ended: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the draft doesn't end its text here."""
-        return not self.ended
 
     @property
     def added(self) -> bytes:
@@ -146,9 +140,8 @@ class CrossTokenizerDrafter(ModelDrafter):
         if not conditional > 0 or (piece is None and not ended):
             return None
         written = guess.written + (piece or b"")
-        return _Guess(
-            guess.probability * conditional, guess.parent, written, conditional, given=guess.given, token=token, ended=ended
-        )
+        probability = guess.probability * conditional
+        return _Guess(probability, guess.parent, written, conditional, not ended, given=guess.given, token=token)
 
     @staticmethod
     def _only(logits: Tensor, allowed: Sequence[int]) -> Tensor:
@@ -163,7 +156,8 @@ class CrossTokenizerDrafter(ModelDrafter):
         probabilities: dict[tuple[bytes, bool], float] = {}
         for guess in guesses:
             if len(guess.written) >= len(guess.given):
-                probabilities[guess.added, guess.ended] = probabilities.get((guess.added, guess.ended), 0.0) + guess.kept
+                text = guess.added, not guess.is_open
+                probabilities[text] = probabilities.get(text, 0.0) + guess.kept
         likeliest = sorted(probabilities.items(), key=lambda item: -item[1])
         trie = Trie()
         for (added, ended), probability in likeliest[: budget.verified([probability for _, probability in likeliest])]:

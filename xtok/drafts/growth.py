@@ -37,22 +37,19 @@ class Path:
     """A guessed continuation of the context, with the bytes `written`.
 
     `parent`: the node of the draft's cache that its last token continues. `confidence`: the probability of its last token
-    alone, if all before it is right. `kept`: the probability that it is right and none of its known continuations is.
+    alone, if all before it is right. `is_open`: whether the draft can continue it. `kept`: the probability that it is right
+    and none of its known continuations is.
     """
 
     probability: float
     parent: int
     written: bytes
     confidence: float = 1.0
+    is_open: bool = True
     kept: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.kept = self.probability
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the draft can continue it."""
-        return True
 
 
 @dataclass

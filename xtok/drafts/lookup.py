@@ -63,15 +63,18 @@ class Prediction:
         self._data = text.encode(errors="replace")
         self._corpus = Corpus([text])
 
-    def start(self, request: Request) -> "PredictionLookup":
-        return PredictionLookup(self._data, self._corpus, request.vocabulary.encoder)
+    def start(self, request: Request) -> "Lookup":
+        return Lookup(self._corpus, request.vocabulary.encoder, self._data)
 
 
 class Lookup:
-    """The drafter of `PromptLookup` for one sequence. `encoder`: that of the target."""
+    """The drafter of `PromptLookup` and `Prediction` for one sequence. `encoder`: that of the target. `prediction`: the bytes
+    of the text that is expected, if there is one: then only that is guessed from, and `corpus` is that text alone.
+    """
 
-    def __init__(self, corpus: Corpus | None, encoder: Encoder) -> None:
+    def __init__(self, corpus: Corpus | None, encoder: Encoder, prediction: bytes | None = None) -> None:
         self._corpus = corpus
+        self._prediction = prediction
         self._continuation = Continuation(encoder)
         self._view = encoder.view
         self._repeats = Repeats()
@@ -86,7 +89,8 @@ class Lookup:
             belief.learn(ids[shown:] if is_as_shown else [])
         self._shown = len(ids), ids[-1] if ids else None
         trie = Trie()
-        self._mix(trie, self._repeated(ids, budget), self._beliefs[0])
+        if self._prediction is None:
+            self._mix(trie, self._repeated(ids, budget), self._beliefs[0])
         if self._corpus is not None:
             self._mix(trie, self._found(self._corpus, context, budget), self._beliefs[1])
         return trie.best(budget.verified)
@@ -114,7 +118,12 @@ class Lookup:
         return [(repeats.continuation(position, budget.longest, ids[-1]), agreeing, 1.0) for position, agreeing in found]
 
     def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """Continuations in the corpus, as for `_mix`."""
+        """Continuations in the corpus, as for `_mix`; of a text that is the beginning of the prediction, the rest of that."""
+        new = context.data[context.prompt_size :]
+        if self._prediction is not None and self._prediction.startswith(new):
+            rest = self._prediction[len(new) : len(new) + _BYTES * budget.longest]
+            ids = self._ids_of(context, rest, budget)
+            return [(ids, _LONGEST, 1.0)] if ids else []
         agreeing, texts = corpus.continuations(context.data, _BYTES * budget.longest, budget.width)
         known = self._ids_within(context, agreeing)
         mapped = [(self._ids_of(context, text, budget), known, share) for text, share in texts if known]
@@ -132,27 +141,6 @@ class Lookup:
                 break
             count += 1
         return count
-
-
-class PredictionLookup(Lookup):
-    """The drafter of `Prediction` for one sequence. `data`: the bytes of the predicted text; `corpus`: that text alone."""
-
-    def __init__(self, data: bytes, corpus: Corpus, encoder: Encoder) -> None:
-        super().__init__(corpus, encoder)
-        self._data = data
-
-    def _repeated(self, ids: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
-        """None: another drafter guesses those."""
-        return []
-
-    def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """The rest of the prediction, as long as the text is its beginning; else what a look-up in it gives."""
-        new = context.data[context.prompt_size :]
-        if not self._data.startswith(new):
-            return super()._found(corpus, context, budget)
-        rest = self._data[len(new) : len(new) + _BYTES * budget.longest]
-        ids = self._ids_of(context, rest, budget)
-        return [(ids, _LONGEST, 1.0)] if ids else []
 
 
 class Belief:

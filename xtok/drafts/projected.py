@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -45,11 +44,6 @@ class _Guess(IdPath):
     size: int = 0
     distributions: tuple[Distribution, ...] = ()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the draft has ids for the last one."""
-        return bool(self.draft_ids)
-
 
 class ProjectedDrafter(ModelDrafter):
     """Guesses what the target is about to pick, in the target's ids, `target`. Each sequence has its own.
@@ -89,8 +83,12 @@ class ProjectedDrafter(ModelDrafter):
         What fails after a first draw is raised in the next round: what was drawn must be judged, for to throw some draws away
         would change the distribution of those that are kept.
         """
-        if self._failure is not None:
-            self._fail(self._failure)
+        if (failure := self._failure) is not None:
+            self._failure = None
+            try:
+                raise failure
+            finally:
+                del failure  # an exception and its frames would keep each other, and caches with them, alive
         depth = self._reader.longest(min(budget.depth, budget.longest))
         pending = self._reader.read(context, depth + _PENDING)
         rest = self._reader.ids_of(pending) if pending else []
@@ -106,14 +104,6 @@ class ProjectedDrafter(ModelDrafter):
         if not self._independent:
             return tree_of(guesses, budget)
         return chain(guesses[-1].ids, guesses[-1].written, guesses[-1].distributions) if guesses else Tree()
-
-    def _fail(self, failure: Exception) -> NoReturn:
-        """Raise a failure and forget it: an exception and its frames would keep each other, and caches with them, alive."""
-        self._failure = None
-        try:
-            raise failure
-        finally:
-            del failure
 
     def _expanded(self, context: Context, front: list[_Guess], chained: bool) -> Steps[list[list[_Guess]]]:
         try:
@@ -177,6 +167,7 @@ class ProjectedDrafter(ModelDrafter):
             guess.parent,
             guess.written + piece,
             probability,
+            bool(held),
             ids=(*guess.ids, token),
             draft_ids=tuple(held),
             size=guess.size + len(draft_ids),

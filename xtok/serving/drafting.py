@@ -44,13 +44,12 @@ _MIXED = 16
 class DraftedText:
     """A text that another engine writes, as its `DraftEngine` knows it.
 
-    `ids`: what is committed of it so far, prompt included. `session`: who drafts it. `slots`: where it has its slots in drafts.
+    `ids`: what is committed of it so far, prompt included. `session`: its drafters. `slots`: its cache slots in drafts.
     """
 
     ids: list[int]
     session: Session = field(repr=False)
     slots: Slots = field(repr=False)
-    _told: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._shown = len(self.ids)
@@ -109,10 +108,9 @@ class DraftEngine:
         ends: Collection[int] = (),
         budget: Budget | None = None,
     ) -> None:
-        """`tokenizer`: the target's, of transformers; nothing else of it is needed. `draft`: as for `XTokAssisted`, a model
-        among them guesses together with what the text repeats. `size`: how many ids the target has logits for; None for as
-        many as the tokenizer has. `ends`: those that end a text, after which nothing is guessed; if empty, the tokenizer's.
-        `budget`: without one, two paths for a chain, and of those as much as pays.
+        """`tokenizer`: the target's, of transformers. `draft`: as for `XTokAssisted`; a model guesses together with what the
+        text repeats. `size`: how many ids the target has logits for; None for as many as the tokenizer has. `ends`: those that
+        end a text; if empty, the tokenizer's. `budget`: without one, two paths for a chain, and of those as much as pays.
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
@@ -142,10 +140,7 @@ class DraftEngine:
 
     @within(Modes())
     def add(self, ids: Sequence[int]) -> DraftedText:
-        """A text to guess for. `ids`: the target's, of all that is committed, without padding; its prompt, say.
-
-        Raises `InvalidInputError` for what are no ids of the target.
-        """
+        """A text to guess for. `ids`: the target's, of all that is committed, without padding. Raises `InvalidInputError`."""
         ids = self._checked(ids)
         if not ids:
             raise InvalidInputError("The text has no ids. Give at least one, as the token that begins texts.")
@@ -159,12 +154,9 @@ class DraftEngine:
     @within(Modes())
     def observe(self, text: DraftedText, ids: Sequence[int]) -> None:
         """Take in what one step committed of a text: what of its guess was right, and the id after it. No ids: the step read
-        more of its prompt.
+        more of its prompt. Raises `InvalidInputError`.
 
         After steps without a proposal, call this for each of them, or for all but the last at once and then for the last.
-        Nothing is learnt from those.
-
-        Raises `InvalidInputError` for what are no ids of the target, and for a text that was dropped.
         """
         self._check(text)
         ids, step = self._checked(ids), self._step
@@ -179,7 +171,7 @@ class DraftEngine:
             text.show()
 
     def drop(self, text: DraftedText) -> None:
-        """Forget a text, be it done or not. Raises `InvalidInputError` for one that was dropped."""
+        """Forget a text. Raises `InvalidInputError` for one that was dropped."""
         self._check(text)
         del self._texts[text]
         text.session.close()
@@ -187,12 +179,9 @@ class DraftEngine:
 
     @within(Modes())
     def propose(self, texts: Sequence[DraftedText], longest: int) -> list[Tree]:
-        """What the target is to check after each of some texts in its next forward pass: chains of up to `longest` of its ids.
-
-        They may be empty, and always are in the first step, unless the budget is constant: what guessing costs isn't known yet.
-        Texts that aren't proposed for have no part in that forward pass.
-
-        Raises `InvalidInputError` for a text that was dropped or is there twice, and for a length that is none.
+        """What the target is to check after each of some texts in its next forward pass, in which other texts have no part:
+        chains of up to `longest` of its ids. They are empty in the first step unless the budget is constant, for what guessing
+        costs isn't known yet. Raises `InvalidInputError`.
         """
         if not isinstance(longest, int) or isinstance(longest, bool) or longest < 0:
             raise InvalidInputError(f"longest is {longest!r}; it must be a whole number, 0 or more.")
@@ -258,7 +247,7 @@ class DraftEngine:
             raise InvalidInputError("The text isn't drafted for here, or was dropped. Add it first.")
 
     def _checked(self, ids: Any) -> list[int]:
-        """`ids` as a list. Raises `InvalidInputError` where they can't be the target's."""
+        """`ids` as a list. Raises `InvalidInputError` if they can't be the target's."""
         try:
             found = _whole(ids)
         except TypeError as error:
@@ -281,9 +270,8 @@ def _ends(given: Any) -> list[int]:
     try:
         found = _whole(given)
     except TypeError as error:
-        raise InvalidInputError(
-            f"ends is {shown(given)}; give a list of ids, or leave it out for the tokenizer's own."
-        ) from error
+        message = f"ends is {shown(given)}; give a list of ids, or leave it out for the tokenizer's own."
+        raise InvalidInputError(message) from error
     if wrong := [token for token in found if token < 0]:
         raise InvalidInputError(f"ends holds {wrong[0]}; ids are 0 or more. Leave it out for the tokenizer's own.")
     return found

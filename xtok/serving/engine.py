@@ -3,6 +3,7 @@
 import atexit
 from codecs import IncrementalDecoder
 from collections import Counter, deque
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition, Thread
@@ -30,9 +31,9 @@ from xtok.serving.ticket import Ticket
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine does. `running`, `waiting`: how many requests. `tokens`: new ones of all requests, those that have ended
-    included. `tokens_per_second`: while something ran. `tokens_per_forward`: of a request, on average; the target alone has 1.
-    `positions`: how many the running ones have in the target's cache.
+    """What an engine does. `running`, `waiting`: requests. `tokens`: new ones of all requests, ended ones included.
+    `tokens_per_second`: while something ran. `tokens_per_forward`: of a request, on average; the target alone has 1.
+    `positions`: of the running requests in the target's cache.
     """
 
     running: int
@@ -44,14 +45,11 @@ class EngineStats:
 
 
 @dataclass(eq=False)
-class _Job:
-    """A request that was submitted; once it runs, it has a `sequence`.
-
-    `most`: how many positions it may get, if memory is bounded.
-    """
+class _Entry:
+    """A request that was submitted. `most`: how many positions it may get, if memory is bounded. `sequence`: once it runs."""
 
     ticket: Ticket
-    request: Prepared
+    prepared: Prepared
     most: int | None
     sequence: Sequence | None = None
     decoder: IncrementalDecoder = field(default_factory=utf8_decoder)
@@ -85,8 +83,8 @@ class Engine:
         self._setup = xt.setup
         self._batch_size, self._queue = batch_size, queue
         self._changed = Condition()
-        self._waiting: deque[_Job] = deque()
-        self._running: list[_Job] = []
+        self._waiting: deque[_Entry] = deque()
+        self._running: list[_Entry] = []
         self._memory = None if memory is None else Memory(self._setup, memory)
         room = None
         if self._memory is not None:
@@ -109,8 +107,8 @@ class Engine:
         """
         if arguments.get("streamer") is not None:
             raise UnsupportedArgumentError("streamer can't be used here. Iterate over the ticket, for pieces of text.")
-        request = prepare_one(self._setup, prompt, arguments)
-        job = _Job(Ticket(self._wake), request, None if self._memory is None else self._memory.limit(request))
+        prepared = prepare_one(self._setup, prompt, arguments)
+        entry = _Entry(Ticket(self._wake), prepared, None if self._memory is None else self._memory.limit(prepared))
         with self._changed:
             if self._closing:
                 raise EngineClosedError("The engine is closed. Submit texts before it is, or make another one.")
@@ -119,20 +117,20 @@ class Engine:
                     f"{len(self._waiting)} texts wait already, as many as may. Submit it later, or make the engine with a "
                     f"longer queue than {self._queue}."
                 )
-            self._waiting.append(job)
+            self._waiting.append(entry)
             self._changed.notify_all()
-        return job.ticket
+        return entry.ticket
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more requests: it was closed, or a fault ended it."""
+        """Whether it takes no more requests: it was closed, or an error ended it."""
         return self._closing
 
     @property
     def stats(self) -> EngineStats:
         """What it does now, and did so far."""
         with self._changed:
-            sequences = [job.sequence for job in self._running if job.sequence is not None]
+            sequences = self._sequences()
             tokens = self._tokens + sum(len(one.new_ids) for one in sequences)
             forwards = self._forwards + sum(one.slot.forwards for one in sequences)
             return EngineStats(
@@ -148,8 +146,8 @@ class Engine:
         """Take no more requests, and wait until those that were submitted have ended, or cancel them."""
         with self._changed:
             self._closing = True
-            for job in [*self._running, *self._waiting] if cancel else ():
-                job.ticket.cancelled = True
+            for entry in [*self._running, *self._waiting] if cancel else ():
+                entry.ticket.cancelled = True
             self._changed.notify_all()
         self._thread.join()
         atexit.unregister(self.close)
@@ -171,110 +169,106 @@ class Engine:
             with within(self._modes):
                 while self._go_on():
                     pass
-        except BaseException as error:  # a fault of the engine: nobody may wait for ever
+        except BaseException as error:  # nobody may wait for ever
             with self._changed:
                 self._closing = True
                 left = [*self._running, *self._waiting]
-            for job in left:
-                job.ticket.end(error)
+            for entry in left:
+                entry.ticket.end(error)
         self._caches = CacheSet()
 
     def _go_on(self) -> bool:
-        """Run until nothing runs. False if nothing will come any more."""
+        """Run until nothing runs. Returns whether more may come."""
         try:
             for committed in run(self._admit):
                 with self._changed:
                     self._seconds += perf_counter() - self._started
                 self._deliver(committed)
         except BaseException as error:  # it is no fault of one sequence, so all that run end in it, even if it is an exit
-            for job in self._running:
-                if job.sequence is not None:
-                    job.sequence.fail(error)
+            for sequence in self._sequences():
+                sequence.fail(error)
             self._deliver({})
         return bool(self._running or self._waiting or not self._closing)
 
     def _admit(self, _: list[Sequence]) -> list[Sequence]:
-        """Wait for something to do; start requests in the order in which they came. Those of long prompts are put off while
-        others read about a chunk of theirs, so that what runs doesn't wait for all of them.
+        """Wait for something to do; start requests in the order in which they came. If prompts are long, about a chunk of them
+        is read in a round, so that what runs doesn't wait for all of them.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._running or self._waiting or self._closing)
             self._drop_cancelled()
-            new, reading = list[_Job](), sum(len(one.unread()) for one in self._sequences() if one.is_reading)
+            new, reading = list[_Entry](), sum(len(one.unread()) for one in self._sequences() if one.is_reading)
             while self._waiting and reading < CHUNK and self._has_room(self._waiting[0]):
                 new.append(self._waiting.popleft())
                 self._running.append(new[-1])
-                reading += min(CHUNK, new[-1].request.ids.shape[1])
+                reading += min(CHUNK, new[-1].prepared.ids.shape[1])
         if self._setup.captures and new and len(new) == len(self._running):  # models may have been changed while nothing ran
             self._caches.empty()
-        for job in new:
-            self._start(job)
+        for entry in new:
+            if (error := self._failed_start(entry)) is not None:
+                self._end(entry, error)
         self._started = perf_counter()
-        return [job.sequence for job in new if job.sequence is not None]
+        return [entry.sequence for entry in new if entry.sequence is not None]
 
     def _sequences(self) -> list[Sequence]:
-        return [job.sequence for job in self._running if job.sequence is not None]
+        return [entry.sequence for entry in self._running if entry.sequence is not None]
 
-    def _has_room(self, job: _Job) -> bool:
+    def _has_room(self, entry: _Entry) -> bool:
         """Whether it can run beside those that do."""
         if len(self._running) >= self._batch_size:
             return False
-        return self._memory is None or self._memory.fits([one.request for one in (*self._running, job)])
+        return self._memory is None or self._memory.fits([one.prepared for one in (*self._running, entry)])
 
     def _drop_cancelled(self) -> None:
-        dropped = [job for job in (*self._running, *self._waiting) if job.ticket.cancelled]
-        for job in dropped:
-            (self._running if job in self._running else self._waiting).remove(job)
-            if job.sequence is not None:
-                self._count(job.sequence)
-                job.sequence.end("cancelled")
-            job.ticket.end_cancelled()
+        dropped = [entry for entry in (*self._running, *self._waiting) if entry.ticket.cancelled]
+        for entry in dropped:
+            (self._running if entry in self._running else self._waiting).remove(entry)
+            if entry.sequence is not None:
+                self._count(entry.sequence)
+                entry.sequence.end("cancelled")
+            entry.ticket.end(CancelledError("The text was cancelled."))
 
-    def _start(self, job: _Job) -> None:
-        if (error := self._failed_start(job)) is not None:
-            self._end(job, error)
-
-    def _failed_start(self, job: _Job) -> BaseException | None:
+    def _failed_start(self, entry: _Entry) -> BaseException | None:
         """Make its sequence. Returns what that fails with."""
         try:
-            job.sequence = start(self._setup, job.request, self._caches, job.most)
+            entry.sequence = start(self._setup, entry.prepared, self._caches, entry.most)
         except BaseException as error:
             return error
         return None
 
     def _deliver(self, committed: dict[Sequence, list[int]]) -> None:
         """Hand out what was committed, and let those go that have ended."""
-        for job in list(self._running):
-            assert job.sequence is not None
-            if block := committed.get(job.sequence):
-                self._add(job, b"".join(job.sequence.text.pieces[-len(block) :]))
-            if job.sequence.finish_reason is not None:
-                self._end(job, self._result(job))
+        for entry in list(self._running):
+            assert entry.sequence is not None
+            if block := committed.get(entry.sequence):
+                self._add(entry, b"".join(entry.sequence.text.pieces[-len(block) :]))
+            if entry.sequence.finish_reason is not None:
+                self._end(entry, self._result(entry))
         committed.clear()  # frames of errors, which tickets keep, would hold sequences by it
 
-    def _result(self, job: _Job) -> Any:
+    def _result(self, entry: _Entry) -> Any:
         """What it was answered with, or what it failed with."""
-        assert job.sequence is not None
+        assert entry.sequence is not None
         try:
-            result = finished(job.sequence)
+            result = finished(entry.sequence)
         except BaseException as error:
             return error
-        self._add(job, b"", final=True)
+        self._add(entry, b"", final=True)
         return result
 
     @staticmethod
-    def _add(job: _Job, data: bytes, *, final: bool = False) -> None:
+    def _add(entry: _Entry, data: bytes, *, final: bool = False) -> None:
         """Hand out the whole characters that further bytes complete."""
-        if piece := job.decoder.decode(data, final):
-            job.ticket.add(piece)
+        if piece := entry.decoder.decode(data, final):
+            entry.ticket.add(piece)
 
-    def _end(self, job: _Job, result: Any) -> None:
+    def _end(self, entry: _Entry, result: Any) -> None:
         with self._changed:
-            self._running.remove(job)
-            if job.sequence is not None:
-                self._count(job.sequence)
-                job.sequence = None
-        job.ticket.end(_freed(result) if isinstance(result, BaseException) else result)
+            self._running.remove(entry)
+            if entry.sequence is not None:
+                self._count(entry.sequence)
+                entry.sequence = None
+        entry.ticket.end(_freed(result) if isinstance(result, BaseException) else result)
 
     def _count(self, sequence: Sequence) -> None:
         self._tokens += len(sequence.new_ids)
@@ -282,7 +276,7 @@ class Engine:
 
 
 def _freed(error: BaseException) -> BaseException:
-    """The error, without what its frames hold: a ticket that is kept keeps no cache."""
+    """The error, without what its frames hold, such as caches."""
     trace = error.__traceback__ and error.__traceback__.tb_next
     for frame, _ in walk_tb(trace):
         for caller, _ in walk_stack(frame):

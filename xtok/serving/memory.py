@@ -12,10 +12,8 @@ class Memory:
     """A bound on the KV caches of all sequences and models: sequences × positions of the longest × bytes of a position."""
 
     def __init__(self, setup: Setup, size: int) -> None:
-        """`size`: in bytes.
-
-        Raises `InvalidInputError` for a size that makes no sense, `UnsupportedArgumentError` and `UnsupportedModelError` if
-        memory can't be bounded.
+        """`size`: in bytes. Raises `InvalidInputError`, or `UnsupportedArgumentError` and `UnsupportedModelError` if memory
+        can't be bounded.
         """
         if not isinstance(size, int) or size < 1:
             raise InvalidInputError(f"memory is {size!r}; give a number of bytes, as 8 * 1024**3.")
@@ -26,12 +24,9 @@ class Memory:
             )
         position = 0
         for model in setup.models:
-            own = traits(model).position_bytes
-            if own is None:
+            if (own := traits(model).position_bytes) is None:
                 name = type(model).__name__
-                raise UnsupportedModelError(
-                    f"{name} keeps a cache of its own for each sequence, so its memory isn't bounded here."
-                )
+                raise UnsupportedModelError(f"{name} keeps a cache of its own for each sequence, so memory can't be bounded.")
             position += own
         least = setup.positions_beside() + 1
         if size < position * least:
@@ -42,21 +37,19 @@ class Memory:
         self._setup = setup
         self.positions = size // position
 
-    def limit(self, request: Prepared) -> int:
-        """How many positions the sequence of a request may get. Raises `InvalidInputError` if there is never room for it."""
-        most, prediction = float(request.config.max_length), request.prediction is not None
+    def limit(self, prepared: Prepared) -> int:
+        """How many positions a sequence may get. Raises `InvalidInputError` if there is never room for it."""
+        most, prediction = float(prepared.config.max_length), prepared.prediction is not None
         beside = self._setup.positions_beside(min(most, self.positions), prediction=prediction)
         if most > self.positions - beside:
             raise InvalidInputError(
-                f"The text may get {request.config.max_length} positions, prompt included, and memory has room for "
+                f"The text may get {prepared.config.max_length} positions, prompt included, and memory has room for "
                 f"{self.positions - beside}, and {beside} for guesses. Ask for fewer new tokens, or give more memory."
             )
         return ceil(most)
 
-    def fits(self, requests: list[Prepared]) -> bool:
+    def fits(self, several: list[Prepared]) -> bool:
         """Whether sequences fit beside each other: each has as many positions as the longest may get."""
-        sizes = list[int]()
-        for one in requests:
-            most = ceil(float(one.config.max_length))
-            sizes.append(most + self._setup.positions_beside(most, prediction=one.prediction is not None))
-        return len(sizes) * max(sizes) <= self.positions
+        sizes = [(ceil(float(one.config.max_length)), one.prediction is not None) for one in several]
+        longest = max(most + self._setup.positions_beside(most, prediction=prediction) for most, prediction in sizes)
+        return len(sizes) * longest <= self.positions

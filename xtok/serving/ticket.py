@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from numbers import Real
 from threading import TIMEOUT_MAX, Condition
@@ -15,7 +15,6 @@ class Ticket:
     """A request that was submitted: its result, and its pieces as they come. Any number of threads or tasks may wait."""
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
-        """`on_cancel`: what tells the engine."""
         self._future: Future[Generation] = Future()
         self._pieces: list[str] = []
         self._changed = Condition()
@@ -31,8 +30,8 @@ class Ticket:
     def result(self, timeout: float | None = None) -> Generation:
         """What the prompt was answered with, as `generate` gives it.
 
-        Raises what it ended in, `concurrent.futures.CancelledError` if it was cancelled, and `TimeoutError` if it takes
-        longer than `timeout` seconds; `InvalidInputError` for a timeout that is no number.
+        Raises what it ended in, `concurrent.futures.CancelledError` if it was cancelled, `TimeoutError` after `timeout`
+        seconds, and `InvalidInputError` for a timeout that is no number.
         """
         if timeout is not None and not (isinstance(timeout, Real) and timeout == timeout):
             raise InvalidInputError(f"timeout is {shown(timeout)}; give a number of seconds, or None to wait for the end.")
@@ -62,7 +61,6 @@ class Ticket:
                 return
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """The same for `async for`."""
         loop, event, sent = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def listener() -> None:
@@ -86,22 +84,18 @@ class Ticket:
             self._listeners.remove(listener)
 
     def add(self, piece: str) -> None:
-        """For the engine: a further piece."""
-        self._tell(lambda: self._pieces.append(piece))
+        """For the engine: hand out a further piece."""
+        self._notify(lambda: self._pieces.append(piece))
 
     def end(self, result: Generation | BaseException) -> None:
         """For the engine, of which it lets go: the request has ended."""
         self._on_cancel = lambda: None
         if isinstance(result, BaseException):
-            self._tell(lambda: self._future.set_exception(result))
+            self._notify(lambda: self._future.set_exception(result))
         else:
-            self._tell(lambda: self._future.set_result(result))
+            self._notify(lambda: self._future.set_result(result))
 
-    def end_cancelled(self) -> None:
-        """For the engine: it was cancelled."""
-        self.end(CancelledError("The text was cancelled."))
-
-    def _tell(self, change: Callable[[], None]) -> None:
+    def _notify(self, change: Callable[[], None]) -> None:
         with self._changed:
             change()
             self._changed.notify_all()

@@ -31,10 +31,9 @@ class XTokProposer:
     """What vLLM asks for guesses, of all requests of a step at once.
 
     Laws: ids are vLLM's own, whatever this returns. Nothing that fails after `load_model` is raised, for that would end vLLM:
-    it is counted in `failures`, logged once, and nothing is guessed in that step. State is that of the requests of the step,
-    and no more.
+    it is counted in `failures`, logged once, and nothing is guessed in that step. It keeps the requests of the step, no more.
 
-    vLLM names no requests, and moves them between rows: a row is known by its ids. Rows of equal ids are as good as each other.
+    vLLM names no requests, and moves them between rows: a row is known by its ids.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -43,9 +42,8 @@ class XTokProposer:
             self._longest: int = vllm_config.speculative_config.num_speculative_tokens
             given = vllm_config.additional_config
         except AttributeError as error:
-            raise InvalidInputError(
-                f"vllm_config is {shown(vllm_config)}; it is vLLM that makes a proposer, by its own."
-            ) from error
+            message = f"vllm_config is {shown(vllm_config)}; it is vLLM that makes a proposer, by its own."
+            raise InvalidInputError(message) from error
         self._config = vllm_config
         self._draft, self._budget = _settings(given)
         self._engine: DraftEngine | None = None
@@ -57,11 +55,9 @@ class XTokProposer:
         if import_module("vllm.distributed").get_tensor_model_parallel_rank():
             return
         model = self._config.model_config
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=False
-        )
-        generation = model.try_get_generation_config()
-        ends = generation.get("eos_token_id")
+        revision = model.tokenizer_revision
+        tokenizer: Any = AutoTokenizer.from_pretrained(model.tokenizer, revision=revision, trust_remote_code=False)
+        ends = model.try_get_generation_config().get("eos_token_id")
         ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
         self._engine = DraftEngine(tokenizer, self._draft, size=model.get_vocab_size(), ends=ends, budget=self._budget)
 
@@ -70,8 +66,8 @@ class XTokProposer:
     ) -> list[list[int]]:
         """Guesses for each row, at most `num_speculative_tokens` ids.
 
-        `sampled_token_ids`: what this step committed of each row; none where its prompt isn't read to its end.
-        `token_ids_cpu`: ids of the rows, (rows or more, positions), int32; of each row `num_tokens_no_spec` are committed.
+        `sampled_token_ids`: what this step committed of each row; none if its prompt isn't read to its end. `token_ids_cpu`:
+        ids of the rows, (rows or more, positions), int32; of each row `num_tokens_no_spec` are committed.
         """
         if self._engine is None:
             return []
@@ -93,8 +89,8 @@ class XTokProposer:
         data = [row.tobytes() for row in rows]
         widths = [size * row.itemsize for row, size in zip(rows, sizes, strict=True)]
         found = [self._take(one[: len(one) - width]) for one, width in zip(data, widths, strict=True)]
-        # vLLM asks for no guesses where one request is near its longest: then a row has more than this step's ids
-        found = [text or self._take(self._beginning(one)) for text, one in zip(found, data, strict=True)]
+        # vLLM asks for no guesses if one request is near its longest: then a row has more than this step's ids
+        found = [text or self._take_beginning(one) for text, one in zip(found, data, strict=True)]
         for text in (text for texts in self._known.values() for text in texts):
             engine.drop(text)
         self._known = {}
@@ -103,14 +99,15 @@ class XTokProposer:
             self._known.setdefault(one, []).append(text)
         return followed
 
-    def _take(self, ids: bytes | None) -> DraftedText | None:
-        """A known text of just these ids, which is anybody's no more."""
-        texts = self._known.get(ids, []) if ids is not None else []
+    def _take(self, ids: bytes) -> DraftedText | None:
+        """A known text of just these ids, which no other row gets then."""
+        texts = self._known.get(ids)
         return texts.pop() if texts else None
 
-    def _beginning(self, ids: bytes) -> bytes | None:
-        """The longest known text that some ids begin with."""
-        return max((known for known, texts in self._known.items() if texts and ids.startswith(known)), key=len, default=None)
+    def _take_beginning(self, ids: bytes) -> DraftedText | None:
+        """The longest known text that some ids begin with, which no other row gets then."""
+        beginnings = (known for known, texts in self._known.items() if texts and ids.startswith(known))
+        return self._take(max(beginnings, key=len, default=b""))
 
     @staticmethod
     def _text(engine: DraftEngine, known: DraftedText | None, row: Any, size: int) -> DraftedText:
@@ -126,7 +123,7 @@ class XTokProposer:
     def _fail(self, engine: DraftEngine, error: Exception) -> None:
         """Count a failure, and begin anew."""
         if not self.failures:
-            _log.warning("xtok guesses nothing in this step, and tells of no further failures.", exc_info=error)
+            _log.warning("xtok guesses nothing in this step, and reports no further failures.", exc_info=error)
         self.failures += 1
         self._known = {}
         for text in engine.texts:

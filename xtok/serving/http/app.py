@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ async def _raced(service: Service, request: Request, body: CompletionRace | Chat
     context = context_of(request)
     context.on_end = service.race_queue.leave
     context.log |= {"completion_tokens": 0, "finish_reasons": []}
-    runs = await prepared(service, request, body, runs_of, service.variants)
+    runs = await prepared(service, request, body, partial(runs_of, service.with_drafts), service.ready()[0])
 
     def lines() -> Generator[str, None, None]:
         for event in race(runs, service.limits.seconds):

@@ -15,9 +15,7 @@ from xtok.serving.ticket import Ticket
 
 
 class Event(NamedTuple):
-    """A further piece of text number `choice`, what was `picked` for it if that is recorded, and with the last piece the
-    whole generation.
-    """
+    """A further piece of text number `choice`, what was `picked` for it if recorded, and at last the whole generation."""
 
     choice: int
     text: str
@@ -26,10 +24,8 @@ class Event(NamedTuple):
 
 
 class Cut:
-    """Ends a text before the first of some `stops` to be completed. What may be the beginning of one is held back until that is
-    known. The work is linear in the length of the text.
-
-    `stops`: each with its borders. `size`: how many bytes were let pass.
+    """Ends a text before the first of some `stops`, each with its `borders`, to be completed. What may be the beginning of one
+    is held back, in time linear in the length of the text. `size`: how many bytes were let pass.
     """
 
     def __init__(self, stops: Sequence[tuple[str, Sequence[int]]]) -> None:
@@ -39,7 +35,7 @@ class Cut:
         self.size, self.found = 0, False
 
     def add(self, piece: str, *, final: bool = False) -> str:
-        """What surely belongs to the text."""
+        """Returns what surely belongs to the text."""
         if self.found:
             return ""
         self._held += piece
@@ -60,7 +56,7 @@ class Cut:
 
 
 def _advanced(stop: str, borders: Sequence[int], matched: int, character: str) -> int:
-    """How many characters of a stop a text ends with after one more character, if it ended with `matched` of them before."""
+    """How many characters of a stop a text ends with after one more character, and `matched` of them before."""
     while matched and stop[matched] != character:
         matched = borders[matched]
     return matched + (stop[matched] == character)
@@ -82,7 +78,7 @@ class _Shown:
         self._sent = self._size = self._characters = 0
 
     def until(self, size: float) -> list[Picked]:
-        """What begins within the first `size` bytes, and wasn't handed out yet."""
+        """What begins within the first `size` bytes and wasn't given yet."""
         found = []
         while self._sent < len(self._picked) and self._size < size:
             one = self._picked[self._sent]
@@ -94,7 +90,7 @@ class _Shown:
 
 
 async def events(submissions: Sequence[Submission], tickets: Sequence[Ticket], view: TokenBytes) -> AsyncGenerator[Event, None]:
-    """What comes of all texts. `view`: what the target's ids spell. Raises what ended one of them."""
+    """What comes of all texts. `view`: the bytes of the target's ids. Raises what ended one of them."""
     queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
     stops = [(stop, borders(stop)) for stop in submissions[0].stops]  # all texts of a request have the same
 
@@ -120,7 +116,7 @@ async def events(submissions: Sequence[Submission], tickets: Sequence[Ticket], v
 
 
 async def _events(choice: int, record: Record | None, ticket: Ticket, cut: Cut, view: TokenBytes) -> AsyncIterator[Event]:
-    """Those of one text. What was picked last is recorded with the pick after it, so then a piece waits for the next one."""
+    """Those of one text. If picks are recorded, the last one is with the pick after it, so a piece waits for the next one."""
     late, shown = "", _Shown([] if record is None else record.picked, view)
     pieces: Any = aiter(ticket)
     async with aclosing(pieces):

@@ -1,10 +1,9 @@
 """A text round by round, beside the same one by the target alone: what the page shows."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from secrets import randbelow
-from threading import Lock
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -20,8 +19,6 @@ Rounds = Generator[WrittenRound, None, Generation]
 T = TypeVar("T")
 _WAITING = 8
 """How many races may wait."""
-_VARIANTS = 4
-"""How many mixtures of drafts are kept."""
 
 
 class RaceQueue:
@@ -39,23 +36,6 @@ class RaceQueue:
 
     def leave(self) -> None:
         self.entered -= 1
-
-
-class Variants:
-    """The same models as those of `xt` with some of its drafts, and what pays learnt separately. The latest few are kept."""
-
-    def __init__(self, xt: XTokAssisted) -> None:
-        self._xt, self.names = xt, xt.names
-        self._made: dict[frozenset[str], XTokAssisted] = {}
-        self._lock = Lock()
-
-    def of(self, names: Collection[str]) -> XTokAssisted:
-        with self._lock:
-            found = self._made.pop(frozenset(names), None) or self._xt.with_drafts(names)
-            self._made[frozenset(names)] = found
-            if len(self._made) > _VARIANTS:
-                del self._made[next(iter(self._made))]
-        return found
 
 
 def race(runs: Mapping[str, Rounds], most: float | None = None) -> Generator[dict[str, Any], None, None]:
@@ -115,16 +95,21 @@ def race_options(xt: XTokAssisted, name: str, limits: Limits, prompts: Sequence[
     return {"model": name, "drafts": list(xt.names), "tokens": tokens, "chats": chats, "prompts": list(prompts)}
 
 
-def runs_of(body: CompletionRace | ChatRace, parts: Variants, limits: Limits) -> dict[str, Rounds]:
-    """The sequences of a race: by its drafts, and by the target alone. Raises `RequestError`."""
+def runs_of(
+    with_drafts: Callable[[frozenset[str]], XTokAssisted], body: CompletionRace | ChatRace, xt: XTokAssisted, limits: Limits
+) -> dict[str, Rounds]:
+    """The sequences of a race: by its drafts, and by the target alone. Raises `RequestError`.
+
+    `with_drafts`: `xt` with some of its drafts alone.
+    """
     if body.temperature != 0 and body.seed is None:
         body = body.model_copy(update={"seed": randbelow(2**63)})  # the same for both
-    names = parts.names if body.drafts is None else body.drafts
-    if wrong := [name for name in names if name not in parts.names]:
-        raise RequestError(f"There is no draft {wrong[0]!r}; there are {list(parts.names)}.", "drafts")
-    found = {"drafted": _rounds(body, parts.of(names), limits)}
+    names = xt.names if body.drafts is None else body.drafts
+    if wrong := [name for name in names if name not in xt.names]:
+        raise RequestError(f"There is no draft {wrong[0]!r}; there are {list(xt.names)}.", "drafts")
+    found = {"drafted": _rounds(body, with_drafts(frozenset(names)), limits)}
     if body.alone:
-        found["alone"] = _rounds(body.model_copy(update={"prediction": None}), parts.of(()), limits)
+        found["alone"] = _rounds(body.model_copy(update={"prediction": None}), with_drafts(frozenset()), limits)
     return found
 
 

@@ -1,8 +1,8 @@
 """What a server serves: an engine under a name, and its state."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from time import time
 
 from anyio import CapacityLimiter
@@ -12,10 +12,12 @@ from xtok.errors import EngineFullError
 from xtok.serving.engine import Engine
 from xtok.serving.http.metrics import Metrics
 from xtok.serving.http.protocol import Limits, RequestError
-from xtok.serving.http.race import RaceQueue, Variants
+from xtok.serving.http.race import RaceQueue
 
 _COMPILING = 2
 """How many grammars are compiled at a time."""
+_VARIANTS = 4
+"""How many mixtures of drafts are kept for races."""
 LATER = {"Retry-After": "1"}
 
 
@@ -36,8 +38,9 @@ class Service:
     created: int = field(default_factory=lambda: int(time()))
 
     @cached_property
-    def variants(self) -> Variants:
-        return Variants(self.ready()[0])
+    def with_drafts(self) -> Callable[[frozenset[str]], XTokAssisted]:
+        """What is served, with some of its drafts alone, for races. The latest few are kept."""
+        return lru_cache(maxsize=_VARIANTS)(self.ready()[0].with_drafts)
 
     @cached_property
     def compiling(self) -> CapacityLimiter:
