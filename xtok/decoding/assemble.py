@@ -64,9 +64,16 @@ def assemble(
     models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not is_drafting(one)}
     _check_drafts(loaded, given, list(models.values()), acceptance=acceptance, adapt=adapt)
     wanted = stable or (stable is None and acceptance == "match" and traits(loaded.model).computes_in_half)
-    shapes = _shapes(loaded, acceptance, stable) if wanted else None
+    shapes = None
+    if wanted:
+        try:
+            shapes = _shapes(loaded, acceptance)
+        except XTokError as error:
+            warn_unstable(loaded, error, stable=stable, stacklevel=5)
     adapter = Adapter(next(iter(models.values())), loaded.vocabulary.view) if adapt else None
-    drafts = tuple(_draft(one, models.get(i), loaded, adapter) for i, one in enumerate(given))
+    drafts = tuple(
+        ModelDraft(models[i], loaded.vocabulary, adapter) if i in models else as_draft(one) for i, one in enumerate(given)
+    )
     captured = _captured(loaded.model, drafts, compile)
     accepts = {"match": None, "rejection": accept.rejection, "typical": accept.typical(posterior_threshold, posterior_alpha)}
     return Setup(
@@ -118,28 +125,13 @@ def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *,
         )
     if adapt and len(models) != 1:
         raise InvalidInputError(f"adapt=True needs one draft model that can learn, and there are {len(models)}.")
+    for one in given:
+        if isinstance(one, HeadsDrafter):
+            one.check(target.model, target.vocabulary.view)
 
 
-def _draft(given: Any, model: DraftModel | None, target: Target, adapter: Adapter | None) -> Draft:
-    if model is not None:
-        return ModelDraft(model, target.vocabulary, adapter)
-    if isinstance(given, HeadsDrafter):
-        given.check(target.model, target.vocabulary.view)
-    return as_draft(given)
-
-
-def _shapes(target: Target, acceptance: Acceptance, stable: bool | None) -> StableShapes | None:
-    """Fixed shapes of the target's forward passes. If there can be none: None and a warning, or an `XTokError` if they were
-    asked for.
-    """
-    try:
-        return _found_shapes(target, acceptance)
-    except XTokError as error:
-        warn_unstable(target, error, stable=stable, stacklevel=6)
-        return None
-
-
-def _found_shapes(target: Target, acceptance: Acceptance) -> StableShapes:
+def _shapes(target: Target, acceptance: Acceptance) -> StableShapes:
+    """Fixed shapes of the target's forward passes. Raises an `XTokError` if there can be none."""
     if acceptance != "match":
         raise UnsupportedArgumentError(f"With acceptance={acceptance!r} ids depend on the draft; use acceptance='match'.")
     name = type(target.model).__name__

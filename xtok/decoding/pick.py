@@ -119,15 +119,17 @@ class Picker:
         if self.noise is None or self.accept is None:
             return self.picked(ids, scores, place)
         guess, left = self.accept(scores[0], tree, node, self.noise, place)
-        return self._surely_drawn(left, place) if guess is None else guess
+        return self.picked(ids, left[None], place) if guess is None else guess
 
     def picked(self, ids: Tensor, scores: Tensor, place: tuple[int, int]) -> int:
         """The best of what `scored` gives, or the draw that this place's noise decides. Arguments are those of `pick`."""
         if self.noise is None:
             return self.note(*_best(scores))
-        if (token := self._drawn(scores[0], place, self.cuts)) is not None:
-            return token
-        return self._surely_drawn(process(ids, scores, self.cuts)[0], place)
+        token = self._drawn(scores[0], place, self.cuts)
+        if token is None:  # it is too near to a cut to say, so all ids are cut
+            token = self._drawn(process(ids, scores, self.cuts)[0], place, [])
+        assert token is not None
+        return token
 
     def sure(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tolerance: float) -> tuple[int | None, bool]:
         """The likely pick, None if it isn't known, and whether it is the same however each logit changes by up to half of
@@ -147,11 +149,6 @@ class Picker:
         """A pick, and whether its margin is more than logits that change by up to half of `tolerance` may change."""
         sure = self.scale_before_cuts is not None and margin > tolerance * self.scale_before_cuts
         return self.note(token, margin) if sure else token, sure
-
-    def _surely_drawn(self, scores: Tensor, place: tuple[int, int]) -> int:
-        token = self._drawn(scores, place, [])
-        assert token is not None
-        return token
 
     def _drawn(self, scores: Tensor, place: tuple[int, int], cuts: list[Any]) -> int | None:
         """The draw from what `cuts` leave of `scores`, (vocabulary,); None if it is too near to a cut to say."""
@@ -194,8 +191,8 @@ class Ahead(NamedTuple):
 
     @property
     def tolerances(self) -> list[float]:
-        """By how much, in scores, a draw is to be sure at each place."""
-        tolerance = self.tolerance * self.picker.scale_before_cuts if self.picker.scale_before_cuts else 0.0
+        """By how much, in scores, each draw is to be sure."""
+        tolerance = self.tolerance * (self.picker.scale_before_cuts or 0.0)
         return [0.0 if row < self.final else tolerance for row in range(len(self.scores))]
 
     @property

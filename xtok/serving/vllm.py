@@ -73,16 +73,14 @@ class XTokProposer:
             return []
         try:
             rows = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in range(len(sampled_token_ids))]
-            return self._guesses(self._engine, rows, [len(new) for new in sampled_token_ids])
+            sizes = [len(new) for new in sampled_token_ids]
+            texts = self._followed(self._engine, rows, sizes)
+            going = [text for text, size in zip(texts, sizes, strict=True) if size]
+            guesses = dict(zip(going, self._engine.propose(going, self._longest), strict=True))
+            return [list(guesses[text].tokens) if size else [] for text, size in zip(texts, sizes, strict=True)]
         except Exception as error:
             self._fail(self._engine, error)
             return [[] for _ in sampled_token_ids]
-
-    def _guesses(self, engine: DraftEngine, rows: Sequence[Any], sizes: Sequence[int]) -> list[list[int]]:
-        texts = self._followed(engine, rows, sizes)
-        going = [text for text, size in zip(texts, sizes, strict=True) if size]
-        guesses = dict(zip(going, engine.propose(going, self._longest), strict=True))
-        return [list(guesses[text].tokens) if size else [] for text, size in zip(texts, sizes, strict=True)]
 
     def _followed(self, engine: DraftEngine, rows: Sequence[Any], sizes: Sequence[int]) -> list[DraftedText]:
         """The text of each row, as far as the row goes now. Those without a row are dropped, before others are added."""

@@ -44,7 +44,20 @@ def run(
         app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=drain_seconds
     )
     server = uvicorn.Server(config)
-    Thread(target=_begin, args=(service, load, start, server, url), name="xtok loading", daemon=True).start()
+
+    def begin() -> None:
+        """Load the models while clients get an error that says so. What fails ends the server."""
+        print(f"xtok: {service.name} will be at {url}/v1 when it is loaded", file=sys.stderr, flush=True)
+        try:
+            service.xt = load()
+            service.engine = start(service.xt)
+        except BaseException as error:
+            service.error = error
+            server.should_exit = True
+        else:
+            print(f"xtok: {service.name} is at {url}/v1\nxtok: its page is at {url}/", file=sys.stderr, flush=True)
+
+    Thread(target=begin, name="xtok loading", daemon=True).start()
     with _logging_to_stderr(), _outliving_sigterm(), suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
     if service.engine is not None:
@@ -86,22 +99,3 @@ def _outliving_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _begin(
-    service: Service,
-    load: Callable[[], XTokAssisted],
-    start: Callable[[XTokAssisted], Engine],
-    server: uvicorn.Server,
-    url: str,
-) -> None:
-    """Load the models while clients get an error that says so. What fails ends the server, which raises it."""
-    print(f"xtok: {service.name} will be at {url}/v1 when it is loaded", file=sys.stderr, flush=True)
-    try:
-        service.xt = load()
-        service.engine = start(service.xt)
-    except BaseException as error:
-        service.error = error
-        server.should_exit = True
-    else:
-        print(f"xtok: {service.name} is at {url}/v1\nxtok: its page is at {url}/", file=sys.stderr, flush=True)
