@@ -37,7 +37,7 @@ def typical(threshold: float, alpha: float) -> Accept:
 
 def accepts(scores: Tensor, distribution: Distribution, guess: int, uniform: float) -> bool:
     """True with probability min(1, p / q) of `guess`: p is softmax(scores), (vocabulary,), and q is `distribution`, from which
-    `guess` was drawn. `uniform`: a random number between 0 and 1.
+    `guess` was drawn. `uniform`: from 0 to 1.
     """
     given = float(distribution.probabilities[distribution.ids == guess].sum())
     return uniform * given < exp(float(scores[guess]) - float(scores.double().logsumexp(dim=-1)))

@@ -158,10 +158,7 @@ def check_streamer(streamer: Any, *, several: bool) -> None:
 
 
 def check_prepared(config: GenerationConfig, ids: Tensor, inputs: Mapping[str, Any], known: Traits) -> None:
-    """Raises `InvalidInputError` or `UnsupportedArgumentError` for what transformers prepared and xtok can't honour.
-
-    `ids`: (rows, length). `inputs`: what else the model is given. `known`: its traits.
-    """
+    """Raises `InvalidInputError` or `UnsupportedArgumentError` for what xtok can't honour. `ids`: (rows, length)."""
     positions = inputs.get("position_ids")
     if positions is not None and not (isinstance(positions, Tensor) and positions.dim() > 1):
         raise InvalidInputError(f"position_ids is {shown(positions)}; give a tensor of shape (1, ids of the prompt).")
@@ -193,9 +190,7 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int)
 
 
 def check_rows(criteria: StoppingCriteriaList, stop_strings: Any, rows: int) -> None:
-    """Raises `UnsupportedArgumentError` if rows can't end by themselves: without an end of text, transformers lets those run on
-    that a criterion stopped.
-    """
+    """Raises `UnsupportedArgumentError` if rows can't end alone: without an eos token, transformers' stopped rows run on."""
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     limits = all(isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria)) for criterion in criteria)
     if rows > 1 and not (ends or (limits and stop_strings is None)):

@@ -115,7 +115,7 @@ def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Place
 
 
 def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *, acceptance: str, adapt: bool) -> None:
-    """Raises `InvalidInputError` or `UnsupportedArgumentError` if drafts can't do what is requested."""
+    """Raises `InvalidInputError` or `UnsupportedArgumentError` for drafts that can't do what is requested."""
     if any(one.model is target.model for one in models):
         raise InvalidInputError("The draft is the target itself, which can't guess sooner than it knows. Give a smaller model.")
     if acceptance == "rejection" and given and (len(given), len(models)) != (1, 1):

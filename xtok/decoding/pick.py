@@ -27,9 +27,7 @@ _FEW, _MANY = 2**18, 2**24
 
 
 class NearTie(NamedTuple):
-    """A pick that might have been another one by a forward pass of another shape. `position`: its number among the new tokens,
-    from 0. `margin`: by how much it beat the second, in logits.
-    """
+    """A pick that a forward pass of another shape may decide otherwise. `position`: its number among the new tokens, from 0."""
 
     position: int
     margin: float
@@ -132,9 +130,7 @@ class Picker:
         return token
 
     def sure(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tolerance: float) -> tuple[int | None, bool]:
-        """The likely pick, None if it isn't known, and whether it is the same however each logit changes by up to half of
-        `tolerance`. Arguments are those of `pick`.
-        """
+        """The likely pick, if it is known, and whether it stays the same if logits change by up to half of `tolerance`."""
         if self.scale_before_cuts is None:
             return None, False
         scores = self.scored(ids, logits)

@@ -200,8 +200,8 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
 
 
 def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]:
-    """A batch as transformers prepared it, `ids` and `inputs` of (rows, …), row by row, with copies of processors and criteria,
-    for they may keep a state. The cache is taken from `inputs`.
+    """A batch as transformers prepared it, `ids` and `inputs` of (rows, …), row by row, each with processors, criteria and a
+    cache of its own.
     """
     ids, inputs, known = batch.ids, batch.inputs, batch.traits
     check_prepared(batch.config, ids, inputs, known)

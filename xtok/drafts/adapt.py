@@ -59,9 +59,8 @@ class Adapter:
         self._failed = False
 
     def learn(self, start: str, text: str, seconds: float) -> None:
-        """Take in a `text` after `start` that took `seconds` to generate, and learn for as long as is allowed by now.
-
-        If learning fails, it ends, with a `DraftFailedWarning`; guessing goes on.
+        """Learn from a `text` after `start` that took `seconds` to generate, for as long as is allowed by now. If that fails,
+        it is over, with a `DraftFailedWarning`; guessing goes on.
         """
         if self._failed or not text or not self._lock.acquire(blocking=False):
             return

@@ -26,10 +26,7 @@ _TIED = 1e-6
 
 @dataclass
 class _Guess(Path):
-    """A guessed text in the draft's tokens, of which `token` is the last.
-
-    `given`: bytes that the context already has; `written` begins with them, as soon as it is long enough.
-    """
+    """A guessed text. `token`: the draft's last. `given`: bytes that the context has already, with which `written` begins."""
 
     given: bytes = b""
     token: int = 0

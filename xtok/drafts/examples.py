@@ -65,9 +65,8 @@ def training_examples(draft: DraftModel, target: TokenBytes, texts: Sequence[Wri
 
 
 def _example(draft: DraftModel, target: TokenBytes, one: WrittenText) -> Example:
-    """The example of a text; of a text longer than the draft's window, its end.
-
-    An id with bytes of both `start` and what the target wrote counts as written by the target.
+    """The example of a text, or of the end of one that is longer than the draft's window. An id with bytes of both `start` and
+    what the target wrote counts as the target's.
     """
     ids = draft.vocabulary.encoder.ids(one.start + one.text)
     room = (context_window(draft.model) or len(ids) + len(draft.lead)) - len(draft.lead)

@@ -101,8 +101,8 @@ def as_lists(meter: Meter, *parts: Tensor) -> Steps[list[list[Any]]]:
 
 
 def check_numbers(logits: Tensor, probabilities: Sequence[Sequence[float]]) -> None:
-    """Raises `ArithmeticError` if the likeliest of `probabilities` are NaN because some `logits`, (rows, vocabulary), are NaN
-    or infinite, after an overflow in half precision, say: such a draft would seem to have no guesses.
+    """Raises `ArithmeticError` if `probabilities` are NaN because `logits`, (rows, vocabulary), hold NaN or infinity, after an
+    overflow, say: such a draft would seem to have no guesses.
     """
     if any(isnan(one) for row in probabilities for one in row[:1]) and not bool(logits.max() < torch.inf):
         raise ArithmeticError("its logits hold NaN or infinity; load it in another precision, or use another one")

@@ -133,9 +133,7 @@ def save_heads(heads: Heads, trained: HeadsInfo, file: Path) -> None:
 
 
 class HeadsGuesser(ModelDrafter):
-    """The drafter of `HeadsDrafter` for one sequence. `head`: the target's output embedding. `keys`: those of its ids for
-    noise, (vocabulary,), int64.
-    """
+    """The drafter of `HeadsDrafter` for one sequence. `head`: the target's output embedding. `keys`: of its ids, for noise."""
 
     def __init__(
         self, heads: Heads, keys: Tensor, head: Any, view: TokenBytes, meter: Meter, warpers: LogitsProcessorList

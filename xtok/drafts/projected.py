@@ -36,8 +36,8 @@ _PENDING = 3
 
 @dataclass
 class _Guess(IdPath):
-    """A guess in the target's ids. `draft_ids`: the draft's for the last of them. `size`: how many ids the draft has read after
-    those. `distributions`: what each id was drawn from, for speculative sampling.
+    """A guess. `draft_ids`: the draft's ids for its last one. `size`: how many ids the draft has read after it.
+    `distributions`: what its ids were drawn from, for speculative sampling.
     """
 
     draft_ids: tuple[int, ...] = ()

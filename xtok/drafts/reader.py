@@ -18,9 +18,7 @@ class Reader:
     """
 
     def __init__(self, draft: DraftModel, meter: Meter, prompt: Sequence[int] | None = None, slot: Slot | None = None) -> None:
-        """`prompt`: the draft's own ids for the prompt, by its chat template; None to read the prompt's text. `slot`: the cache
-        slot in the draft; None for a new one.
-        """
+        """`prompt`: the draft's own ids for a chat. `slot`: the cache slot in the draft; None for a new one."""
         self._draft = draft
         self._meter = meter
         self._own_prompt = prompt is not None
@@ -56,9 +54,7 @@ class Reader:
         return self._window is None or tokens <= self._window
 
     def read(self, context: Context, guess: int) -> bytes:
-        """Take in the text up to the end of the context, leaving room in the window for `guess` ids. Returns the bytes of a
-        character that the text leaves unfinished.
-        """
+        """Take in the context, leaving room in the window for `guess` ids. Returns the bytes of an unfinished character."""
         with self._meter.timing("align"):
             same, pending = self._follow(context)
             self._held = min(self._held, max(0, same - self._start))

@@ -79,8 +79,8 @@ class Session:
         self._committed = list(ids)
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
-        """Show drafters that have `learn`, and were asked in this round, what the target's forward pass gave: `logits`, (ids,
-        vocabulary), after `ids`, the last committed one and each guessed one.
+        """Show drafters that have `learn`, and were asked, the `logits`, (ids, vocabulary), after `ids`: the last committed one
+        and each guessed one.
         """
         for draft, drafter in enumerate(self._drafters):
             is_left_alone = self._guessed is not None and self.proposals[draft].tree is None

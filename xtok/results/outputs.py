@@ -15,9 +15,7 @@ from xtok.models.cached_model import CachedModel
 
 
 def columns(sequences: list[Sequence], sent: int) -> Iterator[Tensor]:
-    """The new ids of all rows, (rows,), one position after another from `sent` on, as far as all rows have theirs or have
-    ended, which are filled up with padding.
-    """
+    """The new ids of all rows, (rows,), for each position from `sent` on that all have reached; ended rows are padded."""
     rows = [(one.new_ids, one) for one in sequences]
     for i in count(sent):
         if all(len(ids) <= i for ids, _ in rows) or any(len(ids) <= i and one.finish_reason is None for ids, one in rows):

@@ -31,8 +31,8 @@ from xtok.models.modes import Modes, within
 from xtok.models.timing import Cost
 
 CHAINS = Budget(width=2)
-"""How much is guessed at most. A second path lets the likeliest one be found; of the pair that ships chains by two paths have
-1.90 ids per step, by one 1.78, and by eight 1.89, in half as much time again.
+"""How much is guessed at most. Chains by two paths of the pair that ships have 1.90 ids per step, by one 1.78, and by eight
+1.89, in half as much time again.
 """
 _USUAL = 0.2
 """The weight of a step in what drafting usually takes."""

@@ -12,9 +12,7 @@ class Memory:
     """A bound on the KV caches of all sequences and models: sequences × positions of the longest × bytes of a position."""
 
     def __init__(self, setup: Setup, size: int) -> None:
-        """`size`: in bytes. Raises `InvalidInputError`, or `UnsupportedArgumentError` and `UnsupportedModelError` if memory
-        can't be bounded.
-        """
+        """`size`: in bytes. Raises an error of `xtok.errors` if it makes no sense or memory can't be bounded."""
         if not isinstance(size, int) or size < 1:
             raise InvalidInputError(f"memory is {size!r}; give a number of bytes, as 8 * 1024**3.")
         if setup.acceptance == "rejection":

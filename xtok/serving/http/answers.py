@@ -58,9 +58,7 @@ class Answer:
 
 
 def token_text(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, bytes]]:
-    r"""A function that gives a token's text and bytes. Bytes that are no whole characters are `bytes:\xe3\x81`, as OpenAI
-    writes them, and a control token is its name.
-    """
+    r"""A function that gives a token's text and bytes: `bytes:\xe3\x81` for no whole characters, as OpenAI has it."""
 
     def text_of(token: int) -> tuple[str, bytes]:
         data = view[token]
@@ -93,9 +91,7 @@ def _prediction_counts(one: Generation) -> tuple[int, int]:
 
 
 def timings(read: int, ended: Sequence[Generation], until_first: float, generating: float) -> dict[str, float]:
-    """What llama.cpp's server reports under these names, for `read` ids of prompts: seconds from the request to its first text,
-    and from there to the end.
-    """
+    """What llama.cpp's server reports under these names. `read`: ids of prompts. `until_first`: seconds to the first text."""
     return {
         **_timing("prompt", read, until_first),
         **_timing("predicted", sum(len(one.token_ids) for one in ended), generating),

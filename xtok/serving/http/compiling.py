@@ -10,9 +10,8 @@ SECONDS = 5.0
 
 @lru_cache(maxsize=16)
 def check_compiles(grammar: str) -> None:
-    """Raises `ValueError` for a grammar that llguidance refuses, fails on, or takes too long for.
-
-    It is tried in a process of its own, with bytes as tokens, because a thread that runs llguidance can't be stopped.
+    """Raises `ValueError` for a grammar that llguidance refuses, fails on, or takes too long for: it is tried in a process of
+    its own, for a thread can't be stopped.
     """
     program = [sys.executable, "-I", __file__, *sys.path]
     try:

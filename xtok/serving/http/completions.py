@@ -44,9 +44,7 @@ async def complete(service: Service, request: Request, body: Completion | Chat) 
 
 
 async def prepared(service: Service, request: Request, body: Body, prepare: Callable[[Any, T, Limits], R], models: T) -> R:
-    """What `prepare` makes of a request, in another thread. Requests that need a grammar have a few threads of their own.
-    Raises `ClientDisconnect` if the client disconnects meanwhile.
-    """
+    """Runs `prepare` in a thread, one of a few if it needs a grammar. Raises `ClientDisconnect` if the client disconnects."""
     limiter = service.compiling if body.has_format else None
     work = partial(prepare, body, models, service.limits)
     prepared: R = await unless_disconnected(request, partial(to_thread.run_sync, work, limiter=limiter))

@@ -60,9 +60,7 @@ def error_response(refused: RequestError) -> JSONResponse:
 
 
 def logged(app: ASGIApp) -> ASGIApp:
-    """Gives each request an id, its own `X-Request-Id` if it has one; answers those that fail; cancels the sequences of those
-    that are over; and writes a line of JSON to the log, without texts.
-    """
+    """Gives each request an id, answers errors, cancels sequences that nobody waits for, and logs a line of JSON."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -17,8 +17,8 @@ _SHOWN = 150
 
 
 class Picked(NamedTuple):
-    """An id with its log-probability, and the likeliest ids with theirs, the best first. `offset`: the character of the text at
-    which it begins, once that is known.
+    """An id with its log-probability, and the likeliest ids with theirs. `offset`: the character of the text at which it
+    starts.
     """
 
     id: int
@@ -59,9 +59,7 @@ def _finite(logprob: float) -> float:
 
 
 class Penalties:
-    """OpenAI's penalties: of each id, `frequency` for each time that it was generated, after the first `start` ids, and
-    `presence` if it was.
-    """
+    """OpenAI's penalties of ids after the first `start`: `frequency` for each time that one was generated, `presence` once."""
 
     def __init__(self, start: int, frequency: float, presence: float) -> None:
         self._start, self._frequency, self._presence = start, frequency, presence

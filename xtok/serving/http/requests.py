@@ -33,10 +33,7 @@ class Submission:
 
 
 def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[Submission]:
-    """The sequences of a request: `n` for each of its prompts, in order. Number i of a prompt has the request's `seed` + i.
-
-    Raises `RequestError`.
-    """
+    """The sequences of a request: `n` for each prompt, in order, number i with `seed` + i. Raises `RequestError`."""
     field = "messages" if isinstance(body, Chat) else "prompt"
     template, matcher = _template(body), _matcher(body, xt)
     predicted = "" if body.prediction is None else _joined(body.prediction.content, "prediction")

@@ -23,9 +23,7 @@ LATER = {"Retry-After": "1"}
 
 @dataclass
 class Service:
-    """What is served: an engine, under a name, once it is there. `error`: why there will be none. `prompts`: what the page
-    offers to begin with. `logs_texts`: whether the log has prompts and texts.
-    """
+    """What is served: an engine, once it is there. `error`: why there will be none. `prompts`: what the page suggests."""
 
     name: str
     limits: Limits = field(default_factory=Limits)
