@@ -356,7 +356,7 @@ def test_a_draft_with_the_targets_ids_sees_no_padding() -> None:
     class Noted:
         def start(self, request: Request) -> Drafter:
             made: Any = original.start(request)
-            seen.append(made._reader)
+            seen.append(made.reader)
             return made
 
     xt.setup = replace(xt.setup, drafts=(Noted(),))

@@ -37,6 +37,7 @@ class _Guess(Path):
         return self.written[len(self.given) :]
 
 
+@dataclass(eq=False, repr=False)
 class CrossTokenizerDrafter(ModelDrafter):
     """Reads the context in the draft's own ids, guesses texts, and gives them in the target's ids. Each sequence has its own.
 
@@ -45,34 +46,28 @@ class CrossTokenizerDrafter(ModelDrafter):
     pass that reads the context. The draft's end of text becomes `target_end`.
     """
 
-    def __init__(
-        self,
-        draft: DraftModel,
-        reader: Reader,
-        continuation: Continuation,
-        target_end: int | None,
-        meter: Meter,
-    ) -> None:
-        self._draft = draft
-        self._view = draft.vocabulary.view
-        self._reader = reader
-        self._continuation = continuation
-        self._target_end = target_end
-        self._meter = meter
+    draft: DraftModel
+    reader: Reader
+    continuation: Continuation
+    target_end: int | None
+    meter: Meter
+
+    def __post_init__(self) -> None:
+        self._view = self.draft.vocabulary.view
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """A tree of the target's ids for what the draft writes within the budget; a chain if its width is 1."""
-        chained = budget.width == 1 or not self._draft.branches
-        depth = self._reader.longest(budget.depth)
-        pending = self._reader.read(context, depth)
-        if not self._reader.size or not depth:
+        chained = budget.width == 1 or not self.draft.branches
+        depth = self.reader.longest(budget.depth)
+        pending = self.reader.read(context, depth)
+        if not self.reader.size or not depth:
             return Tree()
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
-        with self._meter.drafting():
+        with self.meter.drafting():
             first = yield from self._first(pending, chained)
         guesses = yield from grown(first, budget, self._expanded if not chained else lambda front: self._expanded(front, 1))
-        with self._meter.timing("align"):
+        with self.meter.timing("align"):
             return self._tree(context, guesses[-1:] if chained else guesses, budget)
 
     def _first(self, pending: bytes, chained: bool) -> Steps[list[_Guess]]:
@@ -80,9 +75,9 @@ class CrossTokenizerDrafter(ModelDrafter):
 
         `pending`: the bytes of a character that the context leaves unfinished.
         """
-        logits = yield from self._reader.logits(rows=min(2, self._reader.size))
+        logits = yield from self.reader.logits(rows=min(2, self.reader.size))
         rows = logits.float() * SHARPNESS
-        token, count = self._reader.last, 1 if chained else CHILDREN
+        token, count = self.reader.last, 1 if chained else CHILDREN
         last = self._view[token] or b""
         follows = _Guess(1.0, -1, b"", given=pending)
         longer = _Guess(0.0, -2, b"", given=last + pending)
@@ -98,14 +93,14 @@ class CrossTokenizerDrafter(ModelDrafter):
             return [*next_ones, *longer_ones]
         if not longer_ones or follows.probability >= longer_ones[0].probability * (1 - _TIED):
             return next_ones
-        self._reader.take_back()
+        self.reader.take_back()
         return [replace(one, parent=-1) for one in longer_ones]
 
     def _expanded(self, front: list[_Guess], count: int = CHILDREN) -> Steps[list[list[_Guess]]]:
         """The continuations of some guesses, all by one forward pass."""
-        with self._meter.drafting():
-            first = self._reader.branched
-            logits = yield from self._reader.branch([guess.token for guess in front], [guess.parent for guess in front])
+        with self.meter.drafting():
+            first = self.reader.branched
+            logits = yield from self.reader.branch([guess.token for guess in front], [guess.parent for guess in front])
             for node, guess in enumerate(front, start=first):
                 guess.parent = node
             return (yield from self._children(logits.float() * SHARPNESS, front, count))
@@ -123,7 +118,7 @@ class CrossTokenizerDrafter(ModelDrafter):
         likely, ids = largest(torch.stack(allowed) if any(missing) else logits, _CONSIDERED)
         probabilities = likely[:0, 0] if probabilities is None else probabilities
         numbers = ids[:, :count], likely.softmax(dim=-1)[:, :count], probabilities
-        tokens, conditionals, found = yield from as_lists(self._meter, *numbers)
+        tokens, conditionals, found = yield from as_lists(self.meter, *numbers)
         check_numbers(logits, conditionals)
         for guess, probability in zip(guesses, found, strict=False):
             guess.probability = probability
@@ -133,7 +128,7 @@ class CrossTokenizerDrafter(ModelDrafter):
         ]
 
     def _child(self, guess: _Guess, conditional: float, token: int) -> _Guess | None:
-        piece, ended = self._view[token], token in self._draft.vocabulary.ends
+        piece, ended = self._view[token], token in self.draft.vocabulary.ends
         if not conditional > 0 or (piece is None and not ended):
             return None
         written = guess.written + (piece or b"")
@@ -158,8 +153,8 @@ class CrossTokenizerDrafter(ModelDrafter):
         likeliest = sorted(probabilities.items(), key=lambda item: -item[1])
         trie = Trie()
         for (added, ended), probability in likeliest[: budget.verified([probability for _, probability in likeliest])]:
-            ids = self._continuation.ids(context.ids, added) if added else []
-            if ended and self._target_end is not None:
-                ids.append(self._target_end)
+            ids = self.continuation.ids(context.ids, added) if added else []
+            if ended and self.target_end is not None:
+                ids.append(self.target_end)
             trie.add(ids[: budget.longest], probability)
         return trie.best(budget.verified, guess=likeliest[0][0][0] if likeliest else b"")

@@ -132,25 +132,23 @@ def save_heads(heads: Heads, trained: HeadsInfo, file: Path) -> None:
     save_file(tensors, file, metadata={"xtok": json.dumps(asdict(trained))})
 
 
+@dataclass(eq=False, repr=False)
 class HeadsGuesser(ModelDrafter):
     """The drafter of `HeadsDrafter` for one sequence. `head`: the target's output embedding. `keys`: of its ids, for noise."""
 
-    def __init__(
-        self, heads: Heads, keys: Tensor, head: Any, view: TokenBytes, meter: Meter, warpers: LogitsProcessorList
-    ) -> None:
-        self._heads = heads
-        self._head = head
-        self._view = view
-        self._keys = keys
-        self._meter = meter
-        self._warpers = warpers
+    heads: Heads
+    keys: Tensor
+    head: Any
+    view: TokenBytes
+    meter: Meter
+    warpers: LogitsProcessorList
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """The likeliest guesses by the product of the heads' probabilities; none as long as the hidden state isn't known."""
         if context.hidden is None:
             return Tree()
-        with self._meter.drafting():
+        with self.meter.drafting():
             distributions = self._distributions(context.hidden)
             first = (yield from self._children(context, distributions, [IdPath(1.0, -1, b"")]))[0]
         budget = replace(budget, depth=min(budget.depth, len(distributions[0])))  # a head for each id
@@ -159,8 +157,8 @@ class HeadsGuesser(ModelDrafter):
 
     def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The distribution of each head: ids, int64, and probabilities, float32, (heads, ids) each. `hidden`: (size,)."""
-        logits = self._head(self._heads(hidden.to(self._heads.weight.device)))
-        ids, probabilities = likeliest(logits.to(self._keys.device), self._warpers)
+        logits = self.head(self.heads(hidden.to(self.heads.weight.device)))
+        ids, probabilities = likeliest(logits.to(self.keys.device), self.warpers)
         if ids is None:
             ids = torch.arange(probabilities.shape[1], dtype=torch.int64, device=probabilities.device)
             ids = ids.expand(len(probabilities), -1)
@@ -169,7 +167,7 @@ class HeadsGuesser(ModelDrafter):
     def _expanded(
         self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
     ) -> Steps[list[list[IdPath]]]:
-        with self._meter.drafting():
+        with self.meter.drafting():
             return (yield from self._children(context, distributions, front))
 
     def _children(
@@ -178,4 +176,4 @@ class HeadsGuesser(ModelDrafter):
         """The continuations of each guess by the distribution of its next head."""
         heads = [len(guess.ids) for guess in front]
         ids, own = (part[heads] for part in distributions)
-        return (yield from next_ids(self._meter, context, front, ids, own, self._keys, self._view))
+        return (yield from next_ids(self.meter, context, front, ids, own, self.keys, self.view))

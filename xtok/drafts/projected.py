@@ -45,6 +45,7 @@ class _Guess(IdPath):
     distributions: tuple[Distribution, ...] = ()
 
 
+@dataclass(eq=False, repr=False)
 class ProjectedDrafter(ModelDrafter):
     """Guesses what the target is about to pick, in the target's ids, `target`. Each sequence has its own.
 
@@ -56,25 +57,14 @@ class ProjectedDrafter(ModelDrafter):
     speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
     """
 
-    def __init__(
-        self,
-        draft: DraftModel,
-        reader: Reader,
-        candidates: Candidates,
-        target: TokenBytes,
-        meter: Meter,
-        warpers: LogitsProcessorList,
-        *,
-        independent: bool,
-    ) -> None:
-        self._draft = draft
-        self._reader = reader
-        self._target = target
-        self._meter = meter
-        self._warpers = warpers
-        self._independent = independent
-        self._failure: Exception | None = None
-        self._candidates = candidates
+    draft: DraftModel
+    reader: Reader
+    candidates: Candidates
+    target: TokenBytes
+    meter: Meter
+    warpers: LogitsProcessorList
+    independent: bool
+    _failure: Exception | None = None
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
@@ -89,25 +79,25 @@ class ProjectedDrafter(ModelDrafter):
                 raise failure
             finally:
                 del failure  # an exception and its frames would keep each other, and caches with them, alive
-        depth = self._reader.longest(min(budget.depth, budget.longest))
-        pending = self._reader.read(context, depth + _PENDING)
-        rest = self._reader.ids_of(pending) if pending else []
-        size = self._reader.size + len(rest or ())
-        if rest is None or not self._reader.size or not depth or not self._reader.holds(size):
+        depth = self.reader.longest(min(budget.depth, budget.longest))
+        pending = self.reader.read(context, depth + _PENDING)
+        rest = self.reader.ids_of(pending) if pending else []
+        size = self.reader.size + len(rest or ())
+        if rest is None or not self.reader.size or not depth or not self.reader.holds(size):
             return Tree()
-        chained = budget.width == 1 or self._independent or not self._draft.branches
-        with self._meter.drafting():
-            logits = yield from self._reader.logits(rows=1, rest=rest)
+        chained = budget.width == 1 or self.independent or not self.draft.branches
+        with self.meter.drafting():
+            logits = yield from self.reader.logits(rows=1, rest=rest)
             first = (yield from self._children(context, logits, [_Guess(1.0, -1, b"", size=size)], chained))[0]
         budget = replace(budget, depth=depth, width=1 if chained else budget.width)
         guesses = yield from grown(first, budget, lambda front: self._expanded(context, front, chained))
-        if not self._independent:
+        if not self.independent:
             return tree_of(guesses, budget)
         return chain(guesses[-1].ids, guesses[-1].written, guesses[-1].distributions) if guesses else Tree()
 
     def _expanded(self, context: Context, front: list[_Guess], chained: bool) -> Steps[list[list[_Guess]]]:
         try:
-            with self._meter.drafting():
+            with self.meter.drafting():
                 logits = yield from self._read(front)
                 return (yield from self._children(context, logits, front, chained))
         except Exception as error:
@@ -117,25 +107,25 @@ class ProjectedDrafter(ModelDrafter):
     def _read(self, front: list[_Guess]) -> Steps[Tensor]:
         """The draft's logits after each guess, (guesses, vocabulary). An id of the target may be several of the draft's."""
         tokens, parents, last = list[int](), list[int](), list[int]()
-        first = self._reader.branched
+        first = self.reader.branched
         for guess in front:
             for token in guess.draft_ids:
                 tokens.append(token)
                 parents.append(guess.parent)
                 guess.parent = first + len(tokens) - 1
             last.append(len(tokens) - 1)
-        logits = yield from self._reader.branch(tokens, parents)
+        logits = yield from self.reader.branch(tokens, parents)
         return logits[last]
 
     def _children(self, context: Context, logits: Tensor, guesses: list[_Guess], chained: bool) -> Steps[list[list[_Guess]]]:
         """The continuations of each guess by its row of the draft's `logits`, (guesses, vocabulary)."""
-        ids, probabilities = likeliest(logits, self._warpers)
-        if self._independent:
+        ids, probabilities = likeliest(logits, self.warpers)
+        if self.independent:
             check_numbers(logits, probabilities[:, :1].tolist())
-            distribution = self._candidates.distribution(None if ids is None else ids[0], probabilities[0])
+            distribution = self.candidates.distribution(None if ids is None else ids[0], probabilities[0])
             return [self._drawn(context, guesses[0], distribution)]
         noise = partial(self._noise, context, guesses) if context.noise is not None else None
-        tokens, target_probabilities = yield from as_lists(self._meter, *self._candidates.likeliest(ids, probabilities, noise))
+        tokens, target_probabilities = yield from as_lists(self.meter, *self.candidates.likeliest(ids, probabilities, noise))
         check_numbers(logits, target_probabilities)
         count = 1 if chained else CHILDREN
         return [
@@ -144,24 +134,24 @@ class ProjectedDrafter(ModelDrafter):
         ]
 
     def _noise(self, context: Context, guesses: list[_Guess], keys: Tensor) -> Tensor:
-        with self._meter.timing("noise"):
+        with self.meter.timing("noise"):
             return noise_after(context, guesses, keys)
 
     def _drawn(self, context: Context, guess: _Guess, distribution: Distribution) -> list[_Guess]:
         """The guess continued by an id drawn from `distribution`; none if that has no ids."""
         if not len(distribution.ids):
             return []
-        keys = self._candidates.keys[distribution.ids]
-        with self._meter.timing("noise"):
+        keys = self.candidates.keys[distribution.ids]
+        with self.meter.timing("noise"):
             states = states_of(noise_states(context, [guess], GUESS), keys.device)
             index = int(race(distribution.probabilities.log()[None], keys, states, 1, whole=True)[1])
         child = self._child(context, guess, int(distribution.ids[index]), float(distribution.probabilities[index]))
         return [replace(child, distributions=(*guess.distributions, distribution))]
 
     def _child(self, context: Context, guess: _Guess, token: int, probability: float) -> _Guess:
-        piece = self._target.to_bytes([token], before=guess.written or context.data)
-        draft_ids = self._reader.reads(token, piece)
-        held = draft_ids if self._reader.holds(guess.size + len(draft_ids)) else ()
+        piece = self.target.to_bytes([token], before=guess.written or context.data)
+        draft_ids = self.reader.reads(token, piece)
+        held = draft_ids if self.reader.holds(guess.size + len(draft_ids)) else ()
         return _Guess(
             guess.probability * probability,
             guess.parent,

@@ -1,6 +1,7 @@
 """Token recycling: guesses what the target itself predicted after the same id before. It needs no model."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -87,22 +88,22 @@ class _Table:
             return [row is not None for row in rows], self._ids[known], self._logits[known]
 
 
+@dataclass(eq=False, repr=False)
 class Recycler(ModelDrafter):
     """The drafter of `TokenRecycling` for one sequence."""
 
-    def __init__(self, table: _Table, vocabulary: Vocabulary, meter: Meter, warpers: LogitsProcessorList) -> None:
-        self._table = table
-        self._vocabulary = vocabulary
-        self._meter = meter
-        self._warpers = warpers
-        self._seen: tuple[Sequence[int], tuple[Tensor, Tensor], float] | None = None
+    table: _Table
+    vocabulary: Vocabulary
+    meter: Meter
+    warpers: LogitsProcessorList
+    _seen: tuple[Sequence[int], tuple[Tensor, Tensor], float] | None = None
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
         """Find the likeliest next ids after `ids` by the target's latest `logits`, (ids, vocabulary)."""
         if not ids:
             return
-        with self._meter.away(), timed() as span:  # its time counts for the next guess
-            found = largest(logits[:, : self._vocabulary.size], min(_KEPT, self._vocabulary.size))
+        with self.meter.away(), timed() as span:  # its time counts for the next guess
+            found = largest(logits[:, : self.vocabulary.size], min(_KEPT, self.vocabulary.size))
         self._seen = ids, found, span.seconds
 
     @torch.no_grad()
@@ -119,22 +120,22 @@ class Recycler(ModelDrafter):
         if self._seen is None:
             return
         (ids, (values, found), seconds), self._seen = self._seen, None
-        self._meter.spend(seconds)
-        parts = yield from as_lists(self._meter, found, values.float())
-        self._table.learn(
+        self.meter.spend(seconds)
+        parts = yield from as_lists(self.meter, found, values.float())
+        self.table.learn(
             ids, *(torch.tensor(part, dtype=dtype, device="cpu") for part, dtype in zip(parts, _DTYPES, strict=True))
         )
 
     def _expanded(self, context: Context, front: Sequence[IdPath]) -> Steps[list[list[IdPath]]]:
         """The continuations of each guess by what is remembered after its last id."""
-        with self._meter.drafting():
-            known, ids, logits = self._table.likeliest_after(
+        with self.meter.drafting():
+            known, ids, logits = self.table.likeliest_after(
                 [guess.ids[-1] if guess.ids else context.ids[-1] for guess in front]
             )
             if not any(known):
                 return [[] for _ in front]
-            scores = logits * SHARPNESS if context.noise is None else self._warpers(ids, logits)  # type: ignore[arg-type, unused-ignore]
+            scores = logits * SHARPNESS if context.noise is None else self.warpers(ids, logits)  # type: ignore[arg-type, unused-ignore]
             guesses = [guess for guess, one in zip(front, known, strict=True) if one]
-            view, keys = self._vocabulary.view, self._vocabulary.keys
-            found = iter((yield from next_ids(self._meter, context, guesses, ids, scores.softmax(dim=-1), keys, view)))
+            view, keys = self.vocabulary.view, self.vocabulary.keys
+            found = iter((yield from next_ids(self.meter, context, guesses, ids, scores.softmax(dim=-1), keys, view)))
             return [next(found) if one else [] for one in known]

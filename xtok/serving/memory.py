@@ -24,7 +24,7 @@ class Memory:
         for model in setup.models:
             if (own := traits(model).position_bytes) is None:
                 name = type(model).__name__
-                raise UnsupportedModelError(f"{name} keeps a cache of its own for each sequence, so memory can't be bounded.")
+                raise UnsupportedModelError(f"{name} keeps a cache of its own for each sequence, so its memory isn't bounded.")
             position += own
         least = setup.positions_beside() + 1
         if size < position * least:

@@ -17,9 +17,7 @@ _SHOWN = 150
 
 
 class Picked(NamedTuple):
-    """An id with its log-probability, and the likeliest ids with theirs. `offset`: the character of the text at which it
-    starts.
-    """
+    """An id with its log-probability, and the likeliest ids with theirs. `offset`: the character at which it begins."""
 
     id: int
     logprob: float
