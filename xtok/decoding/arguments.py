@@ -254,7 +254,6 @@ def _lengths(ids: Tensor, inputs: Mapping[str, Any]) -> list[int]:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises `InvalidInputError` unless `seed` is None or a whole number of 64 bits."""
     if seed is not None and not (_is_whole(seed) and 0 <= seed < 1 << 64):
         raise InvalidInputError(f"seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or None to draw one.")
 

@@ -63,7 +63,6 @@ class Setup:
     caches: CachePool
 
     def with_drafts(self, names: Collection[str]) -> "Setup":
-        """As `XTokAssisted.with_drafts`."""
         given = list(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else [None]
         if not all(name in self.names for name in given):
             raise InvalidInputError(f"names is {shown(names)}; the drafts are {list(self.names)}. Give a list of some of them.")
@@ -90,13 +89,11 @@ class Setup:
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        """The target, and the draft models."""
         adapted = [] if self.adapter is None else [self.adapter.draft.model]
         return [self.target.model, *adapted, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
 
     @cached_property
     def shows_hidden(self) -> bool:
-        """Whether a draft reads the target's hidden states."""
         return any(isinstance(one, HeadsDrafter) for one in self.drafts)
 
     def positions_beside(self, positions: float = 1, *, prediction: bool = False) -> int:

@@ -84,7 +84,6 @@ def _policy(setup: Setup, request: Prepared, *, varies: bool) -> Policy:
 
 
 def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy: Policy) -> Session:
-    """The drafters of a sequence."""
     given = Request(
         setup.target.vocabulary,
         meter,

@@ -12,11 +12,11 @@ from xtok.errors import InvalidInputError
 
 
 class StopStrings(StoppingCriteria):
-    """Stops a sequence at the first token whose bytes complete one of some strings; the token may have more bytes than that.
+    """Stops a sequence at the first token whose bytes complete one of some strings, as transformers' `StopStringCriteria` does:
+    what the prompt begins may be completed, and a control token counts as its name (`</s>`).
 
-    They stop where transformers' `StopStringCriteria` stops them: what the prompt begins may be completed, and a control token
-    counts as its name (`</s>`). Unlike that one, it needs no table of the vocabulary for each set of strings, and finds
-    characters that are spread over tokens with every tokenizer. A check takes time linear in the length of the strings.
+    Unlike that one, it needs no table of the vocabulary for each set of strings, and finds characters that are spread over
+    tokens with every tokenizer. A check takes time linear in the length of the strings.
 
     Raises `InvalidInputError` unless `strings` is a text or holds some texts.
     """

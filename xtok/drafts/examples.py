@@ -77,11 +77,10 @@ def _example(draft: DraftModel, target: TokenBytes, one: WrittenText) -> Example
     indices = _indices_by_bytes_left(target, one)
     known = [(i, indices[rest]) for i, rest in enumerate(left[:-1]) if rest in indices and labels[i] != IGNORED]
     mine, theirs = [i for i, _ in known], [index for _, index in known]
-    parts = [given.new_zeros((len(ids), *given.shape[1:])) for given in (one.likeliest, one.probabilities)]
-    for part, given in zip(parts, (one.likeliest, one.probabilities), strict=True):
-        part[mine] = given[theirs]
+    likeliest, probabilities = (part.new_zeros((len(ids), *part.shape[1:])) for part in (one.likeliest, one.probabilities))
+    likeliest[mine], probabilities[mine] = one.likeliest[theirs], one.probabilities[theirs]
     own, learnt = (torch.tensor(row, dtype=torch.int64, device="cpu") for row in (ids, labels))
-    return Example(own, learnt, *parts)
+    return Example(own, learnt, likeliest, probabilities)
 
 
 def _indices_by_bytes_left(target: TokenBytes, one: WrittenText) -> dict[int, int]:

@@ -29,7 +29,6 @@ def is_drafting(given: Any) -> bool:
 
 
 def without_a_model() -> list[Draft]:
-    """The drafts that guess beside a draft model, or without one."""
     return [PromptLookup(), TokenRecycling()]
 
 

@@ -136,7 +136,6 @@ def child(context: Context, view: TokenBytes, guess: IdPath, conditional: float,
 
 
 def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
-    """The tree of the likeliest ids that the budget allows."""
     trie = Trie()
     for guess in guesses:
         trie.add(guess.ids[: budget.longest], guess.kept)

@@ -122,15 +122,12 @@ class Lookup:
         new = context.data[context.prompt_size :]
         if self._prediction is not None and self._prediction.startswith(new):
             rest = self._prediction[len(new) : len(new) + _BYTES * budget.longest]
-            ids = self._ids_of(context, rest, budget)
+            ids = self._continuation.ids(context.ids, rest)[: budget.longest]
             return [(ids, _LONGEST, 1.0)] if ids else []
         agreeing, texts = corpus.continuations(context.data, _BYTES * budget.longest, budget.width)
         known = self._ids_within(context, agreeing)
-        mapped = [(self._ids_of(context, text, budget), known, share) for text, share in texts if known]
-        return [one for one in mapped if one[0]]
-
-    def _ids_of(self, context: Context, text: bytes, budget: Budget) -> list[int]:
-        return self._continuation.ids(context.ids, text)[: budget.longest]
+        mapped = [(self._continuation.ids(context.ids, text), known, share) for text, share in texts if known]
+        return [(ids[: budget.longest], known, share) for ids, known, share in mapped if ids[: budget.longest]]
 
     def _ids_within(self, context: Context, size: int) -> int:
         """How many of the last ids lie within the last `size` bytes, `_LONGEST` at most."""

@@ -47,14 +47,14 @@ class _Guess(IdPath):
 
 @dataclass(eq=False, repr=False)
 class ProjectedDrafter(ModelDrafter):
-    """Guesses what the target is about to pick, in the target's ids, `target`. Each sequence has its own.
+    """Guesses what the target is about to pick, in ids with the bytes `target`. Each sequence has its own.
 
     The distribution of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary: an id with
     which several of the draft's tokens begin has the sum of their probabilities. If the target picks greedily, the likeliest
     guess is the best id of that distribution. If it samples, it is what the target would draw, by its own noise, from that
     distribution (Daliri, Musco, Suresh 2024, arXiv 2408.07978), and the next ones are what it would draw if the distribution
-    were a little different. With `independent` noise the guesses are a chain of draws that carry their distributions, for
-    speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
+    were a little different. If `independent`, guesses are a chain of draws under other noise that carry their distributions,
+    for speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
     """
 
     draft: DraftModel

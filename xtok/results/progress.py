@@ -30,5 +30,4 @@ def advanced(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def busy(what: str) -> AbstractContextManager[object]:
-    """Says what is done inside the block."""
     return console().status(what)

@@ -15,22 +15,21 @@ class Stats:
     tree, so that all guesses were chains. `accepted_by_draft`: for each draft, in order, the accepted ids that no cheaper one
     guessed; a model given by itself is followed by prompt lookup and token recycling.
 
-    `exact`: whether the ids are those that the target alone picks, run the same way: in float32 and float64 as forward passes
-    of any shape give them but for `near_ties`, in half precision by forward passes of fixed shapes, which are the same in every
-    bit without drafts. False in half precision without fixed shapes (`stable`), and for sampled texts under
+    `exact`: whether the ids are those that the target alone picks: in float32 and float64 but for `near_ties`, in half
+    precision by forward passes of fixed shapes. False in half precision without those (`stable`), and for sampled texts under
     `acceptance="rejection"`, whose ids depend on the draft and the budget's depth, and `acceptance="typical"`.
 
-    `near_ties`: the picks at which `model.generate`, whose forward passes have other shapes, may have picked another id, by an
-    estimate of how far those change logits. If there are none, (), a greedy text is very likely the one that it gives. None
-    if that isn't known, as `min_margin` is.
+    `near_ties`: the picks at which `model.generate`, whose forward passes have other shapes, may pick another id, by an
+    estimate of how far those change logits. If there are none, a greedy text is very likely the one that it gives. None if
+    `min_margin` is.
 
-    `shared_forwards`: whether the target's forward passes can be shared with other sequences; the seconds of those that are
-    count for each sequence by its share. `target_replays`: how many of all were replayed CUDA graphs.
+    `shared_forwards`: whether the target's forward passes can be shared with other sequences, each of which counts its share of
+    their seconds. `target_replays`: how many of all were replayed CUDA graphs.
 
-    `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits: what a temperature or
-    penalty stretches is taken back. If it is above twice what forwards of several rows and of one differ in, the ids are
-    surely the target's own. None if no gap says so: under processors that cut a distribution or are of unknown kinds, and
-    if guesses are accepted by a distribution; then `near_ties` is None, too.
+    `min_margin`: the smallest gap between the two best scores of a pick, noise included, in logits, whatever the temperature.
+    If it is above twice what forward passes of several rows and of one differ in, the ids are surely the target's own. None if
+    that isn't known: under processors that cut a distribution or are of unknown kinds, and if guesses are accepted by a
+    distribution.
     """
 
     new_tokens: int
@@ -65,7 +64,6 @@ class Stats:
 
 
 def stats(sequence: Sequence) -> Stats:
-    """The figures of a sequence so far."""
     meter, picker, rounds = sequence.meter, sequence.picker, sequence.rounds
     return Stats(
         new_tokens=sum(one.committed for one in rounds),

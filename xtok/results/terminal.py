@@ -26,7 +26,6 @@ def legend(tokens: Sequence[Token], drafts: Sequence[str]) -> Text:
 
 
 def show(console: Console, tokens: Iterator[Token], drafts: Sequence[str]) -> None:
-    """Print tokens as they come."""
     for token in tokens:
         console.print(tinted([token], drafts), end="", soft_wrap=True)
     console.print()

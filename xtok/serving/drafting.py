@@ -203,7 +203,6 @@ class DraftEngine:
         return [trees.get(text, Tree()) for text in texts]
 
     def _guessed(self, texts: Sequence[DraftedText], limit: Budget, batch: Batch) -> dict[DraftedText, Tree]:
-        """What is guessed of some texts of a batch."""
         for text in texts:
             text.show()
         trees = together([text.session.propose(limit, batch, chained=True) for text in texts])

@@ -164,11 +164,10 @@ class Engine:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        """Round by round, until it is closed and nothing is left."""
         try:
             with within(self._modes):
-                while self._go_on():
-                    pass
+                while self._running or self._waiting or not self._closing:
+                    self._run_until_idle()
         except BaseException as error:  # nobody may wait for ever
             with self._changed:
                 self._closing = True
@@ -177,8 +176,7 @@ class Engine:
                 entry.ticket.end(error)
         self._caches = CacheSet()
 
-    def _go_on(self) -> bool:
-        """Run until nothing runs. Returns whether more may come."""
+    def _run_until_idle(self) -> None:
         try:
             for committed in run(self._admit):
                 with self._changed:
@@ -188,7 +186,6 @@ class Engine:
             for sequence in self._sequences():
                 sequence.fail(error)
             self._deliver({})
-        return bool(self._running or self._waiting or not self._closing)
 
     def _admit(self, _: list[Sequence]) -> list[Sequence]:
         """Wait for something to do; start requests in the order in which they came. If prompts are long, about a chunk of them

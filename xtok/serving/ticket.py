@@ -52,7 +52,8 @@ class Ticket:
         sent = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda before=sent: len(self._pieces) > before or self.done)  # type: ignore[misc]
+                while len(self._pieces) == sent and not self.done:
+                    self._changed.wait()
                 pieces, ended = self._pieces[sent:], self.done
             yield from pieces
             sent += len(pieces)

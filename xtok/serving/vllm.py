@@ -119,7 +119,6 @@ class XTokProposer:
         return known
 
     def _fail(self, engine: DraftEngine, error: Exception) -> None:
-        """Count a failure, and begin anew."""
         if not self.failures:
             _log.warning("xtok guesses nothing in this step, and reports no further failures.", exc_info=error)
         self.failures += 1

@@ -146,20 +146,16 @@ class _PendingAnswer:
             yield chunk([], usage=self._usage())
 
     async def _events(self) -> AsyncGenerator[Event, None]:
-        """The events of all sequences, counted in the metrics."""
         async with aclosing(events(self._submissions, self._context.tickets, self._view)) as found:
             async for event in found:
-                self._count(event)
+                if self._first is None:
+                    self._first = perf_counter()
+                    self._service.metrics.time_to_first_token.observe(self._first - self._context.start)
+                if event.ended is not None:
+                    self._ended[event.choice] = event.ended
+                    self._service.metrics.ends(event.ended)
+                    self._done = perf_counter() if len(self._ended) == len(self._submissions) else None
                 yield event
-
-    def _count(self, event: Event) -> None:
-        if self._first is None:
-            self._first = perf_counter()
-            self._service.metrics.time_to_first_token.observe(self._first - self._context.start)
-        if event.ended is not None:
-            self._ended[event.choice] = event.ended
-            self._service.metrics.ends(event.ended)
-            self._done = perf_counter() if len(self._ended) == len(self._submissions) else None
 
     def _usage(self) -> dict[str, int]:
         return usage(self._submissions, list(self._ended.values()), self._body.n or 1)

@@ -130,7 +130,6 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template(body: Completion | Chat) -> dict[str, Any]:
-    """The arguments of a chat's template."""
     if not isinstance(body, Chat):
         return {}
     tools = {} if body.tool_choice == "none" or not body.tools else {"tools": body.tools}
