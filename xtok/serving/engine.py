@@ -1,18 +1,16 @@
 """An engine: requests are submitted from any thread, and one thread runs all of them together."""
 
 import atexit
-from codecs import IncrementalDecoder
 from collections import Counter, deque
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Condition, Thread
 from time import perf_counter
 from traceback import walk_stack, walk_tb
 from types import TracebackType
 from typing import Any
 
-from xtok.align.text import utf8_decoder
 from xtok.assisted import XTokAssisted
 from xtok.decoding.arguments import check_batch
 from xtok.decoding.prepare import Prepared, prepare_one
@@ -52,7 +50,6 @@ class _Entry:
     prepared: Prepared
     most: int | None
     sequence: Sequence | None = None
-    decoder: IncrementalDecoder = field(default_factory=utf8_decoder)
 
 
 class Engine:
@@ -217,13 +214,10 @@ class Engine:
         return self._memory is None or self._memory.fits([one.prepared for one in (*self._running, entry)])
 
     def _drop_cancelled(self) -> None:
-        dropped = [entry for entry in (*self._running, *self._waiting) if entry.ticket.cancelled]
-        for entry in dropped:
-            (self._running if entry in self._running else self._waiting).remove(entry)
+        for entry in [one for one in (*self._running, *self._waiting) if one.ticket.cancelled]:
             if entry.sequence is not None:
-                self._count(entry.sequence)
                 entry.sequence.end("cancelled")
-            entry.ticket.end(CancelledError("The text was cancelled."))
+            self._end(entry, CancelledError("The text was cancelled."))
 
     def _failed_start(self, entry: _Entry) -> BaseException | None:
         """Make its sequence. Returns what that fails with."""
@@ -238,7 +232,7 @@ class Engine:
         for entry in list(self._running):
             assert entry.sequence is not None
             if block := committed.get(entry.sequence):
-                self._add(entry, b"".join(entry.sequence.text.pieces[-len(block) :]))
+                entry.ticket.add(b"".join(entry.sequence.text.pieces[-len(block) :]))
             if entry.sequence.finish_reason is not None:
                 self._end(entry, self._result(entry))
         committed.clear()  # frames of errors, which tickets keep, would hold sequences by it
@@ -250,26 +244,17 @@ class Engine:
             result = finished(entry.sequence)
         except BaseException as error:
             return error
-        self._add(entry, b"", final=True)
+        entry.ticket.add(b"", final=True)
         return result
-
-    @staticmethod
-    def _add(entry: _Entry, data: bytes, *, final: bool = False) -> None:
-        """Hand out the whole characters that further bytes complete."""
-        if piece := entry.decoder.decode(data, final):
-            entry.ticket.add(piece)
 
     def _end(self, entry: _Entry, result: Any) -> None:
         with self._changed:
-            self._running.remove(entry)
+            (self._running if entry in self._running else self._waiting).remove(entry)
             if entry.sequence is not None:
-                self._count(entry.sequence)
+                self._tokens += len(entry.sequence.new_ids)
+                self._forwards += entry.sequence.slot.forwards
                 entry.sequence = None
         entry.ticket.end(_freed(result) if isinstance(result, BaseException) else result)
-
-    def _count(self, sequence: Sequence) -> None:
-        self._tokens += len(sequence.new_ids)
-        self._forwards += sequence.slot.forwards
 
 
 def _freed(error: BaseException) -> BaseException:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from numbers import Real
 from threading import TIMEOUT_MAX, Condition
 
+from xtok.align.text import utf8_decoder
 from xtok.errors import InvalidInputError, shown
 from xtok.results.generation import Generation
 
@@ -17,6 +18,7 @@ class Ticket:
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         self._future: Future[Generation] = Future()
         self._pieces: list[str] = []
+        self._decoder = utf8_decoder()
         self._changed = Condition()
         self._listeners: list[Callable[[], None]] = []
         self._on_cancel = on_cancel
@@ -84,9 +86,10 @@ class Ticket:
         finally:
             self._listeners.remove(listener)
 
-    def add(self, piece: str) -> None:
-        """For the engine: hand out a further piece."""
-        self._notify(lambda: self._pieces.append(piece))
+    def add(self, data: bytes, *, final: bool = False) -> None:
+        """For the engine: hand out the whole characters that further bytes complete."""
+        if piece := self._decoder.decode(data, final):
+            self._notify(lambda: self._pieces.append(piece))
 
     def end(self, result: Generation | BaseException) -> None:
         """For the engine, of which it lets go: the request has ended."""

@@ -33,7 +33,6 @@ class Answer:
     def delta(
         self, index: int, delta: dict[str, str], picked: list[Picked] | None = None, finish_reason: str | None = None
     ) -> dict[str, Any]:
-        """The choice of a chunk."""
         content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
 
