@@ -17,7 +17,7 @@ Returns the guess that is accepted, or None and the scores to draw from.
 """
 
 
-def rejection(scores: Tensor, tree: Tree, node: int, noise: Noise, place: tuple[int, int]) -> tuple[int | None, Tensor]:
+def rejection(scores: Tensor, tree: Tree, node: int, noise: Noise, position: tuple[int, int]) -> tuple[int | None, Tensor]:
     """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023) of chains that were drawn at random. What is picked are
     draws from the target's own distribution, but they depend on the draft.
     """
@@ -25,7 +25,7 @@ def rejection(scores: Tensor, tree: Tree, node: int, noise: Noise, place: tuple[
         return None, scores
     guess = tree.tokens[node + 1]
     distribution = Distribution(*(part.to(scores.device) for part in tree.distributions[node + 1]))
-    if accepts(scores, distribution, guess, noise.uniform(*place, ACCEPT)):
+    if accepts(scores, distribution, guess, noise.uniform(*position, ACCEPT)):
         return guess, scores
     return None, residual(scores, distribution)
 

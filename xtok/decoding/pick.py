@@ -108,28 +108,28 @@ class Picker:
         alone = not self._records and all(type(one) is TemperatureLogitsWarper for one in self._first)
         return self.scored(ids, logits if alone and not on_host(logits.device) else logits[:1])
 
-    def pick(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tree: Tree, node: int) -> int:
+    def pick(self, ids: Tensor, logits: Tensor, position: tuple[int, int], tree: Tree, node: int) -> int:
         """One pick after `ids`, (1, length), by `logits`, (1, vocabulary). Raises `InvalidInputError` if `draw` does.
 
-        `place`: its position, for noise, in bytes and in ids without bytes. Guesses there are the children of `node` in `tree`.
+        `position`: in bytes and in ids without bytes, for noise. Guesses there are the children of `node` in `tree`.
         """
         scores = self.scored(ids, logits)
         if self.noise is None or self.accept is None:
-            return self.picked(ids, scores, place)
-        guess, left = self.accept(scores[0], tree, node, self.noise, place)
-        return self.picked(ids, left[None], place) if guess is None else guess
+            return self.picked(ids, scores, position)
+        guess, left = self.accept(scores[0], tree, node, self.noise, position)
+        return self.picked(ids, left[None], position) if guess is None else guess
 
-    def picked(self, ids: Tensor, scores: Tensor, place: tuple[int, int]) -> int:
-        """The best of what `scored` gives, or the draw that this place's noise decides. Arguments are those of `pick`."""
+    def picked(self, ids: Tensor, scores: Tensor, position: tuple[int, int]) -> int:
+        """The best of what `scored` gives, or the draw that this position's noise decides. Arguments are those of `pick`."""
         if self.noise is None:
             return self.note(*_best(scores))
-        token = self._drawn(scores[0], place, self.cuts)
+        token = self._drawn(scores[0], position, self.cuts)
         if token is None:  # it is too near to a cut to say, so all ids are cut
-            token = self._drawn(process(ids, scores, self.cuts)[0], place, [])
+            token = self._drawn(process(ids, scores, self.cuts)[0], position, [])
         assert token is not None
         return token
 
-    def sure(self, ids: Tensor, logits: Tensor, place: tuple[int, int], tolerance: float) -> tuple[int | None, bool]:
+    def sure(self, ids: Tensor, logits: Tensor, position: tuple[int, int], tolerance: float) -> tuple[int | None, bool]:
         """The likely pick, if it is known, and whether it stays the same if logits change by up to half of `tolerance`."""
         if self.scale_before_cuts is None:
             return None, False
@@ -138,7 +138,7 @@ class Picker:
             return self.surely(*_best(scores), tolerance)
         assert self.keys is not None
         return self.surely(
-            *sure_draw(scores[0], self.keys, self.noise.at(*place), self.cuts, tolerance * self.scale_before_cuts), tolerance
+            *sure_draw(scores[0], self.keys, self.noise.at(*position), self.cuts, tolerance * self.scale_before_cuts), tolerance
         )
 
     def surely(self, token: int, margin: float, tolerance: float) -> tuple[int, bool]:
@@ -146,11 +146,11 @@ class Picker:
         sure = self.scale_before_cuts is not None and margin > tolerance * self.scale_before_cuts
         return self.note(token, margin) if sure else token, sure
 
-    def _drawn(self, scores: Tensor, place: tuple[int, int], cuts: list[Any]) -> int | None:
+    def _drawn(self, scores: Tensor, position: tuple[int, int], cuts: list[Any]) -> int | None:
         """The draw from what `cuts` leave of `scores`, (vocabulary,); None if it is too near to a cut to say."""
         assert self.noise is not None and self.keys is not None
         with self.meter.timing("noise"):
-            drawn = draw(scores, self.keys, self.noise.at(*place), cuts)
+            drawn = draw(scores, self.keys, self.noise.at(*position), cuts)
         return None if drawn is None else self.note(*drawn)
 
     def note(self, token: int, margin: float) -> int:
@@ -181,7 +181,7 @@ class Ahead(NamedTuple):
 
     picker: Picker
     scores: Tensor
-    places: Sequence[tuple[int, int]]
+    positions: Sequence[tuple[int, int]]
     final: int = sys.maxsize
     tolerance: float = 0.0
 
@@ -197,19 +197,19 @@ class Ahead(NamedTuple):
         return self.picker.noise is None, self.scores.dtype, *((type(cut), *vars(cut).values()) for cut in self.picker.cuts)
 
 
-def picks(asked: Sequence[Ahead]) -> list[list[tuple[int | None, float]]]:
+def picks(several: Sequence[Ahead]) -> list[list[tuple[int | None, float]]]:
     """What some sequences of one target pick: for each of their scores the id, and its margin over the second, before top-p; if
     it is to be sure, 0 if a cut might not leave it. All in one transfer from each device. An id is None if `Picker.picked`
     has to say.
     """
     found: dict[int, list[tuple[int | None, float]]] = {}
-    for numbers in _grouped([one.scores.device for one in asked]):
-        groups = [[numbers[i] for i in group] for group in _grouped([asked[number].kind for number in numbers])]
-        tokens, margins = zip(*(_at_once([asked[number] for number in group]) for group in groups), strict=True)
+    for numbers in _grouped([one.scores.device for one in several]):
+        groups = [[numbers[i] for i in group] for group in _grouped([several[number].kind for number in numbers])]
+        tokens, margins = zip(*(_at_once([several[number] for number in group]) for group in groups), strict=True)
         listed_tokens, listed_margins = listed(torch.cat(tokens), torch.cat(margins))
         pairs = zip((token if token >= 0 else None for token in listed_tokens), listed_margins, strict=True)
-        found |= {number: list(islice(pairs, len(asked[number].scores))) for group in groups for number in group}
-    return [found[number] for number in range(len(asked))]
+        found |= {number: list(islice(pairs, len(several[number].scores))) for group in groups for number in group}
+    return [found[number] for number in range(len(several))]
 
 
 def _best(scores: Tensor) -> tuple[int, float]:
@@ -226,20 +226,20 @@ def _grouped(kinds: Sequence[Hashable]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _at_once(asked: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
+def _at_once(several: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
     """The ids, int64, and margins, float64, of sequences of one kind: (picks,) twice."""
-    picker = asked[0].picker
-    scores = asked[0].scores if len(asked) == 1 else torch.cat([one.scores for one in asked])
+    picker = several[0].picker
+    scores = several[0].scores if len(several) == 1 else torch.cat([one.scores for one in several])
     if picker.noise is None or picker.keys is None:
         tokens, gaps = best(single(scores))
         return tokens, gaps.double()
-    places = [(one.picker.noise, place) for one in asked for place in one.places]
-    states = states_of([noise.at(*place) for noise, place in places if noise is not None], scores.device)
+    positions = [(one.picker.noise, position) for one in several for position in one.positions]
+    states = states_of([noise.at(*position) for noise, position in positions if noise is not None], scores.device)
     size = max(1, (_FEW if on_host(scores.device) else _MANY) // scores.shape[1])
     spans = [slice(start, start + size) for start in range(0, len(scores), size)]
     parts = [draws(scores[span], picker.keys, states[span], picker.cuts) for span in spans]
     tokens, margins = torch.cat([tokens for tokens, _ in parts]), torch.cat([margins for _, margins in parts])
-    tolerances = [tolerance for one in asked for tolerance in one.tolerances] if picker.cuts else []
+    tolerances = [tolerance for one in several for tolerance in one.tolerances] if picker.cuts else []
     if far := [row for row, tolerance in enumerate(tolerances) if tolerance]:
         rows = torch.tensor(far, dtype=torch.int64, device=scores.device)
         least = torch.tensor([[tolerances[row]] for row in far], dtype=torch.float64, device=scores.device)

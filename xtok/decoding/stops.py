@@ -1,4 +1,4 @@
-"""`StopStrings`: stop strings, matched on the bytes that ids spell."""
+"""`StopStrings`: stop strings, matched on the bytes of ids."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -43,16 +43,16 @@ class StopStrings(StoppingCriteria):
 
     def completed(self, ids: Sequence[int]) -> bool:
         """Whether the last of some ids completes a string."""
-        last = self._spelled(ids[-1])
-        before, size, place = list[bytes](), 0, len(ids) - 1
-        while place and size + 1 < self._longest:
-            place -= 1
-            before.append(self._spelled(ids[place]))
+        last = self._bytes_of(ids[-1])
+        before, size, index = list[bytes](), 0, len(ids) - 1
+        while index and size + 1 < self._longest:
+            index -= 1
+            before.append(self._bytes_of(ids[index]))
             size += len(before[-1])
         text = b"".join(reversed(before)) + last
         return any(text.find(stop, max(size + 1 - len(stop), 0)) >= 0 for stop in self._stops)
 
-    def _spelled(self, token: int) -> bytes:
+    def _bytes_of(self, token: int) -> bytes:
         piece = self._vocabulary.view[token]
         if piece is not None:
             return piece

@@ -98,11 +98,11 @@ class HeadsDrafter:
         check_request(request)
         if request.model is None:
             raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
-        head, place = output_embeddings(request.model), (device_of(request.model), request.model.dtype)
-        if place not in self._copies:
-            self._copies[place] = deepcopy(self.heads).to(*place)
-        keys = request.vocabulary.keys.to(place[0])
-        return HeadsGuesser(self._copies[place], keys, head, request.vocabulary.view, request.meter, request.shapes)
+        head, kind = output_embeddings(request.model), (device_of(request.model), request.model.dtype)
+        if kind not in self._copies:
+            self._copies[kind] = deepcopy(self.heads).to(*kind)
+        keys = request.vocabulary.keys.to(kind[0])
+        return HeadsGuesser(self._copies[kind], keys, head, request.vocabulary.view, request.meter, request.shapes)
 
 
 def _check_shapes(weight: Tensor, bias: Tensor) -> None:

@@ -22,7 +22,7 @@ class Generation:
     `finish_reason` is "length" if a limit of length or time ended the text, else "stop". `seed` gives the texts of a call
     again, with any draft or none; it is None for greedy ones. `scores`, `logits`: (1, vocabulary) for each new id, if
     `return_dict_in_generate` and `output_scores` or `output_logits` ask for them. `drafts`: names, to which the indices in
-    `rounds` refer. `pieces`: the bytes of each new id, none for a control token. `spelled`: those of guessed ids.
+    `rounds` refer. `pieces`: the bytes of each new id, none for a control token. `guess_bytes`: those of guessed ids.
     """
 
     text: str
@@ -35,7 +35,7 @@ class Generation:
     logits: tuple[Tensor, ...] | None = None
     drafts: tuple[str, ...] = ()
     pieces: tuple[bytes, ...] = ()
-    spelled: Mapping[int, bytes] = field(default_factory=dict)
+    guess_bytes: Mapping[int, bytes] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         counts = f"{len(self.token_ids)} tokens, {self.stats.target_forwards} target forwards, {self.finish_reason!r}"
@@ -50,7 +50,7 @@ class Generation:
     def written(self) -> Iterator[WrittenRound]:
         """The rounds, with the tokens that came of each."""
         for one, tokens in round_tokens(self._committed(), self.drafts):
-            yield written_round(one, tokens, self.drafts, lambda token: self.spelled.get(token, b""))
+            yield written_round(one, tokens, self.drafts, lambda token: self.guess_bytes.get(token, b""))
 
     def _committed(self) -> Iterator[Committed]:
         end = 0
@@ -114,5 +114,5 @@ def finished(sequence: Sequence) -> Generation:
         logits=sequence.picker.logits,
         drafts=sequence.drafts,
         pieces=tuple(text.pieces),
-        spelled={token: text.view[token] or b"" for one in sequence.rounds for token in one.tree.tokens},
+        guess_bytes={token: text.view[token] or b"" for one in sequence.rounds for token in one.tree.tokens},
     )

@@ -129,13 +129,13 @@ class XTokProposer:
 
 def _settings(given: Any) -> tuple[Any, Budget]:
     """The draft, and the budget. Raises `InvalidInputError`."""
-    asked = given.get("xtok") if isinstance(given, Mapping) else None
-    if not isinstance(asked, Mapping) or not asked.get("draft") or not set(asked) <= {"draft", "budget"}:
+    settings = given.get("xtok") if isinstance(given, Mapping) else None
+    if not isinstance(settings, Mapping) or not settings.get("draft") or not set(settings) <= {"draft", "budget"}:
         raise InvalidInputError(
             f"additional_config is {given!r}; it must name a draft: {{'xtok': {{'draft': 'cyberagent/open-calm-small'}}}}, and "
             "may hold a 'budget' beside it, such as {'depth': 5}."
         )
     try:
-        return asked["draft"], replace(CHAINS, **asked.get("budget", {}))
+        return settings["draft"], replace(CHAINS, **settings.get("budget", {}))
     except TypeError as error:
-        raise InvalidInputError(f"budget is {asked['budget']!r}; give settings of xtok.Budget: {error}.") from error
+        raise InvalidInputError(f"budget is {settings['budget']!r}; give settings of xtok.Budget: {error}.") from error
