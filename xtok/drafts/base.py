@@ -23,7 +23,7 @@ class Context:
     """What a drafter guesses after: the target's ids, their bytes, and how many of those bytes are the prompt's.
 
     `noise`: that under which the target picks, None if it picks greedily. `controls`: how many of the new ids have no bytes.
-    `hidden`: the hidden state from which the target picked the last id, (hidden size,); None if no draft reads it.
+    `hidden`: the hidden state from which the target picked the last id, (hidden size,); None if it isn't known.
 
     With fixed shapes (`stable`) the last id may be one that isn't committed yet: one time in a hundred the target's next
     forward pass doesn't confirm it. The next context then has another id in its place, and goes on from there.

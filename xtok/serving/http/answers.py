@@ -57,7 +57,7 @@ class Answer:
 
 
 def token_text(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, bytes]]:
-    r"""A function that gives a token's text and bytes: `bytes:\xe3\x81` for no whole characters, as OpenAI has it."""
+    r"""Gives a token's text and bytes. Bytes that are no whole characters are written `bytes:\xe3\x81`, as by OpenAI."""
 
     def text_of(token: int) -> tuple[str, bytes]:
         data = view[token]
