@@ -27,7 +27,9 @@ _FEW, _MANY = 2**18, 2**24
 
 
 class NearTie(NamedTuple):
-    """A pick that a forward pass of another shape may decide otherwise. `position`: its number among the new tokens, from 0."""
+    """A pick that a forward pass of another shape might decide otherwise. `position`: its number among the new tokens, from 0.
+    `margin`: by how much it beat the second, in logits.
+    """
 
     position: int
     margin: float

@@ -248,7 +248,7 @@ class DraftEngine:
     def _checked(self, ids: Any) -> list[int]:
         """`ids` as a list. Raises `InvalidInputError` if they can't be the target's."""
         try:
-            found = _whole(ids)
+            found = _whole_numbers(ids)
         except TypeError as error:
             raise InvalidInputError(f"The ids are {shown(ids)}; give a list of whole numbers.") from error
         wrong = [token for token in found if not 0 <= token < self._vocabulary.size]
@@ -257,7 +257,7 @@ class DraftEngine:
         return found
 
 
-def _whole(given: Any) -> list[int]:
+def _whole_numbers(given: Any) -> list[int]:
     """Whole numbers as a list. Raises `TypeError` for anything else, bytes among it."""
     if isinstance(given, str | bytes):
         raise TypeError
@@ -267,7 +267,7 @@ def _whole(given: Any) -> list[int]:
 def _ends(given: Any) -> list[int]:
     """Ids that end a text. Raises `InvalidInputError` for what are none."""
     try:
-        found = _whole(given)
+        found = _whole_numbers(given)
     except TypeError as error:
         message = f"ends is {shown(given)}; give a list of ids, or leave it out for the tokenizer's own."
         raise InvalidInputError(message) from error

@@ -72,11 +72,11 @@ def _next(rounds: Rounds) -> WrittenRound | Generation:
 async def steps(events: Generator[T, None, None]) -> AsyncGenerator[T, None]:
     """The events, each made in another thread, so that nobody waits; it ends when its reader goes away."""
     with closing(events):
-        while (event := await _whole(asyncio.to_thread(next, events, None))) is not None:
+        while (event := await _completed(asyncio.to_thread(next, events, None))) is not None:
             yield event
 
 
-async def _whole(work: Coroutine[Any, Any, T]) -> T:
+async def _completed(work: Coroutine[Any, Any, T]) -> T:
     """What `work` gives. If that is cancelled, it is waited for all the same, for a thread can't be stopped."""
     task = asyncio.ensure_future(work)
     try:
@@ -98,10 +98,7 @@ def race_options(xt: XTokAssisted, name: str, limits: Limits, prompts: Sequence[
 def runs_of(
     with_drafts: Callable[[frozenset[str]], XTokAssisted], body: CompletionRace | ChatRace, xt: XTokAssisted, limits: Limits
 ) -> dict[str, Rounds]:
-    """The sequences of a race: by its drafts, and by the target alone. Raises `RequestError`.
-
-    `with_drafts`: `xt` with some of its drafts alone.
-    """
+    """The sequences of a race: by its drafts, `with_drafts` of `xt`, and by the target alone. Raises `RequestError`."""
     if body.temperature != 0 and body.seed is None:
         body = body.model_copy(update={"seed": randbelow(2**63)})  # the same for both
     names = xt.names if body.drafts is None else body.drafts
