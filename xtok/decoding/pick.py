@@ -1,6 +1,5 @@
 """The target's pick: its own next token from its own logits on the committed prefix."""
 
-import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -158,10 +157,9 @@ class Picker:
     def note(self, token: int, margin: float) -> int:
         """The pick `token`; its margin is remembered if it is the smallest so far, or no number."""
         if self.scale is not None:
-            margin /= self.scale
-            self.latest = margin
-        if self.scale is not None and not isnan(self.margin or 0.0):
-            self.margin = margin if self.margin is None or not margin > self.margin else self.margin
+            self.latest = margin / self.scale
+            if self.margin is None or not (isnan(self.margin) or self.latest > self.margin):
+                self.margin = self.latest
         return token
 
     def note_near_tie(self, position: int) -> None:
@@ -184,8 +182,8 @@ class Ahead(NamedTuple):
     picker: Picker
     scores: Tensor
     positions: Sequence[tuple[int, int]]
-    final: int = sys.maxsize
-    tolerance: float = 0.0
+    final: int
+    tolerance: float
 
     @property
     def tolerances(self) -> list[float]:

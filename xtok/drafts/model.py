@@ -51,7 +51,7 @@ class ModelDraft:
         slot = request.slots.take(model.model)
         if self._same:
             return self._projected(model, IdReader(model, request.meter, slot), request, end=None)
-        reader = Reader(model, request.meter, _own_prompt(model.vocabulary.tokenizer, request), slot)
+        reader = Reader(model, request.meter, slot, _own_prompt(model.vocabulary.tokenizer, request))
         if request.samples:
             return self._projected(model, reader, request, end=request.end)
         return CrossTokenizerDrafter(model, reader, Continuation(self._target.encoder), request.end, request.meter)

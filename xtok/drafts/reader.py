@@ -7,7 +7,6 @@ from torch import Tensor
 from xtok.align.reencode import Reencoder
 from xtok.drafts.base import Context
 from xtok.drafts.meter import Meter
-from xtok.models.cache_set import Slots
 from xtok.models.forwards import Answer, Ask, Slot, Steps
 from xtok.models.roles import DraftModel
 
@@ -17,18 +16,18 @@ class Reader:
     than the draft's window, it reads the most recent part. The time per round doesn't grow with the text.
     """
 
-    def __init__(self, draft: DraftModel, meter: Meter, prompt: Sequence[int] | None = None, slot: Slot | None = None) -> None:
-        """`prompt`: the draft's own ids for a chat. `slot`: the cache slot in the draft; None for a new one."""
+    def __init__(self, draft: DraftModel, meter: Meter, slot: Slot, prompt: Sequence[int] | None = None) -> None:
+        """`slot`: the cache slot in the draft. `prompt`: the draft's own ids for a chat."""
         self._draft = draft
         self._meter = meter
         self._own_prompt = prompt is not None
         self._text = Reencoder(draft.vocabulary.encoder)
         self._seen: bytes | None = None
         self._begin = 0
-        self._slot = slot or Slots().take(draft.model)
+        self._slot = slot
         self._window = self._slot.limit
-        self._lead = len(draft.lead if prompt is None else prompt)
         self._ids = list(draft.lead if prompt is None else prompt)
+        self._lead = len(self._ids)
         self._start = self._held = 0  # the cache holds `_held` of the ids from `_start` on
         self._ids_of: dict[bytes, list[int] | None] = {}
 
@@ -144,8 +143,8 @@ class Reader:
 class IdReader(Reader):
     """A `Reader` for a draft whose ids are the target's: it reads the target's ids and needs no text."""
 
-    def __init__(self, draft: DraftModel, meter: Meter, slot: Slot | None = None) -> None:
-        super().__init__(draft, meter, prompt=(), slot=slot)
+    def __init__(self, draft: DraftModel, meter: Meter, slot: Slot) -> None:
+        super().__init__(draft, meter, slot, prompt=())
         self._shown = list[int]()
 
     def reads(self, token: int, piece: bytes) -> Sequence[int]:
