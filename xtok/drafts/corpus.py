@@ -61,10 +61,7 @@ class Corpus:
 
 
 def _sorted_suffixes(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """The indices of all suffixes, sorted by their first `_DEPTH` bytes, by prefix doubling (Manber, Myers 1990).
-
-    `data`: (bytes,), uint8. Returns (bytes,), int64.
-    """
+    """The indices of all suffixes, sorted by their first `_DEPTH` bytes, by prefix doubling (Manber, Myers 1990)."""
     known = 8
     keys = np.zeros(len(data), dtype=np.uint64)
     padded = np.pad(data, (0, known))

@@ -119,10 +119,7 @@ class Tree:
 def chain(
     tokens: Iterable[int], guess: bytes = b"", distributions: Sequence[Distribution] = (), probabilities: Sequence[float] = ()
 ) -> Tree:
-    """A tree without branches: each of `tokens`, ids of the target, follows the one before it. The rest is as for `Tree`.
-
-    Raises `InvalidInputError` for what is no list of ids.
-    """
+    """A tree without branches: each of `tokens`, the target's ids, follows the one before it. Raises `InvalidInputError`."""
     try:
         ids, drawn, given = tuple(tokens), tuple(distributions), tuple(probabilities)
     except TypeError as error:

@@ -29,9 +29,8 @@ def _pad(config: GenerationConfig) -> int:
 
 
 def as_transformers(sequences: list[Sequence], config: GenerationConfig) -> GenerateDecoderOnlyOutput | Tensor:
-    """Rows of equal length: those that ended early are filled up with padding, as transformers does.
-
-    Scores and logits, (rows, vocabulary) for each new id, are 0 after a row has ended.
+    """Rows of equal length, padded as by transformers. Scores and logits, (rows, vocabulary) for each new id, are 0 after a row
+    has ended.
     """
     rows = [one.ids[0] for one in sequences]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_pad(config))

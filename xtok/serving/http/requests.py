@@ -137,11 +137,8 @@ def _template(body: Completion | Chat) -> dict[str, Any]:
 
 
 def _sampling(body: Body) -> dict[str, Any]:
-    """Arguments for sampling, which is OpenAI's default; top_k and the like leave the best id, so a greedy text needs none.
-
-    Raises `RequestError` for a temperature by which logits would overflow.
-    """
-    if body.temperature == 0:
+    """Arguments for sampling, OpenAI's default. Raises `RequestError` for a temperature by which logits would overflow."""
+    if body.temperature == 0:  # then top_k and the like leave the best id
         return {"do_sample": False}
     if body.temperature is not None and body.temperature < COLDEST:
         raise RequestError(f"temperature is {body.temperature}; give {COLDEST} or more, or 0 for greedy texts.", "temperature")
