@@ -637,6 +637,40 @@ def test_a_closed_engine_has_written_all_and_takes_no_more() -> None:
     assert set(threading.enumerate()) == before
 
 
+class InTheGap(Engine):
+    """Another thread submits a text and closes the engine at the moment at which that first looks whether it is closed."""
+
+    other: threading.Thread | None = None
+    is_closing = False
+
+    def __init__(self, xt: XTokAssisted) -> None:
+        self.tickets, self.submitted = list[Ticket](), threading.Event()
+        super().__init__(xt)
+
+    def _get(self) -> bool:
+        if self.other is None:
+            self.other = threading.Thread(target=self._submit_and_close, daemon=True)
+            self.other.start()
+            self.other.join(1.0)  # it can't go on while the engine holds its lock
+        return self.is_closing
+
+    def _set(self, value: bool) -> None:
+        self.is_closing = value
+
+    _closing = property(_get, _set)  # type: ignore[assignment]
+
+    def _submit_and_close(self) -> None:
+        self.tickets.append(self.submit(TEXTS[0], **GREEDY))
+        self.submitted.set()
+        self.close()
+
+
+def test_a_text_that_is_submitted_just_before_an_idle_engine_is_closed_is_written() -> None:
+    engine = InTheGap(PLAIN)
+    assert engine.submitted.wait(PATIENCE)
+    assert ids(engine.tickets[0]) == greedily("Llama", TEXTS[0])
+
+
 def test_closing_refuses_texts_while_those_before_are_written() -> None:
     engine = Engine(PLAIN, batch_size=1)
     with held(engine) as first, ThreadPoolExecutor(2) as pool:

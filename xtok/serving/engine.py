@@ -163,7 +163,7 @@ class Engine:
     def _run(self) -> None:
         try:
             with within(self._modes):
-                while self._running or self._waiting or not self._closing:
+                while not self._is_over():
                     self._run_until_idle()
         except BaseException as error:  # nobody may wait for ever
             with self._changed:
@@ -172,6 +172,11 @@ class Engine:
             for entry in left:
                 entry.ticket.end(error)
         self._caches = CacheSet()
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left to do, and nothing more can be submitted."""
+        with self._changed:
+            return self._closing and not (self._running or self._waiting)
 
     def _run_until_idle(self) -> None:
         try:
