@@ -272,6 +272,24 @@ def test_a_number_of_threads_that_cuts_vectors_costs_the_promise_and_not_the_tex
     assert xt.generate(TEXTS[0], **WAYS["greedy"]).stats.exact
 
 
+def test_a_warning_that_shapes_cant_be_fixed_any_more_points_to_who_called() -> None:
+    xt = XTokAssisted((target("Llama", "bfloat16"), TOKENS))
+    ids, greedy = torch.tensor([xt.generate(TEXTS[0], **WAYS["greedy"]).token_ids]), WAYS["greedy"]
+    calls: list[Any] = [
+        lambda: xt.generate(TEXTS[0], **greedy),
+        lambda: list(xt.stream(TEXTS[0], **greedy)),
+        lambda: xt.model.generate(ids, custom_generate=xt, **greedy),
+    ]
+    torch.set_num_threads(3)
+    try:
+        for call in calls:
+            with pytest.warns(UnstableWarning, match="3 threads") as told:
+                call()
+            assert (told[0].filename, told[0].lineno) == (__file__, call.__code__.co_firstlineno)
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_a_model_with_few_positions_waits_with_picks_after_branches() -> None:
     """Where no difference can be measured, none is taken to be small."""
     lm = deepcopy(target("Llama", "bfloat16"))

@@ -17,6 +17,20 @@ Each is also the built-in error that a caller would expect (`ValueError`), and e
 Errors come before any forward of a model but the few ids by which models are tried out.
 """
 
+import warnings
+from inspect import currentframe
+from itertools import takewhile
+from traceback import walk_stack
+
+_BETWEEN = ("xtok", "contextlib", "torch", "transformers")
+"""What may lie between a caller's line and a warning of xtok: its own code, and what calls that."""
+
+
+def warn(message: str, kind: type[Warning]) -> None:
+    """Warn at the line that called xtok, be it through transformers' `generate`."""
+    names = (str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in walk_stack(currentframe()))
+    warnings.warn(message, kind, stacklevel=1 + sum(1 for _ in takewhile(_BETWEEN.__contains__, names)))
+
 
 def reason(error: BaseException) -> str:
     """What an exception says, in one line: the system's without their numbers, of others the first line."""

@@ -1,6 +1,5 @@
 """From what a caller hands to `XTokAssisted` to a `Setup`: models are loaded, and everything is checked."""
 
-import warnings
 from dataclasses import replace
 from numbers import Real
 from pathlib import PurePath
@@ -21,7 +20,7 @@ from xtok.drafts.policy.draft import DraftPolicy
 from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
-from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError
+from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError, warn
 from xtok.models.cache_set import CachePool
 from xtok.models.graphs import captures, takes_graphs
 from xtok.models.load import DEFAULT, check_places, draft_model, target_model
@@ -52,7 +51,7 @@ def assemble(
         if not (isinstance(value, Real) and 0 < float(value) <= 1):
             raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
     if acceptance == "typical":
-        warnings.warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning, stacklevel=4)
+        warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning)
     rejection_budget = replace(budget or Budget(depth=5), width=1, schedule="constant")
     budget = budget or Budget()
     chains_only = acceptance == "rejection" or budget.width == 1
@@ -69,7 +68,7 @@ def assemble(
         try:
             shapes = _shapes(loaded, acceptance)
         except XTokError as error:
-            warn_unstable(loaded, error, stable=stable, stacklevel=5)
+            warn_unstable(loaded, error, stable=stable)
     adapter = Adapter(next(iter(models.values())), loaded.vocabulary.view) if adapt else None
     drafts = tuple(
         ModelDraft(models[i], loaded.vocabulary, adapter) if i in models else as_draft(one) for i, one in enumerate(given)

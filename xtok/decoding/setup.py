@@ -1,6 +1,5 @@
 """What all sequences of an `XTokAssisted` share."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.draft import DraftPolicy
 from xtok.drafts.policy.policy import WITHOUT_A_MODEL, Policy
 from xtok.drafts.policy.settings import Budget
-from xtok.errors import InvalidInputError, UnstableWarning, UnsupportedArgumentError, XTokError, shown
+from xtok.errors import InvalidInputError, UnstableWarning, UnsupportedArgumentError, XTokError, shown, warn
 from xtok.models.cache import CACHE, weights
 from xtok.models.cache_set import CachePool
 from xtok.models.layers import doubled
@@ -111,7 +110,7 @@ class Setup:
             try:
                 self.shapes.check()
             except XTokError as error:
-                warn_unstable(self.target, error, stable=self.stable, stacklevel=8)
+                warn_unstable(self.target, error, stable=self.stable)
                 return None
         return self.shapes
 
@@ -142,16 +141,15 @@ def padding(shapes: StableShapes | None, *, captures: bool) -> Callable[[int, in
     return lambda sequences, rows: doubled(rows) if captures else rows
 
 
-def warn_unstable(target: Target, error: XTokError, *, stable: bool | None, stacklevel: int) -> None:
-    """Warn that forward passes can't have fixed shapes, by reason of `error`. Raises that if they were asked for."""
+def warn_unstable(target: Target, error: XTokError, *, stable: bool | None) -> None:
+    """Warn that forward passes can't have fixed shapes, for the reason in `error`. Raises an error if they were requested."""
     if stable:
         raise type(error)(f"{error} Or leave out stable=True, and ids may depend on the batch and the draft.") from error
-    message = _UNSTABLE.format(type(target.model).__name__, target.model.dtype, error)
-    warnings.warn(message, UnstableWarning, stacklevel=stacklevel)
+    warn(_UNSTABLE.format(type(target.model).__name__, target.model.dtype, error), UnstableWarning)
 
 
 def named(drafts: Iterable[str], reserved: str) -> tuple[str, ...]:
-    """Names of drafts, numbered where they would be alike; none is `reserved`."""
+    """Names of drafts, numbered if they would be alike; none is `reserved`."""
     found: list[str] = []
     for name in drafts:
         found.append(name if name not in (*found, reserved) else f"{name} ({len(found) + 1})")

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.examples import Example, WrittenText, batch, training_examples
-from xtok.errors import DraftFailedWarning, InvalidInputError, reason
+from xtok.errors import DraftFailedWarning, InvalidInputError, reason, warn
 from xtok.models.modes import Modes, within
 from xtok.models.roles import DraftModel
 
@@ -69,7 +69,7 @@ class Adapter:
                 self._take_in(start, text, seconds)
         except Exception as error:
             self._failed = True
-            warnings.warn(f"The draft learns no more ({type(error).__name__}: {error}).", DraftFailedWarning, stacklevel=2)
+            warn(f"The draft learns no more ({type(error).__name__}: {error}).", DraftFailedWarning)
         finally:
             self._lock.release()
 

@@ -1,6 +1,5 @@
 """Prompts: texts and chats as ids, read as transformers reads them."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from xtok.errors import InvalidInputError, PromptWarning
+from xtok.errors import InvalidInputError, PromptWarning, warn
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -222,11 +221,10 @@ def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> l
         _WARNED.add(tokenizer)
         ends = "".join(tokenizer.convert_ids_to_tokens(after))
         same = "" if before else " tokenizer(prompt, add_special_tokens=False) leaves it out, too."
-        warnings.warn(
+        warn(
             f"The target's tokenizer puts {ends} after a prompt. xtok leaves it out, so that the text goes on. "
             f"To keep it, write it out: generate(prompt + {ends!r}).{same}",
             PromptWarning,
-            stacklevel=2,
         )
     return ids
 
