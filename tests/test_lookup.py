@@ -1,8 +1,10 @@
 """Prompt lookup: what followed the same ids before, in the text or in a corpus, against brute force."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from random import Random
+from time import sleep
 
 import pytest
 from hypothesis import example, given
@@ -194,6 +196,22 @@ def test_probabilities_fall_along_a_continuation(history: list[tuple[list[int], 
 def test_a_corpus_may_be_given_as_a_generator() -> None:
     assert PromptLookup(text for text in ["abc", "", "def"])._texts == ["abc", "def"]
     assert PromptLookup([""]).index is None
+
+
+def test_threads_make_the_index_of_a_corpus_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Corpus]()
+
+    class Slow(Corpus):
+        def __init__(self, texts: Sequence[str]) -> None:
+            made.append(self)
+            sleep(0.05)
+            super().__init__(texts)
+
+    monkeypatch.setattr("xtok.drafts.lookup.Corpus", Slow)
+    lookup = PromptLookup(["吾輩は猫である。"])
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: lookup.index, range(4)))
+    assert found == made * 4
 
 
 @pytest.mark.parametrize("wrong", ["a text", b"bytes", [1], [b"bytes"], None, 5])

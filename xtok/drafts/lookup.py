@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from threading import Lock
 
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import Encoder
@@ -22,6 +23,8 @@ _LEAST = 0.01
 """Ids that are less probable aren't guessed."""
 _BYTES = 8
 """How many bytes an id of the target is assumed to have at most."""
+_INDEXING = Lock()
+"""`cached_property` has no lock from Python 3.12 on."""
 
 
 class PromptLookup:
@@ -41,9 +44,14 @@ class PromptLookup:
             )
         self._texts = [str(text) for text in texts if text]
 
-    @cached_property
+    @property
     def index(self) -> Corpus | None:
-        """The index of the corpus, which is made at its first use; None without a corpus."""
+        """The index of the corpus, which is made at its first use, by one thread; None without a corpus."""
+        with _INDEXING:
+            return self._index
+
+    @cached_property
+    def _index(self) -> Corpus | None:
         return Corpus(self._texts) if self._texts else None
 
     def __repr__(self) -> str:
