@@ -238,8 +238,8 @@ class XTokAssisted:
     def _streamed(
         self, prompt: Prompt | KnownPrompt, arguments: dict[str, Any], show: Callable[[Round, list[Token]], Iterator[T]]
     ) -> Generator[T, None, Generation]:
-        """What is to be shown of each round. Arguments are checked at once, the rounds run as they are asked for, under the
-        modes of now.
+        """What is to be shown of each round. Arguments are checked at once; a round runs when the caller asks for it, under the
+        modes of this call.
         """
         modes = current()
         with within(modes):
@@ -273,7 +273,7 @@ class XTokAssisted:
 
         `stop_strings` is named here so that transformers hands it over: it drops `tokenizer`, without which it would refuse
         them, and it does refuse those of a generation config. Each row of a batch is a generation of its own: processors are
-        copied per row, and asked with a batch of one. `seed` is as in `generate`; transformers hands it over.
+        copied per row, and called with a batch of one. `seed` is as in `generate`; transformers hands it over.
         """
         if model is not self.model:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")

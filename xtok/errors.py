@@ -5,16 +5,16 @@
     ├── UnsupportedTokenizerError   a tokenizer that can't be read as bytes
     ├── UnsupportedArgumentError    a `generate` argument that can't be honoured exactly
     ├── InvalidInputError           a prompt, id or setting that makes no sense
-    ├── EngineFullError             as many texts wait as may
-    └── EngineClosedError           a text for an engine that was closed
+    ├── EngineFullError             an engine's queue is full
+    └── EngineClosedError           a request to an engine that was closed
 
-    PromptWarning                   a prompt is read otherwise than its tokenizer alone would read it
+    PromptWarning                   a prompt is read differently than by its tokenizer alone
     DraftFailedWarning              a draft raised; the output is the target's own all the same
-    LossyWarning                    an instance was asked for whose sampled texts are not the target's own
+    LossyWarning                    an instance gives sampled texts that are not the target's own
     UnstableWarning                 the target computes in half precision, and its last bits can't be held the same
 
 Each is also the built-in error that a caller would expect (`ValueError`), and each message names the value and the remedy.
-Errors come before any forward of a model but the few ids by which models are tried out.
+Errors come before any forward pass of a model, except the few that try out what it can do.
 """
 
 import warnings
@@ -33,14 +33,14 @@ def warn(message: str, kind: type[Warning]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says, in one line: the system's without their numbers, of others the first line."""
+    """The message of an exception in one line: of an error of the system without its number, of others the first line."""
     system = error.strerror if isinstance(error, OSError) and error.filename is not None else None
     text = f"{error.filename}: {system}" if system and isinstance(error, OSError) else str(error).strip().partition("\n")[0]
     return text.rstrip(".: ")
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: shortened where it is long."""
+    """A value as messages show it: shortened if it is long."""
     written = repr(value)
     return written if len(written) <= _LONGEST else f"{written[:_LONGEST]}…"
 
@@ -69,11 +69,11 @@ class InvalidInputError(XTokError, ValueError):
 
 
 class EngineFullError(XTokError, RuntimeError):
-    """As many texts wait for an engine as may."""
+    """The queue of an engine is full."""
 
 
 class EngineClosedError(XTokError, RuntimeError):
-    """A text was submitted to an engine that takes no more."""
+    """A request was submitted to an engine that was closed."""
 
 
 class DraftFailedWarning(UserWarning):
@@ -81,11 +81,11 @@ class DraftFailedWarning(UserWarning):
 
 
 class PromptWarning(UserWarning):
-    """A tokenizer that ends prompts with an end of text, after which nothing could be generated. xtok leaves it out."""
+    """A tokenizer puts an end of text after a prompt, and xtok leaves it out: nothing could be generated after it."""
 
 
 class UnstableWarning(UserWarning):
-    """A target in half precision whose forward passes can't have fixed shapes: near-ties may fall otherwise."""
+    """A target in half precision whose forward passes can't have fixed shapes: near-ties may be decided differently."""
 
 
 class LossyWarning(UserWarning):

@@ -25,7 +25,7 @@ class Continuation:
         self._followers: dict[int, dict[int, bytes]] = {}
 
     def ids(self, committed: Sequence[int], guess: bytes) -> list[int]:
-        """The ids for `guess` after `committed`, whose last id may change by the next call, less an unfinished character."""
+        """The ids for `guess` after `committed`, whose last id may change by the next call; no unfinished character."""
         self._learn(committed)
         before = list(committed[-_LOOK_BACK:])
         found: list[int] = []

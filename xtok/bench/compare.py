@@ -38,7 +38,7 @@ class Row:
     draft_forwards: Annotated[int, Column()]
     speed: Annotated[float, Column(form=".2f", note="times that of the target alone, per token: the median over prompts.")]
     split: Annotated[dict[str, float] | None, Column(form=".1%", table=_TIME)]
-    ceiling: Annotated[float | None, Column(form=".1%", table=_TIME, note="the share of both models' forwards.")]
+    ceiling: Annotated[float | None, Column(form=".1%", table=_TIME, note="the share of both models' forward passes.")]
 
 
 def compare(
@@ -78,7 +78,7 @@ def compare(
 
 
 def _ways(target: Any, draft: Any, guess_length: int) -> dict[str, XTokAssisted]:
-    """Xtok by all drafts and budgets."""
+    """The instances of xtok that are compared."""
     chain = Budget(guess_length, width=1, schedule="constant")
     tree = Budget(guess_length, width=4, nodes=32, schedule="constant")
     return {

@@ -42,7 +42,7 @@ _RUNS = 10
 _LEAST, _BATCHES = 8, 2
 """A list has 8 texts, or two batches if those are more. In xtok's, the next text begins when one ends."""
 _LEVELS = Budget(5, width=4, nodes=32, schedule="constant")
-"""As much is guessed in every round, so that the draft has the same forwards whatever they cost."""
+"""As much is guessed in every round, so that the draft has the same forward passes whatever they cost."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ListRow:
     written: int
     of_bandwidth: Annotated[float | None, Column(form=".2f", note="of the tokens/s that memory allows. Goal: 0.8.")]
     split: Annotated[dict[str, float] | None, Column(form=".1%")]
-    of_ceiling: Annotated[float | None, Column(form=".2f", note="the share of both models' forwards. Goal: 0.9.")]
+    of_ceiling: Annotated[float | None, Column(form=".2f", note="the share of both models' forward passes. Goal: 0.9.")]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class GpuFigures:
     levels: list[LevelRow]
 
     def __str__(self) -> str:
-        """On what it was found."""
+        """What the figures were measured on."""
         target, draft = (f"{self.parameters[role] / 1e9:.2f} B" for role in ("target", "draft"))
         return (
             f"{self.device}, {self.dtype}, torch {self.torch}, transformers {self.transformers}; {self.setting}. Forwards read "

@@ -1,4 +1,4 @@
-"""What a round costs besides the models' forwards: by the length of the context, and by the sizes of vocabularies."""
+"""What a round costs besides the models' forward passes: by the length of the context, and by the sizes of vocabularies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ _DEVIATION = 3.0
 
 @dataclass(frozen=True)
 class ContextRow:
-    """Milliseconds per round, all but the models' forwards, after about `context` ids of the target."""
+    """Milliseconds per round, all but the models' forward passes, after about `context` ids of the target."""
 
     context: Annotated[int, Column(form=",")]
     budget: Annotated[str, Column("")]
@@ -166,7 +166,7 @@ def _seconds(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, float
 
 
 def _level(draft: ModelDraft, target: Vocabulary, rows: int, *, samples: bool) -> float:
-    """Seconds of a level of so many guesses besides its forward and alignment.
+    """Seconds of a level of so many guesses besides its forward pass and alignment.
 
     They are what a deep tree takes longer than one of a single level, per level.
     """

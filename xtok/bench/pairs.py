@@ -18,7 +18,7 @@ Pair = tuple[tuple[Any, Any], tuple[Any, Any]]
 
 
 def enlarged(pair: Pair, ratio: float | None, large: bool) -> Pair:
-    """The pair in the sizes of a large one, or the target until its forward takes as long as `ratio` forwards of the draft."""
+    """The pair in the sizes of a large one, or the target until its forward pass takes as long as `ratio` of the draft's."""
     (big, tokens), (small, pieces) = pair
     with busy("enlarging the models"):
         if large:
@@ -42,7 +42,7 @@ def shipped_drafts(pair: Pair) -> dict[str, Any]:
 
 
 def useless_drafts(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, tuple[Any, Any]]:
-    """The draft with random weights, and the draft enlarged until its forward takes as long as the target's."""
+    """The draft with random weights, and the draft enlarged until its forward pass takes as long as the target's."""
     random = from_config(draft[0].config, dtype=draft[0].dtype).to(draft[0].device).eval()
     expensive = stretched_to(draft[0], forward_seconds(target[0]))
     return {"with random weights": (random, draft[1]), "as expensive as the target": (expensive, draft[1])}

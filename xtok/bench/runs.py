@@ -205,7 +205,7 @@ class Runs(list[Written]):
 
     @property
     def split(self) -> dict[str, float] | None:
-        """The shares of xtok's time: both models' forwards, the rest of guessing, alignment, and all else; else None."""
+        """The shares of xtok's time: both models' forward passes, the rest of guessing, alignment, and all else; else None."""
         stats, whole = self.stats, sum(run.seconds for run in self)
         if not stats:
             return None

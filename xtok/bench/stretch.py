@@ -23,7 +23,7 @@ _OUTPUTS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj", "out_proj
 """What attention and MLPs call the projection that they add to the residual stream by."""
 _WIDTH = 16384
 _TRIES, _CLEARLY = 5, 1.1
-"""How often forwards of few and of more blocks are measured, until those of more take so many times as long."""
+"""How often forward passes of few and of more blocks are measured, until those of more take so many times as long."""
 _SEED = 0
 _SHARE = 1e-5
 """The probability that ids which are added have together, at most."""
@@ -186,8 +186,9 @@ def sized(model: PreTrainedModel, parameters: float, depth: int) -> PreTrainedMo
 
 
 def stretched_to(model: PreTrainedModel, seconds: float, width: int = _WIDTH) -> PreTrainedModel:
-    """`model` with so many more blocks that its forward of one token takes about `seconds`. Errors are those of `stretch`, and
-    `InvalidInputError` if the machine is too busy to see what a block takes.
+    """`model` with so many more blocks that its forward pass of one token takes about `seconds`.
+
+    Errors are those of `stretch`, and `InvalidInputError` if the machine is too busy to see what a block takes.
     """
     few, more = 2, 6
     smaller, larger = stretch(model, few, width), stretch(model, more, width)
@@ -214,7 +215,7 @@ def shortened(model: PreTrainedModel, blocks: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def forward_seconds(model: PreTrainedModel) -> float:
-    """The median seconds of a forward of one token after 64 others."""
+    """The median seconds of a forward pass of one token after 64 others."""
     ids = torch.ones((1, 64), dtype=torch.int64, device=model.device)
     cache = model(ids, use_cache=True)[CACHE]
 

@@ -181,21 +181,21 @@ def drafters(
 def contexts(
     target: TargetOption = OWN_TARGET, draft: DraftOption = None, file: PromptsOption = None, json: JsonOption = False
 ) -> None:
-    """What a round costs besides the models' forwards, by the length of the context."""
+    """What a round costs besides the models' forward passes, by the length of the context."""
     from xtok.bench import overhead
 
     rows = overhead.compare_contexts(*_tokenizers(target, draft), _measured(file, None))
-    print_found(rows, {"milliseconds per round, besides the models' forwards": rows}, json)
+    print_found(rows, {"milliseconds per round, besides the models' forward passes": rows}, json)
 
 
 @app.command()
 @on_the_command_line()
 def vocabularies(target: TargetOption = OWN_TARGET, draft: DraftOption = None, json: JsonOption = False) -> None:
-    """What is computed over vocabularies besides the models' forwards, by their sizes."""
+    """What is computed over vocabularies besides the models' forward passes, by their sizes."""
     from xtok.bench import overhead
 
     rows = overhead.compare_vocabularies(*_tokenizers(target, draft))
-    title = "milliseconds besides the models' forwards, by the ids of target and draft"
+    title = "milliseconds besides the models' forward passes, by the ids of target and draft"
     print_found(rows, {title: overhead.by_size(rows)}, json)
 
 

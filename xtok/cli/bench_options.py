@@ -15,7 +15,7 @@ TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens to write
 GuessOption = Annotated[int, typer.Option(min=1, help="How many draft tokens a guess of fixed length has.")]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
 RatioOption = Annotated[
-    float | None, typer.Option(min=1, help="Enlarge the target until its forward takes as long as this many of the draft's.")
+    float | None, typer.Option(min=1, help="Enlarge the target until its forward pass takes as long as so many of the draft's.")
 ]
 LargeOption = Annotated[
     bool, typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB.")

@@ -107,7 +107,7 @@ def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_
 
 
 def listed_texts(name: str, given: Any) -> list[str]:
-    """A list of texts as such. Raises `InvalidInputError` for anything else."""
+    """The texts of a list. Raises `InvalidInputError` for anything else."""
     is_list = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
     texts: list[str] = list(given) if is_list else []
     if not is_list or not all(isinstance(text, str) for text in texts):

@@ -149,8 +149,8 @@ def _captured(target: PreTrainedModel, drafts: tuple[Draft, ...], wanted: bool |
     """Whether there are forward passes to capture. Raises `UnsupportedModelError` if they are wanted and can't be."""
     if wanted and not (traits(target).shares and takes_graphs(target)):
         raise UnsupportedModelError(
-            f"Forwards of {type(target).__name__}, on {traits(target).device}, can't be captured as CUDA graphs: it "
-            "must be on one GPU, without hooks, and of a kind whose forwards can be shared. Leave compile out."
+            f"Forward passes of {type(target).__name__}, on {traits(target).device}, can't be captured as CUDA graphs: it "
+            "must be on one GPU, without hooks, and of a kind whose forward passes can be shared. Leave compile out."
         )
     return captures(wanted, [target, *(draft.model for draft in drafts if isinstance(draft, ModelDraft))])
 

@@ -30,7 +30,7 @@ _KNOWN = (MaxLengthCriteria, EosTokenCriteria, StopStrings)
 
 @dataclass(frozen=True)
 class Round:
-    """One forward of the target: what was guessed, and what of it was right.
+    """One forward pass of the target: what was guessed, and what of it was right.
 
     `offset`: how many bytes of new text there were before. `tree`: the guesses, in ids of the target. `drafts`: which draft
     guessed each node, the cheapest of several; None for a pick carried over from the round before. `right`: the nodes that
@@ -109,7 +109,7 @@ class Sequence:
 
     @cached_property
     def session(self) -> Session | None:
-        """Its drafters, which are started when this is first asked for: after the prompt was read."""
+        """Its drafters, which are started when this is first used: after the prompt was read."""
         return None if self.drafting is None else self.drafting()
 
     def unread(self) -> list[int]:
@@ -127,7 +127,7 @@ class Sequence:
         return self.slot.guesses(self.left) if self.slot.takes(self.left, 0) == self.left else 0
 
     def end(self, reason: str | None = None) -> None:
-        """Let go of its drafters and its slots, for a `reason` that is its own or has been found before."""
+        """Release its drafters and its slots. `reason`: what ended it, unless that is known already."""
         self.finish_reason = self.finish_reason or reason
         if (session := vars(self).get("session")) is not None:
             session.close()

@@ -29,6 +29,7 @@ def is_drafting(given: Any) -> bool:
 
 
 def without_a_model() -> list[Draft]:
+    """The drafts that need no model: they guess alone, or beside a draft model."""
     return [PromptLookup(), TokenRecycling()]
 
 

@@ -37,7 +37,7 @@ def layer_kinds(model: PreTrainedModel) -> list[str]:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where `model` takes its ids. One whose weights lie elsewhere or in several places says so by the hooks of accelerate."""
+    """The device that `model` takes its ids on. If its weights are offloaded or spread, accelerate's hooks say which."""
     modules = model.modules() if hasattr(model, "_hf_hook") else ()
     devices = (getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module in modules)
     return torch.device(next((device for device in devices if device is not None), model.device))

@@ -83,7 +83,7 @@ class CachedModel(Slot):
         return self
 
     def leave(self) -> None:
-        """Nothing: it serves one sequence."""
+        """Does nothing, since it serves one sequence."""
 
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
         return [[ask] for ask in asks]

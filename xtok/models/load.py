@@ -103,7 +103,7 @@ def load_without_weights(source: str, role: str) -> Described:
 
 
 def parameters(model: Any) -> int:
-    """How many a forward reads: all but the rows that ids are looked up in. Of a mixture of experts, all are counted."""
+    """How many parameters a forward pass reads: all but an untied input embedding. Of a mixture of experts, all count."""
     rows, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     whole = sum(int(weight.numel()) for weight in model.parameters())
     return whole if head is not None and head.weight is rows else whole - int(rows.numel())
@@ -145,7 +145,7 @@ def target_model(source: Any, place: Placement = DEFAULT) -> Target:
 def draft_model(source: Any, place: Placement = DEFAULT, beside: torch.device | None = None) -> DraftModel:
     """A draft model; errors are those of `target_model`."""
     model, vocabulary = _loaded(source, "draft", place, beside)
-    _ = vocabulary.encoder  # refused here if it can't be had, and not in the first text
+    _ = vocabulary.encoder  # refused here if it can't be had, and not in the first call
     with reading(vocabulary.tokenizer):
         return DraftModel(model, vocabulary, tuple(special_ids(vocabulary.tokenizer)[0]))
 
@@ -158,7 +158,7 @@ def _loaded(source: Any, role: str, place: Placement, beside: torch.device | Non
     if role == "target":
         check_rows(model, role)
     check_continues(model, role)
-    traits(model)  # tried here, and not in the first text
+    traits(model)  # tried here, and not in the first call
     ends = model.generation_config.eos_token_id
     ends = [getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])]
     return model, Vocabulary(tokenizer, view, vocabulary_size(model), frozenset(end for end in ends if end is not None))
@@ -180,7 +180,7 @@ _MEND = "Download or save it again, or load it with transformers and pass the pa
 
 @contextmanager
 def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
-    """What transformers, safetensors and the network say of what they can't have or use, in errors of xtok."""
+    """Raises errors of transformers, safetensors and the network as errors of xtok."""
     try:
         yield
     except XTokError:
@@ -208,7 +208,7 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
 
 
 def _checked(source: str | PathLike[str], role: str) -> Any:
-    """The configuration of a source. Refuses what transformers would refuse less plainly, or open."""
+    """The configuration of a source. Refuses what transformers would refuse with a less clear message, or would open."""
     if not str(source).strip():
         raise InvalidInputError(f"The {role} has an empty name. Pass a hub id, or the path of a saved model.")
     folder = Path(source)

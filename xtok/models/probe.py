@@ -27,7 +27,7 @@ def _try_sharing(model: PreTrainedModel) -> tuple[bool, int | None]:
     """
     known = read(model)
     branches = known.is_plain and _sees_by_positions(model) and _branches_as_it_should(model)
-    turns = known.longrope_boundary is not None or known.dynamic_boundary is not None  # by the longest sequence of a forward
+    turns = known.longrope_boundary is not None or known.dynamic_boundary is not None  # by a forward pass's longest sequence
     short = (known.window or _SHARED) < _SHARED
     shares = branches and not (turns or short or model.config.model_type in _UNLIKE)
     return branches, _shared_position_bytes(model) if shares else None

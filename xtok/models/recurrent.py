@@ -142,7 +142,7 @@ class RecurrentModel(CachedModel):
         return super().forward(self._ids[:, self._held :], rows)
 
     def _remember(self) -> None:
-        """Take a snapshot of states that there is none of."""
+        """Take a snapshot of the states, unless there is one."""
         if self._held and self._held not in self._snapshots:
             self._snapshots[self._held] = [_states(layer) for layer in self.cache.layers]
             for oldest in list(self._snapshots)[: -self._most]:

@@ -19,7 +19,7 @@ class Target:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model and its tables, shared by all texts. `lead`: the ids that its tokenizer puts in front of every text."""
+    """A draft model and its tables, shared by all sequences. `lead`: the ids that its tokenizer puts in front of every text."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary
@@ -27,5 +27,5 @@ class DraftModel:
 
     @cached_property
     def branches(self) -> bool:
-        """Whether one forward can continue several guesses."""
+        """Whether one forward pass can continue several guesses."""
         return traits(self.model).branches

@@ -11,7 +11,7 @@ _LEAST, _MOST = 128, 4096
 
 
 class Shapes:
-    """Which shapes the forwards of a model are to have, so that an id has the same bits whatever is forwarded with it."""
+    """Which shapes the forward passes of a model are to have, so that an id has the same bits whatever is forwarded with it."""
 
     @property
     def tolerance(self) -> float:

@@ -136,9 +136,7 @@ def read(model: PreTrainedModel) -> Traits:
 
 
 class Verdicts(Generic[T]):
-    """What was found out about models, kept for as long as they are what they were. Threads may share it; two of them may find
-    out the same.
-    """
+    """What was found out about models, kept until they change. Threads may share it; two of them may find out the same."""
 
     def __init__(self, find: Callable[[PreTrainedModel], T], key: Callable[[PreTrainedModel], Hashable] | None = None) -> None:
         """`find`: what finds it out; its errors aren't kept. `key`: what it depends on besides modules and weights."""

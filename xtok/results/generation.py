@@ -96,7 +96,7 @@ class Generation:
 
 
 def finished(sequence: Sequence) -> Generation:
-    """What a sequence that has ended gave. A draft that adapts learns from it. Raises the error that it ended in."""
+    """The generation of a sequence that has ended. A draft that adapts learns from it. Raises the error that ended it."""
     if sequence.error is not None:
         raise sequence.error
     text = sequence.text

@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 def console() -> Console:
-    """Where progress is shown. It shows nothing if stderr is a pipe or a file."""
+    """A console on stderr for progress. It shows nothing if stderr is a pipe or a file."""
     return Console(stderr=True, quiet=not sys.stderr.isatty())
 
 

@@ -54,7 +54,7 @@ class Stats:
 
     @property
     def tokens_per_forward(self) -> float:
-        """New tokens per target forward; the target alone has 1."""
+        """New tokens per forward pass of the target; the target alone has 1."""
         return self.new_tokens / self.target_forwards if self.target_forwards else 0.0
 
     @property

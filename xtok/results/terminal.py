@@ -19,7 +19,7 @@ def tinted(tokens: Iterable[Token], drafts: Sequence[str]) -> Text:
 
 
 def legend(tokens: Sequence[Token], drafts: Sequence[str]) -> Text:
-    """How many tokens are from whom, each in its colour: a legend."""
+    """A legend: each draft in its colour, and how many tokens it guessed."""
     styles, counts = _styles(drafts), Counter(token.draft for token in tokens)
     parts = [(f" {name or 'the target'} {counts[name]} ", styles[name]) for name in (*drafts, None)]
     return Text("  ").join(Text(*part) for part in parts)

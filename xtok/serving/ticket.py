@@ -92,7 +92,7 @@ class Ticket:
             self._notify(lambda: self._pieces.append(piece))
 
     def end(self, result: Generation | BaseException) -> None:
-        """For the engine, of which it lets go: the request has ended."""
+        """For the engine, which it forgets: the request has ended."""
         self._on_cancel = lambda: None
         if isinstance(result, BaseException):
             self._notify(lambda: self._future.set_exception(result))

@@ -93,7 +93,7 @@ def _logging_to_stderr() -> Iterator[None]:
 
 @contextmanager
 def _outliving_sigterm() -> Iterator[None]:
-    """Uvicorn hands a signal on when it is done, and there is more to do."""
+    """Ignore SIGTERM, which uvicorn raises again when it has stopped: there is more to do then."""
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         yield

@@ -43,7 +43,7 @@ class Record:
         return scores
 
     def end(self, token: int) -> None:
-        """The last id is `token`."""
+        """Record `token`, the id that was picked last."""
         if self._row is not None:
             best = self._row.topk(min(self._top, len(self._row)))
             top = zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True)
@@ -52,7 +52,7 @@ class Record:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity. This is what others write."""
+    """A log-probability for JSON, which has no infinity: -9999 at least, as other servers write it."""
     return max(logprob, -9999.0)
 
 
@@ -130,7 +130,7 @@ def _in_one_line(error: str) -> str:
 
 @lru_cache(maxsize=8)
 def _read_by_llguidance(tokenizer: Any, end: int | None) -> Any:
-    """It takes a second for a vocabulary of real size."""
+    """The tokenizer as llguidance reads it, which takes a second for a vocabulary of real size."""
     from llguidance import hf
 
     return hf.from_tokenizer(tokenizer, eos_token=end)

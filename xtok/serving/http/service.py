@@ -56,7 +56,7 @@ class Service:
         return "loading" if self.engine is None else "ready"
 
     def ready(self) -> tuple[XTokAssisted, Engine]:
-        """What generates. Raises `RequestError` if nothing does."""
+        """The instance and its engine. Raises `RequestError` if they can't generate."""
         if self.state() != "ready" or self.xt is None or self.engine is None:
             messages = {"loading": "The models are being loaded.", "broken": "The engine has ended. Start the server again."}
             message = messages.get(self.state(), "")
