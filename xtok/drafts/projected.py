@@ -1,6 +1,6 @@
 """A draft model that guesses ids of the target, by its own distribution projected onto the target's vocabulary."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -64,7 +64,7 @@ class ProjectedDrafter(ModelDrafter):
     meter: Meter
     warpers: LogitsProcessorList
     independent: bool
-    _failure: Exception | None = None
+    _failure: Exception | None = field(default=None, init=False)
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:

@@ -1,7 +1,7 @@
 """Token recycling: guesses what the target itself predicted after the same id before. It needs no model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -96,7 +96,7 @@ class Recycler(ModelDrafter):
     vocabulary: Vocabulary
     meter: Meter
     warpers: LogitsProcessorList
-    _seen: tuple[Sequence[int], tuple[Tensor, Tensor], float] | None = None
+    _seen: tuple[Sequence[int], tuple[Tensor, Tensor], float] | None = field(default=None, init=False)
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
         """Find the likeliest next ids after `ids` by the target's latest `logits`, (ids, vocabulary)."""
