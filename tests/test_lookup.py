@@ -1,9 +1,12 @@
 """Prompt lookup: what followed the same ids before, in the text or in a corpus, against brute force."""
 
+import pickle
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from itertools import pairwise
 from random import Random
+from threading import Event
 from time import sleep
 
 import pytest
@@ -212,6 +215,28 @@ def test_threads_make_the_index_of_a_corpus_once(monkeypatch: pytest.MonkeyPatch
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: lookup.index, range(4)))
     assert found == made * 4
+
+
+def test_a_lookup_can_be_copied_while_its_index_is_made_and_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile trial: copying raised RuntimeError, and a lookup without a corpus waited for another's index."""
+    begun, goes_on = Event(), Event()
+
+    class Slow(Corpus):
+        def __init__(self, texts: Sequence[str]) -> None:
+            begun.set()
+            assert goes_on.wait(60)
+            super().__init__(texts)
+
+    monkeypatch.setattr("xtok.drafts.lookup.Corpus", Slow)
+    lookup = PromptLookup(["吾輩は猫である。"])
+    with ThreadPoolExecutor(1) as pool:
+        index = pool.submit(lambda: lookup.index)
+        assert begun.wait(60)
+        assert PromptLookup().index is None
+        copies = deepcopy(lookup), pickle.loads(pickle.dumps(lookup))
+        goes_on.set()
+        assert index.result() is lookup.index
+    assert [copy.index is not None and copy._texts == lookup._texts for copy in copies] == [True, True]
 
 
 @pytest.mark.parametrize("wrong", ["a text", b"bytes", [1], [b"bytes"], None, 5])

@@ -108,24 +108,28 @@ def prepare(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> 
     Raises `InvalidInputError` or `UnsupportedArgumentError` for what can't be honoured, before anything is generated.
     """
     seed = arguments.pop("seed", None)
+    return completed(setup, _given(setup, prompts, arguments), seed)
+
+
+def _given(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> list[Prepared]:
     several = len(prompts) > 1
     if several:
         check_arguments(arguments)
         if CACHE in with_cache_renamed(arguments):
             raise UnsupportedArgumentError(f"{CACHE} holds one sequence. Call generate once per prompt.")
         _copied(_stateful(arguments))  # raises if one can't be
-    given = [one for prompt in prompts for one in as_generate(setup.target, prompt, dict(arguments), several=several)]
-    return completed(setup, given, seed)
+    return [one for prompt in prompts for one in as_generate(setup.target, prompt, dict(arguments), several=several)]
 
 
 def prepare_one(setup: Setup, prompt: Any, arguments: dict[str, Any]) -> Prepared:
     """As `prepare`, for one sequence. Raises `InvalidInputError` or `UnsupportedArgumentError` for several."""
     if is_several(prompt):
         raise InvalidInputError("A list of prompts was given where one is expected. Call generate for lists.")
-    found = prepare(setup, [prompt], arguments)
-    if len(found) > 1:
-        raise UnsupportedArgumentError(f"num_return_sequences={len(found)} gives several sequences. Call generate for them.")
-    return found[0]
+    seed = arguments.pop("seed", None)
+    given = _given(setup, [prompt], arguments)
+    if len(given) > 1:
+        raise UnsupportedArgumentError(f"num_return_sequences={len(given)} gives several sequences. Call generate for them.")
+    return completed(setup, given, seed)[0]
 
 
 def completed(setup: Setup, given: Sequence[Prepared], seed: int | None) -> list[Prepared]:

@@ -1,8 +1,8 @@
 """Prompt lookup: guesses what followed the same text before. It needs no model."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from threading import Lock
+from typing import Any
 
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import Encoder
@@ -23,8 +23,6 @@ _LEAST = 0.01
 """Ids that are less probable aren't guessed."""
 _BYTES = 8
 """How many bytes an id of the target is assumed to have at most."""
-_INDEXING = Lock()
-"""`cached_property` has no lock from Python 3.12 on."""
 
 
 class PromptLookup:
@@ -43,16 +41,20 @@ class PromptLookup:
                 f"corpus is {type(corpus).__name__}; it must be a list of texts: PromptLookup(corpus=[text, …])."
             )
         self._texts = [str(text) for text in texts if text]
+        self._index: Corpus | None = None
+        self._lock = Lock()
 
     @property
     def index(self) -> Corpus | None:
         """The index of the corpus, which is made at its first use, by one thread; None without a corpus."""
-        with _INDEXING:
+        with self._lock:
+            if self._index is None and self._texts:
+                self._index = Corpus(self._texts)
             return self._index
 
-    @cached_property
-    def _index(self) -> Corpus | None:
-        return Corpus(self._texts) if self._texts else None
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy indexes the corpus anew: a lock can't be copied."""
+        return type(self), (self._texts,)
 
     def __repr__(self) -> str:
         return f"PromptLookup({f'a corpus of {len(self._texts)} texts' if self._texts else ''})"

@@ -183,7 +183,10 @@ def _given_ids(prompt: Any) -> list[int]:
 
 def _row(given: Any) -> list[int]:
     """The whole numbers of a list, or of a tensor of shape (n,) or (1, n)."""
-    row = given.tolist() if hasattr(given, "tolist") else list(given)
+    try:
+        row = given.tolist() if hasattr(given, "tolist") else list(given)
+    except TypeError as error:
+        raise InvalidInputError(f"The prompt's ids are {given!r}. Give a list of whole numbers, or a tensor.") from error
     if isinstance(row, list) and row and _is_list(row[0]):
         if len(row) > 1:
             raise InvalidInputError(
