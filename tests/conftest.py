@@ -1,3 +1,4 @@
+import gc
 import os
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
@@ -23,6 +24,12 @@ for _name, _examples in (("quick", 25), ("deep", 200), ("more", 2000)):
         _name, max_examples=_examples, deadline=None, suppress_health_check=_SLOW, derandomize=_name != "more"
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, so that nothing looks through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,13 +10,14 @@ import torch
 from scripted import ScriptedDrafter
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from worlds import TREE, alone, fitting, tokenizer
+from worlds import TREE, alone, deep, fitting, quick, tokenizer
 
 from xtok import Context, XTokAssisted
 
 PROMPT = "吾輩は猫である。名前は"
 PROMPTS = [PROMPT, "The quick brown fox", "自然言語処理とは何か。🍣", "メロス"]
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+LENGTH = 12 if quick() else 16
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0}
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"
 OTHER_TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 STRICT_TEMPLATE = "{{ raise_exception('this template knows no roles') }}"
@@ -41,9 +42,7 @@ def oracle(model: Any) -> ScriptedDrafter:
 
 
 DRAFTS: dict[str, Any] = {"no draft": None, "an unrelated draft": (OTHER, BYTES), "an oracle": oracle(TARGET)}
-
-
-EACH = [pytest.param(name, marks=[pytest.mark.deep] if name == "no draft" else []) for name in DRAFTS]
+EACH = [*deep("no draft"), *list(DRAFTS)[1:]]
 """What goes wrong without a draft goes wrong with one, too, so only the deep tests try that."""
 
 
@@ -60,7 +59,7 @@ def encoded(*prompts: str, tokens: Any = TOKENS) -> dict[str, torch.Tensor]:
 
 
 def forced(text: str, start: int, tokens: Any) -> Any:
-    """Makes any model write `text` behind a prompt of `start` ids."""
+    """Makes any model write `text` after a prompt of `start` ids."""
     script = [*tokens(text, add_special_tokens=False).input_ids, 2]
     return lambda batch, ids: script[len(ids) - start : len(ids) - start + 1] or [2]
 
@@ -71,7 +70,7 @@ def truth(prompt: str = PROMPT, **arguments: Any) -> list[int]:
 
 
 STOP = next(text for token in truth()[3:] if len(text := TOKENS.decode([token])) > 1 and text.isprintable())
-"""A piece of the text that the target writes behind the prompt."""
+"""A piece of the text that the target writes after the prompt."""
 
 
 @contextmanager
@@ -147,7 +146,7 @@ HF_ARGUMENTS: dict[str, Any] = {
 
 
 def guesses(generation: Any) -> list[Any]:
-    """How much was guessed and what was right in each round: the order of guesses hangs on rounding, which batch changes."""
+    """How much was guessed and what was right in each round: the order of guesses hangs on rounding, which a batch changes."""
     return [
         (one.offset, one.proposed, [one.tree.tokens[node] for node in one.right], one.committed) for one in generation.rounds
     ]

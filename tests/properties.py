@@ -102,7 +102,7 @@ def samplings() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def fresh(drawn: dict[str, Any]) -> dict[str, Any]:
-    """What was drawn, greedy unless it says otherwise, with new objects where they have a state."""
+    """What was drawn, greedy unless it says otherwise, with new objects if they have a state."""
     made = {"do_sample": False, **drawn}
     for name, kind in (("logits_processor", LogitsProcessorList), ("stopping_criteria", StoppingCriteriaList)):
         made |= {name: kind([made[name]()])} if name in made else {}

@@ -72,10 +72,7 @@ TOKENIZERS: dict[str, tuple[str, Maker]] = {
     "gpt-neox-japanese (swe32kfix)": ("gptneox-japanese-swe/ja-swe32kfix.txt", _subword_encoding),
     "llama2": ("llama2/tokenizer.model", _sentencepiece),
     "llama2 (gguf)": ("ggml-vocab/ggml-vocab-llama-spm.gguf", _gguf),
-    "llm-jp-v1-cc100": (
-        "llm-jp-v1-cc100/cc100_ja30K_en20K.symbolRemoved.vocab.reestimated.model",
-        _sentencepiece,
-    ),
+    "llm-jp-v1-cc100": ("llm-jp-v1-cc100/cc100_ja30K_en20K.symbolRemoved.vocab.reestimated.model", _sentencepiece),
     "llm-jp-v2.1": ("llm-jp-v2.1/tokenizer.json", _folder),
     "llm-jp-v2.1 (SentencePiece)": ("llm-jp-v2.1/code10k_en20k_ja30k.ver2.1.model", _sentencepiece),
     "llm-jp-v2.2": ("llm-jp-v2.2/tokenizer.json", _folder),

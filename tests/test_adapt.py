@@ -121,8 +121,12 @@ def test_a_file_that_is_no_adapter_of_the_draft_is_refused(tmp_path: Path) -> No
     another = Adapter(draft_model((fitting(tokens, "Llama", 0), tokens)), token_bytes(tokens))
     another.save(tmp_path / "another.safetensors")
     (tmp_path / "text").write_text("text")
-    for name, told in (("another.safetensors", "of another draft"), ("text", "can't be read"), ("missing", "can't be read")):
-        with pytest.raises(InvalidInputError, match=told):
+    for name, reported in (
+        ("another.safetensors", "of another draft"),
+        ("text", "can't be read"),
+        ("missing", "can't be read"),
+    ):
+        with pytest.raises(InvalidInputError, match=reported):
             adapter.load(tmp_path / name)
 
 

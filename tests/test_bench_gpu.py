@@ -187,9 +187,9 @@ def test_without_prompts_nothing_is_measured_on_a_gpu() -> None:
 def test_the_figures_of_a_gpu_are_printed_in_tables(markdown: bool, capsys: pytest.CaptureFixture[str]) -> None:
     found = replace(figures(), bandwidth=3e12, read=26_000_000_000, limit=115.4)
     print_tables({"lists of texts": found.lists, "a level": found.levels}, markdown=markdown)
-    told = f"{found}\n{capsys.readouterr().out}"
-    assert all(name in told for name in ("115.4 tokens/s", "3,000 GB/s", ALONE, NONE, XTOK, "of bandwidth:", "of ceiling:"))
-    lines = [line for line in told.splitlines() if line.startswith("|")]
+    printed = f"{found}\n{capsys.readouterr().out}"
+    assert all(name in printed for name in ("115.4 tokens/s", "3,000 GB/s", ALONE, NONE, XTOK, "of bandwidth:", "of ceiling:"))
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
     assert len(lines) == markdown * (2 + 10 + 2 + 2)
     assert {line.count("|") for line in lines} == ({16, 4} if markdown else set())
 

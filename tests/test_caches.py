@@ -234,7 +234,7 @@ def kept_by(slot: Slot) -> int:
     return slot.length - slot.branched if isinstance(slot, CachedModel) else slot.length
 
 
-def test_a_prefill_behind_a_filled_cache_forwards_the_rest_only() -> None:
+def test_a_prefill_after_a_filled_cache_forwards_the_rest_only() -> None:
     lm = model("Llama", VOCABULARY, 0, torch.float64)
     cache = DynamicCache(config=lm.config)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
@@ -253,7 +253,7 @@ IDS = torch.tensor([TOKENS(PROMPT).input_ids])
 
 @cache
 def windowed(name: str) -> PreTrainedModel:
-    """A target with a window of nine positions in all layers, or, where it has two kinds of layers, in the first."""
+    """A target with a window of nine positions in all layers, or, if it has two kinds of layers, in the first."""
     return tiny(name, len(TOKENS)).double()
 
 
@@ -264,7 +264,7 @@ def filled(lm: PreTrainedModel, made: DynamicCache, length: int) -> DynamicCache
 
 
 def branching(lm: PreTrainedModel, wrong: int) -> ScriptedDrafter:
-    """Guesses what the model alone would write, behind and beside wrong ids."""
+    """Guesses what the model alone would write, after and beside wrong ids."""
     truth = lm.generate(IDS, **GREEDY)[0].tolist()
 
     def guess(context: Context) -> Tree:
@@ -275,8 +275,8 @@ def branching(lm: PreTrainedModel, wrong: int) -> ScriptedDrafter:
     return ScriptedDrafter(guess)
 
 
-def behind(lm: PreTrainedModel, kept: DynamicCache, wrong: int = 1) -> Generation:
-    """A generation behind a cache that holds a part of the prompt."""
+def continued(lm: PreTrainedModel, kept: DynamicCache, wrong: int = 1) -> Generation:
+    """A generation after a cache that holds a part of the prompt."""
     xt = XTokAssisted((lm, TOKENS), branching(lm, wrong), budget=Budget(4, width=4, schedule="constant"))
     return xt.generate(PROMPT, **{CACHE: kept}, **GREEDY)
 
@@ -286,11 +286,11 @@ def behind(lm: PreTrainedModel, kept: DynamicCache, wrong: int = 1) -> Generatio
 @example("gemma2", 12, 1)
 @example("gemma3_text", 0, 2)
 @given(st.sampled_from(["mistral", "gemma2", "gemma3_text"]), st.integers(0, IDS.shape[1] - 1), st.integers(0, 2))
-def test_a_cache_without_a_configuration_gives_what_the_target_gives_behind_it(name: str, length: int, wrong: int) -> None:
+def test_a_cache_without_a_configuration_gives_what_the_target_gives_after_it(name: str, length: int, wrong: int) -> None:
     """Found in review: such a cache keeps all positions, and branches saw those, too, that the target's window hides."""
     lm = windowed(name)
     expected = alone(lm, IDS[0].tolist(), **{CACHE: filled(lm, DynamicCache(), length)}, **GREEDY)
-    generation = behind(lm, filled(lm, DynamicCache(), length), wrong)
+    generation = continued(lm, filled(lm, DynamicCache(), length), wrong)
     assert generation.token_ids == expected
     assert not generation.stats.chains_only
     assert generation.stats.accepted > 12
@@ -306,7 +306,7 @@ def test_a_cache_that_remembers_more_than_the_targets_window_is_good_for_chains(
     lm = windowed("mistral")
     kept = [filled(lm, DynamicCache(config=with_window(lm, 14)), 12) for _ in range(2)]
     expected = alone(lm, IDS[0].tolist(), **{CACHE: kept[0]}, **GREEDY)
-    generation = behind(lm, kept[1], wrong=0)
+    generation = continued(lm, kept[1], wrong=0)
     assert generation.token_ids == expected
     assert generation.stats.chains_only
     assert generation.stats.accepted
@@ -319,14 +319,14 @@ def test_a_cache_that_forgets_what_the_target_sees_is_refused(name: str, window:
     lm = windowed(name)
     kept = filled(lm, DynamicCache(config=with_window(windowed("mistral"), window)), length)
     with pytest.raises(UnsupportedArgumentError, match=rf"keeps {window} .* DynamicCache\(config=model\.config\)"):
-        behind(lm, kept)
+        continued(lm, kept)
 
 
 def test_a_cache_of_another_model_is_refused() -> None:
     config = deepcopy(windowed("llama").config)
     config.num_hidden_layers = 3
     with pytest.raises(UnsupportedArgumentError, match=r"has 3 layers, .* has 2\. Leave"):
-        behind(windowed("llama"), DynamicCache(config=config))
+        continued(windowed("llama"), DynamicCache(config=config))
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -355,7 +355,7 @@ def test_a_model_that_cant_check_guesses_is_refused_by_name(name: str, reason: s
 
 
 def test_what_a_cache_keeps_beside_its_layers_is_found_out() -> None:
-    """Found with transformers 5.20: what Qwen4 kept there wasn't taken back, and behind wrong guesses it picked other ids."""
+    """Found with transformers 5.20: what Qwen4 kept there wasn't taken back, and after wrong guesses it picked other ids."""
     lm = deepcopy(model("Llama", VOCABULARY, 0, torch.float64))
     check_continues(lm, "target")
 

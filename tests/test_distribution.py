@@ -41,7 +41,7 @@ from xtok.models.forwards import Answer, Ask, Steps
 from xtok.models.timing import Cost
 from xtok.sampling.noise import Noise, gumbel, noise
 
-SEEDS, FEWER, LENGTH, GUESS_LENGTH = scaled(20_000), scaled(8_000), 5, 3
+SEEDS, FEWER, LENGTH, GUESS_LENGTH = scaled(20_000, share=12), scaled(8_000), 5, 3
 ENOUGH, SUBTLE = 2_000, 6_000
 """How many texts betray a sampler that is wrong, and one that is hardly wrong."""
 PASSES, FAILS, TAIL = 1e-3, 1e-6, 1e-2
@@ -63,7 +63,7 @@ MARKS = TokenBytes((None, None, b".", b",", b"!", b"-", b"?", b";"), "test")
 
 
 class TableModel:
-    """What the loop asks of a slot in a target, from a table: the logits behind the last id."""
+    """What the loop asks of a slot in a target, from a table: the logits after the last id."""
 
     vocabulary, device, chunk, shares, most = len(TARGET), torch.device("cpu"), None, False, None
     fixed, tolerance = False, 0.0

@@ -34,7 +34,7 @@ END = 2
 
 
 class Speaker:
-    """A slot in a draft whose every logit says how `truth`, its own ids of the whole text, goes on; behind it, the end."""
+    """A slot in a draft whose every logit says how `truth`, its own ids of the whole text, goes on, and then the end."""
 
     device, vocabulary, chunk, shares, limit = torch.device("cpu"), 700, 5, False, None
 

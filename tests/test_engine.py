@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from scripted import ScriptedDrafter
 from test_batches import GREEDY, LENGTH, MADE, SAMPLED, SIBLING, TEXTS, TREE, UNRELATED, WAYS, drawn, greedily, long, target
 from test_caches import RECURRENT
+from test_slots import layers_of
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from worlds import CHAIN, budgets, deep, examples, make_dear, tokenizer
 
@@ -35,6 +36,7 @@ from xtok.errors import (
     UnsupportedModelError,
 )
 from xtok.models.probe import traits
+from xtok.models.shared_cache import SharedCache
 
 TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
 LM = target("Llama")
@@ -46,10 +48,10 @@ PATIENCE = 60.0
 
 
 class Holds:
-    """A processor that stops the engine's thread, when it is asked behind so many calls, until it is let go."""
+    """A processor that stops the engine's thread, after so many calls, until it is let go."""
 
-    def __init__(self, behind: int = 0) -> None:
-        self.left = behind
+    def __init__(self, after: int = 0) -> None:
+        self.left = after
         self.reached, self.go = threading.Event(), threading.Event()
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -64,10 +66,10 @@ class Holds:
 
 
 class Cancels:
-    """A processor that cancels its own text when it is asked behind so many calls."""
+    """A processor that cancels its own sequence after so many calls."""
 
-    def __init__(self, behind: int) -> None:
-        self.left = behind
+    def __init__(self, after: int) -> None:
+        self.left = after
         self.known = threading.Event()
         self.ticket: Ticket
 
@@ -85,10 +87,10 @@ class Cancels:
 
 
 class Raises:
-    """A processor that raises when it is asked behind so many calls."""
+    """A processor that raises after so many calls."""
 
-    def __init__(self, behind: int, error: BaseException) -> None:
-        self.left, self.error = behind, error
+    def __init__(self, after: int, error: BaseException) -> None:
+        self.left, self.error = after, error
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.left -= 1
@@ -102,9 +104,9 @@ def by(*processors: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def held(engine: Engine, behind: int = 0, **more: Any) -> Iterator[Ticket]:
+def held(engine: Engine, after: int = 0, **more: Any) -> Iterator[Ticket]:
     """The engine's thread stands still within a text while the block runs."""
-    holds = Holds(behind)
+    holds = Holds(after)
     ticket = engine.submit(TEXTS[0], **{**GREEDY, **more}, **by(holds))
     try:
         holds.wait()
@@ -126,7 +128,7 @@ def alone(prompt: str, way: str) -> list[int]:
     return greedily("Llama", prompt) if way == "greedy" else drawn("Llama", prompt, 0)
 
 
-@examples(40)
+@examples(40, share=10)
 @given(
     prompts=st.lists(st.tuples(st.sampled_from(TEXTS), st.sampled_from(sorted(WAYS))), min_size=1, max_size=10),
     threads=st.integers(1, 4),
@@ -138,10 +140,10 @@ def alone(prompt: str, way: str) -> list[int]:
 @example(
     [(TEXTS[0], "greedy"), (TEXTS[0], "sampled"), (TEXTS[1], "sampled"), (TEXTS[2], "greedy")], 4, 3, "several", TREE, True
 )
-def test_texts_from_several_threads_are_what_each_is_alone(
+def test_sequences_from_several_threads_are_what_each_is_alone(
     prompts: list[tuple[str, str]], threads: int, batch_size: int, draft: str, budget: Budget, dear: bool
 ) -> None:
-    """Law 8: others changes nothing: the same alone and beside any others, greedy or sampled."""
+    """Law 8: other sequences change nothing: the same alone and beside any others, greedy or sampled."""
     xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=budget)
     if dear:
         make_dear(xt)
@@ -166,22 +168,22 @@ FATES = ("ends", "is cancelled", "is cancelled at once", "fails")
     budget=st.sampled_from([Budget(), TREE, Budget(3, width=1, schedule="constant")]),
 )
 @example([(TEXTS[row], "greedy", FATES[row % 4], row) for row in range(8)], 3, "several", TREE)
-def test_a_text_is_the_same_beside_others_that_join_end_fail_and_are_cancelled(
+def test_a_sequence_is_the_same_beside_others_that_join_end_fail_and_are_cancelled(
     given_texts: list[tuple[str, str, str, int]], batch_size: int, draft: str, budget: Budget
 ) -> None:
-    """Law 8: others changes nothing: a text's ids are the same alone, in any batch, in any order of joining and leaving,
-    beside texts that fail or are cancelled.
+    """Law 8: a sequence's ids are the same alone, in any batch, in any order of joining and leaving,
+    beside sequences that fail or are cancelled.
     """
     xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=budget)
     tickets = []
     with Engine(xt, batch_size=batch_size) as engine:
-        for prompt, way, fate, behind in given_texts:
-            cancels = Cancels(behind)
-            own = {"is cancelled": cancels, "fails": Raises(behind, ArithmeticError(behind))}.get(fate)
+        for prompt, way, fate, after in given_texts:
+            cancels = Cancels(after)
+            own = {"is cancelled": cancels, "fails": Raises(after, ArithmeticError(after))}.get(fate)
             tickets.append(cancels.of(engine.submit(prompt, **WAYS[way], **(by(own) if own else {}))))
             if fate == "is cancelled at once":
                 tickets[-1].cancel()
-    for (prompt, way, fate, behind), ticket in zip(given_texts, tickets, strict=True):
+    for (prompt, way, fate, after), ticket in zip(given_texts, tickets, strict=True):
         assert ticket.done
         expected = alone(prompt, way)
         try:
@@ -190,13 +192,13 @@ def test_a_text_is_the_same_beside_others_that_join_end_fail_and_are_cancelled(
             assert fate.startswith("is cancelled")
         except ArithmeticError as error:
             assert fate == "fails"
-            assert error.args == (behind,)
+            assert error.args == (after,)
         else:
-            assert fate in ("ends", "is cancelled at once") or len(expected) <= behind + 1 or fate == "is cancelled"
-    assert all(slots._rows == [None] * len(slots._rows) for slots in engine._caches._caches.values())
+            assert fate in ("ends", "is cancelled at once") or len(expected) <= after + 1 or fate == "is cancelled"
+    assert all(slots._rows == [None] * len(slots._rows) for slots in caches_of(engine))
 
 
-def test_texts_whose_processors_and_criteria_keep_a_state_are_what_each_is_alone() -> None:
+def test_sequences_whose_processors_and_criteria_keep_a_state_are_what_each_is_alone() -> None:
     def own(row: int) -> dict[str, Any]:
         stops = StoppingCriteriaList([StopsOn(greedily("Llama", TEXTS[row])[3])])
         return [by(CountsItsCalls()), {"stopping_criteria": stops}, {"repetition_penalty": 1.4}, {}][row % 4]
@@ -272,7 +274,7 @@ class Shortens:
         return scores[:, :-3]
 
 
-def test_a_text_whose_scores_have_another_size_ends_alone() -> None:
+def test_a_sequence_whose_scores_have_another_size_ends_alone() -> None:
     sampled = {**GREEDY, "do_sample": True, "top_k": 0, "seed": 3}
     with Engine(PLAIN, batch_size=4) as engine:
         with held(engine):
@@ -282,13 +284,13 @@ def test_a_text_whose_scores_have_another_size_ends_alone() -> None:
     assert ids(tickets[0]) == ids(tickets[2]) == PLAIN.generate(TEXTS[1], **sampled).token_ids
 
 
-@pytest.mark.parametrize("behind", [0, 1, 6])
-@pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
-def test_a_text_whose_processor_raises_ends_alone(xt: XTokAssisted, behind: int) -> None:
+@pytest.mark.parametrize("after", [0, *deep(1), 6])
+@pytest.mark.parametrize("xt", [*deep(PLAIN), WITH_DRAFTS], ids=["no draft", "drafts"])
+def test_a_sequence_whose_processor_raises_ends_alone(xt: XTokAssisted, after: int) -> None:
     error = OSError("simulated")
     with Engine(xt, batch_size=4) as engine:
         with held(engine) as first:
-            failing = engine.submit(TEXTS[1], **ENDLESS, **by(Raises(behind, error)))
+            failing = engine.submit(TEXTS[1], **ENDLESS, **by(Raises(after, error)))
             others = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[2:6]]
         text, ended_by = read(failing)
         assert ended_by is error
@@ -301,20 +303,29 @@ def test_a_text_whose_processor_raises_ends_alone(xt: XTokAssisted, behind: int)
     assert [ids(one) for one in (first, *others, later)] == [greedily("Llama", TEXTS[row]) for row in (0, 2, 3, 4, 5, 1)]
 
 
+def ending(ticket: Ticket) -> BaseException | None:
+    """What waiting for a ticket raises."""
+    try:
+        ticket.result(PATIENCE)
+    except BaseException as error:
+        return error
+    return None
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_exit_in_a_text_leaves_nobody_waiting(error: type[BaseException]) -> None:
+def test_an_exit_in_a_sequence_leaves_nobody_waiting(error: type[BaseException]) -> None:
     engine = Engine(PLAIN, batch_size=2)
     with held(engine) as first:
         exiting = engine.submit(TEXTS[1], **GREEDY, **by(Raises(2, error("simulated"))))
         others = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[2:4]]
-    _, waiting = wait([ticket._future for ticket in (first, exiting, *others)], timeout=15)
-    assert not waiting
-    assert isinstance(exiting._future.exception(), error)
+    endings = [ending(ticket) for ticket in (first, exiting, *others)]
+    assert type(endings[1]) is error
+    assert not any(isinstance(one, TimeoutError) for one in endings)
     engine.close(cancel=True)
 
 
-def test_a_text_that_is_cancelled_before_it_begins_is_never_forwarded() -> None:
+def test_a_sequence_that_is_cancelled_before_it_begins_is_never_forwarded() -> None:
     with Engine(PLAIN, batch_size=1) as engine:
         with held(engine) as first, forwards(LM) as seen:
             waiting = engine.submit(TEXTS[1], **GREEDY)
@@ -332,7 +343,7 @@ def test_a_text_that_is_cancelled_before_it_begins_is_never_forwarded() -> None:
 
 
 @pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
-def test_a_text_that_is_cancelled_halfway_keeps_its_pieces_and_makes_room(xt: XTokAssisted) -> None:
+def test_a_sequence_that_is_cancelled_halfway_keeps_its_pieces_and_makes_room(xt: XTokAssisted) -> None:
     with Engine(xt, batch_size=1) as engine:
         with held(engine, 4, eos_token_id=None, max_new_tokens=200) as ticket:
             waiting = engine.submit(TEXTS[1], **GREEDY)
@@ -361,8 +372,8 @@ def exits() -> None:
     raise SystemExit(3)
 
 
-def test_an_exit_where_a_text_begins_ends_that_text_alone() -> None:
-    """Found by a hostile trial: the thread ended, and nobody was told."""
+def test_an_exit_when_a_sequence_begins_ends_that_sequence_alone() -> None:
+    """Found by a hostile trial: the thread ended, and nobody noticed."""
     with Engine(XTokAssisted((LM, TOKENS), StartsWith(1, exits)), batch_size=3) as engine:
         tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[:3]]
         with pytest.raises(SystemExit):
@@ -370,7 +381,7 @@ def test_an_exit_where_a_text_begins_ends_that_text_alone() -> None:
         assert [ids(one) for one in tickets[::2]] == [greedily("Llama", prompt) for prompt in TEXTS[:3:2]]
 
 
-def test_a_fault_of_the_engine_is_told_to_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_engine_is_reported_to_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(PLAIN, batch_size=1)
     with held(engine) as first:
         waiting = engine.submit(TEXTS[1], **GREEDY)
@@ -383,12 +394,12 @@ def test_a_fault_of_the_engine_is_told_to_all_that_wait(monkeypatch: pytest.Monk
     engine.close()
 
 
-def test_a_time_out_of_a_text_itself_is_what_its_ticket_raises() -> None:
+def test_a_time_out_of_a_sequence_itself_is_what_its_ticket_raises() -> None:
     with Engine(PLAIN) as engine, pytest.raises(TimeoutError, match="a grammar"):
         engine.submit(TEXTS[0], **GREEDY, **by(Raises(1, TimeoutError("a grammar")))).result(PATIENCE)
 
 
-def test_a_warning_that_is_an_error_ends_the_text_that_it_is_about_alone() -> None:
+def test_a_warning_that_is_an_error_ends_the_sequence_that_it_is_about_alone() -> None:
     def script(context: Context) -> list[int]:
         if context.data.startswith(TEXTS[1].encode()):
             raise OSError("mine")
@@ -404,7 +415,7 @@ def test_a_warning_that_is_an_error_ends_the_text_that_it_is_about_alone() -> No
 
 
 @pytest.mark.parametrize("ending", [*deep(""), "sys.exit(3)"])
-def test_a_script_that_ends_while_texts_are_written_ends_as_it_says(ending: str) -> None:
+def test_a_script_that_ends_while_sequences_are_written_ends_as_it_says(ending: str) -> None:
     """Found by a hostile trial: it was aborted, for a thread can't be stopped in a forward."""
     lines = [
         "import sys",
@@ -418,8 +429,8 @@ def test_a_script_that_ends_while_texts_are_written_ends_as_it_says(ending: str)
 
 
 @pytest.mark.parametrize("when", [0, 1, 5])
-def test_a_draft_that_fails_in_a_shared_forward_ends_no_text(when: int) -> None:
-    """Law 7 in others: failing guesses cost speed only."""
+def test_a_draft_that_fails_in_a_shared_forward_ends_no_sequence(when: int) -> None:
+    """Law 7 in a batch: failing guesses cost speed only."""
     calls: list[int] = []
 
     def fail(*_: Any) -> None:
@@ -441,7 +452,7 @@ def test_a_draft_that_fails_in_a_shared_forward_ends_no_text(when: int) -> None:
     assert all("OutOfMemoryError" in str(one.result().stats.draft_error) for one in tickets[4:])
 
 
-def test_a_target_that_fails_tells_all_and_the_engine_goes_on() -> None:
+def test_a_target_that_fails_is_reported_to_all_and_the_engine_goes_on() -> None:
     failing = threading.Event()
 
     def fail(*_: Any) -> None:
@@ -474,7 +485,7 @@ async def gathered(ticket: Ticket) -> str:
 @pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
 @pytest.mark.parametrize("way", sorted(WAYS))
 def test_pieces_joined_are_the_text_for_any_number_of_readers(xt: XTokAssisted, way: str) -> None:
-    """Threads and tasks that begin to read before the text is begun, while it is written, and behind its end."""
+    """Threads and tasks that begin to read before the sequence begins, while it is written, and after its end."""
 
     async def all_of(tickets: Sequence[Ticket]) -> list[str]:
         return await asyncio.gather(*(gathered(ticket) for ticket in tickets for _ in range(2)))
@@ -495,7 +506,7 @@ def test_pieces_joined_are_the_text_for_any_number_of_readers(xt: XTokAssisted, 
     assert not any(ticket._listeners for ticket in tickets)
 
 
-def test_a_piece_comes_before_the_text_has_ended() -> None:
+def test_a_piece_comes_before_the_sequence_has_ended() -> None:
     whole = PLAIN.generate(TEXTS[0], **ENDLESS).text
     with Engine(PLAIN) as engine:
         with held(engine, LENGTH - 1, eos_token_id=None) as ticket:
@@ -508,7 +519,7 @@ def test_a_piece_comes_before_the_text_has_ended() -> None:
     assert "".join([first, *rest]) == whole
 
 
-def test_a_task_that_stops_reading_leaves_the_text_to_others() -> None:
+def test_a_task_that_stops_reading_leaves_the_sequence_to_others() -> None:
     async def first_piece(ticket: Ticket) -> str:
         pieces = ticket.__aiter__()
         try:
@@ -532,7 +543,7 @@ def test_a_task_that_stops_reading_leaves_the_text_to_others() -> None:
         assert asyncio.run(gathered(ticket)) == ticket.result().text
 
 
-def test_async_readers_are_told_of_failures_and_cancellations() -> None:
+def test_async_readers_get_failures_and_cancellations() -> None:
     async def ending_of(ticket: Ticket) -> BaseException | None:
         try:
             await gathered(ticket)
@@ -567,7 +578,7 @@ def test_waiting_for_a_result_ends_in_time() -> None:
 
 
 @pytest.mark.parametrize("queue", [0, 1, 3])
-def test_more_texts_than_may_wait_are_refused(queue: int) -> None:
+def test_more_sequences_than_may_wait_are_refused(queue: int) -> None:
     with Engine(PLAIN, batch_size=1, queue=queue) as engine:
         with held(engine) as first:
             waiting = [engine.submit(TEXTS[1 + row], **GREEDY) for row in range(queue)]
@@ -580,7 +591,7 @@ def test_more_texts_than_may_wait_are_refused(queue: int) -> None:
             assert engine.stats.waiting == 0
 
 
-def test_a_queue_of_none_takes_as_many_texts_as_are_written_at_a_time() -> None:
+def test_a_queue_of_none_takes_as_many_sequences_as_are_written_at_a_time() -> None:
     with Engine(PLAIN, batch_size=3, queue=0) as engine, held(engine):
         tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[1:3]]
         with pytest.raises(EngineFullError):
@@ -588,7 +599,7 @@ def test_a_queue_of_none_takes_as_many_texts_as_are_written_at_a_time() -> None:
     assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in TEXTS[1:3]]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [*deep(1), 2])
 def test_who_comes_first_is_served_first(batch_size: int) -> None:
     begun: list[int] = []
 
@@ -665,13 +676,13 @@ class InTheGap(Engine):
         self.close()
 
 
-def test_a_text_that_is_submitted_just_before_an_idle_engine_is_closed_is_written() -> None:
+def test_a_sequence_that_is_submitted_just_before_an_idle_engine_is_closed_is_written() -> None:
     engine = InTheGap(PLAIN)
     assert engine.submitted.wait(PATIENCE)
     assert ids(engine.tickets[0]) == greedily("Llama", TEXTS[0])
 
 
-def test_closing_refuses_texts_while_those_before_are_written() -> None:
+def test_closing_refuses_sequences_while_those_before_are_written() -> None:
     engine = Engine(PLAIN, batch_size=1)
     with held(engine) as first, ThreadPoolExecutor(2) as pool:
         waiting = engine.submit(TEXTS[1], **GREEDY)
@@ -707,6 +718,7 @@ class WaitsForTheEnd:
 
 
 def test_closing_with_cancel_ends_what_runs_and_what_waits() -> None:
+    before = set(threading.enumerate())
     engine = Engine(WITH_DRAFTS, batch_size=1)
     waits = WaitsForTheEnd(engine)
     tickets = [engine.submit(TEXTS[0], **ENDLESS, **by(waits)), engine.submit(TEXTS[1], **GREEDY)]
@@ -716,19 +728,19 @@ def test_closing_with_cancel_ends_what_runs_and_what_waits() -> None:
         assert ticket.done
         with pytest.raises(CancelledError):
             ticket.result(PATIENCE)
-    assert not engine._thread.is_alive()
+    assert set(threading.enumerate()) == before
     assert engine.stats.running == engine.stats.waiting == 0
 
 
-def test_an_error_within_the_block_cancels_its_texts() -> None:
-    tickets = []
+def test_an_error_within_the_block_cancels_its_sequences() -> None:
+    before, tickets = set(threading.enumerate()), []
     with pytest.raises(KeyError, match="the caller's"), Engine(PLAIN, batch_size=1) as engine:
         waits = WaitsForTheEnd(engine)
         tickets = [engine.submit(TEXTS[0], **ENDLESS, **by(waits)), engine.submit(TEXTS[1], **GREEDY)]
         assert waits.reached.wait(PATIENCE)
         raise KeyError("the caller's")
     assert [type(read(ticket)[1]) for ticket in tickets] == [CancelledError] * 2
-    assert not engine._thread.is_alive()
+    assert set(threading.enumerate()) == before
 
 
 # what is refused
@@ -749,7 +761,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(BAD))
-def test_bad_arguments_are_refused_where_they_are_handed_in_and_before_any_forward(name: str) -> None:
+def test_bad_arguments_are_refused_when_they_are_handed_in_and_before_any_forward(name: str) -> None:
     prompt, arguments, error = BAD[name]
     with Engine(PLAIN) as engine, held(engine) as other, forwards(LM) as seen:
         with pytest.raises(error):
@@ -765,7 +777,7 @@ def test_bad_arguments_are_refused_where_they_are_handed_in_and_before_any_forwa
     + [("queue", value) for value in (-1, 1.5, "9", None)]
     + [("memory", value) for value in (0, -5, 1, 2.5, "8 GB")],
 )
-def test_settings_that_make_no_sense_are_refused_and_no_thread_is_begun(name: str, value: Any) -> None:
+def test_settings_that_make_no_sense_are_refused_and_no_thread_starts(name: str, value: Any) -> None:
     before = set(threading.enumerate())
     with pytest.raises(InvalidInputError, match=name):
         Engine(PLAIN, **{name: value})
@@ -775,13 +787,18 @@ def test_settings_that_make_no_sense_are_refused_and_no_thread_is_begun(name: st
 # memory
 
 
+def caches_of(engine: Engine) -> list[SharedCache]:
+    """One for each model that sequences share."""
+    return [*engine._caches._caches.values()]
+
+
 def cache_bytes(engine: Engine) -> int:
-    """What the caches of all texts take."""
-    layers = [layer for slots in engine._caches._caches.values() for layer in slots._layers if layer.is_initialized]
+    """What the caches of all sequences take."""
+    layers = [layer for slots in caches_of(engine) for layer in layers_of(slots)]
     return sum(states.numel() * states.element_size() for layer in layers for states in (layer.keys, layer.values))
 
 
-@pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
+@pytest.mark.parametrize("xt", [*deep(PLAIN), WITH_DRAFTS], ids=["no draft", "drafts"])
 def test_caches_stay_within_the_memory_that_they_may_have(xt: XTokAssisted) -> None:
     memory = 12_000_000
     with Engine(xt, batch_size=3, memory=memory) as engine:
@@ -806,7 +823,7 @@ def test_caches_stay_within_the_memory_that_they_may_have(xt: XTokAssisted) -> N
 @examples(20)
 @given(sizes=st.lists(st.integers(1, 500), min_size=1, max_size=8), batch_size=st.integers(1, 5), room=st.integers(600, 3000))
 @example(sizes=[1, 1, 500, 1, 1], batch_size=5, room=600)
-def test_texts_wait_for_memory_and_are_what_each_is_alone(sizes: list[int], batch_size: int, room: int) -> None:
+def test_sequences_wait_for_memory_and_are_what_each_is_alone(sizes: list[int], batch_size: int, room: int) -> None:
     begun = list[int]()
 
     def notes(number: int) -> Any:
@@ -820,7 +837,7 @@ def test_texts_wait_for_memory_and_are_what_each_is_alone(sizes: list[int], batc
     assert sorted(set(begun)) == list(dict.fromkeys(begun))
 
 
-def test_a_text_waits_until_there_is_room_and_those_behind_it_too() -> None:
+def test_a_sequence_waits_until_there_is_room_and_those_after_it_too() -> None:
     memory = 1000 * (traits(LM).position_bytes or 0)
     with Engine(PLAIN, batch_size=4, memory=memory) as engine:
         with held(engine, 3) as first:
@@ -863,7 +880,7 @@ def test_tickets_that_are_kept_hold_no_caches() -> None:
         kept += [engine.submit(prompt, **GREEDY) for prompt in TEXTS]
         for ticket in kept:
             read(ticket)
-        caches = [weakref.ref(one) for one in (engine._caches, *engine._caches._caches.values())]
+        caches = [weakref.ref(one) for one in (engine._caches, *caches_of(engine))]
         assert len(caches) == 4
     gc.collect()
     assert not [one for one in caches if one() is not None]
@@ -885,9 +902,9 @@ def live() -> int:
 def held_up(engine: Engine) -> tuple[int, list[int]]:
     """How many tensors are alive, and how many rows the caches have, while the engine stands still within one text."""
     with held(engine):
-        slots = engine._caches._caches.values()
-        assert all(layer.keys.shape[2] <= 256 for one in slots for layer in one._layers)
-        return live(), [len(layer.keys) for one in slots for layer in one._layers]
+        layers = [layer for slots in caches_of(engine) for layer in layers_of(slots)]
+        assert all(layer.keys.shape[2] <= 256 for layer in layers)
+        return live(), [len(layer.keys) for layer in layers]
 
 
 def flat_over(texts: int, xt: XTokAssisted) -> None:
@@ -915,13 +932,13 @@ def flat_over(texts: int, xt: XTokAssisted) -> None:
     assert set(threading.enumerate()) == threads
 
 
-def test_many_texts_take_no_more_memory_than_few() -> None:
-    flat_over(150, WITH_DRAFTS)
+def test_many_sequences_take_no_more_memory_than_few() -> None:
+    flat_over(75, WITH_DRAFTS)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
-def test_a_thousand_texts_take_no_more_memory_than_few(xt: XTokAssisted) -> None:
+def test_a_thousand_sequences_take_no_more_memory_than_few(xt: XTokAssisted) -> None:
     flat_over(1000, xt)
 
 

@@ -4,18 +4,17 @@ import runpy
 from pathlib import Path
 
 import pytest
-from worlds import TREE, fitting, tokenizer
+from worlds import TREE, fitting, mostly_deep, tokenizer
 
 from xtok import Budget, Context, Tree, XTokAssisted, chain
 
 ROOT = Path(__file__).parents[1]
+QUICK = [("hugging_face", "yes"), ("engine", "one text was cancelled"), ("prompt_lookup", "tokens per forward")]
 EXAMPLES = [
+    *QUICK,
     ("quickstart", "yes"),
-    ("hugging_face", "yes"),
     ("streaming", "。"),
-    ("engine", "one text was cancelled"),
     ("several_drafts", "yes"),
-    ("prompt_lookup", "tokens per forward"),
     ("heads", "yes"),
     ("same_tokenizer", "yes"),
     ("schedules", "heuristic"),
@@ -23,16 +22,11 @@ EXAMPLES = [
 ]
 
 
-QUICK = {"engine", "hugging_face", "several_drafts", "prompt_lookup"}
-
-
-@pytest.mark.parametrize(
-    ("example", "told"), [pytest.param(*one, marks=[] if one[0] in QUICK else pytest.mark.deep) for one in EXAMPLES]
-)
-def test_an_example_runs_and_tells_the_truth(example: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("example", "words"), mostly_deep(EXAMPLES, QUICK))
+def test_an_example_runs_and_prints_the_truth(example: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / f"{example}.py"), run_name="__main__")
     printed = capsys.readouterr().out
-    assert told in printed
+    assert words in printed
     assert "the same ids: no" not in printed
     assert "NO" not in printed
 

@@ -77,10 +77,10 @@ def failing(model: Any, when: int, fault: Any) -> Iterator[list[int]]:
 
 def answer(xt: XTokAssisted, mode: str, **more: Any) -> tuple[Any, list[type[Warning]]]:
     """A generation, and what was warned of."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", DraftFailedWarning)
         generation = xt.generate(PROMPT, **{**SETTINGS[mode], **more})
-    return generation, [one.category for one in told]
+    return generation, [one.category for one in warned]
 
 
 # drafts
@@ -104,46 +104,46 @@ INSTANCES = {
     st.sampled_from(sorted(INSTANCES)), st.sampled_from(sorted(SETTINGS)), st.sampled_from(sorted(FAULTS)), st.integers(0, 30)
 )
 def test_a_draft_model_that_fails_at_any_call_costs_speed_only(key: tuple[str, int], mode: str, fault: str, when: int) -> None:
-    """Law 7: failing guesses cost speed only. It is told of once, and the next generation asks it again."""
+    """Law 7: failing guesses cost speed only. One warning says so, and the next generation asks it again."""
     xt = INSTANCES[key]
     model = SIBLING if key[0] == "the same tokenizer" else OTHER
     with failing(model, when, FAULTS[fault]) as calls:
-        generation, told = answer(xt, mode)
+        generation, warned = answer(xt, mode)
     assert generation.token_ids == ALONE[mode]
     failed = generation.stats.draft_error is not None
-    assert told == [DraftFailedWarning] * failed
+    assert warned == [DraftFailedWarning] * failed
     if fault in TOLD:
-        assert failed == (len(calls) > when) or mode == "sampled", "a failure behind a last guess is nobody's loss"
-    after, told = answer(xt, mode)
+        assert failed == (len(calls) > when) or mode == "sampled", "a failure after a last guess is nobody's loss"
+    after, warned = answer(xt, mode)
     assert after.token_ids == ALONE[mode]
     assert after.stats.draft_error is None
     assert after.stats.draft_forwards
-    assert not told
+    assert not warned
 
 
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 @pytest.mark.parametrize("fault", ["all NaN", "infinite"])
-def test_a_draft_that_says_nothing_but_nan_is_told_of(fault: str, mode: str, width: int) -> None:
+def test_a_draft_that_says_nothing_but_nan_is_reported(fault: str, mode: str, width: int) -> None:
     """Found here: a draft that overflowed in half precision looked like one that had no guesses."""
     with failing(OTHER, 0, FAULTS[fault]):
-        generation, told = answer(INSTANCES["another tokenizer", width], mode)
+        generation, warned = answer(INSTANCES["another tokenizer", width], mode)
     assert generation.stats.draft_error.startswith("ArithmeticError: its logits hold NaN or infinity")
-    assert told == [DraftFailedWarning]
+    assert warned == [DraftFailedWarning]
     assert generation.token_ids == ALONE[mode]
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS))
-@pytest.mark.parametrize("when", [0, *deep(1), 5])
+@pytest.mark.parametrize("when", [*deep(0, 1), 5])
 def test_rejection_sampling_ends_well_though_its_draft_fails(fault: str, when: int) -> None:
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), acceptance="rejection", budget=TREE_3)
     expected = answer(xt, "sampled")[0].token_ids
     with failing(OTHER, when, FAULTS[fault]):
         generation, _ = answer(xt, "sampled")
     assert len(generation.token_ids) == 12
-    again, told = answer(xt, "sampled")
+    again, warned = answer(xt, "sampled")
     assert again.token_ids == expected
-    assert not told
+    assert not warned
 
 
 @examples(15)
@@ -160,12 +160,12 @@ def test_a_drafts_tokenizer_that_raises_on_some_text_costs_speed_only(character:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Reencoder, "_encode", picky)
-        generation, told = answer(xt, mode)
+        generation, warned = answer(xt, mode)
     assert generation.token_ids == ALONE[mode]
-    assert told == [DraftFailedWarning] * len(raised)
+    assert warned == [DraftFailedWarning] * len(raised)
     assert raised or character not in PROMPT
-    after, told = answer(xt, mode)
-    assert (after.token_ids, told, after.stats.draft_error) == (ALONE[mode], [], None)
+    after, warned = answer(xt, mode)
+    assert (after.token_ids, warned, after.stats.draft_error) == (ALONE[mode], [], None)
 
 
 # what callers hand in
@@ -236,8 +236,8 @@ def test_what_fails_beside_the_draft_reaches_the_caller_and_leaves_the_instance_
     assert (type(caught), str(caught)) == ((error, "simulated") if reached else (type(None), "None"))
     assert WHOLE.startswith("".join(pieces))
     assert (PROMPT_IDS + ALONE["greedy"])[: len(fails.put_ids)] == fails.put_ids
-    after, told = answer(xt, "greedy")
-    assert (after.token_ids, told) == (ALONE["greedy"], [])
+    after, warned = answer(xt, "greedy")
+    assert (after.token_ids, warned) == (ALONE["greedy"], [])
 
 
 WHOLE = XTokAssisted((TARGET, TOKENS)).generate(PROMPT, **SETTINGS["greedy"]).text
@@ -286,8 +286,9 @@ def clocked(monkeypatch: pytest.MonkeyPatch, seconds: dict[Any, Callable[[], flo
             handle.remove()
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sampled"])
-@pytest.mark.parametrize("given", ["with lookup", "alone"])
+@pytest.mark.parametrize(
+    ("given", "mode"), [("with lookup", "sampled"), ("alone", "greedy"), *deep(("with lookup", "greedy"), ("alone", "sampled"))]
+)
 def test_a_draft_that_takes_as_long_as_many_forwards_of_the_target_is_left_alone(
     given: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

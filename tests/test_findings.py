@@ -1,10 +1,9 @@
 """What is tried once is kept for other processes, takes little of the time, and is never in the way."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def test_files_of_models_in_other_states_are_not_those_of_a_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"])
-def test_variables_by_which_libraries_choose_kernels_are_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_by_which_libraries_choose_kernels_make_a_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = target("Llama", HALF)
     before = described(lm, [])
     monkeypatch.setenv(name, "3")
@@ -142,8 +141,8 @@ SENSELESS = [
 @pytest.mark.parametrize("text", SENSELESS, ids=range(len(SENSELESS)))
 def test_a_file_that_makes_no_sense_is_as_good_as_none(text: str, folder: Path) -> None:
     file = kept(SOME, 0.5)
-    assert file._path is not None
-    file._path.write_text(text.replace("DIGEST", "0" * 64), encoding="utf-8", errors="surrogateescape")
+    assert file.path is not None
+    file.path.write_text(text.replace("DIGEST", "0" * 64), encoding="utf-8", errors="surrogateescape")
     assert loaded() is None
     file.save()
     found = loaded()
@@ -153,7 +152,7 @@ def test_a_file_that_makes_no_sense_is_as_good_as_none(text: str, folder: Path) 
 def test_a_file_of_another_digest_isnt_read() -> None:
     file = kept(SOME, digest="a" * 64)
     other = Findings("a" * 63 + "b")
-    assert other._path == file._path and not other.load()
+    assert other.path == file.path and not other.load()
 
 
 def test_a_folder_that_cant_be_written_to_is_as_good_as_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,14 +248,19 @@ def test_the_folder_is_the_users_own_unless_it_is_named(monkeypatch: pytest.Monk
 
 
 def test_another_process_reads_what_was_found() -> None:
-    other = (
-        "from xtok.models.findings import Findings; file = Findings('0' * 64); file.load(); "
-        "file.agreed[3, 4, 128] = True; file.save(); print(file.agreed)"
-    )
+    def other() -> None:
+        file = loaded()
+        assert file is not None and file.agreed == SOME
+        file.agreed[3, 4, 128] = True
+        file.save()
+
     kept(SOME, 0.5)
-    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True)
+    process = get_context("fork").Process(target=other)  # a new one would import torch first
+    process.start()
+    process.join()
     found = loaded()
-    assert found is not None and found.agreed == SOME | {(3, 4, 128): True} and done.stdout.strip() == str(found.agreed)
+    assert process.exitcode == 0
+    assert found is not None and found.agreed == SOME | {(3, 4, 128): True}
 
 
 def test_bits_of_a_shape_from_a_file_are_those_of_the_usual_one(folder: Path) -> None:

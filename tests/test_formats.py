@@ -50,13 +50,13 @@ def test_shards_in_torchs_format_are_loaded(saved: Path) -> None:
     assert XTokAssisted(saved).generate(PROMPT, **GREEDY).token_ids == truth(TARGET, TOKENS)
 
 
-def test_where_there_are_weights_in_safetensors_others_are_not_opened(saved: Path) -> None:
+def test_if_there_are_weights_in_safetensors_others_are_not_opened(saved: Path) -> None:
     TARGET.save_pretrained(saved)
     (saved / "pytorch_model.bin").write_bytes(b"nonsense")
     assert XTokAssisted(saved).generate(PROMPT, **GREEDY).token_ids == truth(TARGET, TOKENS)
 
 
-def test_a_folder_without_weights_or_a_tokenizer_is_told_what_it_lacks(saved: Path) -> None:
+def test_a_folder_without_weights_or_a_tokenizer_is_refused_by_what_it_lacks(saved: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"has no weights: neither model\.safetensors nor pytorch_model\.bin\. Pass"):
         XTokAssisted(saved)
     TARGET.save_pretrained(saved)
@@ -108,8 +108,8 @@ def test_a_tokenizer_whose_package_is_not_installed_names_it(
     (saved / "tokenizer_config.json").write_text(json.dumps(known))
     torch.save(TARGET.state_dict(), saved / "pytorch_model.bin")
     monkeypatch.setitem(sys.modules, missing, None)
-    told = rf"The draft {saved} needs {missing}, which isn't installed\. Install it with: pip install {package}"
+    reported = rf"The draft {saved} needs {missing}, which isn't installed\. Install it with: pip install {package}"
     for ask in (lambda: XTokAssisted((TARGET, TOKENS), saved), lambda: load_without_weights(str(saved), "draft")):
         with pytest.raises(InvalidInputError) as caught:
             ask()
-        assert str(caught.value) == told.replace("\\", "")
+        assert str(caught.value) == reported.replace("\\", "")

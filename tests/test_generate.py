@@ -1,4 +1,4 @@
-"""`generate`: texts, lists of them, chats, the ids that a prompt becomes, and what is told of a text."""
+"""`generate`: texts, lists of them, chats, the ids that a prompt becomes, and what is reported of a text."""
 
 import warnings
 from copy import deepcopy
@@ -12,6 +12,7 @@ from front_door import (
     CHAT,
     DRAFTS,
     GREEDY,
+    LENGTH,
     OTHER,
     OTHER_TEMPLATE,
     PROMPT,
@@ -54,7 +55,7 @@ def test_generate_gives_what_the_target_alone_gives_and_says_so(xt: XTokAssisted
     assert xt.generate(PROMPT, prefix_allowed_tokens_fn=force, **{**GREEDY, "max_new_tokens": 99}).text == " " + written
 
 
-def test_generate_answers_a_list_with_a_list_each_as_if_asked_alone(xt: XTokAssisted) -> None:
+def test_generate_answers_a_list_with_a_list_each_as_if_alone(xt: XTokAssisted) -> None:
     xt = xt.with_drafts([name for name in xt.names if name != "token recycling"])  # it learns from one text for others
     together = xt.generate(PROMPTS, **GREEDY)
     assert isinstance(together, list)
@@ -109,7 +110,7 @@ def test_the_texts_of_num_return_sequences_are_those_of_the_prompt_as_often_in_a
         ({"stopping_criteria": StoppingCriteriaList([StopsOn(truth()[6])])}, "stop"),
     ],
 )
-def test_the_finish_reason_tells_a_limit_from_an_end(xt: XTokAssisted, arguments: dict[str, Any], reason: str) -> None:
+def test_the_finish_reason_distinguishes_a_limit_from_an_end(xt: XTokAssisted, arguments: dict[str, Any], reason: str) -> None:
     generation = xt.generate(PROMPT, **{**GREEDY, **arguments})
     assert generation.finish_reason == reason
     assert generation.token_ids == truth(tokenizer=TOKENS, **arguments)
@@ -138,9 +139,9 @@ def test_the_stats_are_frozen_and_agree_with_each_other_and_with_the_forwards_ma
 
 def test_a_draft_that_agrees_saves_target_forwards() -> None:
     stats = XTokAssisted((TARGET, TOKENS), oracle(TARGET), budget=TREE).generate(PROMPT, **GREEDY).stats
-    assert (stats.new_tokens, stats.target_forwards) == (16, 5)
+    assert (stats.new_tokens, stats.target_forwards) == (LENGTH, 1 + -(-(LENGTH - 1) // 4))
     assert stats.acceptance_rate == 1
-    assert stats.tokens_per_forward == 16 / 5
+    assert stats.tokens_per_forward == LENGTH / stats.target_forwards
 
 
 def test_generating_warns_of_nothing(xt: XTokAssisted) -> None:
@@ -213,7 +214,7 @@ def test_a_prompt_gets_leading_special_tokens_and_never_a_trailing_end_of_text()
         assert read(trailing, PROMPT) == trailing(PROMPT, add_special_tokens=False).input_ids
     assert told[0].filename == __file__
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is told once
+        warnings.simplefilter("error")  # it warns once
         assert read(trailing, PROMPT + "</s>") == trailing(PROMPT).input_ids
 
 

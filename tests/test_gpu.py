@@ -1,4 +1,4 @@
-"""The laws on a GPU. `make gpu` runs these, where there is one."""
+"""The laws on a GPU. `make gpu` runs these if there is one."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -99,7 +99,7 @@ def test_stable_ids_are_those_of_the_text_alone_without_a_draft(architecture: st
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stable", [False, True])
-def test_forwards_are_captured_and_replayed_also_where_caches_grew(architecture: str, dtype: torch.dtype, stable: bool) -> None:
+def test_forwards_are_captured_and_replayed_also_if_caches_grew(architecture: str, dtype: torch.dtype, stable: bool) -> None:
     """A graph that gives other bits than the forward it was captured from, or none, would never be replayed."""
     lm = target(architecture, dtype)
     xt, without = (XTokAssisted((lm, TOKENS), stable=stable, compile=setting) for setting in (True, False))
@@ -137,7 +137,7 @@ def test_a_forward_that_cant_be_captured_leaves_the_stream_as_it_was() -> None:
     assert all(one.token_ids == wanted and one.stats.target_replays for one in found)
 
 
-def test_hidden_states_that_were_asked_for_keep_nothing_from_being_captured() -> None:
+def test_requested_hidden_states_keep_nothing_from_being_captured() -> None:
     lm = target("Llama", torch.float32)
     lm(torch.tensor([[5, 6]], device=DEVICE), output_hidden_states=True)
     assert takes_graphs(lm)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_tune import Killed, killed_at
 from typer.testing import CliRunner
-from worlds import deep, fitting, tokenizer
+from worlds import CHAIN, TREE, deep, fitting, tokenizer
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
@@ -84,14 +84,16 @@ def test_the_loss_falls_as_heads_learn() -> None:
     assert all(weight.grad is None for weight in TARGET.parameters())
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("budget", [None, Budget(4, width=4, schedule="constant"), Budget(4, width=1, schedule="constant")])
+@pytest.mark.parametrize(
+    ("budget", "sampled"), [(None, False), (TREE, True), *deep((None, True), (TREE, False), (CHAIN, False), (CHAIN, True))]
+)
 def test_what_is_generated_does_not_depend_on_heads(file: Path, budget: Budget | None, sampled: bool) -> None:
     target = load(pair.TARGET, "target")
     asked: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled} | ({"temperature": 0.7, "seed": 5} if sampled else {})
+    helped, alone = XTokAssisted(target, HeadsDrafter(file), budget=budget), XTokAssisted(target)
     for prompt in PROMPTS[:2]:
-        generation = XTokAssisted(target, HeadsDrafter(file), budget=budget).generate(prompt, **asked)
-        assert generation.token_ids == XTokAssisted(target).generate(prompt, **asked).token_ids
+        generation = helped.generate(prompt, **asked)
+        assert generation.token_ids == alone.generate(prompt, **asked).token_ids
         assert generation.stats.draft_error is None
         assert generation.stats.draft_forwards == 0
         assert budget is None or generation.stats.proposed

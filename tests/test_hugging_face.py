@@ -22,7 +22,7 @@ from front_door import (
     oracle,
 )
 from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
-from worlds import TREE, fitting
+from worlds import TREE, deep, fitting
 
 from xtok import XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
@@ -35,7 +35,7 @@ xt = each_draft
 
 
 @pytest.mark.parametrize("arguments", HF_ARGUMENTS)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [*deep(1), 3])
 def test_custom_generate_gives_what_generate_gives(xt: XTokAssisted, arguments: str, rows: int) -> None:
     inputs = encoded(*PROMPTS[:rows])
     made = HF_ARGUMENTS[arguments]
@@ -115,7 +115,7 @@ def test_the_rows_of_a_batch_have_the_scores_and_logits_that_transformers_gives_
             assert not mine[~rows].any()
 
 
-def test_scores_are_recorded_only_where_they_were_asked_for(xt: XTokAssisted) -> None:
+def test_scores_are_recorded_only_if_requested(xt: XTokAssisted) -> None:
     for asked in ({}, {"output_scores": True}, {"output_logits": True}):
         theirs = TARGET.generate(**encoded(PROMPT), return_dict_in_generate=True, **asked, **GREEDY)
         ours = TARGET.generate(**encoded(PROMPT), return_dict_in_generate=True, **asked, **GREEDY, custom_generate=xt)
@@ -126,8 +126,7 @@ def test_scores_are_recorded_only_where_they_were_asked_for(xt: XTokAssisted) ->
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Mistral", "GPT2"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("only_new", [False, True])
+@pytest.mark.parametrize(("rows", "only_new"), [(1, True), (3, False), *deep((1, False), (3, True))])
 def test_a_filled_cache_is_continued(architecture: str, rows: int, only_new: bool) -> None:
     model = fitting(TOKENS, architecture, 0)
     xt = XTokAssisted((model, TOKENS), oracle(model), budget=TREE)
@@ -178,10 +177,7 @@ def test_custom_generate_refuses_embeddings(xt: XTokAssisted) -> None:
 
 
 def test_custom_generate_refuses_for_a_batch_what_it_can_honour_for_one_row(xt: XTokAssisted) -> None:
-    refused = [
-        {"guidance_scale": 1.5},
-        {"eos_token_id": -1, "stopping_criteria": StoppingCriteriaList([StopsOn(5)])},
-    ]
+    refused = [{"guidance_scale": 1.5}, {"eos_token_id": -1, "stopping_criteria": StoppingCriteriaList([StopsOn(5)])}]
     for arguments in refused:
         model = deepcopy(TARGET)
         own = XTokAssisted((model, TOKENS))

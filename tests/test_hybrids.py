@@ -128,8 +128,7 @@ def test_another_formula_for_several_ids_is_refused_in_any_precision(name: str, 
     """Found here: in half precision a third of such models passed for ones that round."""
     for seed in range(6):
         with pytest.raises(
-            UnsupportedModelError,
-            match=r"keeps no cache after which several ids|NaN or infinite|forwarded after its own cache",
+            UnsupportedModelError, match=r"keeps no cache after which several ids|NaN or infinite|forwarded after its own cache"
         ):
             check_continues(half(name, seed, dtype), "target")
 

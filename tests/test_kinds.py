@@ -156,11 +156,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "PromptLookup.start": (PromptLookup().start, {}, {"request": ""}),
     "TokenRecycling.start": (TokenRecycling().start, {}, {"request": ""}),
     "PromptLookup": (PromptLookup, {}, {"corpus": "[] [a]"}),
-    "Budget": (
-        Budget,
-        {},
-        {**dict.fromkeys(["depth", "width", "nodes", "longest"], "5"), "schedule": "", "confidence": ""},
-    ),
+    "Budget": (Budget, {}, {**dict.fromkeys(["depth", "width", "nodes", "longest"], "5"), "schedule": "", "confidence": ""}),
     "Tree": (
         Tree,
         {"tokens": (1,), "parents": (-1,)},
@@ -218,9 +214,9 @@ def may_train(name: str, argument: str, value: str) -> bool:
 
 
 def is_clear(error: ValueError) -> bool:
-    """Whether it is xtok's own, or one of transformers' that tells of what it was given."""
-    told = "has to be", "must be", "should be", "not used by the model", "do not support"
-    return isinstance(error, XTokError) or any(part in str(error) for part in told)
+    """Whether it is xtok's own, or one of transformers' that names what it was given."""
+    reported = "has to be", "must be", "should be", "not used by the model", "do not support"
+    return isinstance(error, XTokError) or any(part in str(error) for part in reported)
 
 
 def test_there_are_hundreds_of_such_cases() -> None:
@@ -242,10 +238,7 @@ PINNED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DraftEngine(TOKENS, DRAFT, size=10),
         rf"size is 10, and the tokenizer writes ids up to {len(TOKENS) - 1:,}\. Give how many ids the target has logits for",
     ),
-    "several texts as one": (
-        lambda: train_heads(PAIR, "a text", "heads"),
-        r"prompts is 'a text'; give a list of texts",
-    ),
+    "several texts as one": (lambda: train_heads(PAIR, "a text", "heads"), r"prompts is 'a text'; give a list of texts"),
     "a number that is long": (
         lambda: XT.generate(**SHORT, top_p="long " * 99),
         r"top_p is 'long long .{60,70}…; give a number",

@@ -10,7 +10,7 @@ import transformers
 from architectures import tiny
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
-from worlds import TREE_3, alone, fitting, tokenizer
+from worlds import TREE_3, alone, fitting, mostly_deep, tokenizer
 
 from xtok import XTokAssisted
 from xtok.errors import UnsupportedModelError
@@ -24,27 +24,27 @@ NOT_TRIED = "not tried: no tiny model of it could be built"
 
 
 UNLIKE: dict[str, str] = {
-    "plain attention, of positions that are learned, rotary, or rotary in part": "llama gpt2 gpt_neox phi",
+    "plain attention, of positions that are rotary in part": "phi",
     "rotary positions by the length of the text": "phi3",
-    "heads that share keys": "qwen2 falcon",
+    "heads that share keys": "falcon",
     "heads whose queries and keys are normalised": "qwen3",
-    "sliding windows, in all layers or in every other one": "mistral gemma3_text",
+    "sliding windows in every other layer": "gemma3_text",
     "capped scores": "gemma2",
     "layers that share a cache": "gemma3n_text",
-    "mixtures of experts, without and with attention sinks": "mixtral gpt_oss",
+    "mixtures of experts, with attention sinks": "gpt_oss",
     "keys and values made of a latent": "deepseek_v3",
     "keys chosen by an index": "deepseek_v32",
     "attention in chunks of the text": "llama4_text",
-    "keys counted by their order: chains only": "bloom gpt_neo",
-    "recurrent layers beside attention: linear attention, a state space, convolutions": "qwen3_next granitemoehybrid lfm2_moe",
+    "keys counted by their order: chains only": "bloom",
+    "recurrent layers beside attention: linear attention, a state space, convolutions": "qwen3_next lfm2_moe",
     "an encoder, and the decoder of an encoder-decoder model": "bert bart",
     "text of a model of pictures, which is given more than ids": "gemma3",
-    "refused: a state alone, or a cache that can't be rolled back": "mamba rwkv minimax deepseek_v4 xlnet",
-    "refused: no cache after which several ids can be forwarded": "jamba recurrent_gemma openai-gpt prophetnet",
+    "refused: a state alone, or a cache that can't be rolled back": "mamba deepseek_v4",
+    "refused: no cache after which several ids can be forwarded": "jamba openai-gpt",
     "refused: not causal": "xlm",
     "not tried": "xlstm",
 }
-"""Architectures of unlike mechanisms, each for the others of its kind. To try all of them takes minutes: the deep tests do."""
+"""Architectures of unlike mechanisms, each for the others of its kind, beside those of `worlds`. The deep tests try all."""
 QUICK = {name for names in UNLIKE.values() for name in names.split()}
 
 
@@ -59,7 +59,7 @@ def truth(model: PreTrainedModel, tokens: Any, text: str = TEXT) -> list[int]:
 
 
 def built(name: str, attention: str) -> PreTrainedModel | str:
-    """A model in the highest precision in which it generates; why not, where there is none."""
+    """A model in the highest precision in which it generates; why not, if there is none."""
     try:
         made = tiny(name, ROWS, attention)
     except Exception as error:
@@ -90,7 +90,7 @@ def helped(target: tuple[Any, Any], draft: tuple[Any, Any]) -> str:
 
 
 def stable(model: PreTrainedModel) -> str:
-    """Whether two texts in batch, with guesses, are those of the target alone with `stable=True` in bfloat16, or why not."""
+    """Whether two texts in a batch, with guesses, are those of the target alone with `stable=True` in bfloat16, or why not."""
     half = deepcopy(model).bfloat16()
     try:
         alone = XTokAssisted((half, TOKENS), stable=True)
@@ -116,10 +116,10 @@ def verdict(name: str) -> tuple[str, str]:
     """What becomes of an architecture as target, with either kind of attention, and as draft."""
     if not (tried := tried_models(name)):
         return NOT_TRIED, NOT_TRIED
-    told = {attention: helped((model, TOKENS), (other(), OTHERS)) for attention, model in tried.items()}
-    ways = dict.fromkeys(told.values())
+    reported = {attention: helped((model, TOKENS), (other(), OTHERS)) for attention, model in tried.items()}
+    ways = dict.fromkeys(reported.values())
     as_draft = helped((other(), OTHERS), (next(iter(tried.values())), TOKENS))
-    as_target = next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way} ({attention})" for attention, way in told.items())
+    as_target = next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way} ({attention})" for attention, way in reported.items())
     return as_target, "yes" if as_draft.startswith(("tree", "chain")) else as_draft
 
 
@@ -137,29 +137,27 @@ def table() -> list[str]:
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name in sorted(NAMES):
         kind = NAMES[name] if isinstance(NAMES[name], str) else NAMES[name][0]
-        told = tuple(
+        reported = tuple(
             way.split(". ")[0].replace(f"The cache of {kind}", "its cache").replace(kind, "it")
             for way in (verdict(name)[0], with_fixed_shapes(name), verdict(name)[1])
         )
-        groups.setdefault((told[0], told[1], "no" if told[2] == told[0] else told[2]), []).append(name)
+        groups.setdefault((reported[0], reported[1], "no" if reported[2] == reported[0] else reported[2]), []).append(name)
     rows = sorted(groups.items(), key=lambda group: (not group[0][0].startswith(("tree", "chain")), -len(group[1])))
     head = [
         f"| as target (transformers {transformers.__version__}) | `stable=True` | as draft | architectures |",
         "|---|---|---|---|",
     ]
-    return head + [f"| {' | '.join(told)} | {', '.join(names)} |" for told, names in rows]
+    return head + [f"| {' | '.join(reported)} | {', '.join(names)} |" for reported, names in rows]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.deep) for name in sorted(NAMES)]
-)
+@pytest.mark.parametrize("name", mostly_deep(sorted(NAMES), QUICK))
 def test_an_architecture_gives_its_own_ids_or_is_refused(name: str) -> None:
     assert verdict(name)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_an_architecture_gives_the_same_bits_in_company_or_is_refused(name: str) -> None:
+def test_an_architecture_gives_the_same_bits_in_a_batch_or_is_refused(name: str) -> None:
     assert with_fixed_shapes(name)
 
 

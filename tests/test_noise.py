@@ -11,16 +11,7 @@ from worlds import FAMILIES, tokenizer
 from xtok.align.keys import bytes_key, control_key, noise_keys
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.bench.sampled import chi_square
-from xtok.sampling.noise import (
-    _MULTIPLIERS,
-    ACCEPT,
-    GUESS,
-    PICK,
-    _signed,
-    gumbel,
-    noise,
-    uniform,
-)
+from xtok.sampling.noise import _MULTIPLIERS, ACCEPT, GUESS, PICK, _signed, gumbel, noise, uniform
 
 PASSES, FAILS = 1e-3, 1e-6
 INT64 = torch.iinfo(torch.int64)
@@ -101,7 +92,7 @@ def test_its_tails_reach_as_far_as_float64_does() -> None:
 
 
 def _key_of(bits: int) -> int:
-    """The key that `uniform` turns into `bits` where the state is 0."""
+    """The key that `uniform` turns into `bits` if the state is 0."""
     first, second = (pow(multiplier, -1, 2**64) for multiplier in _MULTIPLIERS)
     value = bits * second % 2**64
     return _signed((value ^ value >> 32) * first % 2**64)

@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any: ...
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["the package alone", "all sources"])
 def test_a_users_own_script_passes_a_strict_type_checker(whole: bool, tmp_path: Path) -> None:
-    """With all sources in sight, where all of the package's own faults would be told, too. Reading those of torch and
+    """With all sources in sight, where all of the package's own faults would be reported, too. Reading those of torch and
     transformers takes most of a minute. What the package promises a script shows without them: of torch it names tensors.
     """
     pytest.importorskip("mypy")
@@ -99,7 +99,7 @@ def test_a_users_own_script_passes_a_strict_type_checker(whole: bool, tmp_path: 
         (tmp_path / "known" / "torch").mkdir(parents=True)
         (tmp_path / "known" / "torch" / "__init__.pyi").write_text(TORCH, encoding="utf-8")
         known.insert(0, str(tmp_path / "known"))
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", *cache, "script.py"],
         cwd=tmp_path,
         env={**os.environ, "MYPYPATH": os.pathsep.join(known)},
@@ -107,9 +107,9 @@ def test_a_users_own_script_passes_a_strict_type_checker(whole: bool, tmp_path: 
         text=True,
         check=False,
     ).stdout
-    assert re.findall(r'Revealed type is "(.*)"', told) == REVEALED, told
-    faults = [line for line in told.splitlines() if ": error:" in line]
-    assert [fault.split(": ")[0] for fault in faults] == [f"script.py:{line}" for line in wrong()], told
+    assert re.findall(r'Revealed type is "(.*)"', reported) == REVEALED, reported
+    faults = [line for line in reported.splitlines() if ": error:" in line]
+    assert [fault.split(": ")[0] for fault in faults] == [f"script.py:{line}" for line in wrong()], reported
 
 
 def wrong() -> list[int]:
@@ -130,8 +130,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(source: Path, kind: str) -> ZipFile:
     """A wheel of that kind, as pip has it built."""
     (source / kind).mkdir()
-    told = f"from setuptools import build_meta; build_meta.build_{kind}({kind!r})"
-    subprocess.run([sys.executable, "-c", told], cwd=source, capture_output=True, check=True)
+    program = f"from setuptools import build_meta; build_meta.build_{kind}({kind!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True, check=True)
     return ZipFile(next((source / kind).glob("*.whl")))
 
 

@@ -114,7 +114,7 @@ class Browser:
         return [one["message"] for one in self.driver.get_log("browser") if one["level"] == "SEVERE"]
 
     def picture(self, name: str) -> None:
-        """A picture of the whole page, where such are wanted."""
+        """A picture of the whole page, if pictures are wanted."""
         if SCREENSHOTS:
             size = self.driver.execute_script("return [innerWidth, document.documentElement.scrollHeight]")
             dark = self.driver.execute_script("return matchMedia('(prefers-color-scheme: dark)').matches")
@@ -433,7 +433,7 @@ const [one, other] = colours.map(light);
 for (let shown = arguments[0]; shown; shown = shown.parentElement) if (getComputedStyle(shown).opacity < 1) return 0;
 return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
 """
-"""Of a text with what is behind it, as WCAG 2 counts; 4.5 is its level AA."""
+"""Of a text with its background, as WCAG 2 counts; 4.5 is its level AA."""
 
 
 @pytest.mark.skipif(not SCREENSHOTS, reason="XTOK_SCREENSHOTS names no folder for the picture")

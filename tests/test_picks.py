@@ -138,7 +138,7 @@ def test_draws_of_several_rows_are_those_of_each(
             assert alone == (int(tokens[row]), float(margins[row]))
 
 
-def test_where_a_grammar_leaves_fewer_ids_than_top_k_draws_are_known_at_once() -> None:
+def test_if_a_grammar_leaves_fewer_ids_than_top_k_draws_are_known_at_once() -> None:
     scores, keys = torch.full((20, 50000), -torch.inf), keys_of(0, 50000)
     scores[:, 7000:7005] = scores_of(0, 20, 5)
     for cuts in ([TopKLogitsWarper(50)], [TopKLogitsWarper(50), TopPLogitsWarper(0.95)], [MinPLogitsWarper(1e-6)]):

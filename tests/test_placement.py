@@ -8,12 +8,9 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
+from worlds import deep, mostly_deep
 
 from xtok import Budget, HeadsDrafter, XTokAssisted
 from xtok.cli import commands as cli
@@ -32,7 +29,7 @@ def load(source: Any, **how: Any) -> tuple[PreTrainedModel, Any]:
 
 
 def check(target: tuple[PreTrainedModel, Any], draft: tuple[PreTrainedModel, Any], length: int = 12) -> None:
-    """Greedily the target's own ids, sampled those of no draft, where no pick was too close to call in that precision."""
+    """Greedily the target's own ids, sampled those of no draft, if no pick was too close to call in that precision."""
     helped = XTokAssisted(target, [draft], budget=Budget(3, width=4, schedule="constant"))
     for how in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "seed": 5}):
         mine = helped.generate(TEXT, max_new_tokens=length, **how)
@@ -47,20 +44,17 @@ def check(target: tuple[PreTrainedModel, Any], draft: tuple[PreTrainedModel, Any
 PRECISIONS = list(product((torch.float64, torch.bfloat16), (torch.float32, torch.bfloat16, torch.float16)))
 
 
-@pytest.mark.parametrize(
-    ("target", "draft"),  # in turns: each precision of either model beside one or two of the other's
-    [pytest.param(*both, marks=pytest.mark.deep if place % 2 else []) for place, both in enumerate(PRECISIONS)],
-)
+@pytest.mark.parametrize(("target", "draft"), mostly_deep(PRECISIONS, PRECISIONS[::4]))
 def test_any_precisions(target: torch.dtype, draft: torch.dtype) -> None:
     check(load(TARGET, dtype=target), load(DRAFT, dtype=draft))
 
 
-@pytest.mark.parametrize(("target", "draft"), [("sdpa", "eager"), ("eager", "sdpa")])
+@pytest.mark.parametrize(("target", "draft"), [*deep(("sdpa", "eager")), ("eager", "sdpa")])
 def test_any_attention(target: str, draft: str) -> None:
     check(load(TARGET, attn_implementation=target), load(DRAFT, attn_implementation=draft))
 
 
-def test_models_behind_the_hooks_of_accelerate() -> None:
+def test_models_under_the_hooks_of_accelerate() -> None:
     check(load(TARGET, device_map={"": "cpu"}), load(DRAFT, device_map={"": "cpu"}))
 
 
@@ -80,7 +74,7 @@ def places(xt: XTokAssisted) -> list[tuple[str, torch.dtype]]:
         ({"device_map": ({"": "cpu"}, None)}, (torch.float32, torch.float32)),
     ],
 )
-def test_models_given_as_paths_are_placed_as_is_asked(how: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> None:
+def test_models_given_as_paths_are_placed_as_requested(how: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> None:
     assert places(XTokAssisted(TARGET, DRAFT, **how)) == [("cpu", dtype) for dtype in dtypes]
 
 
@@ -111,7 +105,7 @@ def test_an_accelerator_that_cannot_compute_noise_is_not_the_best_device(monkeyp
     assert best_device() == torch.device("cpu")
 
 
-def test_a_model_that_does_not_fit_is_told_of_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_reported_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried …")
 
@@ -126,10 +120,10 @@ def test_a_model_that_does_not_fit_is_told_of_with_what_to_do(monkeypatch: pytes
 def test_the_command_line_places_models_apart() -> None:
     pair = load_pair(str(TARGET), str(DRAFT), "cpu,", "bfloat16,float64")
     assert [(model.device.type, model.dtype) for model, _ in pair] == [("cpu", torch.bfloat16), ("cpu", torch.float64)]
-    told = CliRunner().invoke(
+    reported = CliRunner().invoke(
         cli.app, ["generate", TEXT, "--dtype", "float64,bfloat16", "--device", "cpu", "--max-new-tokens", "8"]
     )
-    assert told.stdout == XTokAssisted(load(TARGET, dtype=torch.float64)).generate(TEXT, max_new_tokens=8).text + "\n"
+    assert reported.stdout == XTokAssisted(load(TARGET, dtype=torch.float64)).generate(TEXT, max_new_tokens=8).text + "\n"
     for wrong in (["--dtype", "int3"], ["--device", "cpu,cpu,cpu"], ["--draft", "none", "--dtype", ",float32"]):
         refused = CliRunner().invoke(cli.app, ["generate", TEXT, *wrong])
         assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)

@@ -122,8 +122,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_prompt_is_refused_before_any_work(name: str) -> None:
-    prompt, arguments, told = REFUSED[name]
-    with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=told):
+    prompt, arguments, reported = REFUSED[name]
+    with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=reported):
         XT.generate(prompt, **arguments, **GREEDY)
     assert not seen
 

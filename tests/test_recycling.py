@@ -1,4 +1,4 @@
-"""Token recycling: what the target held for likely behind the same id before, against a plain dictionary."""
+"""Token recycling: what the target held for likely after the same id before, against a plain dictionary."""
 
 import gc
 import pickle

@@ -118,7 +118,7 @@ def test_an_append_costs_the_new_bytes_and_not_the_context() -> None:
 
 
 def test_the_mark_that_some_tokenizers_write_for_a_space_may_stand_in_a_text() -> None:
-    """Found by the state machine: `▁new` is a token, and so nothing may be cut behind a literal `▁`."""
+    """Found by the state machine: `▁new` is a token, and so nothing may be cut after a literal `▁`."""
     mine = encoder_of(("SentencePiece BPE", 0))
     fast = Reencoder(mine)
     for data in (b"\xe2\x96\x81", b"n", b"ew line"):

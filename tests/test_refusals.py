@@ -77,11 +77,7 @@ SETTINGS: dict[str, Refused] = {
         r"posterior_alpha is nan",
     ),
     "nobody to adapt": (lambda: XTokAssisted(PAIR, adapt=True), InvalidInputError, r"needs one draft model .* there are 0"),
-    "a draft that is nothing": (
-        lambda: XTokAssisted(PAIR, [None]),
-        InvalidInputError,
-        r"The draft is NoneType\. Pass a hub",
-    ),
+    "a draft that is nothing": (lambda: XTokAssisted(PAIR, [None]), InvalidInputError, r"The draft is NoneType\. Pass a hub"),
     "two pairs that are no list": (
         lambda: XTokAssisted(PAIR, (PAIR, PAIR)),
         InvalidInputError,
@@ -132,11 +128,7 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"The draft no-such-model is no folder here, and as a hub id it can't be had: .* Check the name",
     ),
-    "a name that is none": (
-        lambda: XTokAssisted("x y"),
-        InvalidInputError,
-        r"The target x y is no folder .* Check the name",
-    ),
+    "a name that is none": (lambda: XTokAssisted("x y"), InvalidInputError, r"The target x y is no folder .* Check the name"),
     "an empty name": (lambda: XTokAssisted(" "), InvalidInputError, r"The target has an empty name\. Pass a hub id"),
     "a folder without a model": (
         lambda: XTokAssisted(PAIR, Path(__file__).parent),
@@ -154,22 +146,14 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"holds no heads: it is a folder\. Make one",
     ),
-    "one text to learn from": (
-        lambda: split("text"),
-        InvalidInputError,
-        r"prompts is 'text'; give a list of texts",
-    ),
+    "one text to learn from": (lambda: split("text"), InvalidInputError, r"prompts is 'text'; give a list of texts"),
     "heads for a model that shares none": (
         lambda: described(SimpleNamespace(config=TARGET.config, get_output_embeddings=lambda: None), token_bytes(TOKENS)),
         InvalidInputError,
         r"has no output embedding of its hidden size, 32",
     ),
-    "heads that aren't there": (
-        lambda: HeadsDrafter("no-heads"),
-        InvalidInputError,
-        r"no-heads holds no heads.*train-heads",
-    ),
-    "nothing to sample behind": (
+    "heads that aren't there": (lambda: HeadsDrafter("no-heads"), InvalidInputError, r"no-heads holds no heads.*train-heads"),
+    "nothing to sample after": (
         lambda: compare_sampled(PAIR, (OTHER, BYTES), [], max_new_tokens=3, guess_length=3),
         InvalidInputError,
         r"no prompts\. Give a file",
@@ -233,11 +217,7 @@ SETTINGS: dict[str, Refused] = {
 }
 
 PROMPTS: dict[str, Refused] = {
-    "an id beyond the model's": (
-        lambda: by_ids([[5, 99999]]),
-        InvalidInputError,
-        r"the id 99999, .* 0 to 592\. Encode it",
-    ),
+    "an id beyond the model's": (lambda: by_ids([[5, 99999]]), InvalidInputError, r"the id 99999, .* 0 to 592\. Encode it"),
     "an id below 0": (lambda: by_ids([[-1, 5]]), InvalidInputError, r"the id -1, .* from 0 to 592\. Encode it"),
     "no ids": (lambda: by_ids([[]]), InvalidInputError, r"no ids\. Pass at least one"),
     "nothing to begin with": (
@@ -346,14 +326,14 @@ PROMPTS: dict[str, Refused] = {
 
 @pytest.mark.parametrize("given", [*SETTINGS, *PROMPTS])
 def test_what_makes_no_sense_is_refused_before_any_forward(given: str) -> None:
-    ask, error, told = (SETTINGS | PROMPTS)[given]
-    with forwards(TARGET, OTHER, SMALL) as seen, pytest.raises(error, match=told):
+    ask, error, reported = (SETTINGS | PROMPTS)[given]
+    with forwards(TARGET, OTHER, SMALL) as seen, pytest.raises(error, match=reported):
         ask()
     assert not seen
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens.*is 0"),
         ({"max_new_tokens": -3}, "max_new_tokens.*is -3"),
@@ -368,7 +348,9 @@ def test_what_makes_no_sense_is_refused_before_any_forward(given: str) -> None:
         ({"bad_words_ids": []}, "bad_words_ids"),
     ],
 )
-def test_what_transformers_refuses_is_refused_in_its_own_words_before_any_forward(arguments: dict[str, Any], told: str) -> None:
+def test_what_transformers_refuses_is_refused_in_its_own_words_before_any_forward(
+    arguments: dict[str, Any], reported: str
+) -> None:
     asked = {**GREEDY, **arguments}
     ids = torch.tensor([TOKENS(PROMPT).input_ids])
     for ask in (
@@ -377,7 +359,7 @@ def test_what_transformers_refuses_is_refused_in_its_own_words_before_any_forwar
         lambda: TARGET.generate(ids, custom_generate=XT, **asked),
         lambda: TARGET.generate(ids, **asked),
     ):
-        with forwards(TARGET, OTHER) as seen, pytest.raises(ValueError, match=told):
+        with forwards(TARGET, OTHER) as seen, pytest.raises(ValueError, match=reported):
             ask()
         assert not seen
 
@@ -390,7 +372,7 @@ def test_what_transformers_refuses_is_refused_in_its_own_words_before_any_forwar
         lambda: XTokAssisted(PAIR, (OTHER, BYTES), adapt=True),
     ],
 )
-def test_what_isnt_installed_is_told_of_together_with_how_to_install_it(
+def test_what_isnt_installed_is_reported_together_with_how_to_install_it(
     check: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("tune.work", "drafts.adapt"):
@@ -416,9 +398,6 @@ def test_a_control_token_beyond_the_models_ids_is_no_fault_until_a_prompt_has_it
     tokens.add_special_tokens({"pad_token": "[PAD]"})
     xt = XTokAssisted((target, tokens))
     assert xt.generate(PROMPT, **GREEDY).token_ids
-    with (
-        forwards(target) as seen,
-        pytest.raises(InvalidInputError, match=f"the id {len(TOKENS)}, .* 0 to {len(TOKENS) - 1}"),
-    ):
+    with forwards(target) as seen, pytest.raises(InvalidInputError, match=f"the id {len(TOKENS)}, .* 0 to {len(TOKENS) - 1}"):
         xt.generate("[PAD]", **GREEDY)
     assert not seen

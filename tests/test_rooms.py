@@ -51,13 +51,13 @@ def test_the_bytes_of_ids_need_no_torch() -> None:
 @pytest.mark.parametrize("module", sorted(name for name in MODULES if "." in name and "tokenbytes" not in name))
 def test_a_room_says_what_belongs_there(module: str) -> None:
     room = MODULES[module].parent / "__init__.py"
-    told = ast.get_docstring(ast.parse(room.read_text(encoding="utf-8")))
-    assert told, room
+    reported = ast.get_docstring(ast.parse(room.read_text(encoding="utf-8")))
+    assert reported, room
 
 
-def test_what_learns_is_imported_only_when_it_is_asked_for() -> None:
-    told = "import sys, xtok; print([name for name in ('xtok.tune', 'peft', 'transformers.trainer') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+def test_what_learns_is_imported_only_when_it_is_requested() -> None:
+    program = "import sys, xtok; print([name for name in ('xtok.tune', 'peft', 'transformers.trainer') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert xtok.tune_draft.__module__ == "xtok.tune"
 

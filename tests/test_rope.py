@@ -73,7 +73,7 @@ def prompt(size: int) -> str:
 
 @cache
 def truth(rope: str, size: int) -> tuple[int, ...]:
-    """A prompt of so many ids, and what a new model writes behind it."""
+    """A prompt of so many ids, and what a new model writes after it."""
     ids = torch.tensor([prompt_ids(TOKENS, prompt(size))])
     assert ids.shape[1] == size
     return tuple(deepcopy(made(rope)).generate(ids, **GREEDY)[0].tolist())
@@ -91,7 +91,7 @@ def guess(rope: str) -> ScriptedDrafter:
 
 
 def assisted(rope: str, used: tuple[int, ...] = ()) -> XTokAssisted:
-    """An instance whose target has written texts behind prompts of such sizes before, by transformers alone."""
+    """An instance whose target has written texts after prompts of such sizes before, by transformers alone."""
     model = deepcopy(made(rope))
     for size in used:
         model.generate(torch.tensor([truth(rope, size)[:size]]), **GREEDY)
@@ -110,7 +110,7 @@ def remembered(model: PreTrainedModel) -> list[Any]:
 
 
 def texts(xt: XTokAssisted, sizes: list[int], way: str) -> list[list[int]]:
-    """What an instance writes behind prompts of such sizes."""
+    """What an instance writes after prompts of such sizes."""
     prompts = [prompt(size) for size in sizes]
     if way == "list":
         return [one.token_ids for one in xt.generate(prompts, **GREEDY)]
@@ -137,7 +137,7 @@ def texts(xt: XTokAssisted, sizes: list[int], way: str) -> list[list[int]]:
     st.sampled_from(["list", "one by one", "streams"]),
     st.lists(st.sampled_from(SIZES), max_size=2).map(tuple),
 )
-def test_what_a_dynamic_target_writes_is_what_a_new_one_writes_beside_and_after_any_other_texts(
+def test_what_a_dynamic_target_writes_is_what_a_new_one_writes_beside_and_after_any_other_sequences(
     rope: str, sizes: list[int], way: str, used: tuple[int, ...]
 ) -> None:
     """Found in review: its frequencies are made for the longest text that it was ever given, whichever that was."""
@@ -160,7 +160,7 @@ def test_guesses_are_accepted_up_to_the_boundary() -> None:
 
 
 @pytest.mark.parametrize("rope", REMEMBERING)
-def test_a_text_that_breaks_off_leaves_the_model_as_it_was(rope: str) -> None:
+def test_a_sequence_that_breaks_off_leaves_the_model_as_it_was(rope: str) -> None:
     xt = assisted(rope, used=(BOUNDARY + 1,))
     before = remembered(xt.model)
     pieces = xt.stream(prompt(BOUNDARY + 9), **GREEDY)
@@ -183,7 +183,7 @@ def test_a_text_that_breaks_off_leaves_the_model_as_it_was(rope: str) -> None:
     assert texts(xt, [BOUNDARY], "list") == [list(truth(rope, BOUNDARY)[BOUNDARY:])]
 
 
-def test_a_text_behind_a_filled_cache_is_what_a_new_model_writes() -> None:
+def test_a_sequence_after_a_filled_cache_is_what_a_new_model_writes() -> None:
     size = BOUNDARY + 1
     ids = torch.tensor([truth("dynamic", size)[:size]])
     for held in (5, BOUNDARY - 1, BOUNDARY):
@@ -209,7 +209,7 @@ def slowly(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_threads_with_texts_on_both_sides_of_the_boundary_dont_disturb_each_other(
+def test_threads_with_sequences_on_both_sides_of_the_boundary_dont_disturb_each_other(
     rope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     xt, sizes = assisted(rope), (3, BOUNDARY - LENGTH, BOUNDARY + 1, BOUNDARY + 9)
@@ -241,8 +241,8 @@ def batch(*sizes: int) -> dict[str, torch.Tensor]:
 )
 def test_rows_that_would_be_read_as_the_longest_of_them_are_refused(rope: str, sizes: tuple[int, ...], boundary: int) -> None:
     xt = assisted(rope)
-    told = rf"Rows of {sizes[0]} to {sizes[1]} ids .* beyond position {boundary} of Llama.* Call generate once per row"
-    with pytest.raises(UnsupportedArgumentError, match=told):
+    reported = rf"Rows of {sizes[0]} to {sizes[1]} ids .* beyond position {boundary} of Llama.* Call generate once per row"
+    with pytest.raises(UnsupportedArgumentError, match=reported):
         xt.model.generate(**batch(*sizes), custom_generate=xt, **GREEDY)
     assert texts(xt, list(sizes), "list") == [list(truth(rope, size)[size:]) for size in sizes]
 
@@ -263,7 +263,7 @@ def test_rows_that_are_read_alike_are_those_of_transformers(rope: str, sizes: tu
 
 
 @pytest.mark.parametrize("rope", ["longrope", "longrope in one kind of layers"])
-def test_a_row_that_crosses_the_boundary_of_longrope_is_refused_behind_any_padding(rope: str) -> None:
+def test_a_row_that_crosses_the_boundary_of_longrope_is_refused_after_any_padding(rope: str) -> None:
     """Found in review: a row was measured with its padding, and factors in one kind of layers were overlooked."""
     xt = assisted(rope)
     with pytest.raises(UnsupportedArgumentError, match=f"max_length={BOUNDARY - 1 + LENGTH} crosses position {BOUNDARY}"):

@@ -29,7 +29,7 @@ def ids_of(generated: Any) -> list[list[int]]:
     return [one.token_ids for one in (generated if isinstance(generated, list) else [generated])]
 
 
-@examples(400, share=16)
+@examples(400, share=24)
 @given(
     target=KINDS,
     prompt=texts(),
@@ -55,7 +55,7 @@ def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     assert mine.seed == expected.seed == sampling["seed"]
 
 
-@examples(400, share=16)
+@examples(400, share=24)
 @given(
     target=KINDS,
     draft=KINDS,
@@ -138,7 +138,7 @@ def test_different_prompts_have_independent_noise_under_one_seed(xt: XTokAssiste
 
 
 def test_prompts_that_differ_in_control_tokens_alone_are_different_prompts(xt: XTokAssisted) -> None:
-    """Found in review of the laws: told apart by their bytes, the second of them was taken for the first one again."""
+    """Found in review of the laws: distinguished by their bytes, the second of them was taken for the first one again."""
     plain, spaced = "吾輩は", "吾輩は</s>"
     together = ids_of(xt.generate([plain, spaced], **SETTINGS))
     assert together == [xt.generate(plain, **SETTINGS).token_ids, xt.generate(spaced, **SETTINGS).token_ids]
@@ -151,7 +151,7 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(xt: XTokAssi
     assert xt.generate(PROMPTS[0], **{**SETTINGS, "seed": 2**64 - 1}).seed == 2**64 - 1
 
 
-def test_without_a_seed_one_is_drawn_and_told_so_that_the_run_can_be_repeated(xt: XTokAssisted) -> None:
+def test_without_a_seed_one_is_drawn_and_reported_so_that_the_run_can_be_repeated(xt: XTokAssisted) -> None:
     unseeded = {**SETTINGS, "seed": None}
     first, second = xt.generate(PROMPTS[0], **unseeded), xt.generate(PROMPTS[0], **unseeded)
     assert first.seed != second.seed
@@ -272,7 +272,7 @@ def test_a_negative_end_means_none() -> None:
     assert generation.token_ids == ALONE.generate("吾輩は", eos_token_id=-1, **SETTINGS).token_ids
 
 
-def test_processors_that_leave_no_token_are_told_of() -> None:
+def test_processors_that_leave_no_token_are_reported() -> None:
     with pytest.raises(InvalidInputError, match="left no token to draw"):
         ALONE.generate("吾輩は", logits_processor=LogitsProcessorList([Only([])]), **SETTINGS)
 
@@ -280,7 +280,7 @@ def test_processors_that_leave_no_token_are_told_of() -> None:
 # rejection
 
 
-def test_rejection_is_refused_where_the_distribution_of_a_draft_isnt_known() -> None:
+def test_rejection_is_refused_if_the_distribution_of_a_draft_isnt_known() -> None:
     scripted = ScriptedDrafter(lambda context: [])
     with pytest.raises(UnsupportedArgumentError, match="takes one draft model alone"):
         XTokAssisted((TARGET, TOKENS), scripted, acceptance="rejection")
@@ -296,7 +296,7 @@ def test_rejection_gives_the_same_text_for_the_same_seed_and_leaves_greedy_texts
 
 
 def test_distributions_from_a_draft_of_ones_own_are_not_believed() -> None:
-    """A tree that claims that its ids were drawn from some distribution decides nothing where guesses have to match."""
+    """A tree that claims that its ids were drawn from some distribution decides nothing if guesses have to match."""
 
     class Liar:
         def propose(self, context: Context, budget: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Real tokenizers on real text: each of them, and every ordered pair. Skipped where the folder of files is missing."""
+"""Real tokenizers on real text: each of them, and every ordered pair. Skipped if the folder of files is missing."""
 
 import re
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def test_the_bytes_are_those_that_llguidance_reads(name: str) -> None:
 @pytest.mark.parametrize("language", TEXTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_re_encoding_is_canonical(name: str, language: str) -> None:
-    """Word by word and cut in mid-character; unequal only where a Unigram has pieces of equal score to choose from."""
+    """Word by word and cut in mid-character; unequal only if a Unigram has pieces of equal score to choose from."""
     text = sample(TEXTS[language])
     data = text.encode()
     reencoder = Reencoder(reading(name))
@@ -207,7 +207,7 @@ def test_a_pair_of_real_vocabularies_writes_and_draws_what_the_target_does_witho
     ("target", "draft"), list(permutations(["llm-jp-v2.2", "gpt-neox-20b", "llama2", "starcoder (gguf)"], 2))
 )
 def test_a_draft_that_speaks_the_targets_text_loses_next_to_nothing_to_boundaries(target: str, draft: str) -> None:
-    """Guesses of five draft tokens of the true text, mapped behind every target token of it, name the true next id."""
+    """Guesses of five draft tokens of the true text, mapped after every target token of it, name the true next id."""
     text = sample("aozora", 300)
     truth = reading(target).ids(text)
     drafted = Reencoder(reading(draft))

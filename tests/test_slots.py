@@ -22,17 +22,17 @@ from xtok.models.shared_cache import SharedCache, SharedSlot
 
 VOCABULARY = 40
 FAULTY = VOCABULARY - 1
-"""The id that a forward fails by, where it is to."""
+"""The id at which a forward fails, if it is to."""
 LONGEST = 400
-PLACES = ("before all layers", "between two", "behind all layers")
+PLACES = ("before all layers", "between two", "after all layers")
 tokens = st.integers(0, FAULTY - 1)
 few = st.lists(tokens, max_size=4)
-"""With a tree behind them still so few that all share a forward, however unlike they are."""
+"""With a tree after them still so few that all share a forward, however unlike they are."""
 
 
 @dataclass
 class Held:
-    """What a row ought to hold: ids that are kept, and behind them the nodes of a tree, each with its parent."""
+    """What a row ought to hold: ids that are kept, and after them the nodes of a tree, each with its parent."""
 
     slot: SharedSlot
     ids: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Held:
         return [*self.path(self.parents[node]), self.nodes[node]]
 
     def root(self, node: int) -> int:
-        """What the path to a node begins behind: -1 or -2."""
+        """What the path to a node begins after: -1 or -2."""
         return self.root(self.parents[node]) if node >= 0 else node
 
     def with_new(self, ids: Sequence[int], parents: Sequence[int]) -> "Held":
@@ -76,7 +76,7 @@ def asked(held: Held, ids: Sequence[int], parents: Sequence[int], rows: int) -> 
 
 
 def anew(lm: PreTrainedModel, paths: list[list[int]]) -> list[Tensor]:
-    """The logits behind each of some texts, forwarded as a whole; what is padded at the end is seen by nothing before it."""
+    """The logits after each of some texts, forwarded as a whole; what is padded at the end is seen by nothing before it."""
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(path) for path in paths], batch_first=True)
     with torch.no_grad():
         logits = lm(padded).logits
@@ -117,9 +117,14 @@ def failing_by_an_id(lm: PreTrainedModel, place: str) -> Iterator[list[int]]:
             handle.remove()
 
 
+def layers_of(slots: SharedCache) -> list[Any]:
+    """The layers of a cache that hold anything yet."""
+    return [layer for layer in slots._layers if layer.is_initialized]
+
+
 def shapes(slots: SharedCache) -> set[tuple[int, int]]:
     """How many rows and positions there are."""
-    return {(layer.keys.shape[0], layer.keys.shape[2]) for layer in slots._layers if layer.is_initialized}
+    return {(layer.keys.shape[0], layer.keys.shape[2]) for layer in layers_of(slots)}
 
 
 def poison(slots: SharedCache, index: int, places: slice) -> None:
@@ -131,9 +136,9 @@ def poison(slots: SharedCache, index: int, places: slice) -> None:
 
 
 class Sharing(RuleBasedStateMachine):
-    """Law 8: batch changes nothing. Lists hold what the rows ought to hold.
+    """Law 8: a batch changes nothing. Lists hold what the rows ought to hold.
 
-    `forwards`: how often a model may be called where one forward answers all.
+    `forwards`: how often a model may be called if one forward answers all.
     """
 
     forwards: tuple[int, ...] = (1,)
@@ -164,7 +169,7 @@ class Sharing(RuleBasedStateMachine):
         return data.draw(st.lists(st.sampled_from(able), min_size=1, max_size=most, unique_by=id)) if able else []
 
     def drawn(self, held: Held, data: st.DataObject) -> Asked:
-        """Ids that are kept, nodes of a tree, or those behind these. Where a tree stands, there are further nodes alone."""
+        """Ids that are kept, nodes of a tree, or those after these. Where a tree stands, there are further nodes alone."""
         kept = [] if held.nodes else data.draw(few)
         nodes = data.draw(st.lists(tokens, min_size=not kept, max_size=4))
         first = -2 if len(held.ids) + len(kept) > 1 else -1
@@ -202,7 +207,7 @@ class Sharing(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), place=st.sampled_from(PLACES))
     def ask_for_what_fails(self, data: st.DataObject, place: str) -> None:
-        """A text whose forward fails is told so, and holds what it held; the others are answered."""
+        """A sequence whose forward fails gets the error, and holds what it held; the others are answered."""
         all_asked = [self.drawn(one, data) for one in self.chosen(data)]
         faulty = data.draw(st.lists(st.booleans(), min_size=len(all_asked), max_size=len(all_asked)))
         for one, fails in zip(all_asked, faulty, strict=True):
@@ -310,7 +315,7 @@ def ask_one_more(texts: Sequence[Held], lm: PreTrainedModel = LM) -> None:
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("between", [False, True])
-def test_what_isnt_a_number_in_a_row_that_was_left_never_reaches_the_next_text(index: int, between: bool) -> None:
+def test_what_isnt_a_number_in_a_row_that_was_left_never_reaches_the_next_sequence(index: int, between: bool) -> None:
     """Be there a forward of the others before it joins, or none."""
     slots = SharedCache(LM)
     texts = filled(slots, 20, 20, 20)
@@ -325,7 +330,7 @@ def test_what_isnt_a_number_in_a_row_that_was_left_never_reaches_the_next_text(i
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_what_isnt_a_number_behind_the_end_of_a_row_never_reaches_a_text(index: int) -> None:
+def test_what_isnt_a_number_after_the_end_of_a_row_never_reaches_a_sequence(index: int) -> None:
     slots = SharedCache(LM)
     texts = filled(slots, 30, 30)
     for held in texts:
@@ -340,7 +345,7 @@ def test_what_isnt_a_number_behind_the_end_of_a_row_never_reaches_a_text(index: 
         ask_one_more(texts)
 
 
-def test_a_text_that_overflows_leaves_the_logits_of_others_as_they_are() -> None:
+def test_a_sequence_that_overflows_leaves_the_logits_of_others_as_they_are() -> None:
     slots = SharedCache(LM)
     texts = filled(slots, 6, 9, 12)
     poison(slots, 1, slice(2, 5))
@@ -358,7 +363,7 @@ def test_a_text_that_overflows_leaves_the_logits_of_others_as_they_are() -> None
     joining=st.integers(0, 3),
 )
 def test_no_forward_runs_over_rows_that_were_left(sizes: list[int], staying: list[bool], joining: int) -> None:
-    """Also where texts joined that were not forwarded yet."""
+    """Also if sequences joined that were not forwarded yet."""
     slots = SharedCache(LM)
     texts = filled(slots, *sizes)
     further = [Held(slots.join()) for _ in range(joining)]
@@ -374,19 +379,19 @@ def test_no_forward_runs_over_rows_that_were_left(sizes: list[int], staying: lis
     ask_one_more(kept)
 
 
-def test_texts_that_come_and_go_take_no_more_room_than_those_that_are_there() -> None:
+def test_sequences_that_come_and_go_take_no_more_room_than_those_that_are_there() -> None:
     slots = SharedCache(LM)
     shapes = set()
     for turn in range(12):
         texts = filled(slots, *[20] * 3)
-        shapes.add(tuple(slots._layers[0].keys.shape))
+        shapes.add(tuple(layers_of(slots)[0].keys.shape))
         for held in texts[:: 1 if turn % 2 else -1]:
             held.slot.leave()
     assert len(shapes) == 1
     assert shapes.pop()[0] <= 4
 
 
-def test_room_that_texts_leave_is_that_of_longer_ones_and_of_more() -> None:
+def test_room_that_sequences_leave_is_that_of_longer_ones_and_of_more() -> None:
     slots = SharedCache(LM, rows=4, capacity=400)
     for sizes, shape in [((20, 30, 25, 9), (4, 100)), ((300,), (1, 384)), ((120, 7, 11), (3, 133)), ((40,) * 8, (8, 50))]:
         texts = filled(slots, *sizes)
@@ -417,7 +422,7 @@ def test_a_row_that_moved_is_left_where_it_is_now() -> None:
     assert len(slots._rows) == 2
 
 
-def test_texts_of_much_unlike_lengths_are_read_apart_and_those_alike_together() -> None:
+def test_sequences_of_much_unlike_lengths_are_read_apart_and_those_alike_together() -> None:
     slots = SharedCache(LM)
     texts = [Held(slots.join()) for _ in range(4)]
     sizes = (40, 60, 200, 5)
@@ -429,8 +434,8 @@ def test_texts_of_much_unlike_lengths_are_read_apart_and_those_alike_together() 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_others_are_forwarded_again_where_one_of_them_fails(place: str) -> None:
-    """As trees and chains, and also where the failing text is asked for first or in between."""
+def test_the_others_are_forwarded_again_if_one_of_them_fails(place: str) -> None:
+    """As trees and chains, and also if the failing sequence is first or in between."""
     for faulty in range(3):
         slots = SharedCache(LM)
         texts = filled(slots, 4, 6, 8)
@@ -454,7 +459,7 @@ def test_the_others_are_forwarded_again_where_one_of_them_fails(place: str) -> N
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_texts_whose_first_forward_fails_spoil_nothing_for_those_that_come_behind_them(place: str) -> None:
+def test_sequences_whose_first_forward_fails_spoil_nothing_for_those_that_come_after_them(place: str) -> None:
     slots = SharedCache(LM)
     (long,) = filled(slots, 40)
     bad = [slots.join() for _ in range(2)]
@@ -486,33 +491,35 @@ def test_a_row_whose_first_forward_failed_may_move_to_another_place(place: str) 
 # what is written for one text
 
 
-def writes(slot: SharedSlot, ids: list[int], told: list[str]) -> Steps[list[int]]:
-    """Reads some ids one by one; what fails it notes, and goes on behind it."""
+def writes(slot: SharedSlot, ids: list[int], reported: list[str]) -> Steps[list[int]]:
+    """Reads some ids one by one; what fails it notes, and goes on after it."""
     picks = []
     while ids:
         try:
             answer = yield Ask(slot, [ids[0]], 1)
             picks.append(int(answer.logits.argmax()))
         except RuntimeError as error:
-            told.append(str(error))
+            reported.append(str(error))
         ids = ids[1:]
     return picks
 
 
 @examples(40)
 @given(texts=st.lists(st.lists(st.integers(0, FAULTY), max_size=6), max_size=4), place=st.sampled_from(PLACES))
-def test_a_text_that_is_told_of_a_failure_goes_on_and_the_others_never_know(texts: list[list[int]], place: str) -> None:
+def test_a_sequence_whose_failure_is_reported_to_it_goes_on_and_the_others_never_know(
+    texts: list[list[int]], place: str
+) -> None:
     slots = SharedCache(LM)
-    told: list[list[str]] = [[] for _ in texts]
+    reported: list[list[str]] = [[] for _ in texts]
     with failing_by_an_id(LM, place):
-        results = together([writes(slots.join(), ids, notes) for ids, notes in zip(texts, told, strict=True)])
-    assert [len(notes) for notes in told] == [ids.count(FAULTY) for ids in texts]
+        results = together([writes(slots.join(), ids, notes) for ids, notes in zip(texts, reported, strict=True)])
+    assert [len(notes) for notes in reported] == [ids.count(FAULTY) for ids in texts]
     for ids, picks in zip(texts, results, strict=True):
         read = [token for token in ids if token != FAULTY]
         assert picks == (LM(torch.tensor([read])).logits[0].argmax(-1).tolist() if read else [])
 
 
-def test_a_failure_that_nobody_catches_is_raised_where_the_texts_are_run() -> None:
+def test_a_failure_that_nobody_catches_is_raised_where_the_sequences_are_run() -> None:
     slots = SharedCache(LM)
 
     def careless() -> Generator[Ask, Answer, int]:
@@ -523,7 +530,7 @@ def test_a_failure_that_nobody_catches_is_raised_where_the_texts_are_run() -> No
         together([writes(slots.join(), [3, 4], []), careless()])  # type: ignore[list-item]
 
 
-def test_texts_that_ask_for_nothing_and_for_different_models_run_together() -> None:
+def test_sequences_that_ask_for_nothing_and_for_different_models_run_together() -> None:
     other = model("Mistral", VOCABULARY, 1, torch.float64)
     slots, others = SharedCache(LM), SharedCache(other)
 
@@ -539,7 +546,7 @@ def test_texts_that_ask_for_nothing_and_for_different_models_run_together() -> N
     assert found == [[], expected[0], expected[1], expected[0]]
 
 
-def test_padding_beside_a_tree_behind_nothing_is_numbers_to_attention_in_float32_too() -> None:
+def test_padding_beside_a_tree_after_nothing_is_numbers_to_attention_in_float32_too() -> None:
     """Eager attention takes its softmax in float32, where what masks in float64 is minus infinity."""
     lm = deepcopy(model("GPTNeoX", VOCABULARY, 0, torch.float64))
     lm.set_attn_implementation("eager")

@@ -77,7 +77,7 @@ def test_texts_stop_where_transformers_stops_them(case: tuple[Vocabulary, list[i
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_control_tokens_are_spelled_as_transformers_spells_them(family: str) -> None:
+def test_control_tokens_decode_as_in_transformers(family: str) -> None:
     """Found here: WordPiece puts a space in front of them."""
     known = vocabulary(family, 1)
     for strings in ([" "], ["<s>"], [" <s"], ["s></"], ["> <"]):

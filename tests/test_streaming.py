@@ -58,7 +58,7 @@ def test_streamed_pieces_are_the_text_and_never_half_a_character(draft: str, len
     assert not any("\ufffd" in piece for piece in pieces[:-1])
 
 
-def test_streamed_pieces_are_the_text_also_where_it_is_no_utf8(xt: XTokAssisted) -> None:
+def test_streamed_pieces_are_the_text_also_if_it_is_no_utf8(xt: XTokAssisted) -> None:
     for prompt in PROMPTS:
         assert "".join(xt.stream(prompt, **GREEDY)) == xt.generate(prompt, **GREEDY).text
 
@@ -97,7 +97,7 @@ def test_a_list_is_refused_as_the_prompt_of_a_stream(xt: XTokAssisted) -> None:
 # streamers
 
 
-def test_a_streamer_is_told_just_what_transformers_tells_it(xt: XTokAssisted) -> None:
+def test_a_streamer_gets_just_what_transformers_hands_it(xt: XTokAssisted) -> None:
     for arguments in ({}, {"eos_token_id": truth()[5]}):
         theirs, ours, direct = Recorder(), Recorder(), Recorder()
         TARGET.generate(**encoded(PROMPT), streamer=theirs, **{**GREEDY, **arguments})
@@ -108,7 +108,7 @@ def test_a_streamer_is_told_just_what_transformers_tells_it(xt: XTokAssisted) ->
         assert direct.calls == theirs.calls
 
 
-def test_a_streamer_is_told_of_a_batch_just_what_transformers_tells_it(xt: XTokAssisted) -> None:
+def test_a_streamer_gets_of_a_batch_just_what_transformers_hands_it(xt: XTokAssisted) -> None:
     for arguments in ({}, HF_ARGUMENTS["two ends"](), {**HF_ARGUMENTS["two ends"](), "pad_token_id": 9}):
         theirs, ours = Recorder(), Recorder()
         TARGET.generate(**encoded(*PROMPTS[:3]), streamer=theirs, **{**GREEDY, **arguments})

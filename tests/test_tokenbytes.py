@@ -38,7 +38,7 @@ def test_bytes_add_up_at_any_cut_also_in_mid_character(family: tuple[str, int], 
 
 @given(families, st.lists(st.integers(0, 299), max_size=12))
 @example(("WordPiece", 1), [0, 112])
-def test_where_the_bytes_are_text_they_are_what_the_tokenizer_decodes(family: tuple[str, int], ids: list[int]) -> None:
+def test_if_the_bytes_are_text_they_are_what_the_tokenizer_decodes(family: tuple[str, int], ids: list[int]) -> None:
     """Law 2: they are the text's UTF-8."""
     tokens = tokenizer(*family)
     ids = [token for token in ids if token < len(tokens)]

@@ -1,4 +1,4 @@
-"""Who each token is from: what a generation tells of it, and how it is shown."""
+"""Who each token is from: what a generation reports of it, and how it is shown."""
 
 import json
 import pickle
@@ -31,7 +31,7 @@ def made(draft: str = "several", prompt: str = "吾輩は猫", **more: Any) -> G
 @examples(40)
 @given(prompt=texts(), draft=st.sampled_from(sorted(MADE)), way=st.sampled_from(sorted(WAYS)), budget=budgets())
 @example(prompt="", draft="several", way="sampled", budget=TREE)
-def test_what_is_told_of_tokens_and_rounds_is_what_was_counted(prompt: str, draft: str, way: str, budget: Budget) -> None:
+def test_what_is_reported_of_tokens_and_rounds_is_what_was_counted(prompt: str, draft: str, way: str, budget: Budget) -> None:
     generation = XTokAssisted((TARGET, TOKENS), MADE[draft](), budget=budget).generate(prompt, **WAYS[way])
     assert [one.id for one in generation.tokens] == generation.token_ids
     assert "".join(one.text for one in generation.tokens) == generation.text
@@ -57,8 +57,8 @@ def test_pieces_are_whole_characters_whatever_the_tokenizer(kind: str) -> None:
         assert {one.draft for one in generation.tokens} == {None}
 
 
-def test_tokens_are_told_to_be_of_the_draft_that_guessed_them() -> None:
-    """Two drafts are right in turns, and both guess nonsense beside and behind that."""
+def test_tokens_are_named_after_the_draft_that_guessed_them() -> None:
+    """Two drafts are right in turns, and both guess nonsense beside and after that."""
     truth = made("none").token_ids
     places: list[int] = []
 
@@ -76,30 +76,30 @@ def test_tokens_are_told_to_be_of_the_draft_that_guessed_them() -> None:
     generation = xt.generate("吾輩は猫", **GREEDY)
     assert generation.token_ids == truth
     assert generation.drafts == ("ScriptedDrafter", "ScriptedDrafter (2)")
-    told = [one.draft for one in generation.tokens]
-    assert told[0] is None
-    assert all(draft in (None, generation.drafts[place // 2 % 2]) for place, draft in enumerate(told))
-    assert set(told) == {None, *generation.drafts}
+    reported = [one.draft for one in generation.tokens]
+    assert reported[0] is None
+    assert all(draft in (None, generation.drafts[place // 2 % 2]) for place, draft in enumerate(reported))
+    assert set(reported) == {None, *generation.drafts}
 
 
 def test_a_trace_is_json_and_can_be_kept(tmp_path: Path) -> None:
     generation = made()
-    told = generation.to_dict()
-    assert json.loads(json.dumps(told)) == told
+    reported = generation.to_dict()
+    assert json.loads(json.dumps(reported)) == reported
     generation.save_trace(tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8")) == told
-    assert told["text"] == generation.text == "".join(one["text"] for one in told["tokens"])
-    assert [one["committed"] for one in told["rounds"]] == [one.committed for one in generation.rounds]
-    assert {guess["draft"] for one in told["rounds"] for guess in one["guessed"]} <= set(generation.drafts)
-    assert any(one["guessed"] for one in told["rounds"])
+    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8")) == reported
+    assert reported["text"] == generation.text == "".join(one["text"] for one in reported["tokens"])
+    assert [one["committed"] for one in reported["rounds"]] == [one.committed for one in generation.rounds]
+    assert {guess["draft"] for one in reported["rounds"] for guess in one["guessed"]} <= set(generation.drafts)
+    assert any(one["guessed"] for one in reported["rounds"])
     again = pickle.loads(pickle.dumps(generation))
     assert again == generation
-    assert again.to_dict() == told
+    assert again.to_dict() == reported
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
 @pytest.mark.parametrize("draft", sorted(MADE))
-def test_tokens_are_streamed_as_they_are_told_of_later(draft: str, way: str) -> None:
+def test_tokens_are_streamed_as_they_are_reported_later(draft: str, way: str) -> None:
     xt = XTokAssisted((TARGET, TOKENS), MADE[draft](), budget=TREE)
     ended: list[Generation] = []
 

@@ -62,7 +62,7 @@ def taken_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
-    """As on an accelerator: draws behind all nodes at once, and lists by one transfer."""
+    """As on an accelerator: draws after all nodes at once, and lists by one transfer."""
     found = Waits()
 
     def listed(*parts: torch.Tensor) -> Any:
@@ -148,7 +148,7 @@ def test_token_recycling_takes_one_for_each_guess(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("stable", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_drawn_behind_all_nodes_at_once_is_what_is_drawn_one_id_after_another(
+def test_what_is_drawn_after_all_nodes_at_once_is_what_is_drawn_one_id_after_another(
     monkeypatch: pytest.MonkeyPatch, way: str, stable: bool
 ) -> None:
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE, stable=stable)
@@ -183,7 +183,7 @@ def test_a_transfer_that_fails_costs_drafts_only(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
-def test_a_processor_that_gives_more_rows_than_it_got_is_asked_behind_each_id(way: str) -> None:
+def test_a_processor_that_gives_more_rows_than_it_got_is_called_after_each_id(way: str) -> None:
     arguments = {**WAYS[way], "logits_processor": LogitsProcessorList([lambda ids, scores: torch.cat([scores, scores])])}
     truth = XTokAssisted((TARGET, TOKENS)).generate(PROMPTS[0], **arguments).token_ids
     length = len(TOKENS(PROMPTS[0]).input_ids)

@@ -264,9 +264,9 @@ def test_the_loss_is_the_cross_entropy_with_what_is_known(seed: int, soft: bool)
         if labels[row, place] != IGNORED:
             spoken = logits[row, place - 1].softmax(dim=-1)
             hard, count = -float(spoken[labels[row, place]].log()), count + 1
-            told, heard = known[row, place], spoken[few[row, place]]
-            rest = (1 - told.sum()) * (1 - heard.sum()).log()
-            total += hard / 2 - float((told * heard.log()).sum() + rest) if told.sum() else hard
+            reported, heard = known[row, place], spoken[few[row, place]]
+            rest = (1 - reported.sum()) * (1 - heard.sum()).log()
+            total += hard / 2 - float((reported * heard.log()).sum() + rest) if reported.sum() else hard
     assert float(found) == pytest.approx(total / count, rel=1e-4)
 
 
@@ -287,7 +287,7 @@ def test_a_draft_that_can_not_write_the_texts_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ({"starts": 0}, "starts is 0"),
         ({"epochs": 0}, "epochs is 0"),
@@ -298,9 +298,9 @@ def test_a_draft_that_can_not_write_the_texts_is_refused() -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_is_written(
-    settings: dict[str, Any], told: str, tmp_path: Path
+    settings: dict[str, Any], reported: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidInputError, match=told):
+    with pytest.raises(InvalidInputError, match=reported):
         tuned(tmp_path / "draft", **settings)
     assert not (tmp_path / "draft").exists()
 
@@ -323,7 +323,7 @@ def test_going_on_with_other_settings_is_refused(tmp_path: Path, monkeypatch: py
         tuned(tmp_path, sampled=1.0, epochs=4)
 
 
-def test_the_command_tunes_and_tells_what_was_gained(tmp_path: Path) -> None:
+def test_the_command_tunes_and_prints_what_was_gained(tmp_path: Path) -> None:
     folder = tmp_path / "prompts"
     folder.mkdir()
     for name, some in (("a.txt", PROMPTS[:5]), ("b.txt", PROMPTS[5:])):
@@ -347,7 +347,7 @@ def test_texts_are_picked_in_all_ways_as_evenly_as_the_share_allows(share: float
     assert abs(counts["greedy"] - counts["greedy, repetition penalty 1.2"]) <= 1
 
 
-def test_a_card_tells_each_way_of_picking_apart(whole: Path) -> None:
+def test_a_card_has_figures_for_each_way_of_picking(whole: Path) -> None:
     card = (whole / "README.md").read_text(encoding="utf-8")
     assert re.search(r"\n\| (greedy|sampled)[^|]* \| \d+\.\d\d \| \d+\.\d\d \|\n", card)
 

@@ -91,7 +91,7 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
 
 
 class Bomb:
-    """Touches a file where it is unpickled."""
+    """Touches a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -144,7 +144,7 @@ def configured(folder: Path, **more: Any) -> None:
     (folder / "config.json").write_text(json.dumps(known | more))
 
 
-def test_weights_that_a_configuration_names_are_refused_where_they_need_code(saved: Path) -> None:
+def test_weights_that_a_configuration_names_are_refused_if_they_need_code(saved: Path) -> None:
     torch.save({"lm_head.weight": Bomb(saved / "boom")}, saved / "adapter_model.bin")
     configured(saved, transformers_weights="adapter_model.bin")
     with pytest.raises(UnsupportedModelError, match=r"needs code to open adapter_model\.bin"):
@@ -477,7 +477,7 @@ def test_a_length_that_is_no_integer_is_what_it_is_for_transformers(length: floa
 
 
 def faults(answers: list[Any]) -> list[Gone]:
-    """Of two arguments that make no sense, either may be told of first."""
+    """Of two arguments that make no sense, either may be named first."""
     return [one for one in answers if isinstance(one, Gone)]
 
 
@@ -631,7 +631,7 @@ def test_any_command_line_is_refused_in_words(arguments: list[str]) -> None:
         ["x", "--draft", "/etc/passwd"],
     ],
 )
-def test_what_the_command_line_cant_honour_is_told_in_one_line(arguments: list[str]) -> None:
+def test_what_the_command_line_cant_honour_is_reported_in_one_line(arguments: list[str]) -> None:
     result = CliRunner().invoke(cli.app, ["generate", "--max-new-tokens", "4", *arguments])
     assert result.exit_code == 1, repr(result.exception)
     assert result.stderr.startswith("xtok: ")

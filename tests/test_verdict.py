@@ -36,7 +36,7 @@ def english() -> Fit:
 
 
 @pytest.mark.parametrize(
-    ("found", "share", "word", "told"),
+    ("found", "share", "word", "reported"),
     [
         (SAME, 0.01, "good", "more than 1.0% of what is guessed is right, and make the target at most 5.7 times as fast"),
         (SAME, 0.1, "usable", "more than 10% of what is guessed is right, and make the target at most 4.0 times"),
@@ -45,11 +45,13 @@ def english() -> Fit:
         (english(), 0.001, "poor", "of the target's tokens"),
     ],
 )
-def test_a_verdict_is_a_sentence_that_follows_from_sizes_and_tokenizers(found: Fit, share: float, word: str, told: str) -> None:
+def test_a_verdict_is_a_sentence_that_follows_from_sizes_and_tokenizers(
+    found: Fit, share: float, word: str, reported: str
+) -> None:
     judged = verdict(found, 1_000_000, round(1_000_000 * share))
     assert judged.word == word
     assert judged.sentence.startswith(f"{word.capitalize()}: a forward of the draft reads ")
-    assert told in judged.sentence
+    assert reported in judged.sentence
     assert judged.sentence.count(". ") == 0
     assert judged.sentence.endswith(".")
 
@@ -82,18 +84,18 @@ def test_rows_that_are_only_looked_up_are_not_read_by_a_forward(tied: bool) -> N
 def test_inspect_says_first_what_to_expect_without_any_weights(tmp_path: Path) -> None:
     for source in (TARGET, DRAFT):
         shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("*.safetensors"))
-    told, _ = run("inspect", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"))
-    assert told.startswith("Poor: a forward of the draft reads 27% of the weights")
+    reported, _ = run("inspect", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"))
+    assert reported.startswith("Poor: a forward of the draft reads 27% of the weights")
     found = json.loads(run("inspect", "--json")[0])
     assert found["verdict"]["word"] == "poor"
-    assert found["verdict"]["sentence"] == told.splitlines()[0]
+    assert found["verdict"]["sentence"] == reported.splitlines()[0]
     assert found["writable"] == 1
 
 
 def test_inspect_judges_several_drafts() -> None:
-    told, _ = run("inspect", "--draft", str(DRAFT), "--draft", str(TARGET))
-    assert told.count("Poor: ") == 2
-    assert told.count("can ever save") == 1
+    reported, _ = run("inspect", "--draft", str(DRAFT), "--draft", str(TARGET))
+    assert reported.count("Poor: ") == 2
+    assert reported.count("can ever save") == 1
     found = json.loads(run("inspect", "--draft", str(DRAFT), "--draft", str(TARGET), "--json")[0])
     assert [one["name"] for one in found] == [str(DRAFT), str(TARGET)]
 
@@ -108,9 +110,9 @@ def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, 
     plain, tuned = (one["measured"] for one in found)
     assert plain["tokens_per_forward"] >= 1
     assert 0 <= tuned["accepted"] <= 1
-    told, _ = run("inspect", *both)
-    assert "measured on 2 prompts" in told
-    assert "Best here: " in told or "The target alone is fastest here." in told
+    reported, _ = run("inspect", *both)
+    assert "measured on 2 prompts" in reported
+    assert "Best here: " in reported or "The target alone is fastest here." in reported
     assert "--limit has no effect without --measure" in run("inspect", "--limit", "2", code=1)[1]
 
 

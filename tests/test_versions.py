@@ -20,7 +20,7 @@ def project() -> dict[str, Any]:
 
 
 def versions(lines: list[str], operator: str) -> dict[str, str]:
-    """What each requirement says behind an operator."""
+    """What each requirement says after an operator."""
     needed = [Requirement(line) for line in lines]
     return {one.name: part.version for one in needed for part in one.specifier if part.operator == operator}
 

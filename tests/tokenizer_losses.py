@@ -48,7 +48,7 @@ def _ids(name: str, text: str) -> list[int]:
 
 
 def _written(name: str, text: str) -> str:
-    """What is left of a text behind a tokenizer's ids for it."""
+    """What is left of a text after a tokenizer's ids for it."""
     return view(name).to_bytes(_ids(name, text)).decode(errors="replace")
 
 
@@ -84,7 +84,7 @@ def controls(name: str) -> list[str]:
 
 
 def read_in_prompts(name: str) -> list[str]:
-    """The control tokens that are read as such where a text has their names."""
+    """The control tokens that are read as such if a text has their names."""
     read = {control: real(name)(f"a{control}b", add_special_tokens=False).input_ids for control in controls(name)}
     return [control for control, ids in read.items() if real(name).convert_tokens_to_ids(control) in ids]
 

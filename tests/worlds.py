@@ -4,7 +4,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from random import Random
@@ -73,8 +73,13 @@ def budgets() -> st.SearchStrategy[Budget]:
 
 
 def deep(*values: Any) -> list[Any]:
-    """Parameters for the deep tests alone."""
-    return [pytest.param(value, marks=pytest.mark.deep) for value in values]
+    """Parameters for the deep tests alone. A tuple is one of several names."""
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.deep) for value in values]
+
+
+def mostly_deep(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
+    """Parameters, of which the regular suite tries those that are quick."""
+    return [one for value in values for one in ([value] if value in quick else deep(value))]
 
 
 def quick() -> bool:

@@ -83,12 +83,12 @@ def corpus() -> tuple[list[int], ...]:
     return tuple(tokenizer(text).input_ids for text in prompts())
 
 
-def behind(start: int, size: int) -> list[int]:
+def after(start: int, size: int) -> list[int]:
     """A prompt of so many ids, and of several paragraphs if it takes those."""
     return [1, *(token for ids in (corpus() * 2)[start:] for token in ids[1:])][:size]
 
 
-RAGGED: Requests = [(behind(i, 1 + 7 * i % 96), 1 + 11 * i % 48) for i in range(32)]
+RAGGED: Requests = [(after(i, 1 + 7 * i % 96), 1 + 11 * i % 48) for i in range(32)]
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def test_guesses_are_those_of_xtoks_own_loop_in_the_same_contexts(monkeypatch: p
         return trees
 
     monkeypatch.setattr(DraftEngine, "propose", recording)
-    requests: Requests = [(behind(i, 12 + 3 * i), 32) for i in range(6)]
+    requests: Requests = [(after(i, 12 + 3 * i), 32) for i in range(6)]
     found, xt = written(llm, requests), XTokAssisted(TARGET, DRAFT, budget=Budget(**chains))
     compared = 0
     for (ids, most), new in zip(requests, found, strict=True):
@@ -148,14 +148,14 @@ def test_requests_that_begin_as_others_end_are_what_vllm_writes_alone(plain: LLM
 
 
 def test_prompts_read_in_chunks_are_what_vllm_writes_alone(plain: LLM) -> None:
-    long: Requests = [*RAGGED[:8], (behind(3, 200), 40), (behind(9, 150), 24), *RAGGED[8:16]]
+    long: Requests = [*RAGGED[:8], (after(3, 200), 40), (after(9, 150), 24), *RAGGED[8:16]]
     llm = engine(max_num_batched_tokens=SEATS + 16)
     with without_failures(llm):
         assert written(llm, long) == written(plain, long)
 
 
 def test_requests_that_are_preempted_are_what_vllm_writes_alone(plain: LLM) -> None:
-    long: Requests = [(behind(i, 60), 100) for i in range(12)]
+    long: Requests = [(after(i, 60), 100) for i in range(12)]
     llm = engine(kv_cache_memory_bytes=1 << 22, max_model_len=256)
     with without_failures(llm):
         assert written(llm, long) == written(plain, long)
@@ -163,7 +163,7 @@ def test_requests_that_are_preempted_are_what_vllm_writes_alone(plain: LLM) -> N
 
 
 def test_requests_with_the_same_prompt_are_what_vllm_writes_alone(plain: LLM, drafted: LLM) -> None:
-    same: Requests = [(behind(5, 20), 24 + number % 3) for number in range(9)]
+    same: Requests = [(after(5, 20), 24 + number % 3) for number in range(9)]
     continued: Requests = [*same, ([*same[0][0], *written(plain, same[:1])[0][:9]], 20)]
     with without_failures(drafted):
         assert written(drafted, continued) == written(plain, continued)
@@ -171,7 +171,7 @@ def test_requests_with_the_same_prompt_are_what_vllm_writes_alone(plain: LLM, dr
 
 def test_texts_beyond_the_drafts_window_and_up_to_the_targets_are_what_vllm_writes_alone(plain: LLM, drafted: LLM) -> None:
     """The draft sees 256 positions, and near the last of the target's vLLM asks for no guesses, for no request."""
-    long: Requests = [(behind(0, 300), 60), (behind(30, 400), 112), (behind(60, 470), 42), (behind(2, 250), 100)]
+    long: Requests = [(after(0, 300), 60), (after(30, 400), 112), (after(60, 470), 42), (after(2, 250), 100)]
     with without_failures(drafted):
         assert written(drafted, long) == written(plain, long)
 
@@ -208,7 +208,7 @@ def test_a_draft_that_raises_and_one_that_hangs_cost_speed_only(
         assert written(drafted, RAGGED[:8]) == written(plain, RAGGED[:8])
 
 
-def test_a_fault_of_xtok_is_counted_and_told_once(
+def test_a_fault_of_xtok_is_counted_and_reported_once(
     plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafting, before = proposer(drafted)._engine, proposer(drafted).failures
@@ -233,8 +233,8 @@ def state(llm: LLM) -> tuple[int, ...]:
 
 
 def test_a_thousand_requests_leave_nothing_behind(drafted: LLM) -> None:
-    requests: Requests = [(behind(number % 100, 8 + number % 16), 2 + number % 7) for number in range(SEATS)]
-    last: Requests = [(behind(7, 9), 4)]
+    requests: Requests = [(after(number % 100, 8 + number % 16), 2 + number % 7) for number in range(SEATS)]
+    last: Requests = [(after(7, 9), 4)]
     written(drafted, requests * 2 + last)
     before = state(drafted)
     assert before[2] <= 1
@@ -250,7 +250,7 @@ def expanded(one: torch.Tensor, ends: torch.Tensor, rows: int, replace_from: flo
 
 @torch.no_grad()
 def law(ids: Sequence[int], allowed: Sequence[int]) -> torch.Tensor:
-    """How probable it is that the target, if it draws none but some ids, draws each three of them behind others, (n, n, n)."""
+    """How probable it is that the target, if it draws none but some ids, draws each three of them after others, (n, n, n)."""
     model, n = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64), len(allowed)
     logits = model(torch.tensor([[*ids, *pair] for pair in product(allowed, repeat=2)])).logits[:, -3:, list(allowed)]
     first, second, third = logits.softmax(dim=-1).reshape(n, n, 3, n).unbind(dim=2)
@@ -259,7 +259,7 @@ def law(ids: Sequence[int], allowed: Sequence[int]) -> torch.Tensor:
 
 def test_drawn_ids_are_draws_from_the_targets_law(drafted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expanded)
-    given, draws = behind(5, 20), 1200
+    given, draws = after(5, 20), 1200
     guessed = {token for new in written(drafted, [(given, 6)]) for token in new}
     allowed = sorted([*guessed, *({5, 259, 275, 277} - guessed)][:4])
     asked = SamplingParams(max_tokens=3, allowed_token_ids=allowed, ignore_eos=True)

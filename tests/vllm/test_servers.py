@@ -45,8 +45,8 @@ def server(log: Path) -> Iterator[str]:
     """The address of a server that answers, until the block ends."""
     port = free_port()
     command = [*SERVER, "--host", "127.0.0.1", "--port", str(port)]
-    with log.open("w", encoding="utf-8") as told:
-        process = subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT, env={**os.environ, "no_proxy": "*"})
+    with log.open("w", encoding="utf-8") as reported:
+        process = subprocess.Popen(command, stdout=reported, stderr=subprocess.STDOUT, env={**os.environ, "no_proxy": "*"})
     address, until = f"http://127.0.0.1:{port}", monotonic() + PATIENCE
     try:
         while not answers(address):
@@ -69,8 +69,8 @@ def answers(address: str) -> bool:
 
 def asked(address: str, **more: object) -> Iterator[str]:
     """The lines of an answer to some prompts, as they come."""
-    told = {"model": NAME, "prompt": prompts()[:4], "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True, **more}
-    question = Request(f"{address}/v1/completions", json.dumps(told).encode(), {"Content-Type": "application/json"})
+    reported = {"model": NAME, "prompt": prompts()[:4], "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True, **more}
+    question = Request(f"{address}/v1/completions", json.dumps(reported).encode(), {"Content-Type": "application/json"})
     with urlopen(question, timeout=PATIENCE) as answer:
         for line in answer:
             yield line.decode().strip()

@@ -105,12 +105,12 @@ class Findings:
         self.agreed = dict[tuple[int, int, int], bool]()
         self.tolerance: float | None = None
         self._digest, folder = digest, cache_folder()
-        self._path = None if digest is None or folder is None else folder / "shapes" / f"{digest[:32]}.json"
+        self.path = None if digest is None or folder is None else folder / "shapes" / f"{digest[:32]}.json"
 
     def load(self) -> bool:
         """Take in what was written, but what this process found itself. Returns whether there was a file that makes sense."""
         try:
-            found = json.loads("" if self._path is None else self._path.read_text(encoding="utf-8"))
+            found = json.loads("" if self.path is None else self.path.read_text(encoding="utf-8"))
             agreed, tolerance = {tuple(shape): agrees for *shape, agrees in found["agreed"]}, found["tolerance"]
             makes_sense = all(len(shape) == 3 and type(agrees) is bool for shape, agrees in agreed.items())
             makes_sense &= all(type(number) is int and number > 0 for shape in agreed for number in shape)
@@ -124,17 +124,17 @@ class Findings:
 
     def save(self) -> None:
         """Replace the file as a whole, with what others had written by now."""
-        if self._path is None:
+        if self.path is None:
             return
         self.load()
         agreed = [[*shape, agrees] for shape, agrees in self.agreed.items()]
         with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile("w", dir=self._path.parent, suffix=".part", encoding="utf-8", delete=False) as file:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile("w", dir=self.path.parent, suffix=".part", encoding="utf-8", delete=False) as file:
                 part = Path(file.name)
                 try:
                     json.dump({"digest": self._digest, "agreed": agreed, "tolerance": self.tolerance}, file)
                     file.close()
-                    part.replace(self._path)
+                    part.replace(self.path)
                 finally:
                     part.unlink(missing_ok=True)

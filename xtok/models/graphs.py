@@ -50,7 +50,7 @@ class Graphs:
     """
 
     def __init__(self) -> None:
-        self.replays = self._captures = 0
+        self.replays = self.captures = 0
         self._can = True
         self._pool: Any = None
         self._seen = set[Hashable]()
@@ -75,14 +75,14 @@ class Graphs:
             self.replays += 1
             return _replayed(self._made[shape], inputs)
         outputs = forward(inputs)
-        if shape in self._seen and self._captures <= _FREE + self.replays / _REPLAYS:
+        if shape in self._seen and self.captures <= _FREE + self.replays / _REPLAYS:
             self._capture(shape, forward, inputs, outputs)
         self._seen.add(shape)
         return outputs
 
     def _capture(self, shape: Hashable, forward: Run, inputs: Inputs, outputs: list[Tensor]) -> None:
         """Capture a forward pass whose `outputs` are known. Graphs of a cache share memory, so outputs are copied at once."""
-        self._captures += 1
+        self.captures += 1
         try:
             if self._pool is None and torch.cuda.is_available():
                 self._pool = torch.cuda.graph_pool_handle()
