@@ -120,36 +120,13 @@ def test_generate_asks_in_the_targets_chat_template(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
     chat = [{"role": "system", "content": "短く"}, {"role": "user", "content": "誰か"}]
     expected = XTokAssisted(tmp_path).generate(chat, max_new_tokens=6, do_sample=False).text
-    asked = (
-        "generate",
-        "誰か",
-        "--target",
-        str(tmp_path),
-        "--draft",
-        "none",
-        "--max-new-tokens",
-        "6",
-        "--chat",
-        "--system",
-        "短く",
-    )
-    assert run(*asked)[0] == expected + "\n"
+    few = ("--target", str(tmp_path), "--draft", "none", "--max-new-tokens", "6")
+    assert run("generate", "誰か", *few, "--chat", "--system", "短く")[0] == expected + "\n"
 
 
 def test_generate_writes_the_same_text_in_half_precision_with_any_draft_if_stable() -> None:
-    asked = [
-        "generate",
-        prompts()[2],
-        "--max-new-tokens",
-        "24",
-        "--temperature",
-        "0.8",
-        "--seed",
-        "3",
-        "--dtype",
-        "bfloat16",
-        "--stable",
-    ]
+    sampled = ["--max-new-tokens", "24", "--temperature", "0.8", "--seed", "3"]
+    asked = ["generate", prompts()[2], *sampled, "--dtype", "bfloat16", "--stable"]
     assert run(*asked)[0] == run(*asked, "--draft", "none")[0] == run(*asked, "--draft", "lookup")[0]
 
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_cli import run
 from test_tune import Killed, killed_at
-from typer.testing import CliRunner
 from worlds import CHAIN, TREE, deep, fitting, tokenizer
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
-from xtok.cli.commands import app
 from xtok.decoding.prepare import prepare_one
 from xtok.decoding.rounds import run_one
 from xtok.decoding.setup import Setup
@@ -208,10 +207,8 @@ def test_heads_whose_training_was_killed_become_those_of_one_that_was_not(
 def test_the_command_trains_and_prints_how_often_heads_were_right(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
     arguments = ["--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "h"), "--heads", "2", "--epochs", "1"]
-    done = CliRunner().invoke(app, ["train-heads", *arguments, "--starts", "1", "--max-new-tokens", "8"])
-    assert done.exit_code == 0, done.output
-    assert "tokens per forward" in done.output
-    assert "5th" in done.output
+    printed = "".join(run("train-heads", *arguments, "--starts", "1", "--max-new-tokens", "8"))
+    assert "tokens per forward" in printed and "5th" in printed
     assert HeadsDrafter(tmp_path / "h").heads.weight.shape[0] == 2
 
 

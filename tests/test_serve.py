@@ -346,15 +346,8 @@ def test_a_bias_forbids_and_forces(server: Server) -> None:
 def test_log_probabilities_are_those_of_the_targets_own_logits(server: Server, streamed: bool, stop: str | None) -> None:
     """Before any penalty, and whatever the temperature."""
     settings: dict[str, Any] = {"repetition_penalty": 1.3, "seed": 3, "temperature": 0.7, "max_tokens": 9, "stop": stop}
-    truth = ALONE.generate(
-        TEXTS[0],
-        do_sample=True,
-        repetition_penalty=1.3,
-        temperature=0.7,
-        seed=3,
-        max_new_tokens=9,
-        **({"stop_strings": stop} if stop else {}),
-    )
+    own = {"do_sample": True, "repetition_penalty": 1.3, "temperature": 0.7, "seed": 3, "max_new_tokens": 9}
+    truth = ALONE.generate(TEXTS[0], **own, **({"stop_strings": stop} if stop else {}))
     ids = prompt_ids(TOKENS, TEXTS[0])
     with torch.no_grad():
         logits = LM(torch.tensor([ids + truth.token_ids])).logits[0, len(ids) - 1 : -1].float().log_softmax(dim=-1)
@@ -912,14 +905,8 @@ def test_a_client_that_hangs_up_frees_its_rows(streamed: bool) -> None:
 
 def test_a_client_that_reads_slowly_holds_nobody_up_and_gets_all() -> None:
     with serving(ALONE) as one:
-        body = {
-            "prompt": TEXTS[0],
-            "max_tokens": 200,
-            "stream": True,
-            "temperature": 0,
-            "logprobs": 20,
-            "logit_bias": {"2": -100},
-        }
+        body = {"prompt": TEXTS[0], "max_tokens": 200, "stream": True, "temperature": 0, "logprobs": 20}
+        body["logit_bias"] = {"2": -100}
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.settimeout(PATIENCE)
@@ -1267,13 +1254,8 @@ def command(*more: str) -> Iterator[tuple["subprocess.Popen[str]", str, list[str
 
 def test_a_server_that_ends_finishes_what_it_writes() -> None:
     with serving(ALONE) as one, one.client() as client:
-        asked: dict[str, Any] = {
-            "model": NAME,
-            "prompt": TEXTS[0],
-            "max_tokens": 60,
-            "temperature": 0,
-            "logit_bias": {"2": -100},
-        }
+        asked: dict[str, Any] = {"model": NAME, "prompt": TEXTS[0], "max_tokens": 60, "temperature": 0}
+        asked["logit_bias"] = {"2": -100}
         truth = client.completions.create(**asked).choices[0].text
         stream = client.completions.create(**asked, stream=True)
         text = next(iter(stream)).choices[0].text

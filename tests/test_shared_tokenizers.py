@@ -15,7 +15,7 @@ from packaging.version import Version
 from real_tokenizers import BESIDE, FILES, TEXTS, TOKENIZERS, is_there, reading, real, sample, view
 from tokenizer_losses import files, table, table_of
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
-from worlds import TREE_3, alone, model
+from worlds import TREE_3, alone, deep, model, mostly_deep
 
 from xtok import Budget, Context, Tree, XTokAssisted, chain
 from xtok.align.continuation import Continuation
@@ -177,7 +177,10 @@ def test_every_pair_generates_what_the_target_alone_generates_in_fewer_forwards(
     assert generated.stats.tokens_per_forward > (1.1 if ENGLISH & {target, draft} else 1.7)
 
 
-@pytest.mark.parametrize(("target", "draft"), list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True)))
+RING = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
+
+
+@pytest.mark.parametrize(("target", "draft"), mostly_deep(RING, RING[::2]))
 def test_each_tokenizer_is_read_and_written_by_a_draft_model(target: str, draft: str) -> None:
     """Greedily and under noise, whose projection needs the bytes of every id. The prompt has all that can be lost."""
     text = "吾輩は🍣ＡＢＣ</s>  x"
@@ -190,7 +193,7 @@ def test_each_tokenizer_is_read_and_written_by_a_draft_model(target: str, draft:
     assert drawn.stats.proposed > 0
 
 
-@pytest.mark.parametrize("target", ["llm-jp-v2.2", "llm-jp-v3"])
+@pytest.mark.parametrize("target", ["llm-jp-v2.2", *deep("llm-jp-v3")])
 def test_a_pair_of_real_vocabularies_writes_and_draws_what_the_target_does_without_a_draft(target: str) -> None:
     """48,586 or 99,574 ids against 50,277, as it comes and in trees."""
     lm, tokens = tiny(target)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cli import run
 from transformers import LlamaConfig
-from typer.testing import CliRunner
 from worlds import CORPUS, tokenizer
 
 from xtok.align.fit import Fit, fit
@@ -15,17 +15,9 @@ from xtok.align.verdict import verdict
 from xtok.bench import runs
 from xtok.bench.drafters import compare_drafts
 from xtok.bench.runs import Written
-from xtok.cli import commands as cli
 from xtok.cli import inspect
 from xtok.models.load import from_config, load, parameters
 from xtok.pair import DRAFT, TARGET, TUNED, prompts
-
-
-def run(*arguments: str, code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(cli.app, [*arguments])
-    assert result.exit_code == code, result.output
-    return result.stdout, result.stderr
-
 
 SAME = fit(tokenizer("byte-level BPE"), tokenizer("byte-level BPE"), CORPUS)
 

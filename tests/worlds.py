@@ -103,25 +103,8 @@ def japanese() -> st.SearchStrategy[str]:
 
 
 def texts() -> st.SearchStrategy[str]:
-    traps = [
-        "</s>",
-        "<s>",
-        "<0x41>",
-        "▁",
-        "##a",
-        "🍣",
-        "👨‍👩‍👧",
-        "か\u3099",
-        "ﾊﾟ",
-        "１２",
-        "\n",
-        "  ",
-        "𠮷",
-        "é",
-        "ー" * 9,
-        "12345",
-        "[UNK]",
-    ]
+    traps = ["</s>", "<s>", "<0x41>", "▁", "##a", "🍣", "👨‍👩‍👧", "か\u3099", "ﾊﾟ", "１２"]
+    traps += ["\n", "  ", "𠮷", "é", "ー" * 9, "12345", "[UNK]"]
     pieces = st.one_of(japanese(), st.sampled_from(traps), st.sampled_from(CORPUS), st.text(max_size=12))
     return st.lists(pieces, max_size=4).map("".join)
 
@@ -226,25 +209,13 @@ def tokenizers() -> st.SearchStrategy[PreTrainedTokenizerFast]:
     return st.builds(tokenizer, st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "GPTNeoX": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "Llama": SIZES,
+    "GPTNeoX": SIZES,
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
-    "Qwen2": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
-    "Mistral": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "sliding_window": 9,
-    },
+    "Qwen2": SIZES | {"num_key_value_heads": 1},
+    "Mistral": SIZES | {"num_key_value_heads": 1, "sliding_window": 9},
 }
 
 
