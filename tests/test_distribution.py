@@ -47,7 +47,7 @@ ENOUGH, SUBTLE = 2_000, 6_000
 PASSES, FAILS, TAIL = 1e-3, 1e-6, 1e-2
 START, END = 0, 1
 TARGET = TokenBytes((None, None, None, b"A", b"A", b"B", b"AB", b"C"), "test")
-"""Ids 0 to 2 spell nothing, ids 3 and 4 spell the same."""
+"""Ids 0 to 2 decode to nothing, ids 3 and 4 to the same."""
 DRAFT = TokenBytes((b"B", b"AB", b"A", b"D", None, b"CA", b"C", b"A"), "test")
 DRAFT_END = 4
 

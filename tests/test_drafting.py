@@ -108,9 +108,9 @@ def test_a_guess_decodes_to_how_the_text_goes_on(target: str, draft: str) -> Non
     guessed = 0
     for size in range(2, len(TEXT) - 4):
         tree = proposed(speaker(target, draft), target, TEXT[:size])
-        spelled = view.to_bytes(tree.tokens, before=b"x")
-        assert TEXT[size:].encode().startswith(spelled)
-        guessed += bool(spelled)
+        decoded = view.to_bytes(tree.tokens, before=b"x")
+        assert TEXT[size:].encode().startswith(decoded)
+        guessed += bool(decoded)
     assert guessed > 5
 
 

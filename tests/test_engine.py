@@ -601,17 +601,17 @@ def test_a_queue_of_none_takes_as_many_sequences_as_are_written_at_a_time() -> N
 
 @pytest.mark.parametrize("batch_size", [*deep(1), 2])
 def test_who_comes_first_is_served_first(batch_size: int) -> None:
-    begun: list[int] = []
+    started: list[int] = []
 
     def notes(number: int) -> Any:
-        return lambda _, scores: (begun.append(number), scores)[1]
+        return lambda _, scores: (started.append(number), scores)[1]
 
     with Engine(WITH_DRAFTS, batch_size=batch_size) as engine:
         with held(engine):
             tickets = [engine.submit(prompt, **GREEDY, **by(notes(row))) for row, prompt in enumerate(TEXTS)]
         assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in TEXTS]
-    assert list(dict.fromkeys(begun)) == list(range(len(TEXTS)))
-    assert begun == sorted(begun) or batch_size > 1
+    assert list(dict.fromkeys(started)) == list(range(len(TEXTS)))
+    assert started == sorted(started) or batch_size > 1
 
 
 def test_a_long_prompt_is_read_in_parts_between_which_others_are_written() -> None:
@@ -824,17 +824,17 @@ def test_caches_stay_within_the_memory_that_they_may_have(xt: XTokAssisted) -> N
 @given(sizes=st.lists(st.integers(1, 500), min_size=1, max_size=8), batch_size=st.integers(1, 5), room=st.integers(600, 3000))
 @example(sizes=[1, 1, 500, 1, 1], batch_size=5, room=600)
 def test_sequences_wait_for_memory_and_are_what_each_is_alone(sizes: list[int], batch_size: int, room: int) -> None:
-    begun = list[int]()
+    started = list[int]()
 
     def notes(number: int) -> Any:
-        return lambda _, scores: (begun.append(number), taken.append(cache_bytes(engine)), scores)[2]
+        return lambda _, scores: (started.append(number), taken.append(cache_bytes(engine)), scores)[2]
 
     taken, memory = list[int](), room * (traits(LM).position_bytes or 0)
     with Engine(PLAIN, batch_size=batch_size, memory=memory) as engine:
         tickets = [engine.submit(long(size), **GREEDY, **by(notes(row))) for row, size in enumerate(sizes)]
         assert [ids(one) for one in tickets] == [greedily("Llama", long(size)) for size in sizes]
     assert max(taken) <= memory
-    assert sorted(set(begun)) == list(dict.fromkeys(begun))
+    assert sorted(set(started)) == list(dict.fromkeys(started))
 
 
 def test_a_sequence_waits_until_there_is_room_and_those_after_it_too() -> None:

@@ -210,9 +210,9 @@ def test_a_prompt_gets_leading_special_tokens_and_never_a_trailing_end_of_text()
     trailing = deepcopy(TOKENS)
     trailing.backend_tokenizer.post_processor = trailing_only()
     assert trailing(PROMPT).input_ids[-1] == trailing.eos_token_id
-    with pytest.warns(PromptWarning, match=r"puts </s> after a prompt.*generate\(prompt \+ '</s>'\)") as told:
+    with pytest.warns(PromptWarning, match=r"puts </s> after a prompt.*generate\(prompt \+ '</s>'\)") as warned:
         assert read(trailing, PROMPT) == trailing(PROMPT, add_special_tokens=False).input_ids
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it warns once
         assert read(trailing, PROMPT + "</s>") == trailing(PROMPT).input_ids

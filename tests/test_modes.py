@@ -207,7 +207,7 @@ def test_what_was_written_under_autocast_leaves_later_texts_as_they_are() -> Non
 @examples(30, share=10)
 @given(modes=st.lists(st.sampled_from(STREAMED), min_size=2, max_size=6), way=st.sampled_from(sorted(WAYS)))
 def test_a_stream_may_be_read_under_other_modes_than_it_was_started_under(modes: list[str], way: str) -> None:
-    """Found here: one that was begun in inference mode failed outside of it."""
+    """Found here: one that was started in inference mode failed outside of it."""
     wanted = streamed(instance("float64"), WAYS[way], nullcontext)
     turns = iter(modes * 99)
     check_alike(streamed(instance("float64"), WAYS[way], lambda: mode(next(turns))), wanted)

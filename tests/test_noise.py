@@ -1,4 +1,4 @@
-"""Noise: uniform, independent, the same for equal spellings, and a function of its key alone."""
+"""Noise: uniform, independent, the same for equal bytes, and a function of its key alone."""
 
 from itertools import pairwise, product
 

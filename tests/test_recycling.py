@@ -44,9 +44,9 @@ def test_a_table_holds_what_was_likeliest_after_each_id_the_last_time(
         wanted |= {token: [] for token in ids}
         for token, row in zip(ids, logits, strict=True):
             wanted[token].append(row[:SIZE])
-    known, ids_after, logits_behind = table.likeliest_after(asked)
+    known, ids_after, logits_after = table.likeliest_after(asked)
     assert known == [token in wanted for token in asked]
-    for token, found, values in zip([token for token in asked if token in wanted], ids_after, logits_behind, strict=True):
+    for token, found, values in zip([token for token in asked if token in wanted], ids_after, logits_after, strict=True):
         tops = [row.topk(16) for row in wanted[token]]  # of an id that comes twice in a forward, either
         assert any(torch.equal(found, top.indices) and torch.equal(values, top.values) for top in tops)
 
@@ -65,7 +65,7 @@ def test_ids_are_those_of_the_target_alone(budget: Budget, way: str, prompts: li
 
 @pytest.mark.parametrize(("way", "least"), [("greedy", 1.7), ("penalty", 1.4), ("sampled", 1.15)])
 def test_real_text_takes_fewer_forwards(way: str, least: float) -> None:
-    """What is drawn is predicted, too: under the noise of its place."""
+    """What is drawn is predicted, too: under the noise of its position."""
     xt = XTokAssisted(pair.TARGET, TokenRecycling(), budget=TREE)
     made = xt.generate(pair.prompts()[:3], **{**WAYS[way], "max_new_tokens": 40, "eos_token_id": None})
     assert sum(one.stats.new_tokens for one in made) > least * sum(one.stats.target_forwards for one in made)
@@ -137,14 +137,14 @@ def test_a_drafter_is_shown_the_targets_logits_after_each_id_that_it_checked() -
     xt = XTokAssisted((TARGET, TOKENS), draft, budget=Budget(4, width=1, schedule="constant"))
     assert xt.generate(PROMPTS[0], **GREEDY).token_ids == ids
     text = [TOKENS(PROMPTS[0]).input_ids[-1], *ids]
-    place = 0
+    position = 0
     for read, logits in draft.seen:
-        right = next(i for i, pair in enumerate(zip([*read, -1], text[place:], strict=False)) if pair[0] != pair[1])
+        right = next(i for i, pair in enumerate(zip([*read, -1], text[position:], strict=False)) if pair[0] != pair[1])
         assert len(read) == len(logits) and right >= 1
-        for step in range(min(right, len(ids) - place)):
-            assert torch.allclose(logits[step].float(), alone.logits[place + step][0], atol=1e-4)
-        place += right
-    assert place >= len(ids) - 5, "all rounds but the last"
+        for step in range(min(right, len(ids) - position)):
+            assert torch.allclose(logits[step].float(), alone.logits[position + step][0], atol=1e-4)
+        position += right
+    assert position >= len(ids) - 5, "all rounds but the last"
 
 
 def test_a_text_that_begins_with_nothing_is_guessed_from_its_second_id_on() -> None:

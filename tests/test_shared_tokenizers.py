@@ -114,7 +114,7 @@ class Writes(LogitsProcessor):
 
 
 class Speaker:
-    """Guesses how a text goes on that the target is writing, as the next tokens of some tokenizer spell it."""
+    """Guesses how a text goes on that the target is writing, as the next tokens of some tokenizer."""
 
     def __init__(self, target: str, prompt: list[int], ids: list[int]) -> None:
         self.draft = target
@@ -128,12 +128,12 @@ class Speaker:
         return chain(Continuation(reading(self._target)).ids(context.ids, said))
 
     def _said(self, offset: int, tokens: int) -> bytes:
-        """As a draft that reads the text so far, up to a character that the target has only begun, and writes what follows."""
+        """As a draft that reads the text so far, up to a character that the target has only started, and goes on."""
         read = self._text[:offset].decode(errors="ignore")
         known, whole = (reading(self.draft).ids(text) for text in (read, self._text.decode(errors="ignore")))
-        before, behind = (view(self.draft).to_bytes(ids) for ids in (known, whole[: len(known) + tokens]))
-        begun = self._text[len(read.encode()) : offset]
-        return behind.removeprefix(before + begun) if behind.startswith(before + begun) else b""
+        before, after = (view(self.draft).to_bytes(ids) for ids in (known, whole[: len(known) + tokens]))
+        started = self._text[len(read.encode()) : offset]
+        return after.removeprefix(before + started) if after.startswith(before + started) else b""
 
 
 @dataclass(frozen=True)

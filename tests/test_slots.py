@@ -127,12 +127,12 @@ def shapes(slots: SharedCache) -> set[tuple[int, int]]:
     return {(layer.keys.shape[0], layer.keys.shape[2]) for layer in layers_of(slots)}
 
 
-def poison(slots: SharedCache, index: int, places: slice) -> None:
-    """Let some places of a row hold what isn't a number, as a text that overflows leaves it."""
+def poison(slots: SharedCache, index: int, positions: slice) -> None:
+    """Let some positions of a row hold what isn't a number, as a text that overflows leaves it."""
     for layer in slots._layers:
         if layer.is_initialized:
             for states in (layer.keys, layer.values):
-                states[index : index + 1, :, places] = float("nan")
+                states[index : index + 1, :, positions] = float("nan")
 
 
 class Sharing(RuleBasedStateMachine):

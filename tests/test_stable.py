@@ -65,7 +65,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 HALF = "bfloat16"
 TREES = Budget(8, width=8, schedule="constant")
 LENGTHS = (1, 2, 16, 17, 33, 106, 112, 118, 122, 126, 128, 240, 250, 480, 495, 505, 511, 512, 513, 1010, 1024, 2030, 2048)
-"""Of prompts: about where more places are looked at, and where parts of prompts end."""
+"""Of prompts: lengths at which more positions are looked at, or a part of a prompt ends."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def expected(architecture: str, dtype: str, prompt: str, way: str) -> Any:
 
 
 class Misleading:
-    """Guesses what comes next in branches among others, whole or cut, at any place of a tree."""
+    """Guesses what comes next in branches among others, whole or cut, anywhere in a tree."""
 
     def __init__(self, texts: dict[tuple[int, ...], list[int]], seed: int) -> None:
         self._texts, self._random = texts, Random(seed)
@@ -357,7 +357,7 @@ def test_a_sure_draw_is_drawn_often() -> None:
 @pytest.mark.parametrize("neighbours", [4, 28, *deep(0, 8, 12, 16, 20, 24)])
 @pytest.mark.parametrize("held", [*deep(100, 120), 127])
 def test_a_neighbours_tree_takes_no_position_of_a_sequence_at_a_border(held: int, neighbours: int) -> None:
-    """Where places for the nodes of the widest tree would lie beyond what is looked at."""
+    """Positions for the nodes of the widest tree would lie beyond those that are looked at."""
     lm = target("Llama", "float32")
     logits = []
     for nodes in (0, neighbours):

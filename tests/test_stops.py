@@ -28,7 +28,7 @@ def vocabulary(family: str, seed: int) -> Vocabulary:
     return Vocabulary(tokens, token_bytes(tokens), len(tokens) + 3, frozenset())
 
 
-def spelled(known: Vocabulary, token: int) -> bytes:
+def bytes_of(known: Vocabulary, token: int) -> bytes:
     """A token's bytes; of a control token, its name."""
     piece = known.view[token]
     if piece is not None:
@@ -39,10 +39,10 @@ def spelled(known: Vocabulary, token: int) -> bytes:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Vocabulary, list[int], list[str]]:
-    """Ids, and stop strings that are often part of what they spell."""
+    """Ids, and stop strings that are often part of what they decode to."""
     known = vocabulary(draw(st.sampled_from(sorted(FAMILIES))), draw(st.integers(0, 1)))
     ids = [token % len(known.view) for token in draw(ids_of_texts)]
-    text = b"".join(spelled(known, token) for token in ids).decode(errors="ignore")
+    text = b"".join(bytes_of(known, token) for token in ids).decode(errors="ignore")
     start = draw(st.integers(0, len(text)))
     part = text[start : start + draw(st.integers(1, 6))]
     return known, ids, draw(st.lists(STOPS | st.just(part), min_size=1, max_size=3))
@@ -53,8 +53,8 @@ def test_a_token_completes_what_ends_in_its_bytes(case: tuple[Vocabulary, list[i
     known, ids, strings = case
     stops = StopStrings(known, strings)
     for size in range(1, len(ids) + 1):
-        before = b"".join(spelled(known, token) for token in ids[: size - 1])
-        text = before + spelled(known, ids[size - 1])
+        before = b"".join(bytes_of(known, token) for token in ids[: size - 1])
+        text = before + bytes_of(known, ids[size - 1])
         ends = range(len(before) + 1, len(text) + 1)
         expected = any(text[:end].endswith(stop.encode()) for stop in strings for end in ends)
         assert stops.completed(ids[:size]) == expected
@@ -63,11 +63,11 @@ def test_a_token_completes_what_ends_in_its_bytes(case: tuple[Vocabulary, list[i
 
 @given(cases())
 def test_texts_stop_where_transformers_stops_them(case: tuple[Vocabulary, list[int], list[str]]) -> None:
-    """Where each token spells whole characters: old releases of transformers don't match others."""
+    """If each token decodes to whole characters: old releases of transformers don't match others."""
     known, ids, strings = case
     try:
         for token in ids:
-            spelled(known, token).decode()
+            bytes_of(known, token).decode()
         theirs = StopStringCriteria(known.tokenizer, strings)
     except ValueError:
         assume(False)
