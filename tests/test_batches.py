@@ -207,8 +207,10 @@ def test_draws_that_are_judged_by_their_distribution_are_the_same_one_by_one(way
         assert ids_of(xt.generate(prompts[::step], batch_size=batch_size, **WAYS[way])) == one_by_one[::step]
 
 
-@pytest.mark.parametrize("budget", [None, CHAIN, TREE], ids=["by costs", "chain", "tree"])
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize(
+    ("way", "budget"),
+    [("greedy", None), ("sampled", TREE), *deep(("sampled", None), ("greedy", TREE), ("greedy", CHAIN), ("sampled", CHAIN))],
+)
 def test_heads_guess_for_each_sequence_by_what_the_target_thought_of_it(
     budget: Budget | None, way: str, tmp_path: Path
 ) -> None:
@@ -267,8 +269,7 @@ def test_sequences_of_a_model_that_cant_share_forwards_take_turns(name: str, way
         assert single == [alone(lm, prompt_ids(TOKENS, prompt), **GREEDY) for prompt in prompts]
 
 
-@pytest.mark.parametrize("shares", [False, True], ids=["a target with turns", "a draft with turns"])
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize(("shares", "way"), [(False, "greedy"), (True, "sampled"), *deep((False, "sampled"), (True, "greedy"))])
 def test_one_of_two_models_may_share_its_forwards_alone(shares: bool, way: str) -> None:
     recurrent, plain = tiny(RECURRENT[0], len(TOKENS)).float(), target("Llama")
     lm, draft = (plain, recurrent) if shares else (recurrent, plain)

@@ -125,20 +125,18 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[Any
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["sampled", "--max-new-tokens", "4"], ["sampled"]),
-        (["--max-new-tokens", "4", "sampled"], ["sampled"]),
+        *deep((["sampled", "--max-new-tokens", "4"], ["sampled"]), (["--max-new-tokens", "4", "sampled"], ["sampled"])),
         (["--max-new-tokens=4", "--device", "cpu", "batches", "--setting", "greedy"], ["batches"]),
         (["--setting", "sampled", "--useless"], ["compare"] * 3),
-        (["--setting", "sampled", "compare"], ["compare"]),
+        *deep((["--setting", "sampled", "compare"], ["compare"]), ([], ["compare"] * 3)),
         (["--draft", str(pair.DRAFT), "drafters", "--limit", "3"], ["drafters"]),
-        ([], ["compare"] * 3),
     ],
 )
 def test_a_command_may_come_after_options(arguments: list[str], names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one[0] for one in asked_of(monkeypatch, *arguments)] == names
 
 
-@pytest.mark.parametrize("command", ["compare", "sampled", "batches", "bits"])
+@pytest.mark.parametrize("command", ["compare", "batches", *deep("sampled", "bits")])
 def test_all_prompts_of_a_file_are_measured_up_to_a_limit(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

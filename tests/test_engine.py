@@ -414,7 +414,7 @@ def test_a_warning_that_is_an_error_ends_the_sequence_that_it_is_about_alone() -
         assert [ids(one) for one in tickets[::2]] == [greedily("Llama", prompt) for prompt in TEXTS[:3:2]]
 
 
-@pytest.mark.parametrize("ending", [*deep(""), "sys.exit(3)"])
+@pytest.mark.parametrize("ending", deep("", "sys.exit(3)"))
 def test_a_script_that_ends_while_sequences_are_written_ends_as_it_says(ending: str) -> None:
     """Found by a hostile trial: it was aborted, for a thread can't be stopped in a forward."""
     lines = [

@@ -245,7 +245,7 @@ def test_between_the_rounds_of_a_stream_the_caller_has_its_own_modes() -> None:
             assert torch.get_default_device().type == "meta" and torch.zeros(1).is_inference()
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", mostly_deep(EACH, ("inference mode", "autocast")))
 def test_fixed_shapes_are_found_under_each_mode_and_hold_under_others(name: str) -> None:
     """Under autocast, too, which has others: ids are the same with and without drafts, in a list and in an engine."""
     with mode(name):

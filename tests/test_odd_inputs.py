@@ -171,7 +171,7 @@ def test_a_chat_whose_messages_look_like_control_tokens(draft: Any, templates: s
 
 @pytest.mark.parametrize("split", [None, True])
 @pytest.mark.parametrize(
-    "prompt", ["前</s>後", "<s>[INST] <|im_start|>user</s>", "<0x41><0x", "▁▁ ▁##a ##", "</s", "\ufffd\ufffd"]
+    "prompt", ["前</s>後", "<0x41><0x", "▁▁ ▁##a ##", *deep("<s>[INST] <|im_start|>user</s>", "</s", "\ufffd\ufffd")]
 )
 def test_texts_that_look_like_control_tokens(draft: Any, prompt: str, split: bool | None) -> None:
     splits = {} if split is None else {"split_special_tokens": split}

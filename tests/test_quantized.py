@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from scripted import ScriptedDrafter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
-from worlds import alone, examples, fitting, mostly_deep, tokenizer
+from worlds import alone, deep, examples, fitting, mostly_deep, tokenizer
 
 from xtok import Budget, Context, Tree, XTokAssisted
 from xtok.drafts.tree import Trie
@@ -340,7 +340,7 @@ def test_int8_of_bitsandbytes_is_refused_in_each_precision_but_without_outliers(
     assert quantized.quantization_of(int8(0.0)(dtype)).mixing is None
 
 
-@pytest.mark.parametrize(("kind", "found"), [("weights", "exact"), ("row", "as in half precision")])
+@pytest.mark.parametrize(("kind", "found"), [*deep(("weights", "exact")), ("row", "as in half precision")])
 def test_targets_whose_rows_are_quantised_each_alone_are_taken(kind: str, found: str) -> None:
     assert as_target(quantised(kind)) == ("yes", found)
 
@@ -374,7 +374,7 @@ def test_layers_of_a_compiled_model_are_tried() -> None:
     assert quantized.quantization_of(model).mixing == "Quantised"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *deep(torch.float64, torch.float16)], ids=str)
 def test_models_compute_in_half_precision_if_some_of_their_products_are(dtype: torch.dtype) -> None:
     half = dtype.itemsize == 2
     assert traits(loaded(dtype)).computes_in_half == half

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from properties import Drawn, Noise, arguments, fresh, honoured, right, samplings, spoilt, without_batch_limits
 from scripted import ScriptedDrafter
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
-from worlds import KINDS, TREE, Kind, budgets, examples, make_dear, model_of, scaled, texts
+from worlds import KINDS, TREE, Kind, budgets, deep, examples, make_dear, model_of, scaled, texts
 
 from xtok import Budget, Context, XTokAssisted, pair
 from xtok.decoding.accept import likeliest_typical
@@ -108,7 +108,7 @@ def test_a_draft_that_is_the_target_itself_guesses_nearly_every_draw(acceptance:
 # seeds, lists and batches
 
 
-@pytest.fixture(params=["no draft", "a draft"], scope="module")
+@pytest.fixture(params=[*deep("no draft"), "a draft"], scope="module")
 def xt(request: pytest.FixtureRequest) -> XTokAssisted:
     return XTokAssisted(
         (TARGET, TOKENS), DRAFT if request.param == "a draft" else None, budget=Budget(4, width=3, schedule="constant")

@@ -341,8 +341,7 @@ def test_a_bias_forbids_and_forces(server: Server) -> None:
     assert tokens[1].encode() == (ALONE.target.vocabulary.view[wanted] or b"")
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("stop", [None, "の"])
+@pytest.mark.parametrize(("streamed", "stop"), [(False, None), (True, "の"), *deep((False, "の"), (True, None))])
 def test_log_probabilities_are_those_of_the_targets_own_logits(server: Server, streamed: bool, stop: str | None) -> None:
     """Before any penalty, and whatever the temperature."""
     settings: dict[str, Any] = {"repetition_penalty": 1.3, "seed": 3, "temperature": 0.7, "max_tokens": 9, "stop": stop}
@@ -389,7 +388,7 @@ def test_the_client_reads_the_log_probabilities_of_a_chat(server: Server) -> Non
 SCHEMA: dict[str, Any] = {"enum": [{"名": "吾輩", "数": [1, 2]}, {"名": "メロス", "数": []}, "猫"]}
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 1.0, "seed": 4}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("settings", [*deep({"temperature": 0}), {"temperature": 1.0, "seed": 4}], ids=["greedy", "sampled"])
 def test_a_text_is_held_to_a_json_schema(server: Server, settings: dict[str, Any]) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA, "strict": True}}
     asked: Any = {"messages": [{"role": "user", "content": "誰"}], "max_tokens": 60, "frequency_penalty": 2.0, **settings}
