@@ -19,7 +19,8 @@ from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, UNRELATED, greedi
 from worlds import TREE, budgets, examples, make_dear, scaled, tokenizer
 
 from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted
-from xtok.drafts.policy.policy import Policy
+from xtok.drafts.policy.draft import Outcome
+from xtok.drafts.policy.policy import Batch, Policy
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedTokenizerError
 from xtok.models import timing
@@ -130,12 +131,12 @@ def test_guesses_are_the_likeliest_paths_of_what_xtoks_own_loop_guesses(
 
 
 def test_what_is_learnt_from_is_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[Tree]()
+    seen = list[int]()
     observe = Policy.observe
 
-    def spy(self: Policy, tree: Tree, *rest: Any, **named: Any) -> None:
-        seen.append(tree)
-        observe(self, tree, *rest, **named)
+    def spy(self: Policy, batch: Batch, outcomes: Sequence[Outcome], seconds: float, **named: Any) -> None:
+        seen.extend(int(one.rows) - 1 for one in outcomes)
+        observe(self, batch, outcomes, seconds, **named)
 
     monkeypatch.setattr(Policy, "observe", spy)
     engine = made("several", budget=TREE)
@@ -146,7 +147,7 @@ def test_what_is_learnt_from_is_the_path_alone(monkeypatch: pytest.MonkeyPatch) 
         guesses.append(guess)
         engine.observe(text, picks(text.ids, guess.tokens))
     engine.propose([text], 8)
-    assert seen == guesses
+    assert seen == [len(guess) for guess in guesses]
     assert any(guesses)
 
 
@@ -279,12 +280,18 @@ def steps(
     return found
 
 
+def cells(engine: DraftEngine) -> dict[tuple[int, int], float]:
+    """The seconds of steps, by how many texts shared them and how many rows each had."""
+    sizes = engine._policy.shared.sizes
+    return {(size, rows): cell[2] for size, one in sizes.items() for rows, cell in one.rounds.cells.items()}
+
+
 def test_a_step_takes_from_a_proposal_to_what_comes_of_it(clock: Clock) -> None:
     engine = made("lookup")
     texts = [engine.add(prompt(text)) for text in TEXTS[:3]]
     steps(engine, texts, clock, lambda rows: 2.0, 1)
     engine.propose(texts, 8)
-    assert engine._policy.target.cells == {3: (1, 3.0, 2.0)}
+    assert cells(engine) == {(3, 0): 2.0}
 
 
 def test_rows_that_cost_much_are_not_guessed_for_and_rows_that_cost_little_are(clock: Clock) -> None:
@@ -302,7 +309,7 @@ def test_steps_that_had_more_in_them_are_not_measured(clock: Clock) -> None:
     first = engine.add(prompt(TEXTS[0]))
     steps(engine, [first], clock, lambda rows: 1.0, 3)
     engine.propose([first], 8)
-    before = dict(engine._policy.target.cells)
+    before = cells(engine)
     clock.now += 50.0
     second = engine.add(prompt(TEXTS[1]))  # its prompt was read
     engine.observe(first, [5])
@@ -320,13 +327,13 @@ def test_steps_that_had_more_in_them_are_not_measured(clock: Clock) -> None:
     engine.observe(second, [5])  # which wasn't proposed for
     engine.observe(first, [5])
     engine.propose([first, second], 8)
-    assert engine._policy.target.cells == before
+    assert cells(engine) == before
     clock.now += 1.0
     engine.observe(second, [5])
     engine.drop(first)  # which has ended: the forward had the other alone
     engine.propose([second], 8)
-    assert engine._policy.target.cells != before
-    assert all(seconds == 1.0 for _, _, seconds in engine._policy.target.cells.values())
+    assert cells(engine) != before
+    assert all(seconds == pytest.approx(1.0, rel=0.05) for seconds in cells(engine).values())
 
 
 def test_guessing_goes_on_where_the_company_changes_right_behind_a_first_guess(clock: Clock) -> None:
@@ -340,7 +347,7 @@ def test_guessing_goes_on_where_the_company_changes_right_behind_a_first_guess(c
     engine.observe(first, picks(first.ids))
     second = engine.add(prompt(TEXTS[1]))
     steps(engine, [first, second], clock, lambda rows: 9 + 0.001 * rows, 6)
-    assert engine._step.batch.guesses or engine._policy.batch_gates.batch_gate(2)._plain
+    assert engine._step.batch.guesses or engine._policy.shared.sizes[2].rounds.cells
 
 
 def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> None:

@@ -24,8 +24,8 @@ from worlds import deep, examples
 from xtok import PromptLookup, XTokAssisted
 from xtok.align.text import SequenceText
 from xtok.decoding.prepare import Prepared
-from xtok.drafts.policy.draft import DraftPolicy, Proposal
-from xtok.drafts.policy.policy import Policy
+from xtok.drafts.policy.draft import Outcome, Proposal
+from xtok.drafts.policy.policy import Batch, Policy
 from xtok.drafts.tree import chain
 from xtok.errors import UnstableWarning
 from xtok.models.cache import CACHE
@@ -244,17 +244,18 @@ def test_near_ties_are_reported_with_their_positions_and_margins() -> None:
 
 
 @given(rounds=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 20), st.booleans()), max_size=12), seed=st.integers(0, 99))
-def test_no_second_reaches_what_a_ledger_without_a_clock_decides(rounds: list[tuple[int, int, bool]], seed: int) -> None:
-    random, policies = Random(seed), [Policy([DraftPolicy(), DraftPolicy()], nominal=[0.1, 0.01]) for _ in range(2)]
+def test_no_second_reaches_what_a_policy_without_a_clock_decides(rounds: list[tuple[int, int, bool]], seed: int) -> None:
+    random, policies = Random(seed), [Policy.nominal([0.1, 0.01], max) for _ in range(2)]
     for right, rows, asked in rounds:
         tree = chain(range(6), probabilities=[0.9**depth for depth in range(1, 7)])
         for policy in policies:
             took = [random.expovariate(1.0) for _ in range(4)]
             proposals = [
-                Proposal(tree, 0.0, [Cost(rows, took[0])] * 2, took[1], own=frozenset(range(6))) if asked else Proposal()
+                Proposal(tree, 0.0, [Cost(rows, took[0])] * 2, took[1], own=frozenset(range(6))) if asked else Proposal(),
+                Proposal(tree, 0.9, [], took[2]),
             ]
-            proposals.append(Proposal(tree, 0.9, [], took[2]))
-            policy.observe(tree, [*range(right), 99], Cost(rows + 7, took[3]), proposals)
+            outcome = Outcome(rows + 7, 1 + right, took[0], proposals, [*range(right), 99], range(right))
+            policy.observe(Batch(), [outcome], took[3])
     assert policies[0] == policies[1]
 
 

@@ -1100,9 +1100,9 @@ def test_what_has_no_place_in_a_race_is_refused(server: Server, more: dict[str, 
 
 def test_races_learn_apart_from_the_texts_that_are_served() -> None:
     with serving() as one:
-        before = deepcopy(one.service.xt.setup.policy.target)
+        before = deepcopy(one.service.xt.setup.policy.shared.sizes)
         raced(one, alone=True)
-        assert one.service.xt.setup.policy.target == before
+        assert one.service.xt.setup.policy.shared.sizes == before
         for names in ([], *([name] for name in one.service.xt.names), None, [*one.service.xt.names[:2]]):
             raced(one, drafts=names, max_tokens=2)
         assert one.service.with_drafts.cache_info().currsize == 4

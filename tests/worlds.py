@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok import Budget, XTokAssisted
-from xtok.drafts.policy.latency import LatencyModel
+from xtok.drafts.policy.latency import NominalLatency
+from xtok.drafts.policy.policy import BatchSize
 from xtok.drafts.policy.settings import Schedule
 
 SHARED = Path(os.environ.get("XTOK_SHARED", Path(__file__).parents[2] / "shared"))
@@ -59,9 +60,9 @@ def make_dear(xt: Any, so: bool = True) -> Any:
     if not so:
         return xt
     policy = xt.setup.policy if isinstance(xt, XTokAssisted) else xt._policy
-    policy.target = LatencyModel({1: (99, 1.0, 1.0), 6: (99, 33.0, 1.5)})
-    for account in policy.drafts:
-        account.forward = LatencyModel({1: (99, 1.0, 0.01)})
+    policy.shared.sizes = {1: BatchSize(NominalLatency(), spacing=10**9)}
+    for draft in policy.drafts:
+        draft.forward = NominalLatency(seconds=0.01)
     return xt
 
 

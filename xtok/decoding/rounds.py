@@ -14,9 +14,10 @@ from torch import Tensor
 
 from xtok.decoding.pick import Ahead, picks
 from xtok.decoding.sequence import Round, Sequence
-from xtok.drafts.policy.gate import Batch, BatchGates
+from xtok.drafts.policy.policy import Batch
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
+from xtok.models import timing
 from xtok.models.forwards import Answer, Ask, Steps, answered, together
 from xtok.models.timing import timed
 
@@ -56,33 +57,44 @@ def _round(sequences: list[Sequence]) -> list[list[int]]:
 
     A sequence whose prompt isn't read yet has some of it read.
     """
+    start = timing.perf_counter()
     guessing = [one for one in sequences if one.drafting is not None and not one.is_reading]
-    gates, before = _batch_gates(sequences), _seconds(sequences)
-    batch = Batch(max(1, sum([one.slot.shares for one in sequences]))) if gates is None else gates.batch(len(sequences))
-    planned = dict(zip(guessing, together([_plan(one, batch) for one in guessing]), strict=True)) if guessing else {}
+    batches = _batches(guessing)
+    plans = [_plan(one, batch) for batch, some in batches for one in some]
+    planned = dict(zip([one for _, some in batches for one in some], together(plans), strict=True)) if plans else {}
     going = [one for one in sequences if one.finish_reason is None]
     trees = _evened(going, [planned.get(one, _NOTHING) for one in going]) if planned else [_NOTHING] * len(going)
     blocks = dict(zip(going, _verified(going, trees), strict=True))
-    all_guess = len(guessing) == len(sequences)
-    if gates is not None and all_guess and not any(one.session and one.session.reads for one in sequences):
-        gates.judge(batch, sum(map(len, blocks.values())), _seconds(sequences) - before)
+    _observe(batches, timing.perf_counter() - start, is_pure=len(guessing) == len(sequences))
     return [blocks.get(one, []) for one in sequences]
 
 
-def _seconds(sequences: list[Sequence]) -> float:
-    """The seconds of their rounds so far."""
-    return sum(one.meter.seconds["all"] for one in sequences)
+def _batches(sequences: list[Sequence]) -> list[tuple[Batch, list[Sequence]]]:
+    """The batches of a round, with their sequences: those that share forward passes and what is known of costs and gains."""
+    groups = dict[int, list[Sequence]]()
+    for one in sequences:
+        shares = one.slot.shares and one.policy is not None and one.policy.reads_clock
+        groups.setdefault(id(one.policy.shared) if shares and one.policy else id(one), []).append(one)
+    return [(_batch(some), some) for some in groups.values()]
 
 
-def _batch_gates(sequences: list[Sequence]) -> BatchGates | None:
-    """What knows whether guessing pays for several sequences that share forward passes; None unless they share a policy."""
-    policies = [one.policy for one in sequences if one.policy and one.slot.shares and one.budget.schedule == "cost"]
-    is_one = len(policies) == len(sequences) > 1 and all(one is policies[0] and one.nominal is None for one in policies)
-    return policies[0].batch_gates if is_one else None
+def _batch(sequences: list[Sequence]) -> Batch:
+    policy, budget = sequences[0].policy, sequences[0].budget
+    return policy.batch(len(sequences)) if policy and budget.schedule == "cost" else Batch(len(sequences))
+
+
+def _observe(batches: list[tuple[Batch, list[Sequence]]], seconds: float, *, is_pure: bool) -> None:
+    """Let policies learn from a round, of which each batch has taken an equal part."""
+    for batch, some in batches:
+        outcomes = [one.outcome for one in some if one.outcome is not None]
+        if outcomes and (policy := some[0].policy):
+            is_whole = is_pure and len(outcomes) == len(some)
+            policy.observe(batch, outcomes, seconds / len(batches), is_pure=is_whole)
 
 
 def _plan(sequence: Sequence, batch: Batch) -> Steps[Tree]:
     """What the drafts guess. What fails beside them, such as a warning that is an error, ends the sequence."""
+    sequence.outcome = None
     try:
         limit = _limit(sequence)
         if limit.longest == 0 or sequence.session is None:
@@ -217,7 +229,7 @@ def _commit(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> li
         session.extend(block, hidden, carried)
         if sequence.finish_reason is None:
             session.learn(read, checked.logits[len(checked.logits) - len(read) :])
-        session.observe(checked.cost)
+        sequence.outcome = session.outcome(checked.cost.rows / checked.cost.texts)
     if sequence.finish_reason is not None:
         sequence.end()
     return block

@@ -14,6 +14,7 @@ from xtok.decoding.pick import Picker
 from xtok.decoding.stops import StopStrings
 from xtok.drafts.adapt import Adapter
 from xtok.drafts.meter import Meter
+from xtok.drafts.policy.draft import Outcome
 from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
@@ -60,8 +61,8 @@ class Sequence:
 
     `ids`: what processors and criteria read, (1, length), padding included. `text`: the ids without padding, and their bytes.
     `deepest`: how many positions the target has, if that is known. `slots`: its slots in all models. `drafting`: starts its
-    drafters, if it has any. `drafts`: their names. `read`: how many of its ids were forwarded. `carried`: a pick that was left
-    to the next round, which is likely to make it again. `error`: what ended it, if `finish_reason` is "error".
+    drafters, if it has any. `drafts`: their names. `read`: how many of its ids were forwarded. `outcome`: what became of the
+    latest round's guess. `error`: what ended it, if `finish_reason` is "error".
     """
 
     slot: Slot
@@ -81,7 +82,7 @@ class Sequence:
     drafts: tuple[str, ...] = ()
     rounds: list[Round] = field(default_factory=list)
     read: int = 0
-    carried: int | None = None
+    outcome: Outcome | None = None
     finish_reason: str | None = None
     error: BaseException | None = None
     _limit: int | None = field(init=False)

@@ -118,7 +118,7 @@ class Setup:
         """A policy for one sequence: what it decides follows from ids and counts, so the same call gives the same text."""
         size = weights(self.target.model)
         models = [weights(one.model) / size if isinstance(one, ModelDraft) else WITHOUT_A_MODEL for one in self.drafts]
-        return Policy([DraftPolicy() for _ in self.drafts], self.policy.padded, nominal=models)
+        return Policy.nominal(models, self.policy.padded)
 
     def check(self, predictions: Sequence[object], *, shared: bool) -> None:
         """Raises `UnsupportedArgumentError` for what can't be honoured. `shared`: whether all forward passes can be shared."""

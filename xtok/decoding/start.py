@@ -97,7 +97,7 @@ def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy
         slots=slots,
     )
     drafts = list(setup.drafts)
-    if policy.nominal is not None:  # what others taught it would change what this one guesses, and so shapes
+    if not policy.reads_clock:  # what others taught it would change what this one guesses, and so shapes
         drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
     if request.prediction is not None:
         drafts.append(request.prediction)

@@ -1,6 +1,5 @@
 """Drafting for one sequence: which drafters are asked, how their guesses are merged, and what became of them."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan
@@ -10,20 +9,16 @@ from torch import Tensor
 
 from xtok.align.text import SequenceText
 from xtok.drafts.base import Context, Draft, Drafter, ModelDrafter, Request
-from xtok.drafts.policy.draft import Proposal
-from xtok.drafts.policy.gate import Batch
-from xtok.drafts.policy.limits import CostLimit, DraftBudget
-from xtok.drafts.policy.policy import Policy
+from xtok.drafts.policy.draft import Outcome, Proposal
+from xtok.drafts.policy.limits import DraftBudget
+from xtok.drafts.policy.policy import Batch, Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import CARRIED, Tree, Trie
-from xtok.errors import DraftFailedWarning, InvalidInputError
+from xtok.errors import DraftFailedWarning, InvalidInputError, warn
 from xtok.models.forwards import Steps
 from xtok.models.timing import Cost
 from xtok.sampling.draws import Distribution
 from xtok.sampling.noise import Noise
-
-_READING = 12
-"""If a forward pass of a draft has more rows for a sequence, the draft reads its prompt."""
 
 
 class Session:
@@ -52,7 +47,7 @@ class Session:
         self._first: int | None = None
         self._begun = set[int]()
         self._guessed: tuple[Budget, Tree] | None = None
-        self._unread = 1
+        self._unread = self._sequences = 1
         self._committed: list[int] = []
         self._drafters: list[Drafter | None] = []
         for draft in drafts:
@@ -97,6 +92,7 @@ class Session:
         `chained`: drafts may guess trees, and of what those make together the likeliest path alone is kept.
         """
         batch = batch or Batch()
+        self._sequences = batch.sequences
         self._first = self._carried if batch.guesses else None
         self._unread, has_room = unread, True
         if self._first is not None:
@@ -109,6 +105,9 @@ class Session:
             if drafter is not None and has_room and (own := self._own(draft, limit, sure, batch)) is not None:
                 self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
                 sure = max([sure, *self.policy.probabilities(draft, self.proposals[draft].tree or Tree())])
+        if not any(one.tree for one in self.proposals):
+            self._guessed = limit, Tree()
+            return self._whole(Tree())
         tree = self._merged(limit)
         path = tree.likeliest_path(limit.longest)
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
@@ -163,26 +162,33 @@ class Session:
         alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
         return self.policy.probabilities(alone[0], tree) if len(alone) == 1 else list(tree.probabilities)
 
-    def observe(self, cost: Cost) -> None:
-        """Learn from a round whose ids came by `extend`, by what the target's forward took."""
+    def outcome(self, rows: float) -> Outcome:
+        """What became of the round's guess, now that ids came by `extend`. The policy learns from those of all sequences.
+
+        `rows`: how many the sequence had in the target's forward pass.
+        """
+        committed, picks = self._committed, len(self._committed)
         if self._guessed is None:
-            return
+            return Outcome(rows, picks)
+        drafting = sum(one.rest + sum(cost.share for cost in one.drafted) for one in self.proposals)
         (limit, tree), self._guessed = self._guessed, None
-        confirmed = int(self._first is not None and self._committed[:1] == [self._first])
-        block, proposals = self._committed[confirmed:], self.proposals
+        confirmed = int(self._first is not None and committed[:1] == [self._first])
+        block, proposals = committed[confirmed:], self.proposals
         if self._first is not None and not confirmed:  # all that was guessed comes after what is wrong
             tree, proposals = Tree(), [Proposal()] * len(proposals)
         right = tree.path_of(block)
         self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
         if limit.schedule == "heuristic" and block:
-            self.policy.adjust(limit.depth, block, proposals)
-        if limit.schedule == "cost" or len(self._drafters) > 1:
-            self.policy.observe(tree, block, cost, proposals, self._unread, confirmed)
+            self._adjust(limit.depth, block, proposals)
+        path = tree.path_of(block[:-1])  # after the last id nothing was picked
+        return Outcome(rows, picks, drafting, proposals, block, path, self.policy.drafts)
 
-    @property
-    def reads(self) -> bool:
-        """Whether a draft read the prompt for the latest guess, or much of what came since: no measure of a round."""
-        return any(one.first or any(cost.rows > _READING * cost.texts for cost in one.drafted[:1]) for one in self.proposals)
+    def _adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
+        """Apply the heuristic schedule to each draft that guessed: `block` was committed. `depth`: what each begins with."""
+        for draft, one in zip(self.policy.drafts, proposals, strict=True):
+            if one.tree:
+                full = len(one.tree.path_of(block)) == one.tree.depth
+                draft.depth = max(1, (draft.depth or depth) + (2 if full else -1))
 
     def close(self) -> None:
         """Let go of the drafters, and of what they hold."""
@@ -190,15 +196,13 @@ class Session:
 
     def _own(self, draft: int, limit: Budget, sure: float, batch: Batch) -> Budget | None:
         """The limit of one draft; None if it isn't to be asked."""
-        account = self.policy.drafts[draft]
         if limit.schedule == "heuristic":
-            return replace(limit, depth=account.depth or limit.depth)
+            return replace(limit, depth=self.policy.drafts[draft].depth or limit.depth)
         if limit.schedule == "constant":
             return limit
         if not self.policy.asks(draft, sure, batch):
             return None
-        tries = batch.tries or account.gate(sure).pause > 0
-        return DraftBudget.of(limit, CostLimit(self.policy, account, batch.sequences, self._unread, batch.explores, tries))
+        return DraftBudget.of(limit, self.policy, self.policy.drafts[draft], batch, self._unread, sure)
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Steps[Proposal]:
         """A guess, as far as it can be verified."""
@@ -222,7 +226,7 @@ class Session:
         self._drafters[draft] = None
         self._meter.draft_error = f"{type(error).__name__}: {error}"
         message = f"The draft failed ({self._meter.draft_error}). The rest of this text comes without it."
-        warnings.warn(message, DraftFailedWarning, stacklevel=2)
+        warn(message, DraftFailedWarning)
         return Proposal()
 
     def _merged(self, limit: Budget) -> Tree:
@@ -238,7 +242,9 @@ class Session:
 
         def worth(probabilities: Sequence[float]) -> int:
             most = probabilities[: limit.nodes]
-            return self.policy.verified(most, self._unread) if limit.schedule == "cost" else len(most)
+            if limit.schedule != "cost":
+                return len(most)
+            return self.policy.width([(self._unread, most)], self._sequences) - self._unread
 
         nodes = trie.likeliest(worth)
         for draft, _ in guessed:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from operator import index
 from time import perf_counter
 from typing import Any
@@ -15,9 +14,8 @@ from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.policy.draft import DraftPolicy
-from xtok.drafts.policy.gate import Batch
-from xtok.drafts.policy.policy import Policy
+from xtok.drafts.policy.draft import DraftPolicy, Outcome
+from xtok.drafts.policy.policy import Batch, Policy
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
@@ -28,16 +26,11 @@ from xtok.models.forwards import together
 from xtok.models.graphs import captures
 from xtok.models.load import Source, draft_model
 from xtok.models.modes import Modes, within
-from xtok.models.timing import Cost
 
 CHAINS = Budget(width=2)
 """How much is guessed at most. Chains by two paths of the pair that ships have 1.90 ids per step, by one 1.78, and by eight
 1.89, in half as much time again.
 """
-_USUAL = 0.2
-"""The weight of a step in what drafting usually takes."""
-_MIXED = 16
-"""Of so many steps that have other work in them the shortest is taken for one without, where there is none without."""
 
 
 @dataclass(eq=False)
@@ -130,7 +123,6 @@ class DraftEngine:
         self._policy = Policy([DraftPolicy() for _ in given])
         self._caches = CacheSet(captures=captures(None, (one.model for one in models.values())))
         self._texts: dict[DraftedText, None] = {}
-        self._drafting, self._shortest, self._mixed = 0.0, inf, 0
         self._step = _Step(is_pure=False)
 
     @property
@@ -194,8 +186,7 @@ class DraftEngine:
         self._learn()
         start, limit = perf_counter(), replace(self._budget, longest=min(self._budget.longest, longest))
         going = [text for text in texts if longest and text.ids[-1] not in self._vocabulary.ends]
-        by_cost = limit.schedule == "cost"
-        batch = self._policy.batch_gates.batch(len(texts), explores=True) if by_cost else Batch(len(texts), explores=True)
+        batch = self._policy.batch(max(1, len(texts))) if limit.schedule == "cost" else Batch(len(texts))
         trees = self._guessed(going, limit, batch) if batch.guesses else {}
         rows = {text: 1 + len(trees.get(text, ())) for text in going}
         end = perf_counter()
@@ -213,33 +204,14 @@ class DraftEngine:
         were right.
         """
         step, self._step = self._step, _Step(is_pure=False)
-        texts = [text for text in step.observed if text not in step.late]
-        if step.seconds is not None and not step.is_pure and not self._policy.ready():
-            self._estimate(max(1, len(texts)), step.seconds)
-        if step.seconds is None or not (step.is_pure or self._policy.ready()):
+        texts = [text for text in step.observed if text not in step.late]  # only these were forwarded, not put off, nor over
+        if step.seconds is None or not texts:
             return
-        cost = Cost(sum(step.rows[text] for text in texts), step.seconds, len(texts), repeated=not step.is_pure)
-        if step.is_pure and len(texts) == step.batch.sequences and self._budget.schedule == "cost":
-            self._judge(step, reads=step.batch.guesses and any(text.session.reads for text in texts))
-        if not step.batch.guesses:
-            self._policy.measure(cost)
-            return
-        for text in texts:  # only these were forwarded: others were put off, or had ended
-            text.session.observe(cost)
-            cost = cost._replace(repeated=True)
-
-    def _judge(self, step: _Step, *, reads: bool) -> None:
-        """Judge by whole steps whether guessing pays. If a draft `reads` a prompt, its usual time for drafting counts."""
-        if step.batch.guesses and not reads:
-            self._drafting += _USUAL * (step.drafting - self._drafting)
-        drafting = min(step.drafting, self._drafting) if reads else step.drafting
-        self._policy.batch_gates.judge(step.batch, sum(step.observed.values()), drafting + (step.seconds or 0.0))
-
-    def _estimate(self, texts: int, seconds: float) -> None:
-        """If all steps have other work in them, take the shortest of a few for one without."""
-        self._shortest, self._mixed = min(self._shortest, seconds / texts), self._mixed + 1
-        if self._mixed == _MIXED:
-            self._policy.measure(Cost(texts, self._shortest * texts, texts))
+        outcomes = [
+            text.session.outcome(step.rows[text]) if step.batch.guesses else Outcome(step.rows[text], step.observed[text])
+            for text in texts
+        ]
+        self._policy.observe(step.batch, outcomes, step.drafting + step.seconds, is_pure=step.is_pure)
 
     def _check(self, text: Any) -> None:
         if not (isinstance(text, DraftedText) and text in self._texts):

@@ -4,20 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2
 
+from xtok.drafts.policy.latency import SHARE
 from xtok.drafts.tree import Tree
 
-_SHARE = 0.1
-"""The weight of a measurement in a smoothed one."""
-_TRUST, _FORGETS = 4.0, 64.0
+_TRUST, _FORGETS = 2.0, 64.0
 """How many hits are assumed before the draft's probabilities are doubted, and at how many half of them are forgotten."""
-_BINS = 12
+_BINS = 24
 
 
 @dataclass
 class Calibration:
     """How often the guesses of a draft came true, by the probability that the draft gave them.
 
-    Bin i holds the guesses of probability 2**-(i + 1) to 2**-i: `hits` counts those that came true, `expected` sums up their
+    Bin i holds the guesses of probability 2**(-(i + 1) / 4) to 2**(-i / 4): `hits` counts those that came true, `expected` sums
+    up their
     probabilities. `onward` is how often a path that was right so far had a right continuation, for drafts that give no
     probabilities.
     """
@@ -61,8 +61,14 @@ class Calibration:
         forks = set(path[:-1] if ended else path).intersection(tree.parents)
         for fork in forks:
             goes_on = any(tree.parents[node] == fork for node in right)
-            self.onward += _SHARE * (goes_on - self.onward) / 2
+            self.onward += SHARE * (goes_on - self.onward) / 2
+
+    def forget(self) -> None:
+        """Give what was learnt little weight, so that a few guesses can show that it doesn't hold any more."""
+        for index, expected in enumerate(self.expected):
+            self.hits[index] *= min(1.0, _TRUST / expected)
+            self.expected[index] = min(expected, _TRUST)
 
 
 def _bin(probability: float) -> int:
-    return min(_BINS - 1, int(-log2(probability)) if probability > 0 else _BINS)
+    return min(_BINS - 1, int(-4 * log2(probability)) if probability > 0 else _BINS)

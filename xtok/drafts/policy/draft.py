@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from xtok.drafts.policy.calibration import Calibration
 from xtok.drafts.policy.gate import Gate
-from xtok.drafts.policy.latency import LatencyModel, Throughput
+from xtok.drafts.policy.latency import SHARE, LatencyModel
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
 
-_SELDOM = 64
-"""Guesses that aren't worth their rows are checked once in so many times at the least."""
+_FEW = 64
+"""A forward pass of more rows per sequence is the draft's reading of a prompt, which is no measure of a round."""
 _SURE = (0.3, 0.6, 0.85)
 """A draft has a gate for each of these ranges of how sure cheaper drafts are of their guess."""
 
@@ -19,6 +19,12 @@ _SURE = (0.3, 0.6, 0.85)
 def degree_of(sure: float) -> int:
     """The index of the range that a probability is in: 0 below 0.3, 3 from 0.85 on."""
     return bisect(_SURE, sure)
+
+
+def rounded_down(number: int) -> int:
+    """A number, rounded down to a quarter of a power of two: 1 to 8, 10, 12, 14, 16, 20, …"""
+    quarter = max(0, number.bit_length() - 3)
+    return number >> quarter << quarter
 
 
 @dataclass(frozen=True)
@@ -39,44 +45,71 @@ class Proposal:
     own: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a sequence's guess in a round.
+
+    `rows`: how many it had in the target's forward pass, padding included. `picks`: how many ids were committed. `drafting`:
+    how many seconds the drafts took. `proposals`: one for each draft; none if the sequence didn't guess. `block`: the ids that
+    were committed after what the guess comes after. `path`: the nodes of the guess after which something was picked. `drafts`:
+    what is known of the drafts, if they aren't those of all sequences.
+    """
+
+    rows: float = 1
+    picks: int = 1
+    drafting: float = 0.0
+    proposals: Sequence[Proposal] = ()
+    block: Sequence[int] = ()
+    path: Sequence[int] = ()
+    drafts: Sequence["DraftPolicy"] = ()
+
+
 @dataclass
 class DraftPolicy:
     """What a draft costs and gains, and whether it is worth asking.
 
-    `forward`: seconds of its forward passes. `recent`: its picks and seconds in the rounds in which it was asked. `without`:
-    picks and seconds as they would have been by cheaper drafts alone. `gates`: one for each range of how sure those are.
-    `depth`: that of its next guess, under the heuristic schedule. `distance`: after how many guesses of which none was worth
-    its row the likeliest one is checked all the same; otherwise nobody would see that they have become worth it.
+    `forward`: seconds of its forward passes. `rest`: smoothed seconds of all else that asking it takes. `seconds`: smoothed
+    seconds of asking it. `gates`: one for each batch size and range of how sure cheaper drafts are. `depth`: that of its next
+    guess, under the heuristic schedule.
     """
 
     forward: LatencyModel = field(default_factory=LatencyModel)
+    rest: float = 0.0
+    seconds: float = 0.0
     calibration: Calibration = field(default_factory=Calibration)
-    recent: Throughput = field(default_factory=Throughput)
-    without: Throughput = field(default_factory=Throughput)
-    gates: list[Gate] = field(default_factory=lambda: [Gate() for _ in range(len(_SURE) + 1)])
+    gates: dict[tuple[int, int], Gate] = field(default_factory=dict)
     depth: int | None = None
-    distance: int = _SELDOM
-    _left_out: int = 0
-    _explores: bool = False
+    _asked: int = 0
 
-    def checked(self, worth: int, offered: int, *, tries: bool) -> int:
-        """How many of `offered` ids to check, of which `worth` are worth their rows.
+    def gate(self, sequences: int, sure: float) -> Gate:
+        """The gate for rounds of so many sequences in which cheaper drafts give their likeliest guess this probability.
 
-        If none is, one is checked now and then, or if the draft `tries`, to see whether it is by now.
+        A new one starts as the nearest.
         """
-        if worth or not offered:
-            self._left_out = 0
-            return worth
-        self._left_out += 1
-        self._explores = tries or self._left_out >= self.distance
-        self._left_out = 0 if self._explores else self._left_out
-        return int(self._explores)
+        size, degree = rounded_down(sequences), degree_of(sure)
+        if (size, degree) not in self.gates:
+            nearest = min(self.gates, key=lambda one: (abs(one[0] - size), abs(one[1] - degree)), default=None)
+            self.gates[size, degree] = Gate() if nearest is None else Gate(self.gates[nearest].balance)
+        return self.gates[size, degree]
 
-    def explored(self, *, right: bool) -> None:
-        """Take in whether an id that was checked all the same was right: the more often they are, the more are checked."""
-        if self._explores:
-            self._explores, self.distance = False, max(1, self.distance // 2) if right else min(2 * self.distance, _SELDOM)
+    def learn(self, one: Proposal, block: Sequence[int], slowness: float) -> float:
+        """Take in a proposal. Returns its seconds, as they usually are.
 
-    def gate(self, sure: float) -> Gate:
-        """The gate for rounds in which cheaper drafts give their likeliest guess the probability `sure`."""
-        return self.gates[degree_of(sure)]
+        `slowness`: how much slower the machine is at present; 0 to go by nominal latencies alone.
+        """
+        assert one.tree is not None
+        right = one.tree.path_of(block)
+        self.calibration.learn(one.tree, right, ended=len(right) == len(block))
+        for cost in one.drafted:
+            if slowness and not one.first and cost.rows <= _FEW * cost.texts:
+                self.forward.add(cost.rows, cost.seconds / slowness)
+        if not one.first and slowness:
+            self._asked += 1
+            rest = one.rest / slowness
+            self.rest += max(SHARE, 1 / self._asked) * (min(rest, 2 * self.rest if self._asked > 1 else rest) - self.rest)
+        if slowness:
+            took = sum(self.forward.at(min(cost.rows, _FEW * cost.texts)) / cost.texts for cost in one.drafted) + self.rest
+        else:
+            took = sum(self.forward.at(min(cost.rows / cost.texts, _FEW)) for cost in one.drafted or [Cost(1, 0.0)])
+        self.seconds += max(SHARE, 1 / max(1, self._asked)) * (took - self.seconds)
+        return took

@@ -1,199 +1,267 @@
-"""What pays: which drafts are asked and how far a guess goes, by times and gains so far. There is no clock here."""
+"""What pays: which drafts are asked, how far a guess goes, and how many guessed ids are verified. There is no clock here.
 
+All decisions follow one rule: a level or a node more is asked for as long as the picks expected from it are more than the run
+makes on the whole in the time that it takes. The run's rate is that of no guesses times the speedup; what takes time is
+predicted from measurements of whole rounds; what is expected is the draft's own probability, corrected by what came of it.
+"""
+
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import RLock
 from typing import Any
 
-from xtok.drafts.policy.draft import DraftPolicy, Proposal, degree_of
-from xtok.drafts.policy.gate import Batch, BatchGates
-from xtok.drafts.policy.latency import LatencyModel, Throughput
+from xtok.drafts.policy.draft import DraftPolicy, Outcome, degree_of, rounded_down
+from xtok.drafts.policy.gate import Gate
+from xtok.drafts.policy.latency import SHARE, LatencyModel, NominalLatency, cell_of
 from xtok.drafts.tree import Tree
-from xtok.models.timing import Cost
 
-_FEW = 64
-"""A forward pass of more rows per sequence is the draft's reading of a prompt, which is no measure of a round."""
-_NOMINAL_ROW = 0.03
-"""What a row is taken to add to a forward pass if no clock may be read: SmolLM2 135M in bfloat16 on a CPU had 0.027."""
+_MEMORY = 0.9
+"""What a round keeps of its weight in the speedup when the next one comes."""
+_SPACING = 64
+"""After how many rounds with guesses there is one without, which is measured, at the latest."""
+_MIXED = 16
+"""Of so many rounds that do other work as well the shortest is taken for one that doesn't, if there is none."""
 WITHOUT_A_MODEL = 0.01
-"""What a draft without a model is taken to cost then, as a share of the target's forward pass."""
+"""What a draft without a model is taken to cost if no clock may be read, as a share of the target's forward pass."""
+
+
+@dataclass
+class BatchSize:
+    """What is known of rounds of about so many sequences that share forward passes.
+
+    `rounds`: seconds of a round without those of drafts, by the rows of each sequence. `gate`: whether guessing pays at all.
+    `spacing`: after how many rounds with guesses there is one without; `since` is how many there were. `picks` and `plain`:
+    picks of a sequence in the latest rounds, and how many rounds without guesses would have taken as long.
+    """
+
+    rounds: LatencyModel = field(default_factory=LatencyModel)
+    gate: Gate = field(default_factory=Gate)
+    spacing: int = 4
+    since: int = 4
+    picks: float = 0.0
+    plain: float = 0.0
+    rows: float = 4.0
+
+    @property
+    def speedup(self) -> float:
+        """How much faster rounds are than rounds without guesses, 1 at least."""
+        return max(1.0, self.picks / self.plain) if self.plain else 1.0
+
+    def add(self, picks: float, plain: float) -> None:
+        """Take in a round. One that is far better than others, in the midst of a repetition say, counts for twice as good."""
+        picks = min(picks, 1 + 2 * self.speedup * plain)
+        self.picks, self.plain = _MEMORY * self.picks + picks, _MEMORY * self.plain + plain
+
+
+@dataclass(eq=False)
+class Batch:
+    """The sequences of a round, which share its forward passes: how many they are, and whether they guess.
+
+    A draft is asked by all of them or by none, as far as cheaper drafts are about as sure of their guesses: what one of them
+    asks for alone costs as much as what all ask for. `guesses`: whether any draft may be asked.
+    """
+
+    sequences: int = 1
+    guesses: bool = True
+    _decided: dict[tuple[int, int], bool] = field(default_factory=dict)
+
+    def asks(self, draft: int, gate: Gate, sure: float) -> bool:
+        """Whether to ask a draft: what its gate says when it is first asked in this round."""
+        key = draft, degree_of(sure)
+        if key not in self._decided:
+            self._decided[key] = self.guesses and gate.asks()
+        return self._decided[key]
+
+
+@dataclass
+class Shared:
+    """What policies of an instance share.
+
+    `sizes`: what is known of each rounded number of sequences. `slowness`: how much slower the machine is at present than when
+    its latency was measured: it slows down all of a round alike. `mixed`: seconds of rounds that did other work as well, until
+    others are measured.
+    """
+
+    sizes: dict[int, BatchSize] = field(default_factory=dict)
+    slowness: float = 1.0
+    mixed: deque[float] = field(default_factory=lambda: deque(maxlen=_MIXED))
+    lock: Any = field(default_factory=RLock, repr=False, compare=False)
 
 
 @dataclass
 class Policy:
-    """Decides how much is guessed, by what forward passes take and guesses gained lately on this machine with these drafts.
+    """Decides how much is guessed, by what rounds take and guesses gained lately on this machine with these drafts.
 
     Law: it decides how fast a text comes, never what it says. One policy serves all sequences of an instance, those of several
     threads, too: no round of any of them is lost.
 
-    A round is worth what it adds to the picks per second: more is guessed as long as the picks expected from it, per second
-    that it takes, are more than the run has on the whole. A draft that doesn't pay, beside those that are cheaper, is left
-    alone and tried again after longer and longer pauses.
-
     `drafts`: what is known of each draft. `padded(sequences, rows)`: how many rows each sequence really has, if so many share a
-    forward pass of the target and each needs `rows`; what is guessed in place of padding is free. `target`: seconds of the
-    target's forward passes. `recent`: picks and seconds of the whole run. `batch_gates`: whether any guess pays if several
-    sequences share a forward pass. `nominal`: how long a forward pass of each draft is taken to be, as a share of the target's,
-    so that no guess depends on a clock; None to go by what was measured.
+    forward pass of the target and each needs `rows`; what is guessed in place of padding is free. `reads_clock`: whether it
+    goes by what was measured. If not, `drafts` and `shared` have nominal latencies, so that no guess depends on a clock.
     """
 
     drafts: list[DraftPolicy]
     padded: Callable[[int, int], int] = lambda sequences, rows: rows
-    target: LatencyModel = field(default_factory=LatencyModel)
-    recent: Throughput = field(default_factory=Throughput)
-    batch_gates: BatchGates = field(default_factory=BatchGates)
-    nominal: Sequence[float] | None = None
-    _sequences: int = 1
-    lock: Any = field(default_factory=RLock, init=False, repr=False, compare=False)
+    shared: Shared = field(default_factory=Shared)
+    reads_clock: bool = True
 
-    def ready(self) -> bool:
-        """Whether to guess at all. The target's forward pass of one row is measured before the first guess."""
-        return bool(self.target.cells)
-
-    def asks(self, draft: int, sure: float, batch: Batch) -> bool:
-        """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
-        with self.lock:
-            return self.ready() and batch.asks(draft, degree_of(sure), self.drafts[draft].gate(sure).asks)
-
-    @property
-    def rate(self) -> float:
-        """Picks per second: those of the latest rounds, and at least those that the target has alone."""
-        with self.lock:
-            alone = self.target.share(self.padded(self._sequences, 1), self._sequences)
-            return max(self.recent.rate, 1 / alone if alone else 0.0)
+    @classmethod
+    def nominal(cls, shares: Sequence[float], padded: Callable[[int, int], int]) -> "Policy":
+        """A policy that reads no clock. `shares`: how long a forward pass of each draft is taken to be, if one of the target's
+        is 1.
+        """
+        drafts = [DraftPolicy(NominalLatency(seconds=share)) for share in shares]
+        return cls(drafts, padded, Shared({1: BatchSize(NominalLatency())}), reads_clock=False)
 
     def with_draft(self) -> "Policy":
         """A policy that shares all of this one and has one more draft, which guesses for one sequence alone."""
-        nominal = None if self.nominal is None else [*self.nominal, WITHOUT_A_MODEL]
-        made = replace(self, drafts=[*self.drafts, DraftPolicy()], nominal=nominal)
-        made.lock = self.lock
-        return made
+        one = DraftPolicy() if self.reads_clock else DraftPolicy(NominalLatency(seconds=WITHOUT_A_MODEL))
+        return Policy([*self.drafts, one], self.padded, self.shared, self.reads_clock)
+
+    def batch(self, sequences: int) -> Batch:
+        """The batch of a round of so many sequences. Now and then one doesn't guess, so that such rounds are measured."""
+        with self.shared.lock:
+            size = self._size(sequences)
+            is_due = not self.seconds(sequences, 1) or (self.reads_clock and size.since >= size.spacing)
+            return Batch(sequences, not is_due and size.gate.asks())
+
+    def asks(self, draft: int, sure: float, batch: Batch) -> bool:
+        """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
+        with self.shared.lock:
+            return batch.asks(draft, self.drafts[draft].gate(batch.sequences, sure), sure)
+
+    def usual_rows(self, sequences: int) -> float:
+        """How many rows a sequence has in rounds with guesses."""
+        with self.shared.lock:
+            return self._size(sequences).rows
 
     def cheapest_first(self) -> list[int]:
         """The drafts, in the order of the time that asking them takes."""
-        with self.lock:
-            return sorted(range(len(self.drafts)), key=lambda draft: self.drafts[draft].recent.seconds_per_round)
+        with self.shared.lock:
+            return sorted(range(len(self.drafts)), key=lambda draft: self.drafts[draft].seconds)
 
     def probabilities(self, draft: int, tree: Tree) -> list[float]:
         """The believed probability of each node of a draft's guess."""
-        with self.lock:
+        with self.shared.lock:
             return self.drafts[draft].calibration.probabilities(tree)
 
-    def verified(self, probabilities: Sequence[float], unread: int = 1) -> int:
-        """How many guessed ids are worth their rows of the target's forward pass, which reads `unread` committed ids anyway.
+    def rate(self, sequences: int) -> float:
+        """How many picks a sequence has per second, if so many share forward passes."""
+        with self.shared.lock:
+            plain = self.seconds(sequences, 1)
+            return self._size(sequences).speedup / plain if plain else 0.0
 
-        `probabilities`: those of the ids, falling.
-        """
-        return self.width([(unread, probabilities)]) - unread
-
-    def width(self, offers: Sequence[tuple[int, Sequence[float]]]) -> int:
+    def width(self, offers: Sequence[tuple[int, Sequence[float]]], sequences: int | None = None) -> int:
         """How many rows each sequence is best given in a forward pass of the target that several share.
 
         `offers`: for each sequence, how many committed ids it reads, and the probabilities of the ids that it might guess,
-        falling.
+        falling. `sequences`: how many share the forward pass and have offers like these; None for as many as there are offers.
         """
-        with self.lock:
-            price = len(offers) * self.rate * self.target.fit()[1]
+        count = len(offers) if sequences is None else sequences
         gains = [(unread, list(accumulate(probabilities, initial=0.0))) for unread, probabilities in offers]
+        with self.shared.lock:
+            rate = self.rate(count)
 
-        def worth(width: int) -> float:
-            picks = sum(some[min(width - unread, len(some) - 1)] for unread, some in gains)
-            return picks - price * self.padded(len(offers), width)
+            def worth(width: int) -> float:
+                picks = sum(some[min(width - unread, len(some) - 1)] for unread, some in gains)
+                return picks / len(gains) - rate * self.seconds(count, width)
 
-        least, most = max(unread for unread, _ in gains), max(unread + len(some) for unread, some in gains)
-        return max(range(least, most), key=worth)
+            least, most = max(unread for unread, _ in gains), max(unread + len(some) for unread, some in gains)
+            return max(range(least, most), key=worth)
 
-    def adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
-        """Apply the heuristic schedule to each draft that guessed: `block` was committed. `depth`: what each begins with."""
-        with self.lock:
-            for draft, one in zip(self.drafts, proposals, strict=True):
-                if one.tree:
-                    full = len(one.tree.path_of(block)) == one.tree.depth
-                    draft.depth = max(1, (draft.depth or depth) + (2 if full else -1))
+    def observe(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool = True) -> None:
+        """Take in a round, by what became of the guesses of its sequences, and the seconds of all of it.
 
-    def observe(
-        self,
-        tree: Tree,
-        block: Sequence[int],
-        forward: Cost,
-        proposals: Sequence[Proposal],
-        unread: int = 1,
-        confirmed: int = 0,
-    ) -> None:
-        """Take in a round, in which `tree` was guessed and `block` was committed.
-
-        `forward`: what the forward pass of the target took, which sequences may have shared. `proposals`: one for each draft.
-        `unread`: how many known ids the forward pass read before the guesses. `confirmed`: how many of those were carried
-        tokens, which are committed now, too.
+        `is_pure`: it did nothing else, such as reading a prompt. Otherwise its seconds are no measure of others.
         """
-        if self.nominal is not None:
-            forward = _at_nominal_speed(forward, 1.0)
-            proposals = [_without_a_clock(one, share) for one, share in zip(proposals, self.nominal, strict=True)]
-        with self.lock:
-            self._observe(tree, block, forward, proposals, unread, confirmed)
+        with self.shared.lock:
+            count, rows = len(outcomes), max(one.rows for one in outcomes)
+            size, took = self._size(count), [self._learn(one) for one in outcomes]
+            drafting = sum(map(sum, took))
+            if self.reads_clock:
+                self._measure(size, outcomes, seconds, is_pure=is_pure)
+            plain = self.seconds(count, 1)
+            whole = self.seconds(count, rows) + drafting
+            if not plain:
+                return
+            picks = sum(one.picks for one in outcomes) / count
+            size.add(picks, whole / plain)
+            if not any(each.tree is not None for one in outcomes for each in one.proposals):
+                size.spacing, size.since = min(2 * size.spacing, _SPACING) if size.since else size.spacing, 0
+                return
+            size.since += 1
+            size.rows += SHARE * (rows - size.rows)
+            lost = self._judge(batch, outcomes, took, size.speedup / plain)
+            if lost is not None:
+                size.gate.judge(picks - whole / plain + lost)
 
-    def _observe(
-        self, tree: Tree, block: Sequence[int], forward: Cost, proposals: Sequence[Proposal], unread: int, confirmed: int
-    ) -> None:
-        if not forward.repeated:
-            self.target.add(forward.rows, forward.seconds)
-        self._sequences = forward.texts
+    def _judge(self, batch: Batch, outcomes: Sequence[Outcome], took: Sequence[Sequence[float]], rate: float) -> float | None:
+        """Judge each draft that was asked: the round as it was beside the round without it.
 
-        def at(rows: int) -> float:
-            return self.target.share(self.padded(forward.texts, rows), forward.texts)
+        `took`: the seconds of each draft for each sequence. `rate`: the picks of a sequence per second. Returns how many picks
+        were lost by drafts of which each alone lost some; None if one is on trial.
+        """
+        count, rows = len(outcomes), max(one.rows for one in outcomes)
+        gained, own = defaultdict[tuple[int, int], float](float), defaultdict[tuple[int, int], float](float)
+        judged = dict[tuple[int, int], tuple[DraftPolicy, float]]()
+        for one, seconds in zip(outcomes, took, strict=True):
+            for draft, each, spent in zip(one.drafts or self.drafts, one.proposals, seconds, strict=False):
+                if each.tree is not None:
+                    key = id(draft), degree_of(each.sure)
+                    judged[key] = draft, each.sure
+                    own[key] += len(each.own) / count
+                    gained[key] += len(each.own.intersection(one.path)) / count - rate * spent
+        on_trial, lost = False, 0.0
+        for key, (draft, sure) in judged.items():
+            gate = draft.gate(batch.sequences, sure)
+            on_trial |= gate.trial
+            extra = self.seconds(count, rows) - self.seconds(count, max(1.0, rows - own[key]))
+            picks = gained[key] - rate * extra
+            lost -= min(0.0, picks)
+            if gate.judge(picks):
+                draft.calibration.forget()
+        return None if on_trial else lost
 
-        path = tree.path_of(block[:-1])  # after the last committed id nothing was picked
-        rows, right = 0, confirmed + min(1, len(block))
-        spent = 0.0
-        for index in self.cheapest_first():
-            draft, one = self.drafts[index], proposals[index]
-            draft.without.add(right, at(unread + rows) + spent)
-            if one.tree is None:
-                continue
-            right_ids, took = self._learn(draft, one, block)
-            gained = len(one.own.intersection(path))
-            extra = at(unread + rows + len(one.own)) - at(unread + rows) + took
-            if not one.first:
-                lost = extra * draft.without.rate - gained
-                draft.gate(one.sure).judge(lost, extra / (at(1) or 1.0), forward.texts)
-                draft.recent.add(right_ids, took)
-            rows, right, spent = rows + len(one.own), right + gained, spent + took
-        self.recent.add(confirmed + len(block), at(unread + len(tree)) + spent)
+    def _learn(self, one: Outcome) -> list[float]:
+        """Take in what drafts proposed. Returns the usual seconds of each."""
+        slowness = self.shared.slowness if self.reads_clock else 0.0
+        return [
+            0.0 if each.tree is None else draft.learn(each, one.block, slowness)
+            for draft, each in zip(one.drafts or self.drafts, one.proposals, strict=False)
+        ]
 
-    def measure(self, forward: Cost) -> None:
-        """Take in a round without guesses: each of its sequences has one pick, and closed gates wait one round less."""
-        if forward.repeated:
-            return
-        with self.lock:
-            self.target.add(forward.rows, forward.seconds)
-            self._sequences = forward.texts
-            for gate in (one for draft in self.drafts for one in draft.gates):
-                gate.asks()
-            for _ in range(forward.texts):
-                self.recent.add(1, forward.share)
+    def _measure(self, size: BatchSize, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool) -> None:
+        """Take in the seconds of a whole round. If they are unlike those predicted, the machine is taken to have changed.
 
-    @staticmethod
-    def _learn(draft: DraftPolicy, one: Proposal, block: Sequence[int]) -> tuple[int, float]:
-        """Take in a proposal. Returns how many of its ids were right, and its seconds, by the draft's latency model."""
-        assert one.tree is not None
-        for cost in one.drafted or ([] if one.first else [Cost(1, one.rest)]):
-            if cost.rows <= _FEW * cost.texts and not cost.repeated:
-                draft.forward.add(cost.rows, cost.seconds)
-        right = one.tree.path_of(block)
-        draft.calibration.learn(one.tree, right, ended=len(right) == len(block))
-        if one.tree and block:
-            draft.explored(right=bool(right))
-        drafted = sum(draft.forward.at(min(one.rows, _FEW * one.texts)) / one.texts for one in one.drafted)
-        return len(right), drafted + (0.0 if one.first else one.rest)
+        If no round but mixed ones can be measured, the shortest of a few is taken for one that isn't.
+        """
+        rows, seconds = max(one.rows for one in outcomes), max(0.0, seconds - sum(one.drafting for one in outcomes))
+        if not is_pure:
+            self.shared.mixed.append(seconds)
+            if len(self.shared.mixed) < _MIXED or any(one.rounds.cells for one in self.shared.sizes.values()):
+                return
+            seconds = min(self.shared.mixed)
+        known = size.rounds.cells.get(cell_of(rows))
+        if known and known[0] >= 8:
+            ratio = seconds / (self.shared.slowness * size.rounds.at(rows))
+            self.shared.slowness *= 1 + 3 * SHARE * (min(2.0, max(0.5, ratio)) - 1)
+        size.rounds.add(rows, seconds / self.shared.slowness)
 
+    def seconds(self, sequences: int, rows: float) -> float:
+        """The seconds of a round without those of drafts; 0 if nothing was measured yet."""
+        rows, size = self.padded(sequences, int(rows)) if rows == int(rows) else rows, self._size(sequences)
+        if size.rounds.at(1):
+            return size.rounds.at(rows)
+        measured = [other for other, one in self.shared.sizes.items() if one.rounds.at(1)]
+        nearest = min(measured, key=lambda other: abs(other - sequences), default=None)
+        return self.shared.sizes[nearest].rounds.at(rows * sequences / nearest) if nearest else 0.0
 
-def _at_nominal_speed(cost: Cost, share: float) -> Cost:
-    """The forward pass, with the seconds that its rows take if one of the target is taken for 1 and this one for `share`."""
-    return cost._replace(seconds=share * (1 + _NOMINAL_ROW * cost.rows))
-
-
-def _without_a_clock(one: Proposal, share: float) -> Proposal:
-    """The proposal, with seconds that follow from its rows alone."""
-    drafted = [_at_nominal_speed(cost, share) for cost in one.drafted]
-    return replace(one, drafted=drafted, rest=0.0 if drafted else share)
+    def _size(self, sequences: int) -> BatchSize:
+        """What is known of about so many sequences; a new one starts with the gate of the nearest number."""
+        size, sizes = rounded_down(sequences), self.shared.sizes
+        if size not in sizes:
+            nearest = min(sizes, key=lambda other: abs(other - size), default=None)
+            sizes[size] = BatchSize() if nearest is None else BatchSize(gate=Gate(sizes[nearest].gate.balance))
+        return sizes[size]

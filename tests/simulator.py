@@ -1,0 +1,264 @@
+"""Rounds on a virtual clock: real sessions and a real policy, with made-up drafts, texts and machines."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from worlds import tokenizer
+
+from xtok.align.tokenbytes import token_bytes
+from xtok.drafts.base import Context, ModelDrafter, Request
+from xtok.drafts.growth import IdPath, grown, tree_of
+from xtok.drafts.meter import Meter
+from xtok.drafts.policy.draft import DraftPolicy
+from xtok.drafts.policy.policy import Batch, Policy
+from xtok.drafts.policy.settings import Budget
+from xtok.drafts.session import Session
+from xtok.drafts.tree import Tree, chain
+from xtok.models.forwards import Steps, together
+from xtok.models.timing import Cost
+
+_SURE, _UNSURE = (0.85, 0.06, 0.03), (0.35, 0.2, 0.1, 0.05)
+"""How probable a draft takes the likeliest next ids to be, in two kinds of places."""
+_VIEW = token_bytes(tokenizer("byte-level BPE"))
+_PROMPT = 3
+
+
+@dataclass
+class Clock:
+    """A clock that moves by what is done. `work`: how far it would have moved on a machine that never changes."""
+
+    time: float = 0.0
+    work: float = 0.0
+    slowness: Callable[[float], float] = lambda time: 1.0
+    hiccups: float = 0.0
+    random: Random = field(default_factory=lambda: Random(0))
+
+    def advance(self, seconds: float) -> None:
+        """Do something that takes so long, or ten times as long in a hiccup."""
+        self.work += seconds
+        hiccup = 10 if self.random.random() < self.hiccups else 1
+        self.time += seconds * self.slowness(self.time) * self.random.uniform(0.95, 1.05) * hiccup
+
+
+@dataclass
+class Engine:
+    """What a round takes beside its drafts, if a forward pass of one row takes 1.
+
+    `row`: what each further row adds. `jumps`: after how many rows of all sequences together a forward pass takes `jump`
+    longer. `guess`: what a round takes longer if anything is guessed at all. `node`: what it takes longer by each guessed id.
+    """
+
+    row: float = 0.01
+    jumps: int = 10**9
+    jump: float = 0.0
+    guess: float = 0.0
+    node: float = 0.0
+
+    def seconds(self, sequences: int, rows: int) -> float:
+        """Of a round in which each of some sequences has `rows` rows."""
+        total = sequences * rows
+        return (
+            1
+            + self.row * (total - 1)
+            + self.jump * (total > self.jumps)
+            + (rows > 1) * self.guess
+            + self.node * sequences * (rows - 1)
+        )
+
+
+@dataclass
+class Guesser:
+    """A made-up draft.
+
+    `forward`, `row`: what a forward pass of it takes, and each row more. `rest`: what asking it takes beside. `worth(round)`:
+    by what its probabilities are to be multiplied. `sure`: in what share of places it is sure. `is_model`: whether each level
+    of its guess takes a forward pass; otherwise all levels are had at once.
+    """
+
+    forward: float = 0.1
+    row: float = 0.0
+    rest: float = 0.01
+    worth: Callable[[int], float] = lambda _: 1.0
+    sure: float = 0.5
+    is_model: bool = True
+    seed: int = 0
+
+    def children(self, world: "World", text: int, place: int, *, right: bool) -> tuple[tuple[int, float], ...]:
+        """Its likeliest next ids and their probabilities, after a right or wrong path."""
+        return _children(self.seed, self.sure, self.worth(world.round) if right else 0.0, text, place)
+
+
+@cache
+def _children(seed: int, sure: float, worth: float, text: int, place: int) -> tuple[tuple[int, float], ...]:
+    random = Random(f"{seed} {text} {place}")
+    claimed = _SURE if random.random() < sure else _UNSURE
+    ids, at = random.sample(range(300, 500), len(claimed)), random.random()
+    for i, probability in enumerate(claimed):
+        at -= worth * probability
+        if at < 0:
+            ids[i] = truth(text, place)
+            break
+    return tuple(zip(ids, claimed, strict=True))
+
+
+def truth(text: int, place: int) -> int:
+    """The id that the target picks."""
+    return 20 + hash((text, place)) % 250
+
+
+class Simulated(ModelDrafter):
+    """A made-up draft of one sequence."""
+
+    def __init__(self, guesser: Guesser, world: "World", text: int, meter: Meter) -> None:
+        self.guesser, self.world, self.text, self.meter = guesser, world, text, meter
+
+    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
+        """A tree, in the time that it takes."""
+        place = len(context.ids) - _PROMPT
+        if not self.guesser.is_model:
+            return self._chain(place, budget)
+        first = self._children(place, [IdPath(1.0, -1, b"")])[0]
+
+        def expand(front: list[IdPath]) -> Steps[list[list[IdPath]]]:
+            return self._children(place, front)
+            yield  # type: ignore[unreachable]
+
+        found = yield from grown(first, budget, expand)
+        self.world.clock.advance(self.guesser.rest)
+        return tree_of(found, budget)
+
+    def _chain(self, place: int, budget: Budget) -> Tree:
+        self.world.clock.advance(self.guesser.rest)
+        ids, probabilities, probability, is_right = list[int](), list[float](), 1.0, True
+        while len(ids) < budget.longest:
+            (token, likely), *_ = self.guesser.children(self.world, self.text, place + len(ids), right=is_right)
+            is_right = is_right and token == truth(self.text, place + len(ids))
+            probability *= likely
+            if probability < 0.05:
+                break
+            ids.append(token)
+            probabilities.append(probability)
+        kept = budget.verified(probabilities)
+        return chain(ids[:kept], probabilities=probabilities[:kept])
+
+    def _children(self, place: int, front: list[IdPath]) -> list[list[IdPath]]:
+        count, one = self.world.texts, self.guesser
+        if one.is_model:
+            with self.meter.drafting():
+                seconds = one.forward + one.row * (len(front) * count - 1)
+                with self.meter.away():
+                    before = self.world.clock.time
+                    self.world.clock.advance(seconds / count)
+                self.meter.drafts(Cost(len(front) * count, count * (self.world.clock.time - before), count))
+        return [
+            [
+                IdPath(path.probability * probability, -1, b"", probability, ids=(*path.ids, token))
+                for token, probability in one.children(
+                    self.world, self.text, place + len(path.ids), right=self._is_right(path, place)
+                )
+            ]
+            for path in front
+        ]
+
+    def _is_right(self, path: IdPath, place: int) -> bool:
+        return all(token == truth(self.text, place + i) for i, token in enumerate(path.ids))
+
+
+@dataclass
+class World:
+    """Texts, a machine, and drafts. `round`: how many rounds there were, by which the worth of drafts may change."""
+
+    engine: Engine
+    guessers: Sequence[Guesser]
+    clock: Clock = field(default_factory=Clock)
+    texts: int = 1
+    round: int = 0
+
+    def session(self, text: int, guessers: Sequence[Guesser], policy: Policy) -> Session:
+        """The drafters of a text."""
+        meter = Meter()
+        request: Any = SimpleNamespace(meter=meter, vocabulary=SimpleNamespace(size=600, view=_VIEW))
+        drafts = [Starts(Simulated(one, self, text, meter)) for one in guessers]
+        return Session(drafts, request, policy, [5] * _PROMPT)
+
+
+@dataclass
+class Starts:
+    """A draft that has one drafter."""
+
+    drafter: Any
+
+    def start(self, request: Request) -> Any:
+        """That one."""
+        return self.drafter
+
+
+def simulated(
+    world: World, rounds: int, budget: Budget, guessers: Sequence[Guesser], policy: Policy | None = None, texts: int = 1
+) -> list[tuple[int, float]]:
+    """The picks and the work of each of some rounds of so many texts."""
+    policy = policy or Policy([DraftPolicy() for _ in guessers])
+    world.texts = texts
+    sessions, places, found = [world.session(text, guessers, policy) for text in range(texts)], [0] * texts, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xtok.models.timing.perf_counter", lambda: world.clock.time)
+        for _ in range(rounds):
+            start, before = world.clock.time, world.clock.work
+            batch = policy.batch(texts) if budget.schedule == "cost" else Batch(texts, guesses=bool(guessers))
+            trees = together([one.propose(budget, batch) for one in sessions])
+            if batch.guesses and texts > 1 and budget.schedule == "cost" and any(trees):
+                width = policy.width(
+                    [(1, (one.offer() or []) if tree else []) for one, tree in zip(sessions, trees, strict=True)]
+                )
+                trees = [
+                    one.cut(width - 1) if len(tree) > width - 1 else tree for one, tree in zip(sessions, trees, strict=True)
+                ]
+            rows = 1 + max(map(len, trees))
+            world.clock.advance(world.engine.seconds(texts, rows))
+            outcomes = []
+            for text, (one, tree) in enumerate(zip(sessions, trees, strict=True)):
+                block = [truth(text, places[text])]
+                node = tree.child(-1, block[0])
+                while node is not None:
+                    block.append(truth(text, places[text] + len(block)))
+                    node = tree.child(node, block[-1])
+                places[text] += len(block)
+                one.extend(block)
+                outcomes.append(one.outcome(rows))
+            policy.observe(batch, outcomes, world.clock.time - start)
+            found.append((sum(map(len, outcomes and [range(one.picks) for one in outcomes])), world.clock.work - before))
+            world.round += 1
+    return found
+
+
+def speed(rounds: Sequence[tuple[int, float]]) -> float:
+    """Picks per time."""
+    return sum(picks for picks, _ in rounds) / sum(work for _, work in rounds)
+
+
+def _always(worth: float, now: int) -> float:
+    return worth
+
+
+FIXED = [
+    Budget(depth, width, nodes, schedule="constant") for depth, width, nodes in ((2, 1, 2), (2, 4, 12), (6, 1, 6), (6, 4, 32))
+]
+"""Shallow and deep, narrow and wide."""
+
+
+def best_fixed(engine: Engine, guessers: Sequence[Guesser], at: int, texts: int, rounds: int = 300) -> tuple[float, str]:
+    """The speed of the best of some fixed policies if drafts stay worth what they are in round `at`, and which that is."""
+    chosen: list[list[Guesser]] = [[one] for one in guessers] + ([list(guessers)] if len(guessers) > 1 else [])
+    found = [(speed(simulated(World(engine, guessers, texts=texts), 4, FIXED[0], [], texts=texts)), "nothing")]
+    for some in chosen:
+        for budget in FIXED:
+            world = World(engine, guessers, texts=texts, round=at)
+            steady = [replace(one, worth=partial(_always, one.worth(at))) for one in some]
+            name = f"{[list(guessers).index(one) for one in some]} {budget.depth} by {budget.width}"
+            found.append((speed(simulated(world, rounds, budget, steady, texts=texts)), name))
+    return max(found)
