@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-_LOSS, _GAIN = 2.0, 8.0
+_LOSS, _GAIN = 3.0, 8.0
 """How many picks something may lose before its gate closes, and how many that it gained may be lost on top."""
 _TRIAL = 0.25
 """How many picks may be lost in trials of what was given up, before it is given up again."""
-_PAUSE, _TRIALS = 16, 0.005
+_PAUSE, _TRIALS = 16, 0.01
 """For how many rounds a gate stays closed at first, and what share of all picks trials may lose after that."""
 
 
