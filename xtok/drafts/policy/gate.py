@@ -6,8 +6,10 @@ _LOSS, _GAIN = 3.0, 8.0
 """How many picks something may lose before its gate closes, and how many that it gained may be lost on top."""
 _TRIAL = 0.25
 """How many picks may be lost in trials of what was given up, before it is given up again."""
-_PAUSE, _TRIALS = 16, 0.01
-"""For how many rounds a gate stays closed at first, and what share of all picks trials may lose after that."""
+_PAUSE = 16
+"""For how many rounds a gate stays closed at first, at the least."""
+_AT_FIRST, _TRIALS = 0.1, 0.01
+"""What share of all picks trials may lose, at first and later."""
 
 
 @dataclass
@@ -34,7 +36,8 @@ class Gate:
         self.trial, self.balance = False, min(_GAIN, self.balance + gained)
         closes = self.balance < -_LOSS
         if closes:
-            self._pause = max(_PAUSE, min(2 * self._pause, max(_TRIAL, -gained) / _TRIALS))
+            lost = max(_TRIAL, -gained)
+            self._pause = max(_PAUSE, lost / _AT_FIRST, min(2 * self._pause, lost / _TRIALS))
             self.balance, self.wait = _TRIAL - _LOSS, 1 + round(self._pause)
         elif self.balance > 0:
             self._pause = 0.0

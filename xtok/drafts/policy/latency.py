@@ -8,6 +8,8 @@ SHARE = 0.1
 """The weight of a measurement in a smoothed one."""
 _ROW = 0.02
 """What one more row is assumed to add, as a share of a forward pass of one row, until other numbers of rows were measured."""
+_FAR = 10
+"""A measurement of so many times the usual is a hiccup; two in a row aren't."""
 _STALE = 96
 """A cell is left out if so many other measurements came since its last."""
 
@@ -28,17 +30,23 @@ class LatencyModel:
 
     cells: dict[int, tuple[int, float, float, int]] = field(default_factory=dict)
     _count: int = 0
+    _far_off: bool = False
     _curve: tuple[list[float], list[float]] | None = None
 
     def add(self, rows: float, seconds: float) -> None:
         """Take in a measurement. It counts for more if the last one of as many rows is long ago.
 
-        Hiccups only make things take longer: it counts for twice what was predicted at most, and the mean, for twice as much.
+        Hiccups only make things take longer: it counts for twice what was predicted at most, unless the one before was far off as
+        well, and the mean, for twice as much.
         """
         cell = cell_of(rows)
         count, mean_rows, mean, last = self.cells.get(cell) or (0, rows, self.at(rows) or seconds, self._count)
         share = max(1 / (count + 1), SHARE, min(0.5, (self._count - last) / 128))
-        seconds, mean = min(seconds, 2 * mean), min(mean, 2 * seconds)
+        before, self._far_off = self._far_off, seconds > _FAR * mean
+        if before and self._far_off:
+            share = 1.0
+        else:
+            seconds, mean = min(seconds, 2 * mean), min(mean, 2 * seconds)
         self._count += 1
         self.cells[cell] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean), self._count)
         self._curve = None

@@ -60,11 +60,13 @@ class Batch:
     """The sequences of a round, which share its forward passes: how many they are, and whether they guess.
 
     A draft is asked by all of them or by none, as far as cheaper drafts are about as sure of their guesses: what one of them
-    asks for alone costs as much as what all ask for. `guesses`: whether any draft may be asked.
+    asks for alone costs as much as what all ask for. `guesses`: whether any draft may be asked. `judged`: whether gates are to
+    learn from the round; not if the budget is fixed, for then what is guessed must not depend on a clock.
     """
 
     sequences: int = 1
     guesses: bool = True
+    judged: bool = False
     _decided: dict[tuple[int, int], bool] = field(default_factory=dict)
 
     def asks(self, draft: int, gate: Gate, sure: float) -> bool:
@@ -125,7 +127,7 @@ class Policy:
         with self.shared.lock:
             size = self._size(sequences)
             is_due = not self.seconds(sequences, 1) or (self.reads_clock and size.since >= size.spacing)
-            return Batch(sequences, not is_due and size.gate.asks())
+            return Batch(sequences, not is_due and size.gate.asks(), judged=True)
 
     def asks(self, draft: int, sure: float, batch: Batch) -> bool:
         """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
@@ -191,6 +193,8 @@ class Policy:
             if not any(each.tree is not None for one in outcomes for each in one.proposals):
                 size.spacing, size.since = min(2 * size.spacing, _SPACING) if size.since else size.spacing, 0
                 return
+            if not batch.judged:
+                return
             size.since += 1
             size.rows += SHARE * (rows - size.rows)
             lost = self._judge(batch, outcomes, took, size.speedup / plain)
@@ -243,6 +247,8 @@ class Policy:
             if len(self.shared.mixed) < _MIXED or any(one.rounds.cells for one in self.shared.sizes.values()):
                 return
             seconds = min(self.shared.mixed)
+        if not seconds:  # a draft of another thread's sequence may have been waited for
+            return
         known = size.rounds.cells.get(cell_of(rows))
         if known and known[0] >= 8:
             ratio = seconds / (self.shared.slowness * size.rounds.at(rows))
