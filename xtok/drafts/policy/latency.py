@@ -36,8 +36,8 @@ class LatencyModel:
     def add(self, rows: float, seconds: float) -> None:
         """Take in a measurement. It counts for more if the last one of as many rows is long ago.
 
-        Hiccups only make things take longer: it counts for twice what was predicted at most, unless the one before was far off as
-        well, and the mean, for twice as much.
+        Hiccups only make things take longer: it counts for twice what was predicted at most, unless the one before was far off
+        as well, and the mean, for twice as much.
         """
         cell = cell_of(rows)
         count, mean_rows, mean, last = self.cells.get(cell) or (0, rows, self.at(rows) or seconds, self._count)
