@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scripted import ScriptedDrafter
 from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, UNRELATED, greedily, target
-from worlds import TREE, budgets, examples, make_dear, scaled, tokenizer
+from worlds import TREE, budgets, deep, examples, make_dear, scaled, tokenizer
 
 from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted
 from xtok.drafts.policy.draft import Outcome
@@ -433,7 +433,7 @@ def test_guesses_that_begin_to_come_true_are_found_out(texts: int, clock: Clock,
     assert served(clock, monkeypatch, cheap_rows, lambda step: 0.7 * (step >= 300), texts=texts) < 0.8
 
 
-@pytest.mark.parametrize(("texts", "joins"), [(40, 0.0), (16, 1.0), (40, 0.9)])
+@pytest.mark.parametrize(("texts", "joins"), [*deep((40, 0.0), (40, 0.9)), (16, 1.0)])
 def test_guessing_begins_in_a_large_batch_and_where_texts_come_in_each_step(
     texts: int, joins: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,7 +441,7 @@ def test_guessing_begins_in_a_large_batch_and_where_texts_come_in_each_step(
     assert served(clock, monkeypatch, cheap_rows, lambda step: 0.8, texts=texts, joins=joins, number=600) < 0.7
 
 
-@pytest.mark.parametrize("joins", [0.0, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("joins", [*deep(0.0, 0.5, 0.8), 0.95])
 def test_guessing_that_does_not_pay_costs_little_however_busy_the_engine_is(
     joins: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -740,8 +740,8 @@ def drafts_of(target: Vocabulary) -> dict[str, Any]:
     return {"recycling": recycling} | {name: ModelDraft(draft_model(model), target) for name, model in models.items()}
 
 
-@pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("width", [*deep(1), 4])
+@pytest.mark.parametrize("samples", [*deep(False), True])
 @pytest.mark.parametrize("kind", ["its own ids", "other ids", "recycling"])
 def test_a_last_id_that_another_one_replaces_changes_no_guess(kind: str, samples: bool, width: int) -> None:
     """With fixed shapes the last id that drafters are shown may not be committed: then another one comes in its place."""
