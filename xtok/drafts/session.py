@@ -47,7 +47,7 @@ class Session:
         self._first: int | None = None
         self._begun = set[int]()
         self._guessed: tuple[Budget, Tree] | None = None
-        self._unread = self._sequences = 1
+        self._unread = 1
         self._committed: list[int] = []
         self._drafters: list[Drafter | None] = []
         for draft in drafts:
@@ -92,7 +92,6 @@ class Session:
         `chained`: drafts may guess trees, and of what those make together the likeliest path alone is kept.
         """
         batch = batch or Batch()
-        self._sequences = batch.sequences
         self._first = self._carried if batch.guesses else None
         self._unread, has_room = unread, True
         if self._first is not None:
@@ -108,7 +107,7 @@ class Session:
         if not any(one.tree for one in self.proposals):
             self._guessed = limit, Tree()
             return self._whole(Tree())
-        tree = self._merged(limit)
+        tree = self._merged(limit, batch.sequences)
         path = tree.likeliest_path(limit.longest)
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
         tree = self._of(tree, [*path, *sorted(rest)])  # so what is right most often has its final position in the cache
@@ -180,7 +179,7 @@ class Session:
         self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
         if limit.schedule == "heuristic" and block:
             self._adjust(limit.depth, block, proposals)
-        path = tree.path_of(block[:-1])  # after the last id nothing was picked
+        path = right[: len(block) - 1]  # after the last id nothing was picked
         return Outcome(rows, picks, drafting, proposals, block, path, self.policy.drafts)
 
     def _adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
@@ -229,7 +228,7 @@ class Session:
         warn(message, DraftFailedWarning)
         return Proposal()
 
-    def _merged(self, limit: Budget) -> Tree:
+    def _merged(self, limit: Budget, sequences: int) -> Tree:
         """One tree of all guesses. A guess that stands alone stays as it is."""
         guessed = [(draft, one.tree) for draft in self.policy.cheapest_first() if (one := self.proposals[draft]).tree]
         if len(guessed) < 2:
@@ -244,7 +243,7 @@ class Session:
             most = probabilities[: limit.nodes]
             if limit.schedule != "cost":
                 return len(most)
-            return self.policy.width([(self._unread, most)], self._sequences) - self._unread
+            return self.policy.width([(self._unread, most)], sequences) - self._unread
 
         nodes = trie.likeliest(worth)
         for draft, _ in guessed:

@@ -17,9 +17,7 @@ class Calibration:
     """How often the guesses of a draft came true, by the probability that the draft gave them.
 
     Bin i holds the guesses of probability 2**(-(i + 1) / 4) to 2**(-i / 4): `hits` counts those that came true, `expected` sums
-    up their
-    probabilities. `onward` is how often a path that was right so far had a right continuation, for drafts that give no
-    probabilities.
+    up their probabilities. `onward` is how often a path that was right so far had a right continuation.
     """
 
     hits: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)

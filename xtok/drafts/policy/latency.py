@@ -8,13 +8,15 @@ SHARE = 0.1
 """The weight of a measurement in a smoothed one."""
 _ROW = 0.02
 """What one more row is assumed to add, as a share of a forward pass of one row, until other numbers of rows were measured."""
+_ENOUGH = 8
+"""From how many measurements on a cell counts fully."""
 _FAR = 10
 """A measurement of so many times the usual is a hiccup; two in a row aren't."""
 _STALE = 96
 """A cell is left out if so many other measurements came since its last."""
 
 
-def cell_of(rows: float) -> int:
+def _cell_of(rows: float) -> int:
     """The cell for a number of rows: 1 is in cell 0, 2 in 1, 3 and 4 in 2, 5 to 8 in 3, and so on."""
     return (ceil(rows) - 1).bit_length()
 
@@ -39,7 +41,7 @@ class LatencyModel:
         Hiccups only make things take longer: it counts for twice what was predicted at most, unless the one before was far off
         as well, and the mean, for twice as much.
         """
-        cell = cell_of(rows)
+        cell = _cell_of(rows)
         count, mean_rows, mean, last = self.cells.get(cell) or (0, rows, self.at(rows) or seconds, self._count)
         share = max(1 / (count + 1), SHARE, min(0.5, (self._count - last) / 128))
         before, self._far_off = self._far_off, seconds > _FAR * mean
@@ -50,6 +52,10 @@ class LatencyModel:
         self._count += 1
         self.cells[cell] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean), self._count)
         self._curve = None
+
+    def knows(self, rows: float) -> bool:
+        """Whether about so many rows were measured often enough that a change is one of the machine."""
+        return _cell_of(rows) in self.cells and self.cells[_cell_of(rows)][0] >= _ENOUGH
 
     def at(self, rows: float) -> float:
         """The predicted seconds; 0 before anything was measured."""
@@ -72,7 +78,7 @@ class LatencyModel:
         for _, (count, rows, mean, last) in sorted(self.cells.items()):
             if self._count - last >= _STALE:
                 continue
-            weight, places = float(min(count, 8)), [rows]
+            weight, places = float(min(count, _ENOUGH)), [rows]
             while pools and pools[-1][1] >= mean:
                 other, other_mean, others = pools.pop()
                 mean, weight, places = (weight * mean + other * other_mean) / (weight + other), weight + other, others + places

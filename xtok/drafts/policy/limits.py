@@ -1,7 +1,7 @@
 """How much of one draft's guess pays: the limits that the draft and the tree of a round keep to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import sqrt
 
 from xtok.drafts.policy.draft import DraftPolicy
@@ -9,18 +9,19 @@ from xtok.drafts.policy.policy import Batch, Policy
 from xtok.drafts.policy.settings import Budget
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftBudget(Budget):
     """A budget for one guess of one draft in a round: the caller's limits, and no more than pays by what a policy knows of it.
 
-    `unread`: how many committed ids the target's forward pass reads anyway.
+    `sequences`: how many share forward passes. `unread`: how many committed ids the target's forward pass reads anyway.
+    `is_trial`: the draft was left alone, and is asked to see whether it pays by now.
     """
 
-    policy: Policy = field(default_factory=lambda: Policy([]))
-    draft: DraftPolicy = field(default_factory=DraftPolicy)
-    sequences: int = 1
-    unread: int = 1
-    is_trial: bool = False
+    policy: Policy
+    draft: DraftPolicy
+    sequences: int
+    unread: int
+    is_trial: bool
 
     @classmethod
     def of(cls, budget: Budget, policy: Policy, draft: DraftPolicy, batch: Batch, unread: int, sure: float) -> "DraftBudget":
@@ -39,11 +40,9 @@ class DraftBudget(Budget):
         with self.policy.shared.lock:
             if not most or not self.draft.forward.at(1):
                 return 0
-            rate, seconds = self.policy.rate(self.sequences), self.policy.seconds
+            rate, row = self.policy.rate(self.sequences), self.policy.price_of_row(self.sequences)
             onward = max(self.draft.calibration.onward, 0.6 * self.is_trial)
             taken = self.unread + level
-            usual = self.policy.usual_rows(self.sequences)
-            row = rate * (seconds(self.sequences, 1.5 * usual) - seconds(self.sequences, usual)) / (0.5 * usual)
             free = self.policy.padded(self.sequences, taken) - taken
             gains = [self._believed(one) * onward - row * (path >= free) for path, one in enumerate(probabilities[:most])]
             forward = self.draft.forward.at

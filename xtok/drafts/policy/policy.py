@@ -6,7 +6,7 @@ predicted from measurements of whole rounds; what is expected is the draft's own
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import RLock
@@ -14,7 +14,7 @@ from typing import Any
 
 from xtok.drafts.policy.draft import DraftPolicy, Outcome, degree_of, rounded_down
 from xtok.drafts.policy.gate import Gate
-from xtok.drafts.policy.latency import SHARE, LatencyModel, NominalLatency, cell_of
+from xtok.drafts.policy.latency import SHARE, LatencyModel, NominalLatency
 from xtok.drafts.tree import Tree
 
 _MEMORY = 0.9
@@ -33,7 +33,8 @@ class BatchSize:
 
     `rounds`: seconds of a round without those of drafts, by the rows of each sequence. `gate`: whether guessing pays at all.
     `spacing`: after how many rounds with guesses there is one without; `since` is how many there were. `picks` and `plain`:
-    picks of a sequence in the latest rounds, and how many rounds without guesses would have taken as long.
+    picks of a sequence in the latest rounds, and how many rounds without guesses would have taken as long. `rows`: how many a
+    sequence usually has in rounds with guesses.
     """
 
     rounds: LatencyModel = field(default_factory=LatencyModel)
@@ -134,11 +135,6 @@ class Policy:
         with self.shared.lock:
             return batch.asks(draft, self.drafts[draft].gate(batch.sequences, sure), sure)
 
-    def usual_rows(self, sequences: int) -> float:
-        """How many rows a sequence has in rounds with guesses."""
-        with self.shared.lock:
-            return self._size(sequences).rows
-
     def cheapest_first(self) -> list[int]:
         """The drafts, in the order of the time that asking them takes."""
         with self.shared.lock:
@@ -154,6 +150,13 @@ class Policy:
         with self.shared.lock:
             plain = self.seconds(sequences, 1)
             return self._size(sequences).speedup / plain if plain else 0.0
+
+    def price_of_row(self, sequences: int) -> float:
+        """How many picks one more row costs each sequence, beyond the usual number of rows."""
+        with self.shared.lock:
+            usual = self._size(sequences).rows
+            more = self.seconds(sequences, 1.5 * usual) - self.seconds(sequences, usual)
+            return self.rate(sequences) * more / (0.5 * usual)
 
     def width(self, offers: Sequence[tuple[int, Sequence[float]]], sequences: int | None = None) -> int:
         """How many rows each sequence is best given in a forward pass of the target that several share.
@@ -183,7 +186,7 @@ class Policy:
             size, took = self._size(count), [self._learn(one) for one in outcomes]
             drafting = sum(map(sum, took))
             if self.reads_clock:
-                self._measure(size, outcomes, seconds, is_pure=is_pure)
+                self._measure(size, rows, seconds - sum(one.drafting for one in outcomes), is_pure=is_pure)
             plain = self.seconds(count, 1)
             whole = self.seconds(count, rows) + drafting
             if not plain:
@@ -197,17 +200,19 @@ class Policy:
                 return
             size.since += 1
             size.rows += SHARE * (rows - size.rows)
-            lost = self._judge(batch, outcomes, took, size.speedup / plain)
+            lost = self._judge(batch, outcomes, took, rows, size.speedup / plain)
             if lost is not None:
                 size.gate.judge(picks - whole / plain + lost)
 
-    def _judge(self, batch: Batch, outcomes: Sequence[Outcome], took: Sequence[Sequence[float]], rate: float) -> float | None:
+    def _judge(
+        self, batch: Batch, outcomes: Sequence[Outcome], took: Sequence[Sequence[float]], rows: float, rate: float
+    ) -> float | None:
         """Judge each draft that was asked: the round as it was beside the round without it.
 
         `took`: the seconds of each draft for each sequence. `rate`: the picks of a sequence per second. Returns how many picks
         were lost by drafts of which each alone lost some; None if one is on trial.
         """
-        count, rows = len(outcomes), max(one.rows for one in outcomes)
+        count = len(outcomes)
         gained, own = defaultdict[tuple[int, int], float](float), defaultdict[tuple[int, int], float](float)
         judged = dict[tuple[int, int], tuple[DraftPolicy, float]]()
         for one, seconds in zip(outcomes, took, strict=True):
@@ -236,21 +241,20 @@ class Policy:
             for draft, each in zip(one.drafts or self.drafts, one.proposals, strict=False)
         ]
 
-    def _measure(self, size: BatchSize, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool) -> None:
-        """Take in the seconds of a whole round. If they are unlike those predicted, the machine is taken to have changed.
+    def _measure(self, size: BatchSize, rows: float, seconds: float, *, is_pure: bool) -> None:
+        """Take in the seconds of a round without those of drafts. If they are unlike those predicted, the machine is taken to
+        have changed.
 
         If no round but mixed ones can be measured, the shortest of a few is taken for one that isn't.
         """
-        rows, seconds = max(one.rows for one in outcomes), max(0.0, seconds - sum(one.drafting for one in outcomes))
         if not is_pure:
-            self.shared.mixed.append(seconds)
+            self.shared.mixed.append(max(0.0, seconds))
             if len(self.shared.mixed) < _MIXED or any(one.rounds.cells for one in self.shared.sizes.values()):
                 return
             seconds = min(self.shared.mixed)
-        if not seconds:  # a draft of another thread's sequence may have been waited for
+        if seconds <= 0:  # a draft of another thread's sequence may have been waited for
             return
-        known = size.rounds.cells.get(cell_of(rows))
-        if known and known[0] >= 8:
+        if size.rounds.knows(rows):
             ratio = seconds / (self.shared.slowness * size.rounds.at(rows))
             self.shared.slowness *= 1 + 3 * SHARE * (min(2.0, max(0.5, ratio)) - 1)
         size.rounds.add(rows, seconds / self.shared.slowness)
@@ -260,14 +264,17 @@ class Policy:
         rows, size = self.padded(sequences, int(rows)) if rows == int(rows) else rows, self._size(sequences)
         if size.rounds.at(1):
             return size.rounds.at(rows)
-        measured = [other for other, one in self.shared.sizes.items() if one.rounds.at(1)]
-        nearest = min(measured, key=lambda other: abs(other - sequences), default=None)
+        nearest = _nearest([other for other, one in self.shared.sizes.items() if one.rounds.at(1)], sequences)
         return self.shared.sizes[nearest].rounds.at(rows * sequences / nearest) if nearest else 0.0
 
     def _size(self, sequences: int) -> BatchSize:
         """What is known of about so many sequences; a new one starts with the gate of the nearest number."""
         size, sizes = rounded_down(sequences), self.shared.sizes
         if size not in sizes:
-            nearest = min(sizes, key=lambda other: abs(other - size), default=None)
+            nearest = _nearest(sizes, size)
             sizes[size] = BatchSize() if nearest is None else BatchSize(gate=Gate(sizes[nearest].gate.balance))
         return sizes[size]
+
+
+def _nearest(numbers: Iterable[int], number: int) -> int | None:
+    return min(numbers, key=lambda other: abs(other - number), default=None)
