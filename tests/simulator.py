@@ -23,7 +23,7 @@ from xtok.models.forwards import Steps, together
 from xtok.models.timing import Cost
 
 _SURE, _UNSURE = (0.85, 0.06, 0.03), (0.35, 0.2, 0.1, 0.05)
-"""How probable a draft takes the likeliest next ids to be, in two kinds of places."""
+"""The probabilities that a draft gives its most probable next ids, at positions where it is sure and where it isn't."""
 _VIEW = token_bytes(tokenizer("byte-level BPE"))
 _PROMPT = 3
 
@@ -89,7 +89,7 @@ class Guesser:
     seed: int = 0
 
     def children(self, world: "World", text: int, place: int, *, right: bool) -> tuple[tuple[int, float], ...]:
-        """Its likeliest next ids and their probabilities, after a right or wrong path."""
+        """Its most probable next ids and their probabilities, after a right or wrong path."""
         return _children(self.seed, self.sure, self.worth(world.round) if right else 0.0, text, place)
 
 

@@ -15,7 +15,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_caches import RECURRENT
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from worlds import ARCHITECTURES, CHAIN, CORPUS, TREE, alone, budgets, deep, examples, fitting, make_dear, texts, tokenizer
+from worlds import (
+    ARCHITECTURES,
+    CHAIN,
+    CORPUS,
+    TREE,
+    alone,
+    budgets,
+    deep,
+    examples,
+    fitting,
+    make_target_expensive,
+    texts,
+    tokenizer,
+)
 
 from xtok import Budget, Generation, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
@@ -98,19 +111,26 @@ def expected(architecture: str, prompts: Sequence[str], way: str) -> list[list[i
     way=st.sampled_from(sorted(WAYS)),
     draft=st.sampled_from(sorted(MADE)),
     budget=budgets(),
-    dear=st.booleans(),
+    expensive=st.booleans(),
 )
 @example("Mistral", list(TEXTS[:4]), [0, 0], 3, "sampled", "several", TREE, False)
 @example("GPT2", list(TEXTS[:4]), [1, 2], 8, "greedy", "several", CHAIN, False)
 @example("Llama", list(TEXTS[:5]), [3], 4, "sampled", "as it comes", Budget(), True)
 def test_a_sequence_is_the_same_alone_and_in_lists_of_any_order_written_by_any_number_at_a_time(
-    architecture: str, prompts: list[str], again: list[int], batch_size: int, way: str, draft: str, budget: Budget, dear: bool
+    architecture: str,
+    prompts: list[str],
+    again: list[int],
+    batch_size: int,
+    way: str,
+    draft: str,
+    budget: Budget,
+    expensive: bool,
 ) -> None:
     """Law 8: a sequence's ids are the same alone, in any batch, in any order of joining and leaving."""
     prompts = [*prompts, *(prompts[index % len(prompts)] for index in again)]
     xt = XTokAssisted((target(architecture), TOKENS), MADE[draft](), budget=budget)
-    if dear:
-        make_dear(xt)
+    if expensive:
+        make_target_expensive(xt)
     found = xt.generate(prompts, batch_size=batch_size, **WAYS[way])
     assert ids_of(found) == expected(architecture, prompts, way)
     assert all(one.stats.shared_forwards and one.stats.draft_error is None for one in found)
@@ -356,7 +376,7 @@ def test_no_more_copies_of_a_processor_are_held_than_sequences_are_written_at_a_
     XTokAssisted((target("Llama"), TOKENS)).generate(
         list(TEXTS), batch_size=2, logits_processor=LogitsProcessorList([Guide()]), **{**GREEDY, "max_new_tokens": 2}
     )
-    assert max(held) <= 1 + 3, "the one that was given, two that are in use, and one that is left behind"
+    assert max(held) <= 1 + 3, "the one that was given, two that are in use, and one that is left over"
 
 
 def test_results_come_in_the_order_of_the_list() -> None:

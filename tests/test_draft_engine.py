@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scripted import ScriptedDrafter
 from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, UNRELATED, greedily, target
-from worlds import TREE, budgets, deep, examples, make_dear, scaled, tokenizer
+from worlds import TREE, budgets, deep, examples, make_target_expensive, scaled, tokenizer
 
 from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted
 from xtok.drafts.policy.draft import Outcome
@@ -44,7 +44,7 @@ def prompt(text: str) -> tuple[int, ...]:
 
 @torch.no_grad()
 def picks(ids: Sequence[int], guess: Sequence[int] = ()) -> list[int]:
-    """What the target picks along a guess, and one id behind: a step of an engine that writes greedily."""
+    """What the target picks along a guess, and one id after it: a step of an engine that writes greedily."""
     rows = LM(torch.tensor([[*ids, *guess]])).logits[0, len(ids) - 1 :].argmax(dim=-1).tolist()
     right = next((i for i, (pick, token) in enumerate(zip(rows, guess, strict=False)) if pick != token), len(guess))
     return rows[: right + 1]
@@ -71,27 +71,27 @@ FATES = ("ends", "is dropped", "is put off")
     draft=st.sampled_from(DRAFTS),
     budget=budgets(),
     longest=st.integers(0, 9),
-    dear=st.booleans(),
+    expensive=st.booleans(),
 )
 @example([(text, row % 3, FATES[row % 3], 2) for row, text in enumerate(TEXTS[:6])], "several", TREE, 8, True)
 def test_texts_that_come_and_go_are_the_targets_own(
-    given_texts: list[tuple[str, int, str, int]], draft: str, budget: Budget, longest: int, dear: bool
+    given_texts: list[tuple[str, int, str, int]], draft: str, budget: Budget, longest: int, expensive: bool
 ) -> None:
     """A text that is put off has steps without a guess, in which the engine that writes goes on alone."""
     engine = made(draft, budget=budget)
-    if dear:
-        make_dear(engine)
+    if expensive:
+        make_target_expensive(engine)
     running, done = dict[int, DraftedText](), set[int]()
     for step in count():
         for number, (text, begins, _, _) in enumerate(given_texts):
             if begins == step:
                 running[number] = engine.add([*prompt(text), *picks(prompt(text))])
         for number, text in list(running.items()):
-            given_prompt, begins, fate, behind = given_texts[number]
+            given_prompt, begins, fate, after = given_texts[number]
             if (
                 len(new := new_ids(text, given_prompt)) >= LENGTH
                 or new[-1:] == [2]
-                or (fate == FATES[1] and step > begins + behind)
+                or (fate == FATES[1] and step > begins + after)
             ):
                 assert new == greedily("Llama", given_prompt)[: len(new)]
                 engine.drop(running.pop(number))
@@ -207,10 +207,10 @@ def test_a_draft_that_raises_costs_speed_only() -> None:
     texts = [engine.add(prompt(text)) for text in TEXTS[:2]]
     engine.propose(texts[:1], 4)
     engine.observe(texts[0], [5])
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = [engine.propose(texts, 4) for _ in range(2)]
-    assert [one.category for one in told] == [DraftFailedWarning] * 2
+    assert [one.category for one in caught] == [DraftFailedWarning] * 2
     assert [guess.tokens for guess in found[1]] == [(7,), (7,)]
 
 
@@ -276,7 +276,7 @@ def steps(
         clock.now += cost(len(texts) + found[-1])
         for text, guess in zip(texts, guesses, strict=True):
             engine.observe(text, picks(text.ids, guess.tokens))
-            clock.now += 1000  # what comes behind the first is no part of it
+            clock.now += 1000  # what comes after the first is no part of it
     return found
 
 
@@ -295,13 +295,13 @@ def test_a_step_takes_from_a_proposal_to_what_comes_of_it(clock: Clock) -> None:
 
 
 def test_rows_that_cost_much_are_not_guessed_for_and_rows_that_cost_little_are(clock: Clock) -> None:
-    dear, cheap = made("lookup"), made("lookup")
+    expensive, cheap = made("lookup"), made("lookup")
     found = {}
-    for engine, cost in ((dear, lambda rows: 0.1 + 1.0 * rows), (cheap, lambda rows: 10 + 0.001 * rows)):
+    for engine, cost in ((expensive, lambda rows: 0.1 + 1.0 * rows), (cheap, lambda rows: 10 + 0.001 * rows)):
         texts = [engine.add(prompt(text)) for text in TEXTS]
         found[engine] = steps(engine, texts, clock, cost, 24)
-    assert found[dear][0] == found[cheap][0] == 0
-    assert sum(found[cheap][-8:]) > 3 * sum(found[dear][-8:])
+    assert found[expensive][0] == found[cheap][0] == 0
+    assert sum(found[cheap][-8:]) > 3 * sum(found[expensive][-8:])
 
 
 def test_steps_that_had_more_in_them_are_not_measured(clock: Clock) -> None:
@@ -423,7 +423,7 @@ def cheap_rows(texts: int, guesses: int) -> float:
     return 0.01 + 2e-5 * (texts + guesses)
 
 
-def dear_guesses(texts: int, guesses: int) -> float:
+def expensive_guesses(texts: int, guesses: int) -> float:
     return 0.03 if guesses else 0.01
 
 
@@ -446,7 +446,7 @@ def test_guessing_that_does_not_pay_costs_little_however_busy_the_engine_is(
     joins: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by a hostile trial: steps in which a draft read a prompt were no measure, and others there were none."""
-    found = served(clock, monkeypatch, dear_guesses, lambda step: 0.7, texts=8, joins=joins, cost=3e-4, number=3000)
+    found = served(clock, monkeypatch, expensive_guesses, lambda step: 0.7, texts=8, joins=joins, cost=3e-4, number=3000)
     assert found < 1.05
 
 

@@ -24,7 +24,7 @@ from test_batches import GREEDY, LENGTH, MADE, SAMPLED, SIBLING, TEXTS, TREE, UN
 from test_caches import RECURRENT
 from test_slots import layers_of
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from worlds import CHAIN, budgets, deep, examples, make_dear, tokenizer
+from worlds import CHAIN, budgets, deep, examples, make_target_expensive, tokenizer
 
 from xtok import Budget, Context, Engine, PromptLookup, Ticket, Tree, XTokAssisted
 from xtok.errors import (
@@ -135,18 +135,18 @@ def alone(prompt: str, way: str) -> list[int]:
     batch_size=st.integers(1, 6),
     draft=st.sampled_from(sorted(MADE)),
     budget=budgets(),
-    dear=st.booleans(),
+    expensive=st.booleans(),
 )
 @example(
     [(TEXTS[0], "greedy"), (TEXTS[0], "sampled"), (TEXTS[1], "sampled"), (TEXTS[2], "greedy")], 4, 3, "several", TREE, True
 )
 def test_sequences_from_several_threads_are_what_each_is_alone(
-    prompts: list[tuple[str, str]], threads: int, batch_size: int, draft: str, budget: Budget, dear: bool
+    prompts: list[tuple[str, str]], threads: int, batch_size: int, draft: str, budget: Budget, expensive: bool
 ) -> None:
     """Law 8: other sequences change nothing: the same alone and beside any others, greedy or sampled."""
     xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=budget)
-    if dear:
-        make_dear(xt)
+    if expensive:
+        make_target_expensive(xt)
     with Engine(xt, batch_size=batch_size) as engine, ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(lambda one: engine.submit(one[0], **WAYS[one[1]]).result(PATIENCE), prompts))
     assert [one.token_ids for one in found] == [alone(*one) for one in prompts]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from worlds import TREE_3, deep, examples, fitting, make_dear, scaled, tokenizer
+from worlds import TREE_3, deep, examples, fitting, make_target_expensive, scaled, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.align.reencode import Reencoder
@@ -393,7 +393,7 @@ def test_eight_threads_get_what_each_would_get_alone() -> None:
         Budget(3, schedule="cost", width=4),
     )
     xt = XTokAssisted((TARGET, TOKENS), draft, budget=made)
-    make_dear(xt)
+    make_target_expensive(xt)
     tasks = [(way, mode, length) for way in ("generate", "stream", "custom") for mode in SETTINGS for length in (3, 12, 20)]
 
     def answered(task: tuple[str, str, int]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from front_door import BYTES, GREEDY, PROMPT, PROMPTS, TOKENS
-from worlds import TREE, alone, fitting, make_dear
+from worlds import TREE, alone, fitting, make_target_expensive
 
 from xtok import Engine, PromptLookup, XTokAssisted
 from xtok.models import graphs
@@ -50,7 +50,7 @@ def test_greedy_ids_are_those_of_the_target_alone(architecture: str, way: str, d
     """Law 1, with graphs and without, one text or a list, twice: what the first call captures the second one replays."""
     lm = target(architecture, torch.float64)
     xt = XTokAssisted((lm, TOKENS), DRAFTS[draft](), budget=TREE, compile=setting)
-    make_dear(xt)
+    make_target_expensive(xt)
     wanted = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt_ids(TOKENS, prompt)], device=DEVICE)
@@ -90,7 +90,7 @@ def test_stable_ids_are_those_of_the_text_alone_without_a_draft(architecture: st
     wanted = [plain.generate(prompt, **asked).token_ids for prompt in PROMPTS]
     for setting in (False, None):
         xt = XTokAssisted((lm, TOKENS), [(OTHER, BYTES), PromptLookup()], budget=TREE, stable=True, compile=setting)
-        make_dear(xt)
+        make_target_expensive(xt)
         for _ in range(2):
             assert [xt.generate(prompt, **asked).token_ids for prompt in PROMPTS] == wanted
             assert [one.token_ids for one in xt.generate(PROMPTS, batch_size=3, **asked)] == wanted
@@ -156,7 +156,7 @@ def test_adapters_that_are_merged_between_calls_are_seen() -> None:
 
 def test_one_thread_captures_while_others_forward() -> None:
     xt = XTokAssisted((target("Llama", torch.float64), TOKENS), (OTHER, BYTES), budget=TREE)
-    make_dear(xt)
+    make_target_expensive(xt)
     wanted = [alone(fitting(TOKENS, "Llama", 0), prompt_ids(TOKENS, prompt), **GREEDY) for prompt in PROMPTS]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):

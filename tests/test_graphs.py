@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize
 from test_engine import cache_bytes
 from test_slots import VOCABULARY, Held, Sharing, ask_one_more, filled
 from transformers import LogitsProcessorList
-from worlds import ARCHITECTURES, deep, examples, fitting, make_dear, model, mostly_deep
+from worlds import ARCHITECTURES, deep, examples, fitting, make_target_expensive, model, mostly_deep
 
 import xtok.models.graphs
 from xtok import Budget, Engine, XTokAssisted
@@ -112,7 +112,7 @@ def test_texts_of_captured_forwards_are_those_of_others(replays: list[int], way:
     plain, captured = (
         XTokAssisted((TARGET, TOKENS), draft, budget=TREE, stable=stable, compile=setting) for setting in (False, None)
     )
-    make_dear(captured)
+    make_target_expensive(captured)
     wanted = [plain.generate(prompt, **WAYS[way]).token_ids for prompt in PROMPTS]
     assert not replays
     assert [captured.generate(prompt, **WAYS[way]).token_ids for prompt in PROMPTS] == wanted
@@ -128,7 +128,7 @@ def test_texts_of_captured_forwards_are_those_of_others(replays: list[int], way:
 
 def test_captured_forwards_have_widths_of_powers_of_two(replays: list[int]) -> None:
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE)
-    make_dear(xt)
+    make_target_expensive(xt)
     for prompt in (*PROMPTS, *PROMPTS):
         xt.generate(prompt, **GREEDY)
     assert len(set(replays)) > 1
@@ -177,7 +177,7 @@ def test_caches_of_captured_forwards_stay_within_the_memory_that_they_may_have(r
 
     taken, memory = list[int](), 700 * sum(traits(lm).position_bytes or 0 for lm in (TARGET, OTHER))
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE, stable=stable)
-    make_dear(xt)
+    make_target_expensive(xt)
     plain = XTokAssisted((TARGET, TOKENS), stable=stable, compile=False)
     asked = {**GREEDY, "eos_token_id": None}
     prompts = [[5 + (3 * i + size) % 300 for i in range(size)] for size in (103, 101, 102, 9, 100, 200)]  # most get up to 127

@@ -100,9 +100,9 @@ def test_the_same_call_gives_the_same_text_with_a_draft_and_without_alone_and_in
 @pytest.mark.parametrize("way", ["greedy", *deep("penalty", "sampled", "cut")])
 def test_the_same_call_gives_the_same_text_where_shapes_cant_be_fixed(name: str, dtype: str, way: str) -> None:
     lm = unfixed(name, dtype)
-    with pytest.warns(UnstableWarning, match=r"can't have fixed shapes.*The same call gives the same text") as told:
+    with pytest.warns(UnstableWarning, match=r"can't have fixed shapes.*The same call gives the same text") as caught:
         xt = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES))
-    assert len(told) == 1 and told[0].filename == __file__
+    assert len(caught) == 1 and caught[0].filename == __file__
     for ask in (alone, batch):
         calls = [ask(xt, way) for _ in range(5)]
         assert any(one.stats.proposed for one in calls[0])
@@ -284,9 +284,9 @@ def test_a_warning_that_shapes_cant_be_fixed_any_more_points_to_who_called() -> 
     torch.set_num_threads(3)
     try:
         for call in calls:
-            with pytest.warns(UnstableWarning, match="3 threads") as told:
+            with pytest.warns(UnstableWarning, match="3 threads") as caught:
                 call()
-            assert (told[0].filename, told[0].lineno) == (__file__, call.__code__.co_firstlineno)
+            assert (caught[0].filename, caught[0].lineno) == (__file__, call.__code__.co_firstlineno)
     finally:
         torch.set_num_threads(1)
 

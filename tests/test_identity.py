@@ -23,7 +23,7 @@ from worlds import (
     deep,
     examples,
     fitting,
-    make_dear,
+    make_target_expensive,
     model_of,
     texts,
     tokenizer,
@@ -92,7 +92,7 @@ def test_any_draft_model_with_any_tokenizer_leaves_the_ids_as_transformers_has_t
     """Law 1: identity, for every pair, prompt and budget."""
     model, tokens = model_of(target)
     draft_model = model_of(target, copy=1) if same else model_of(draft, copy=1, window=window)
-    xt = make_dear(XTokAssisted((model, tokens), draft_model, budget=budget), budget.depth % 2)
+    xt = make_target_expensive(XTokAssisted((model, tokens), draft_model, budget=budget), budget.depth % 2)
     drawn = {**honoured(tokens, drawn), "max_new_tokens": 16}
     expected, gap = with_gap((model, tokens), prompt_ids(tokens, prompt, split_special_tokens=False), drawn)
     if excused(gap < CLOSE_CALL[torch.float64]):
@@ -145,7 +145,7 @@ def test_ids_that_are_cut_as_no_tokenizer_cuts_them_stay_as_they_are(
         return continuation.ids(context.ids, said[len(context.data) :])[:4]
 
     model, both = fitting(tokens, "Llama", 0), [ScriptedDrafter(canonical), model_of(draft, copy=1)]
-    xt = make_dear(XTokAssisted((model, tokens), both, budget=budget))
+    xt = make_target_expensive(XTokAssisted((model, tokens), both, budget=budget))
     asked = {"max_new_tokens": len(script), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     generation = xt.generate(prompt, prefix_allowed_tokens_fn=lambda _, ids: [whole[len(ids)]], **asked)
     assert generation.token_ids == script

@@ -219,11 +219,11 @@ def test_threads_make_the_index_of_a_corpus_once(monkeypatch: pytest.MonkeyPatch
 
 def test_a_lookup_can_be_copied_while_its_index_is_made_and_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by a hostile trial: copying raised RuntimeError, and a lookup without a corpus waited for another's index."""
-    begun, goes_on = Event(), Event()
+    started, goes_on = Event(), Event()
 
     class Slow(Corpus):
         def __init__(self, texts: Sequence[str]) -> None:
-            begun.set()
+            started.set()
             assert goes_on.wait(60)
             super().__init__(texts)
 
@@ -231,7 +231,7 @@ def test_a_lookup_can_be_copied_while_its_index_is_made_and_keeps_no_other_waiti
     lookup = PromptLookup(["吾輩は猫である。"])
     with ThreadPoolExecutor(1) as pool:
         index = pool.submit(lambda: lookup.index)
-        assert begun.wait(60)
+        assert started.wait(60)
         assert PromptLookup().index is None
         copies = deepcopy(lookup), pickle.loads(pickle.dumps(lookup))
         goes_on.set()

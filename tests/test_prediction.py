@@ -10,7 +10,7 @@ from front_door import TARGET, TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_batches import GREEDY, MADE, SAMPLED, TEXTS, TREE, WAYS, ids_of
-from worlds import ARCHITECTURES, FAMILIES, budgets, examples, fitting, make_dear, texts, tokenizer
+from worlds import ARCHITECTURES, FAMILIES, budgets, examples, fitting, make_target_expensive, texts, tokenizer
 
 from xtok import Budget, Engine, Generation, WrittenRound, XTokAssisted, pair
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
@@ -39,20 +39,20 @@ def predicted(truth: str, how: str) -> str:
     way=st.sampled_from(sorted(WAYS)),
     draft=st.sampled_from(sorted(MADE)),
     budget=budgets(),
-    dear=st.booleans(),
+    expensive=st.booleans(),
 )
 @example("Llama", "SentencePiece BPE", TEXTS[0], "whole", "greedy", "none", TREE, False)
 @example("Llama", "SentencePiece BPE", TEXTS[0], "with a word changed", "sampled", "several", Budget(), True)
 @example("GPTNeoX", "byte-level BPE", TEXTS[3], "whole", "greedy", "none", TREE, False)
 def test_a_prediction_changes_no_id(
-    architecture: str, family: str, prompt: str, prediction: str, way: str, draft: str, budget: Budget, dear: bool
+    architecture: str, family: str, prompt: str, prediction: str, way: str, draft: str, budget: Budget, expensive: bool
 ) -> None:
     tokens = tokenizer(family)
     target = fitting(tokens, architecture, 0), tokens
     truth = XTokAssisted(target).generate(prompt, **WAYS[way])
     xt = XTokAssisted(target, MADE[draft](), budget=budget)
-    if dear:
-        make_dear(xt)
+    if expensive:
+        make_target_expensive(xt)
     found = xt.generate(
         prompt, prediction=predicted(truth.text, prediction) if prediction in EDITS else prediction, **WAYS[way]
     )
@@ -107,9 +107,9 @@ def test_what_is_learnt_of_a_prediction_is_of_that_text_alone() -> None:
     xt = XTokAssisted(pair.TARGET, MADE["lookup"]())
     truth = xt.generate(TEXTS[0], **LONG).text
     for bad in range(9):
-        make_dear(xt)
+        make_target_expensive(xt)
         xt.generate(TEXTS[0], prediction=f"{bad}🍣" * 9, **LONG)
-    make_dear(xt)
+    make_target_expensive(xt)
     before = xt.setup.policy.shared.sizes[1].rounds
     found = xt.generate(TEXTS[0], prediction=truth, **LONG)
     assert found.stats.accepted_by_draft[1] > 0
@@ -183,7 +183,7 @@ def test_rounds_are_streamed_as_they_are_reported_afterwards(draft: str, way: st
     assert seen == list(whole.written)
     assert [token for one in seen for token in one.tokens] == whole.tokens
     trace = whole.to_dict()
-    for one, told in zip(seen, trace["rounds"], strict=True):
-        assert one.to_dict()["guessed"] == told["guessed"]
-        assert one.to_dict()["right"] == told["right"]
-        assert len(one.tokens) == told["committed"]
+    for one, sent in zip(seen, trace["rounds"], strict=True):
+        assert one.to_dict()["guessed"] == sent["guessed"]
+        assert one.to_dict()["right"] == sent["right"]
+        assert len(one.tokens) == sent["committed"]

@@ -11,7 +11,7 @@ import torch
 from front_door import BYTES, GREEDY, OTHER, PROMPTS, TARGET, TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
-from worlds import budgets, examples, make_dear
+from worlds import budgets, examples, make_target_expensive
 
 from xtok import Budget, Context, DraftEngine, Drafter, PromptLookup, Request, TokenRecycling, Tree, XTokAssisted, chain, pair
 from xtok.drafts.recycling import _Table
@@ -73,7 +73,7 @@ def test_real_text_takes_fewer_forwards(way: str, least: float) -> None:
 
 def test_token_recycling_is_used_if_it_pays() -> None:
     xt = XTokAssisted(pair.TARGET, TokenRecycling())
-    make_dear(xt)
+    make_target_expensive(xt)
     arguments = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
     made = [xt.generate(prompt, **arguments).stats for prompt in pair.prompts()[:3]]
     assert sum(one.new_tokens for one in made) > 1.15 * sum(one.target_forwards for one in made)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from properties import Drawn, Noise, arguments, fresh, honoured, right, samplings, spoilt, without_batch_limits
 from scripted import ScriptedDrafter
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
-from worlds import KINDS, TREE, Kind, budgets, deep, examples, make_dear, model_of, scaled, texts
+from worlds import KINDS, TREE, Kind, budgets, deep, examples, make_target_expensive, model_of, scaled, texts
 
 from xtok import Budget, Context, XTokAssisted, pair
 from xtok.decoding.accept import likeliest_typical
@@ -74,7 +74,7 @@ def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
     helper = model_of(target, copy=1) if same else model_of(draft, copy=1, window=window)
     drawn = without_batch_limits({**honoured(pair[1], drawn), "max_new_tokens": 12, "pad_token_id": 0, **sampling})
     expected = XTokAssisted(pair).generate(prompt, **fresh(drawn))
-    mine = make_dear(XTokAssisted(pair, helper, budget=budget), budget.depth % 2).generate(prompt, **fresh(drawn))
+    mine = make_target_expensive(XTokAssisted(pair, helper, budget=budget), budget.depth % 2).generate(prompt, **fresh(drawn))
     assert ids_of(mine) == ids_of(expected)
     assert all(one.stats.draft_error is None for one in (mine if isinstance(mine, list) else [mine]))
 

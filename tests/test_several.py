@@ -33,7 +33,21 @@ from properties import (
 from scripted import ScriptedDrafter
 from test_trees import paths_of
 from transformers import LogitsProcessorList
-from worlds import KINDS, TREE, TREE_3, Kind, budgets, deep, examples, fitting, make_dear, model_of, scaled, texts, tokenizer
+from worlds import (
+    KINDS,
+    TREE,
+    TREE_3,
+    Kind,
+    budgets,
+    deep,
+    examples,
+    fitting,
+    make_target_expensive,
+    model_of,
+    scaled,
+    texts,
+    tokenizer,
+)
 
 from xtok import Budget, Context, Generation, PromptLookup, TokenRecycling, Tree, XTokAssisted, pair
 from xtok.align.projection import identity_projection
@@ -116,7 +130,7 @@ def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
     expected, gap = with_gap(pair, prompt_ids(pair[1], prompt, split_special_tokens=False), drawn)
     if excused(gap < CLOSE_CALL[torch.float64]):
         return
-    xt = make_dear(XTokAssisted(pair, mixed(names, pair, draft, prompt), budget=budget), budget.depth % 2)
+    xt = make_target_expensive(XTokAssisted(pair, mixed(names, pair, draft, prompt), budget=budget), budget.depth % 2)
     assert xt.generate(prompt, pad_token_id=0, **fresh(drawn)).token_ids == expected
 
 
@@ -130,7 +144,7 @@ def test_any_mixture_of_drafts_leaves_sampled_ids_as_they_are_without_a_draft(
     drawn = without_batch_limits({**honoured(pair[1], drawn), "max_new_tokens": 12, "pad_token_id": 0, **sampling})
     drawn.pop("num_return_sequences", None)
     expected = XTokAssisted(pair).generate(prompt, **fresh(drawn))
-    xt = make_dear(XTokAssisted(pair, mixed(names, pair, draft, prompt), budget=budget), budget.depth % 2)
+    xt = make_target_expensive(XTokAssisted(pair, mixed(names, pair, draft, prompt), budget=budget), budget.depth % 2)
     generation = xt.generate(prompt, **fresh(drawn))
     assert generation.token_ids == expected.token_ids
     mine, closest = generation.stats.min_margin, expected.stats.min_margin
@@ -231,7 +245,7 @@ def test_each_draft_is_told_what_was_accepted_of_it() -> None:
 
 
 def padded(tokens: Any) -> Any:
-    """The same tokenizer with control tokens behind its own."""
+    """The same tokenizer with control tokens after its own."""
     more = deepcopy(tokens)
     more.add_special_tokens({"additional_special_tokens": ["<|one|>", "<|two|>"]})
     return more
@@ -387,14 +401,14 @@ def test_a_confident_draft_drafts_less_than_one_that_never_stops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"schedule": "linear"}, "schedule is 'linear'; use one of 'cost', 'constant', 'heuristic'"),
         ({"confidence": 1.5}, "confidence is 1.5"),
     ],
 )
-def test_schedules_that_make_no_sense_are_refused(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidInputError, match=told):
+def test_schedules_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
         Budget(**wrong)
 
 
@@ -643,7 +657,7 @@ def test_drafts_guess_in_rounds_whose_batch_guesses(texts: int, guesses: list[bo
 
 
 def ended(pieces: Any, generations: list[Generation]) -> Iterator[str]:
-    """A stream that leaves behind what it returns."""
+    """A stream that keeps what it returns."""
     generations.append((yield from pieces))
 
 

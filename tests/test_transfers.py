@@ -11,7 +11,7 @@ from front_door import BYTES, GREEDY, OTHER, PROMPTS, TARGET, TOKENS
 from scripted import ScriptedDrafter
 from torch.overrides import TorchFunctionMode
 from transformers import LogitsProcessorList
-from worlds import make_dear
+from worlds import make_target_expensive
 
 import xtok.decoding.pick
 import xtok.models.stable
@@ -86,15 +86,15 @@ def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(
 
     Token recycling takes one for each guess. Its levels are read from its table, which is on the CPU.
     """
-    read, behind = list[int](), recycling._Table.likeliest_after
+    read, likeliest_after = list[int](), recycling._Table.likeliest_after
 
     def spy(table: recycling._Table, ids: Sequence[int]) -> Any:
         read.append(len(ids))
-        return behind(table, ids)
+        return likeliest_after(table, ids)
 
     monkeypatch.setattr(recycling._Table, "likeliest_after", spy)
     xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES), *beside], budget=TREE, stable=stable)
-    make_dear(xt)
+    make_target_expensive(xt)
     totals, most = list[int](), list[int]()
     for count in (24, 6, 24):  # the first makes tables
         before = waits.count - len(read)
@@ -116,7 +116,7 @@ def test_texts_share_transfers_as_they_share_forwards(waits: Waits, monkeypatch:
 
     monkeypatch.setattr(SharedCache, "serve", spy)
     xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES)], budget=TREE)
-    make_dear(xt)
+    make_target_expensive(xt)
     totals, forwarded = list[int](), list[int]()
     for count in (24, 6, 24):
         before = waits.count
@@ -152,7 +152,7 @@ def test_what_is_drawn_after_all_nodes_at_once_is_what_is_drawn_one_id_after_ano
     monkeypatch: pytest.MonkeyPatch, way: str, stable: bool
 ) -> None:
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE, stable=stable)
-    make_dear(xt)
+    make_target_expensive(xt)
     one_by_one = [xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS]
     taken_for_an_accelerator(monkeypatch)
     for together in ([xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS], xt.generate(PROMPTS, batch_size=3, **WAYS[way])):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedDrafter
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
-from worlds import ARCHITECTURES, TREE, fitting, make_dear, model, tokenizer
+from worlds import ARCHITECTURES, TREE, fitting, make_target_expensive, model, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import Path, grown
@@ -156,7 +156,7 @@ def test_what_a_text_repeats_is_guessed_although_the_draft_is_too_expensive_to_b
     again = LogitsProcessorList([Cycles()])
     expected = XTokAssisted((target, tokens)).generate("吾輩は", logits_processor=again, **asked).token_ids
     xt = XTokAssisted((target, tokens), (deepcopy(target), tokens), budget=Budget(5, schedule="cost", width=4))
-    make_dear(xt)
+    make_target_expensive(xt)
     xt.setup.policy.drafts[0].gates = {(1, degree): Gate(wait=10**6) for degree in range(4)}
     generation = xt.generate("吾輩は", logits_processor=again, **asked)
     assert generation.token_ids == expected

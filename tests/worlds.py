@@ -55,7 +55,7 @@ KINDS: st.SearchStrategy[Kind] = st.deferred(
 """A model's architecture, its tokenizer's family, and a seed for both."""
 
 
-def make_dear(xt: Any, so: bool = True) -> Any:
+def make_target_expensive(xt: Any, so: bool = True) -> Any:
     """An instance that takes its target for a hundred times as expensive as its drafts, so that all guessing pays."""
     if not so:
         return xt
