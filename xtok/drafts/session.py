@@ -45,7 +45,7 @@ class Session:
         self._hidden: Tensor | None = None
         self._carried: int | None = None
         self._first: int | None = None
-        self._begun = set[int]()
+        self._asked = set[int]()
         self._guessed: tuple[Budget, Tree] | None = None
         self._unread = 1
         self._committed: list[int] = []
@@ -205,8 +205,8 @@ class Session:
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Steps[Proposal]:
         """A guess, as far as it can be verified."""
-        drafted, first = list[Cost](), draft not in self._begun
-        self._begun.add(draft)
+        drafted, first = list[Cost](), draft not in self._asked
+        self._asked.add(draft)
         try:
             with self._meter.proposing(drafted) as took:
                 if isinstance(drafter, ModelDrafter):
