@@ -129,6 +129,7 @@ def test_what_was_learnt_is_kept_for_the_next_sequence_and_batch_size() -> None:
 )
 @example(0.3, 8, 1.0, 0.0, [(0.0, 0.0), (0.0, 0.0), (0.0, 0.5)], 2)  # the worst that were found
 @example(0.3, 8, 1.0, 0.0, [(0.02, 0.0)], 2)
+@example(0.3, 10**9, 0.1, 0.3, [(0.0, 0.5), (0.02, 0.5), (0.0, 0.5)], 8)  # each of a draft's gates lost as much as one may
 def test_guessing_is_never_much_slower_than_not_guessing(
     row: float, jumps: int, jump: float, guess: float, drafts: list[tuple[float, float]], texts: int
 ) -> None:

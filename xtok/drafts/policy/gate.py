@@ -1,5 +1,6 @@
 """A gate: whether something that lately lost time is worth it again."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LOSS, _GAIN = 3.0, 8.0
@@ -31,13 +32,17 @@ class Gate:
         self.wait, self.trial = max(0, self.wait - 1), self.trial or self.wait == 1
         return not self.wait
 
-    def judge(self, gained: float) -> bool:
-        """Take in a round by how many picks were gained. Returns whether that closed the gate."""
+    def judge(self, gained: float, others: Sequence["Gate"] = ()) -> bool:
+        """Take in a round by how many picks were gained. Returns whether that closed the gate.
+
+        `others`: gates of the same draft. All together may lose no more than one may, and pause as the one that pauses longest.
+        """
         self.trial, self.balance = False, min(_GAIN, self.balance + gained)
-        closes = self.balance < -_LOSS
+        closes = self.balance < 0 and self.balance + sum(min(0.0, one.balance) for one in others) < -_LOSS
         if closes:
             lost = max(_TRIAL, -gained)
-            self._pause = max(_PAUSE, lost / _AT_FIRST, min(2 * self._pause, lost / _TRIALS))
+            longest = max(one._pause for one in (self, *others))
+            self._pause = max(_PAUSE, lost / _AT_FIRST, min(2 * longest, lost / _TRIALS))
             self.balance, self.wait = _TRIAL - _LOSS, 1 + round(self._pause)
         elif self.balance > 0:
             self._pause = 0.0

@@ -13,7 +13,7 @@ _ENOUGH = 8
 _FAR = 10
 """A measurement of so many times the usual is a hiccup; two in a row aren't."""
 _STALE = 96
-"""A cell is left out if so many other measurements came since its last."""
+"""A cell between newer ones is left out if so many other measurements came since its last."""
 
 
 def _cell_of(rows: float) -> int:
@@ -71,12 +71,15 @@ class LatencyModel:
         return seconds[right] + slope * (rows - places[right])
 
     def _fitted(self) -> tuple[list[float], list[float]]:
-        """The curve's points: measurements that fall are pooled (isotonic regression). Old ones are left out: a number of rows
-        that seemed too expensive is tried again.
+        """The curve's points: measurements that fall are pooled (isotonic regression).
+
+        Old ones between newer ones are left out, so that a number of rows that seemed too expensive is tried again. Others
+        stay: without them, nothing would be known of so many rows.
         """
         pools: list[tuple[float, float, list[float]]] = []  # the weight of each, its mean, and the numbers of rows in it
-        for _, (count, rows, mean, last) in sorted(self.cells.items()):
-            if self._count - last >= _STALE:
+        fresh = [cell for cell, (*_, last) in self.cells.items() if self._count - last < _STALE]
+        for cell, (count, rows, mean, last) in sorted(self.cells.items()):
+            if self._count - last >= _STALE and min(fresh) < cell < max(fresh):
                 continue
             weight, places = float(min(count, _ENOUGH)), [rows]
             while pools and pools[-1][1] >= mean:

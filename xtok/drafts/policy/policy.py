@@ -212,24 +212,25 @@ class Policy:
         `took`: the seconds of each draft for each sequence. `rate`: the picks of a sequence per second. Returns how many picks
         were lost by drafts of which each alone lost some; None if one is on trial.
         """
-        count = len(outcomes)
-        gained, own = defaultdict[tuple[int, int], float](float), defaultdict[tuple[int, int], float](float)
+        count, nodes = len(outcomes), [sum(len(each.own) for each in one.proposals) for one in outcomes]
+        gained, without = defaultdict[tuple[int, int], float](float), dict[tuple[int, int], list[int]]()
         judged = dict[tuple[int, int], tuple[DraftPolicy, float]]()
-        for one, seconds in zip(outcomes, took, strict=True):
+        for i, (one, seconds) in enumerate(zip(outcomes, took, strict=True)):
             for draft, each, spent in zip(one.drafts or self.drafts, one.proposals, seconds, strict=False):
                 if each.tree is not None:
                     key = id(draft), degree_of(each.sure)
                     judged[key] = draft, each.sure
-                    own[key] += len(each.own) / count
+                    without.setdefault(key, [*nodes])[i] -= len(each.own)
                     gained[key] += len(each.own.intersection(one.path)) / count - rate * spent
         on_trial, lost = False, 0.0
         for key, (draft, sure) in judged.items():
             gate = draft.gate(batch.sequences, sure)
             on_trial |= gate.trial
-            extra = self.seconds(count, rows) - self.seconds(count, max(1.0, rows - own[key]))
+            saved = max(nodes) - max(without[key])  # a forward pass has as many rows as the largest guess takes
+            extra = self.seconds(count, rows) - self.seconds(count, max(1.0, rows - saved))
             picks = gained[key] - rate * extra
             lost -= min(0.0, picks)
-            if gate.judge(picks):
+            if gate.judge(picks, [one for one in draft.gates.values() if one is not gate]):
                 draft.calibration.forget()
         return None if on_trial else lost
 
