@@ -199,16 +199,17 @@ def test_json_is_json_in_any_encoding() -> None:
     assert "🍣は" in piped(program, PYTHONIOENCODING="utf-8")
 
 
-@pytest.mark.parametrize("command", ["tune-draft", "train-heads"])
+@pytest.mark.parametrize("command", ["make-draft", "tune-draft", "train-heads"])
 def test_a_training_that_is_stopped_says_how_to_go_on(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("xtok.tune.make_draft", stopped)
     monkeypatch.setattr("xtok.tune.tune_draft", stopped)
     monkeypatch.setattr("xtok.tune.train_heads", stopped)
     file = tmp_path / "prompts.txt"
     file.write_text("吾輩は\n", encoding="utf-8")
-    texts = "--prompts" if command == "tune-draft" else "--data"
+    texts = "--data" if command == "train-heads" else "--prompts"
     _, printed = run(command, texts, str(file), "--out", str(tmp_path / "out"), code=130)
     assert printed == "xtok: stopped. What was done is kept: run the same command again to resume.\n"
 

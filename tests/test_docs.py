@@ -53,7 +53,7 @@ def reader(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     monkeypatch.chdir(tmp_path)
     shutil.copy(pair.HEADS, "heads.safetensors")
     Path("prompts.txt").write_text("\n".join(pair.prompts()), encoding="utf-8")
-    for trains in ("tune_draft", "train_heads"):
+    for trains in ("make_draft", "tune_draft", "train_heads"):
         monkeypatch.setattr(xtok, trains, inspect.signature(getattr(xtok, trains)).bind)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
     return {

@@ -19,6 +19,7 @@ from xtok import (
     Tree,
     XTokAssisted,
     chain,
+    make_draft,
     train_heads,
     tune_draft,
 )
@@ -78,6 +79,7 @@ def made_and_closed(**arguments: Any) -> None:
 
 
 TRAINS: dict[str, Any] = {"data": PROMPTS, "out": "heads", "target": PAIR}
+MAKES: dict[str, Any] = {"prompts": PROMPTS, "out": "draft", "target": PAIR}
 TUNES: dict[str, Any] = {"prompts": PROMPTS, "out": "draft", "target": PAIR, "draft": DRAFT}
 SHORT: dict[str, Any] = {"prompt": PROMPT, **GREEDY, "max_new_tokens": 2}
 
@@ -172,6 +174,11 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         TRAINS,
         dict.fromkeys(["target", "data", "out", "heads", "starts", "max_new_tokens", "sampled", "epochs"], ""),
     ),
+    "make_draft": (
+        make_draft,
+        MAKES,
+        dict.fromkeys(["target", "out", "parameters", "hours", "vocabulary", "starts", "max_new_tokens", "sampled"], ""),
+    ),
     "tune_draft": (
         tune_draft,
         TUNES,
@@ -210,7 +217,8 @@ def test_arguments_of_the_wrong_kind_are_refused_before_any_forward(
 def may_train(name: str, argument: str, value: str) -> bool:
     """What would be trained by for minutes."""
     paths, fine = {"out": "a"}, {**dict.fromkeys(TRAINED, "5"), "lora": "None"}
-    return name in ("train_heads", "tune_draft") and (paths | fine).get(argument) == value
+    makes = name == "make_draft" and argument == "hours" and value in ("5", "2.5")
+    return makes or (name in ("make_draft", "train_heads", "tune_draft") and (paths | fine).get(argument) == value)
 
 
 def is_clear(error: ValueError) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from xtok.serving.drafting import DraftedText, DraftEngine
     from xtok.serving.engine import Engine, EngineStats
     from xtok.serving.ticket import Ticket
-    from xtok.tune import TrainedHeads, Tuned, train_heads, tune_draft
+    from xtok.tune import Made, TrainedHeads, Tuned, make_draft, train_heads, tune_draft
 
 __all__ = [
     "Budget",
@@ -33,6 +33,7 @@ __all__ = [
     "EngineStats",
     "Generation",
     "HeadsDrafter",
+    "Made",
     "PromptLookup",
     "Request",
     "Round",
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "chain",
     "errors",
+    "make_draft",
     "train_heads",
     "tune_draft",
 ]
@@ -69,7 +71,7 @@ _HOMES = {
     "xtok.results.stats": ("Stats",),
     "xtok.results.trace": ("Token", "WrittenRound"),
     "xtok.drafts.tree": ("Tree", "chain"),
-    "xtok.tune": ("TrainedHeads", "Tuned", "train_heads", "tune_draft"),
+    "xtok.tune": ("Made", "TrainedHeads", "Tuned", "make_draft", "train_heads", "tune_draft"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,5 +1,6 @@
-"""`xtok tune-draft` and `xtok train-heads`."""
+"""`xtok make-draft`, `xtok tune-draft` and `xtok train-heads`."""
 
+import re
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -18,12 +19,76 @@ from xtok.cli.console import (
     read_lines,
     resumable,
 )
+from xtok.errors import InvalidInputError
 
 StartsOption = Annotated[int, typer.Option(min=1, help="How many beginnings of each prompt the target continues.")]
 TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens the target writes after each beginning.")]
 SampledOption = Annotated[float, typer.Option(min=0, max=1, help="The share of texts that are sampled; the others are greedy.")]
 TemperatureOption = Annotated[float | None, typer.Option(help="Of the sampled texts.", show_default="the target's")]
 EpochsOption = Annotated[int, typer.Option(min=1, help="The most epochs; training stops when nothing is gained.")]
+
+
+class _MadeRow(NamedTuple):
+    picked: Annotated[str, Column()]
+    by: Annotated[str, Column()]
+    tokens_per_forward: Annotated[float, Column(form=".2f")]
+    speed: Annotated[float, Column(form=".2f")]
+
+
+def _parameters(given: str) -> int:
+    """A number such as 5M or 800k. Raises `InvalidInputError` for anything else."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmMbB]?)", given.strip())
+    if found is None:
+        raise InvalidInputError(f"parameters is {given!r}; give a number such as 5M or 800k.")
+    return round(float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[found[2].lower()])
+
+
+@on_the_command_line()
+def make_draft(
+    out: Annotated[Path, typer.Option(help="The folder for the draft.")],
+    target: TargetOption = OWN_TARGET,
+    prompts_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="A file with a prompt per line, or a folder of such files.",
+            show_default="questions that the target writes itself, if it has a chat template",
+        ),
+    ] = None,
+    parameters: Annotated[str, typer.Option(help="About how many parameters the draft has, as 5M.")] = "5M",
+    hours: Annotated[float, typer.Option(help="How long to take: two fifths of it for writing, the rest for learning.")] = 1.0,
+    vocabulary: Annotated[int, typer.Option(help="About how many ids the draft's tokenizer has.")] = 6144,
+    starts: StartsOption = 4,
+    max_new_tokens: TokensOption = 192,
+    sampled: SampledOption = 0.5,
+    temperature: TemperatureOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Make a draft model for a target that has no small sibling, from texts that the target writes. If stopped, it resumes when
+    run again.
+    """
+    from xtok.models.load import load
+    from xtok.models.placement import placements
+    from xtok.tune import make_draft
+
+    with resumable():
+        texts, count = None if prompts_from is None else _lines(prompts_from), _parameters(parameters)
+        done = make_draft(
+            load(target, "target", placements(by_model(device), by_model(dtype), None)[0]),
+            out,
+            texts,
+            parameters=count,
+            hours=hours,
+            vocabulary=vocabulary,
+            starts=starts,
+            max_new_tokens=max_new_tokens,
+            sampled=sampled,
+            temperature=temperature,
+        )
+    rows = [_MadeRow(way, system, *figures) for way, by in done.ways.items() for system, figures in by.items()]
+    print_tables({"on prompts that had no part in training": rows})
+    typer.echo(f"{out}: {done.parameters / 1e6:.1f} M parameters; {done.texts:,} texts of {done.tokens:,} tokens were learnt.")
 
 
 @on_the_command_line()

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from xtok.align.tokenbytes import TokenBytes
 from xtok.errors import InvalidInputError
 from xtok.models.cache import context_window
+from xtok.models.prompts import Chat, chat_ids
 from xtok.models.roles import DraftModel
 
 IGNORED = -100
@@ -21,17 +22,18 @@ _MOST_LOST = 0.5
 
 @dataclass(frozen=True)
 class WrittenText:
-    """A text that the target wrote after `start`, the beginning of a prompt.
+    """A text that the target wrote after `start`: the beginning of a prompt, or a chat.
 
     `ids`: the target's, which decode to `text`. `likeliest`, int64, `probabilities`, float32, (ids, few): the likeliest ids at
-    the position of each, and the target's own probabilities of those, at temperature 1.
+    the position of each, and the target's own probabilities of those, at temperature 1. `ended`: the target ended the text.
     """
 
-    start: str
+    start: str | Chat
     text: str
     ids: list[int]
     likeliest: Tensor
     probabilities: Tensor
+    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ def training_examples(draft: DraftModel, target: TokenBytes, texts: Sequence[Wri
 
     A text that the draft's tokenizer can't write, or rewrites, is left out. Raises `InvalidInputError` if those are most texts.
     """
-    encoder = draft.vocabulary.encoder
+    view = draft.vocabulary.view
     texts = [one for one in texts if one.text]
-    writable = [one for one in texts if encoder.view.to_bytes(encoder.ids(one.start + one.text)).endswith(one.text.encode())]
+    writable = [one for one in texts if view.to_bytes(_read(draft, one)[1]).endswith(one.text.encode())]
     if len(writable) < max(1, len(texts) * _MOST_LOST):
         raise InvalidInputError(
             f"The draft's tokenizer can write {len(writable)} of {len(texts)} texts of the target. Use another draft: one made "
@@ -68,19 +70,30 @@ def _example(draft: DraftModel, target: TokenBytes, one: WrittenText) -> Example
     """The example of a text, or of the end of one that is longer than the draft's window. An id with bytes of both `start` and
     what the target wrote counts as the target's.
     """
-    ids = draft.vocabulary.encoder.ids(one.start + one.text)
-    room = (context_window(draft.model) or len(ids) + len(draft.lead)) - len(draft.lead)
-    ids = [*draft.lead, *ids[-room:]]
-    left = _bytes_left(draft.vocabulary.encoder.view, ids)
+    lead, ids = _read(draft, one)
+    room = (context_window(draft.model) or len(ids) + len(lead)) - len(lead)
+    ids = [*lead, *ids[-room:]] if room > 0 else ids[room - len(lead) :]
+    left = _bytes_left(draft.vocabulary.view, ids)
     size = len(one.text.encode())
     labels = [token if after < size else IGNORED for token, after in zip(ids, left[1:], strict=True)]
     indices = _indices_by_bytes_left(target, one)
     known = [(i, indices[rest]) for i, rest in enumerate(left[:-1]) if rest in indices and labels[i] != IGNORED]
+    if one.ended and draft.vocabulary.ends:
+        ids, labels = [*ids, min(draft.vocabulary.ends)], [*labels, min(draft.vocabulary.ends)]
     mine, theirs = [i for i, _ in known], [index for _, index in known]
     likeliest, probabilities = (part.new_zeros((len(ids), *part.shape[1:])) for part in (one.likeliest, one.probabilities))
     likeliest[mine], probabilities[mine] = one.likeliest[theirs], one.probabilities[theirs]
     own, learnt = (torch.tensor(row, dtype=torch.int64, device="cpu") for row in (ids, labels))
     return Example(own, learnt, likeliest, probabilities)
+
+
+def _read(draft: DraftModel, one: WrittenText) -> tuple[list[int], list[int]]:
+    """How the draft reads a text while it guesses: the ids before it, and its own. A chat is in the draft's template."""
+    encoder = draft.vocabulary.encoder
+    if isinstance(one.start, str):
+        return list(draft.lead), encoder.ids(one.start + one.text)
+    own = chat_ids(draft.vocabulary.tokenizer, one.start, {})
+    return list(draft.lead) if own is None else own, encoder.ids(one.text)
 
 
 def _indices_by_bytes_left(target: TokenBytes, one: WrittenText) -> dict[int, int]:

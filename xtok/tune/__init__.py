@@ -1,10 +1,9 @@
-"""Training: a draft is fine-tuned on the target's own texts, or heads are trained for the target.
+"""Training: a draft is made for a target, or fine-tuned on the target's own texts, or heads are trained for the target.
 
 All that trains is in this package, and nothing that generates imports from it.
 """
 
 import os
-import shutil
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -23,11 +22,23 @@ from xtok.models.load import Source, draft_model, load
 from xtok.models.modes import Modes, within
 from xtok.results.progress import busy
 from xtok.tune.heads import TrainedHeads, train_heads
+from xtok.tune.make import Made, make_draft
 from xtok.tune.training import TrainingSettings, train
-from xtok.tune.work import Settings, check, check_installed, check_out, digest, name, per_forward, split, work_folder
+from xtok.tune.work import (
+    Settings,
+    check,
+    check_installed,
+    check_out,
+    digest,
+    finish,
+    name,
+    per_forward,
+    split,
+    work_of_draft,
+)
 from xtok.tune.writing import beginnings, write
 
-__all__ = ["TrainedHeads", "Tuned", "split", "train_heads", "tune_draft"]
+__all__ = ["Made", "TrainedHeads", "Tuned", "make_draft", "split", "train_heads", "tune_draft"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ def tune_draft(
     stopping, kept, learnt = split(prompts)
     pair = load(target, "target")
     learner = draft_model(draft, beside=device_of(pair[0]))
-    work = _work_folder(Path(out), settings)
+    work = work_of_draft(Path(out), settings)
     texts = write(pair, beginnings(learnt, starts), work / "texts", **settings.writing)
     view = token_bytes(pair[1])
     rows, seen = training_examples(learner, view, texts), projection(view, learner.vocabulary.view)
@@ -115,27 +126,8 @@ def tune_draft(
         before, after = (measured(one, kept)[1] for one in (learner.model, model))
     ways = {way: (before[way], after[way]) for way in before}
     result = Tuned(Path(out), len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)
-    _finish(model, learner.vocabulary.tokenizer, settings, result, work)
+    finish(model, learner.vocabulary.tokenizer, _card(settings, result), result.path, work)
     return result
-
-
-def _work_folder(out: Path, settings: Settings) -> Path:
-    work = out / "work"
-    if not (work / "settings.json").exists() and out.exists() and any(path for path in out.iterdir() if path != work):
-        raise InvalidInputError(f"{out} is not empty. Choose another folder for the tuned draft.")
-    return work_folder(work, settings, out)
-
-
-def _finish(model: PreTrainedModel, tokenizer: Any, settings: Settings, result: Tuned, work: Path) -> None:
-    """Move the finished draft to its folder, file by file. The configuration comes last: without it there is no model."""
-    done = work / "done"
-    shutil.rmtree(done, ignore_errors=True)
-    model.save_pretrained(done)
-    tokenizer.save_pretrained(done)
-    (done / "README.md").write_text(_card(settings, result), encoding="utf-8")
-    for file in sorted(done.iterdir(), key=lambda file: file.name == "config.json"):
-        os.replace(file, result.path / file.name)
-    shutil.rmtree(work)
 
 
 def _card(settings: Settings, result: Tuned) -> str:

@@ -1,5 +1,7 @@
 """The loss of a draft on the target's texts and on the distributions from which they were picked."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,11 @@ def _projected(probabilities: Tensor, chosen: Tensor, seen: Projection) -> Tenso
 
     `probabilities`: the draft's, (positions, draft's vocabulary).
     """
-    size = 1 + max(int(seen.target_ids.max()) if len(seen.target_ids) else 0, int(chosen.max()) if len(chosen) else 0)
-    shares = probabilities[:, seen.draft_ids] * seen.weights.to(probabilities.dtype)
-    return probabilities.new_zeros(len(probabilities), size).index_add(1, seen.target_ids, shares).gather(1, chosen)
+    found: Any = torch.unique
+    columns, own = found(chosen, return_inverse=True)  # few of the target's ids, whose vocabulary may be large
+    if not len(columns):
+        return probabilities.new_zeros(chosen.shape)
+    places = torch.searchsorted(columns, seen.target_ids).clamp_max(len(columns) - 1)
+    meant = columns[places] == seen.target_ids
+    shares = probabilities[:, seen.draft_ids[meant]] * seen.weights[meant].to(probabilities.dtype)
+    return probabilities.new_zeros(len(probabilities), len(columns)).index_add(1, places[meant], shares).gather(1, own)

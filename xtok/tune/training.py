@@ -19,6 +19,8 @@ from xtok.results.progress import console
 from xtok.tune.loss import guessing_loss
 
 _MEASURED = "tokens_per_forward"
+BATCH = 16
+"""How many texts a step learns from."""
 _PATIENCE = 3
 """Epochs without a gain until training stops."""
 _LARGE = 500e6
@@ -100,9 +102,9 @@ def fit(
     arguments = TrainingArguments(
         output_dir=str(into),
         num_train_epochs=len(found) if _stalls(found) else epochs,
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=BATCH,
         learning_rate=rate,
-        warmup_steps=10,
+        warmup_steps=max(10, epochs * len(rows) // BATCH // 50),
         eval_strategy="epoch",
         save_strategy="epoch",
         save_total_limit=2,

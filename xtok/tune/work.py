@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,11 +13,14 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from xtok.assisted import XTokAssisted
 from xtok.decoding.arguments import listed_texts
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, shown
 from xtok.models.load import Source
+from xtok.models.prompts import Chat
 from xtok.tune.writing import PENALTY, beginnings, name_of_way, save, way
 
 _MOST = 40
@@ -68,7 +72,7 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def per_forward(
-    target: Source, draft: Any, prompts: Sequence[str], *, sampled: float = 0.0, **arguments: Any
+    target: Source, draft: Any, prompts: Sequence[str | Chat], *, sampled: float = 0.0, **arguments: Any
 ) -> tuple[float, dict[str, float]]:
     """New tokens per forward pass of the target, with trees of depth 5 of a draft: over all prompts, and by way of picking.
 
@@ -77,7 +81,7 @@ def per_forward(
     xt = XTokAssisted(target, draft, budget=Budget(5, width=4, schedule="constant"))
     tokens, forwards = Counter[str](), Counter[str]()
     for i, prompt in enumerate(prompts):
-        own = way(i, sampled)
+        own = way(i, sampled, prompt)
         stats = xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats
         tokens[name_of_way(own)] += stats.new_tokens
         forwards[name_of_way(own)] += stats.target_forwards
@@ -123,8 +127,8 @@ def check(settings: Settings, *counts: str) -> None:
             raise InvalidInputError(f"{name} is {shown(value)}; it must be above 0, or left out.")
 
 
-def work_folder(work: Path, settings: Settings, out: Path) -> Path:
-    """Makes the folder `work` for the unfinished work on `out`, or returns the one of an earlier run.
+def work_folder(work: Path, settings: Any, out: Path) -> Path:
+    """Makes the folder `work` for the unfinished work on `out`, or returns the one of an earlier run. `settings`: a dataclass.
 
     Raises `InvalidInputError` unless the settings are those of that run.
     """
@@ -137,3 +141,23 @@ def work_folder(work: Path, settings: Settings, out: Path) -> Path:
     work.mkdir(parents=True, exist_ok=True)
     save(file, lambda half: half.write_text(json.dumps(mine, indent=2), encoding="utf-8"))
     return work
+
+
+def work_of_draft(out: Path, settings: Any) -> Path:
+    """The folder for the unfinished work on a draft. Raises `InvalidInputError` if `out` holds something else."""
+    work = out / "work"
+    if not (work / "settings.json").exists() and out.exists() and any(path for path in out.iterdir() if path != work):
+        raise InvalidInputError(f"{out} is not empty. Choose another folder for the draft.")
+    return work_folder(work, settings, out)
+
+
+def finish(model: PreTrainedModel, tokenizer: Any, card: str, out: Path, work: Path) -> None:
+    """Move the finished draft to its folder, file by file. The configuration comes last: without it there is no model."""
+    done = work / "done"
+    shutil.rmtree(done, ignore_errors=True)
+    model.save_pretrained(done)
+    tokenizer.save_pretrained(done)
+    (done / "README.md").write_text(card, encoding="utf-8")
+    for file in sorted(done.iterdir(), key=lambda file: file.name == "config.json"):
+        os.replace(file, out / file.name)
+    shutil.rmtree(work)

@@ -17,10 +17,10 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.drafts.examples import WrittenText
 from xtok.models.cache import device_of
-from xtok.models.prompts import prompt_ids
+from xtok.models.prompts import Chat, prompt_ids
 from xtok.results.progress import bar
 
-_BATCH = 16
+_BATCH = 32
 PENALTY = 1.2
 """The repetition penalty under which every other greedy text is written."""
 _FEW = 32
@@ -36,16 +36,18 @@ def beginnings(prompts: Sequence[str], count: int) -> list[str]:
     return found
 
 
-def way(index: int, sampled: float) -> dict[str, Any]:
+def way(index: int, sampled: float, start: str | Chat = "") -> dict[str, Any]:
     """How the text of that index is picked, as arguments of `generate`: sampled, greedily, or greedily with a penalty.
 
-    Greedy texts of small models repeat themselves, and nothing is learnt from repetitions. So every other greedy text is
-    written under a repetition penalty. `sampled`: the share of texts that are sampled, evenly spread.
+    Greedy continuations of small models repeat themselves, and nothing is learnt from repetitions. So every other of them is
+    written under a repetition penalty; answers in a chat, which do without, aren't. `sampled`: the share of texts that are
+    sampled, evenly spread.
     """
     before = int(index * sampled)  # so many texts before it are sampled
     if int((index + 1) * sampled) > before:
         return {"do_sample": True}
-    return {"do_sample": False} | ({"repetition_penalty": PENALTY} if (index - before) % 2 else {})
+    is_penalised = (index - before) % 2 and isinstance(start, str)
+    return {"do_sample": False} | ({"repetition_penalty": PENALTY} if is_penalised else {})
 
 
 def name_of_way(way: dict[str, Any]) -> str:
@@ -54,29 +56,39 @@ def name_of_way(way: dict[str, Any]) -> str:
     return "sampled" if way["do_sample"] else penalised if "repetition_penalty" in way else "greedy"
 
 
-def write(target: tuple[Any, Any], starts: Sequence[str], into: Path, *, sampled: float, **arguments: Any) -> list[WrittenText]:
+def write(
+    target: tuple[Any, Any],
+    starts: Sequence[str | Chat],
+    into: Path,
+    *,
+    sampled: float,
+    seed: int = 0,
+    shows: bool = True,
+    **arguments: Any,
+) -> list[WrittenText]:
     """The target's continuation of each start. Each batch is saved in a file of its own in the folder `into`.
 
-    Law: the texts depend on the starts, `sampled`, `arguments`, and torch's version alone, however often writing was stopped in
-    between. Each is picked in its own `way`. `target`: a model and its tokenizer. `arguments`: those of transformers'
-    `generate`.
+    Law: the texts depend on the starts, `sampled`, `seed`, `arguments`, and torch's version alone, however often writing was
+    stopped in between. Each is picked in its own `way`. `target`: a model and its tokenizer. `arguments`: those of
+    transformers' `generate`.
     """
     into.mkdir(parents=True, exist_ok=True)
     view, ends = token_bytes(target[1]), _ends(target)
     texts: list[WrittenText] = []
-    for index, (picked, batch) in enumerate(bar(_batches(starts, sampled), "the target writes")):
+    batches = _batches(starts, sampled)
+    for index, (picked, batch) in enumerate(bar(batches, "the target writes") if shows else batches):
         file = into / f"{index:05}.safetensors"
         if not file.exists():
-            tensors = _continued(target, batch, index, **picked, **arguments)
+            tensors = _continued(target, batch, seed + index, **picked, **arguments)
             save(file, lambda half, tensors=tensors: save_file(tensors, half))  # type: ignore[misc]
         rows = load_file(file)
         texts += [_written(start, view, ends, *row) for start, *row in zip(batch, *(rows[name] for name in _KEPT), strict=True)]
     return texts
 
 
-def _batches(starts: Sequence[str], sampled: float) -> list[tuple[dict[str, Any], list[str]]]:
+def _batches(starts: Sequence[str | Chat], sampled: float) -> list[tuple[dict[str, Any], list[str | Chat]]]:
     """The starts in batches that are picked in the same way, each with that way."""
-    ways = [way(index, sampled) for index in range(len(starts))]
+    ways = [way(index, sampled, start) for index, start in enumerate(starts)]
     kinds = [kind for i, kind in enumerate(ways) if kind not in ways[:i]]
     alike = [(kind, [start for start, own in zip(starts, ways, strict=True) if own == kind]) for kind in kinds]
     return [(kind, some[at : at + _BATCH]) for kind, some in alike for at in range(0, len(some), _BATCH)]
@@ -89,7 +101,7 @@ def save(file: Path, write: Callable[[Path], object]) -> None:
     os.replace(half, file)
 
 
-def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **arguments: Any) -> dict[str, Tensor]:
+def _continued(target: tuple[Any, Any], starts: Sequence[str | Chat], seed: int, **arguments: Any) -> dict[str, Tensor]:
     """The continuations of one batch, by transformers' own `generate`, and the distributions that they were picked from.
 
     Returns `ids`: (rows, new), int64; `likeliest`, int32, and `probabilities`, float16, (rows, new, few): the few likeliest ids
@@ -99,20 +111,31 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str], seed: int, **argu
     ids = [torch.tensor(prompt_ids(tokenizer, start), dtype=torch.int64, device="cpu") for start in starts]
     padded = pad_sequence(ids, batch_first=True, padding_side="left").to(device_of(model))
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(padded.device)
-    penalty = arguments.pop("repetition_penalty", None)
-    if penalty is not None:
-        arguments["logits_processor"] = LogitsProcessorList([_Penalty(penalty, (mask == 0).sum(dim=1).tolist())])
-    kept: dict[str, Any] = {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    penalty, seen = arguments.pop("repetition_penalty", None), _Likeliest()
+    penalties = [] if penalty is None else [_Penalty(penalty, (mask == 0).sum(dim=1).tolist())]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        output = model.generate(padded, attention_mask=mask, **kept, **arguments)
-    shaped = output.logits if arguments["do_sample"] else output.scores
-    few = [logits.float().softmax(dim=-1).topk(min(_FEW, logits.shape[-1])) for logits in shaped]
+        processors = LogitsProcessorList([*penalties, seen])  # which come before temperature and top_k
+        sequences = model.generate(padded, attention_mask=mask, pad_token_id=0, logits_processor=processors, **arguments)
     return {
-        "ids": output.sequences[:, padded.shape[1] :].cpu().contiguous(),
-        "likeliest": torch.stack([one.indices for one in few], dim=1).to(torch.int32).cpu(),
-        "probabilities": torch.stack([one.values for one in few], dim=1).to(torch.float16).cpu(),
+        "ids": sequences[:, padded.shape[1] :].cpu().contiguous(),
+        "likeliest": torch.stack(seen.ids, dim=1),
+        "probabilities": torch.stack(seen.probabilities, dim=1),
     }
+
+
+class _Likeliest(LogitsProcessor):
+    """Keeps the likeliest ids of each step and their probabilities, (rows, few) each. It changes nothing."""
+
+    def __init__(self) -> None:
+        self.ids, self.probabilities = list[Tensor](), list[Tensor]()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`input_ids`: (rows, length). `scores`: (rows, vocabulary)."""
+        few = scores.float().softmax(dim=-1).topk(min(_FEW, scores.shape[-1]))
+        self.ids.append(few.indices.to(torch.int32).cpu())
+        self.probabilities.append(few.values.to(torch.float16).cpu())
+        return scores
 
 
 class _Penalty(LogitsProcessor):
@@ -135,7 +158,7 @@ def _ends(target: tuple[Any, Any]) -> set[int]:
 
 
 def _written(
-    start: str, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor
+    start: str | Chat, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor
 ) -> WrittenText:
     """A continuation up to the end of the text, without a character that it leaves unfinished.
 
@@ -144,4 +167,5 @@ def _written(
     ids: list[int] = row.tolist()
     count = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     text = view.to_bytes(ids[:count], before=b"a").decode(errors="ignore")
-    return WrittenText(start, text, ids[:count], likeliest[:count].long(), probabilities[:count].float())
+    ended = count < len(ids)
+    return WrittenText(start, text, ids[:count], likeliest[:count].long(), probabilities[:count].float(), ended)

@@ -1,0 +1,123 @@
+"""The target writes for as long as it may: what follows given prompts, or answers to questions of its own."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xtok.drafts.examples import WrittenText
+from xtok.models.cache import device_of
+from xtok.models.prompts import Chat, chat_ids
+from xtok.models.timing import timed
+from xtok.results.progress import advanced
+from xtok.tune.work import split
+from xtok.tune.writing import beginnings, save, write
+
+_CHUNK = 32
+"""How many prompts are answered between two looks at the clock."""
+_APART = 24
+"""How many prompts decide when to stop, and how many others show what the draft brings."""
+_QUESTION = 64
+"""How many tokens a question may have that the target writes."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts that decide when to stop, that show what a draft brings, and those to learn from: None for questions that the
+    target writes itself.
+    """
+
+    stopping: list[str | Chat]
+    kept: list[str | Chat]
+    learnt: list[str | Chat] | None
+
+
+def asked(question: str) -> Chat:
+    """A chat that begins with a question."""
+    return [{"role": "user", "content": question}]
+
+
+def has_template(tokenizer: Any) -> bool:
+    return chat_ids(tokenizer, asked("a"), {}) is not None
+
+
+def prompts_for(target: tuple[Any, Any], given: Sequence[str] | None, starts: int, into: Path) -> Prompts:
+    """The prompts for a target. If it has a chat template, each is a chat; otherwise, `starts` beginnings of each are taken.
+
+    `given`: texts; None for questions that the target writes itself, of which those to measure by are saved in the folder
+    `into`. Raises `InvalidInputError` for less than three different texts.
+    """
+    if given is None:
+        own: list[str | Chat] = [asked(question) for question in _questions(target, 2 * _APART, -1, into)]
+        return Prompts(own[::2], own[1::2], None)
+    chats = has_template(target[1])
+    kinds = [list(map(asked, kind)) if chats else beginnings(kind, starts) for kind in split(given)]
+    stopping, kept, learnt = (list[str | Chat](kind) for kind in kinds)
+    return Prompts(stopping[:_APART], kept[:_APART], learnt)
+
+
+def write_for(
+    target: tuple[Any, Any], prompts: Prompts, seconds: float, into: Path, *, sampled: float, **arguments: Any
+) -> list[WrittenText]:
+    """What the target writes in about so many seconds, those of earlier runs included. All is saved in the folder `into`.
+
+    Each prompt is answered both greedily and sampled, or in one of these ways if the share `sampled` is 0 or 1. `arguments`:
+    those of transformers' `generate`. If all given prompts were answered, they are sampled again; greedily, nothing new comes.
+    """
+    texts, spent, number = list[WrittenText](), 0.0, 0
+    with advanced("the target writes", ceil(seconds)) as advance:
+        while spent < seconds:
+            chunk = into / f"{number:05}"
+            with timed() as span:
+                starts, again = _chunk(target, prompts.learnt, number, chunk)
+                if again and not sampled:
+                    break
+                share = 1.0 if again else sampled
+                both = [one for one in starts for _ in range(2)] if 0 < share < 1 else starts
+                texts += write(target, both, chunk, sampled=share, seed=number << 16, shows=False, **arguments)
+            file = chunk / "seconds.json"
+            if not file.exists():
+                save(file, lambda half, span=span: half.write_text(json.dumps(span.seconds)))  # type: ignore[misc]
+            took = float(json.loads(file.read_text()))
+            advance(round(took))
+            number, spent = number + 1, spent + took
+    return texts
+
+
+def _chunk(target: tuple[Any, Any], learnt: list[str | Chat] | None, number: int, into: Path) -> tuple[list[str | Chat], bool]:
+    """The prompts of a chunk, and whether they were answered before."""
+    if learnt is None:
+        return [asked(question) for question in _questions(target, _CHUNK, number, into)], False
+    first = number * _CHUNK
+    return [learnt[i % len(learnt)] for i in range(first, first + min(_CHUNK, len(learnt)))], first >= len(learnt)
+
+
+@torch.inference_mode()
+def _questions(target: tuple[Any, Any], size: int, number: int, into: Path) -> list[str]:
+    """About `size` different questions that a chat model writes where its template puts a user's message (Xu et al. 2024, arXiv
+    2406.08464). They are saved in the folder `into`.
+    """
+    file = into / "questions.json"
+    if file.exists():
+        return list(json.loads(file.read_text(encoding="utf-8")))
+    model, tokenizer = target
+    before = str(tokenizer.apply_chat_template(asked("\0"), tokenize=False)).partition("\0")[0]
+    start = torch.tensor([tokenizer(before, add_special_tokens=False).input_ids], device=device_of(model))
+    with torch.random.fork_rng():
+        torch.manual_seed((number << 16) - 1)
+        rows = model.generate(
+            start.repeat(size, 1),
+            attention_mask=torch.ones_like(start).repeat(size, 1),
+            pad_token_id=0,
+            do_sample=True,
+            max_new_tokens=_QUESTION,
+        )
+    texts = tokenizer.batch_decode(rows[:, start.shape[1] :], skip_special_tokens=True)
+    found = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
+    into.mkdir(parents=True, exist_ok=True)
+    save(file, lambda half: half.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8"))
+    return found

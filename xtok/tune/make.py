@@ -1,0 +1,319 @@
+"""A draft model is made from nothing for one target, from texts that the target writes."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import inf, isqrt
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from xtok.align.projection import projection
+from xtok.align.tokenbytes import TokenBytes, token_bytes
+from xtok.assisted import XTokAssisted
+from xtok.drafts.examples import IGNORED, Example, batch, training_examples
+from xtok.drafts.given import without_a_model
+from xtok.errors import InvalidInputError, shown
+from xtok.models.cache import device_of, vocabulary_size
+from xtok.models.load import Source, draft_model, load
+from xtok.models.modes import Modes, within
+from xtok.models.prompts import Chat
+from xtok.models.timing import timed
+from xtok.results.progress import busy
+from xtok.tune.answers import has_template, prompts_for, write_for
+from xtok.tune.training import BATCH, Objective, fit
+from xtok.tune.vocabulary import small_tokenizer
+from xtok.tune.work import check_installed, check_out, digest, finish, name, per_forward, work_of_draft
+from xtok.tune.writing import name_of_way, save, way
+
+_WRITING = 0.4
+"""What share of the time the target writes."""
+_EPOCHS = 12
+_RATE = 2e-3
+_WINDOW = 1024
+_HEAD = 64
+"""The size of an attention head. Kernels of serving engines take it."""
+ALONE, NO_MODEL, DRAFT = "target alone", "lookup and recycling", "and the draft"
+
+
+@dataclass(frozen=True)
+class MakingSettings:
+    """What decides how a draft is made; see `make_draft`."""
+
+    target: str
+    prompts: str | None
+    parameters: int
+    hours: float
+    vocabulary: int
+    starts: int
+    max_new_tokens: int
+    sampled: float
+    temperature: float | None
+
+    @property
+    def writing(self) -> dict[str, Any]:
+        """The arguments of `write_for` and of `per_forward`."""
+        temperature = {} if self.temperature is None else {"temperature": self.temperature}
+        return {"max_new_tokens": self.max_new_tokens, "sampled": self.sampled, **temperature}
+
+
+@dataclass(frozen=True)
+class Made:
+    """What making a draft gave.
+
+    `path`: its folder. `parameters`: how many it has. `texts`, `tokens`: how many texts of the target it learnt, and how many
+    of the target's tokens those have. `epochs`: tokens per forward pass of the target after each epoch, on prompts that decided
+    when to stop. `ways`: for each way of picking and each system, on other prompts: tokens per forward pass of the target, and
+    the speed, if that of the target alone is 1.
+    """
+
+    path: Path
+    parameters: int
+    texts: int
+    tokens: int
+    epochs: tuple[float, ...]
+    ways: dict[str, dict[str, tuple[float, float]]]
+
+
+@within(Modes())
+def make_draft(
+    target: Source,
+    out: str | os.PathLike[str],
+    prompts: Sequence[str] | None = None,
+    *,
+    parameters: int = 5_000_000,
+    hours: float = 1.0,
+    vocabulary: int = 6144,
+    starts: int = 4,
+    max_new_tokens: int = 192,
+    sampled: float = 0.5,
+    temperature: float | None = None,
+) -> Made:
+    """Make a draft for a target that has no small sibling; `out` is its folder.
+
+    Law: `XTokAssisted(target, out)` gives what `XTokAssisted(target)` gives.
+
+    For two fifths of `hours` the target writes. If it has a chat template, it answers: `prompts`, or, without any, questions
+    that it writes itself. Otherwise it continues `starts` beginnings of each prompt. A share of the texts, `sampled`, is
+    sampled at `temperature` (None: as its own generation settings say), the others are greedy. Then a tokenizer of about
+    `vocabulary` ids is derived from these texts, and a Llama of about `parameters` parameters is trained to guess the texts and
+    the target's distributions (Hinton et al. 2015, arXiv 1503.02531), until it gains nothing or the time is over. A small
+    vocabulary makes a draft cheap.
+
+    Called again after it was stopped, it goes on from there. Raises `InvalidInputError` for settings that make no sense, for
+    prompts that are missing or too few, for an `out` that holds something else or was started with other settings, and if
+    accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target that can't be one.
+    """
+    check_out(out)
+    check_installed("accelerate")
+    known = None if prompts is None else digest(prompts)
+    settings = MakingSettings(name(target), known, parameters, hours, vocabulary, starts, max_new_tokens, sampled, temperature)
+    _check(settings)
+    pair = load(target, "target")
+    if prompts is None and not has_template(pair[1]):
+        raise InvalidInputError(
+            "The target has no chat template, so it can't write questions. Give prompts: beginnings of texts as it is to write."
+        )
+    work = work_of_draft(Path(out), settings)
+    chosen = prompts_for(pair, prompts, starts, work / "apart")
+    texts = write_for(pair, chosen, 3600 * hours * _WRITING, work / "texts", **settings.writing)
+    counts = Counter(token for one in texts for token in one.ids)
+    tokenizer = small_tokenizer(pair[1], counts, [one.text for one in texts], vocabulary)
+    untrained: Any = _model(tokenizer, parameters)
+    learner = draft_model((untrained.to(device_of(pair[0])), tokenizer))
+    view = token_bytes(pair[1])
+    model: Any = learner.model
+    rows = training_examples(learner, view, texts)
+    own_ids = _first_ids(view, learner.vocabulary.view, vocabulary_size(pair[0])).to(model.device)
+    plan = _plan(model, rows, own_ids, 3600 * hours * (1 - _WRITING), work / "plan.json")
+
+    def measured() -> float:
+        return per_forward(pair, (model.eval(), tokenizer), chosen.stopping, **settings.writing)[0]
+
+    objective = Objective(batch, partial(loss_of, own_ids=own_ids, bf16=plan.bf16), measured)
+    found = fit(model, rows, objective, work / "training", epochs=plan.epochs, rate=_RATE)
+    model.config.use_cache = True  # the trainer switches it off
+    model = model.eval().to(torch.bfloat16)
+    with busy("measuring what the draft brings"):
+        ways = _compared(pair, (model, tokenizer), chosen.kept, settings.writing)
+    made = Made(Path(out), sum(weight.numel() for weight in model.parameters()), len(rows), counts.total(), tuple(found), ways)
+    finish(model, tokenizer, _card(settings, made), made.path, work)
+    return made
+
+
+def _check(settings: MakingSettings) -> None:
+    """Raises `InvalidInputError` for settings that make no sense."""
+    for named, least in (("parameters", 100_000), ("vocabulary", 512), ("starts", 1), ("max_new_tokens", 1)):
+        count = getattr(settings, named)
+        if not isinstance(count, int) or isinstance(count, bool) or count < least:
+            raise InvalidInputError(f"{named} is {shown(count)}; it must be a whole number, {least} or more.")
+    for named, number in (("hours", settings.hours), ("temperature", settings.temperature)):
+        left_out = number is None and named == "temperature"
+        if not left_out and not (isinstance(number, Real) and 0 < number < inf):
+            raise InvalidInputError(f"{named} is {shown(number)}; it must be a number above 0.")
+    if not (isinstance(settings.sampled, Real) and 0 <= settings.sampled <= 1):
+        raise InvalidInputError(f"sampled is {shown(settings.sampled)}; it is a share of the texts, from 0 to 1.")
+
+
+def _model(tokenizer: Any, parameters: int) -> PreTrainedModel:
+    """A Llama with random weights: two blocks, or more from about 20 million parameters on.
+
+    A forward pass of a small model takes time for each block rather than for each parameter, so few wide ones are best.
+    """
+    vocabulary, blocks = len(tokenizer), max(2, isqrt(parameters // 4_000_000))
+    width = max(
+        size
+        for size in range(_HEAD, 64 * _HEAD, _HEAD)
+        if size == _HEAD or vocabulary * size + 12 * blocks * size**2 <= parameters
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=vocabulary,
+                hidden_size=width,
+                intermediate_size=width * 8 // 3 // 32 * 32,
+                num_hidden_layers=blocks,
+                num_attention_heads=width // _HEAD,
+                max_position_embeddings=_WINDOW,
+                tie_word_embeddings=True,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )
+
+
+def _first_ids(target: TokenBytes, draft: TokenBytes, size: int) -> Tensor:
+    """For each of the target's ids the draft's id that begins the same text, (size,), int64; -1 if there is none."""
+    found, pairs = torch.full((size,), -1, dtype=torch.int64), projection(draft, target)
+    whole = pairs.weights == 1
+    found[pairs.draft_ids[whole]] = pairs.target_ids[whole]
+    return found
+
+
+def loss_of(model: Any, inputs: dict[str, Tensor], own_ids: Tensor, bf16: bool = False) -> Tensor:
+    """The mean loss of a draft's ids, a scalar: cross-entropy with the text, at half weight where the target's distribution is
+    known, and there with that distribution, too.
+
+    `inputs`: those of `xtok.drafts.examples.batch`. `own_ids`: the draft's id for each of the target's, (target's vocabulary,),
+    -1 for none.
+    """
+    labels = inputs["labels"][:, 1:]
+    learnt = labels != IGNORED
+    with torch.autocast(labels.device.type, torch.bfloat16, enabled=bf16):
+        states = model.base_model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+        logits = model.get_output_embeddings()(states[:, :-1][learnt])
+    logs = logits.float().log_softmax(dim=-1)
+    ids = own_ids[inputs["likeliest"][:, 1:][learnt]]
+    probabilities = inputs["probabilities"][:, 1:][learnt].masked_fill(ids < 0, 0.0)
+    known = probabilities.sum(dim=-1) > 0
+    hard = -logs.gather(1, labels[learnt][:, None])[:, 0] * torch.where(known, 0.5, 1.0)
+    soft = -(probabilities * logs.gather(1, ids.clamp_min(0))).sum(dim=-1)
+    loss: Tensor = (hard + soft).mean()
+    return loss
+
+
+class _Plan(NamedTuple):
+    """How a draft is trained. `bf16`: forward passes are in bfloat16; weights are in float32."""
+
+    epochs: int
+    bf16: bool
+
+
+def _plan(model: Any, rows: Sequence[Example], own_ids: Tensor, seconds: float, file: Path) -> _Plan:
+    """How many epochs fit into the time, and in which precision steps are faster. It is saved, for another run would measure
+    something else.
+    """
+    if not file.exists():
+        with busy("timing a few steps of training"):
+            took = {bf16: _seconds_per_step(deepcopy(model), batch(rows[:BATCH]), own_ids, bf16) for bf16 in (False, True)}
+        bf16 = took[True] < took[False]
+        epochs = max(1, min(_EPOCHS, int(seconds / (took[bf16] * len(rows) / BATCH))))
+        save(file, lambda half: half.write_text(json.dumps([epochs, bf16])))
+    return _Plan(*json.loads(file.read_text()))
+
+
+def _seconds_per_step(model: Any, inputs: dict[str, Tensor], own_ids: Tensor, bf16: bool) -> float:
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = {name: part.to(model.device) for name, part in inputs.items()}
+    spans = []
+    for _ in range(3):
+        with timed() as span, torch.enable_grad():
+            loss: Any = loss_of(model, inputs, own_ids, bf16)
+            loss.backward()
+            optimizer.step()
+        spans.append(span.seconds)
+    return min(spans)
+
+
+def _compared(
+    target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str | Chat], writing: dict[str, Any]
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Tokens per forward pass and speed of the target alone, with drafts that need no model, and with the draft beside them.
+
+    The systems take turns.
+    """
+    systems = {
+        ALONE: XTokAssisted(target),
+        NO_MODEL: XTokAssisted(target, without_a_model()),
+        DRAFT: XTokAssisted(target, draft),
+    }
+    arguments = {key: value for key, value in writing.items() if key != "sampled"}
+    tokens, forwards, seconds = (Counter[tuple[str, str]]() for _ in range(3))
+    for i, prompt in enumerate(prompts):
+        own = way(i, writing["sampled"], prompt)
+        for system, xt in systems.items():
+            key = name_of_way(own), system
+            with timed() as span:
+                stats = xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats
+            tokens[key] += stats.new_tokens
+            forwards[key] += stats.target_forwards
+            seconds[key] += span.seconds  # type: ignore[assignment]
+    return {
+        name: {
+            system: (tokens[name, system] / forwards[name, system], seconds[name, ALONE] / seconds[name, system])
+            for system in systems
+        }
+        for name in dict.fromkeys(name for name, _ in tokens)
+    }
+
+
+def _card(settings: MakingSettings, made: Made) -> str:
+    ways = "\n".join(
+        f"| {name} | {system} | {per:.2f} | {speed:.2f} |"
+        for name, by in made.ways.items()
+        for system, (per, speed) in by.items()
+    )
+    epochs = ", ".join(f"{value:.2f}" for value in made.epochs)
+    rows = "\n".join(f"| {key} | {value} |" for key, value in asdict(settings).items() if value is not None)
+    return f"""---
+library_name: transformers
+---
+
+# A draft for {settings.target}
+
+A Llama of {made.parameters / 1e6:.1f} M parameters, made by xtok to guess what `{settings.target}` writes next. It learnt
+{made.texts:,} texts of {made.tokens:,} tokens that the target wrote. What the target generates doesn't depend on its draft.
+
+On prompts that had no part in training:
+
+| picked | by | tokens per forward of the target | speed |
+|---|---|---|---|
+{ways}
+
+Tokens per forward with trees of depth 5 on the prompts that decided when to stop, after each epoch: {epochs}.
+The best of them was kept.
+
+| setting | |
+|---|---|
+{rows}
+"""
