@@ -21,7 +21,7 @@ from xtok.bench.rows import print_tables
 from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK
 from xtok.bench.stretch import blocks_of
 from xtok.bench.widen import Shape, shaped, widened
-from xtok.cli.bench import _large_on
+from xtok.cli.bench_gpu import _large_on
 from xtok.cli.commands import app
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.cache import vocabulary_size
@@ -205,7 +205,7 @@ def test_without_a_gpu_the_command_says_so_and_succeeds(monkeypatch: pytest.Monk
 
 def test_the_command_saves_the_figures_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("xtok.cli.bench._large_on", lambda device: figures())
+    monkeypatch.setattr("xtok.cli.bench_gpu._large_on", lambda device: figures())
     file = tmp_path / "figures.json"
     result = CliRunner().invoke(app, ["bench", "gpu", "--save", str(file), "--markdown"])
     assert result.exit_code == 0, result.output
@@ -236,7 +236,7 @@ def test_a_gpu_that_is_too_small_is_reported(monkeypatch: pytest.MonkeyPatch) ->
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("xtok.cli.bench.load_pair", full)
+    monkeypatch.setattr("xtok.cli.bench_gpu.load_pair", full)
     result = CliRunner().invoke(app, ["bench", "gpu"])
     assert result.exit_code == 1
     assert "don't fit the GPU" in result.output

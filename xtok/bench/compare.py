@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Annotated, Any
 
 from xtok.assisted import XTokAssisted
@@ -23,20 +24,23 @@ _TIME = "where the time goes"
 class Row:
     """One system over all prompts.
 
-    `identical` is None for sampled texts of transformers, whose draws differ; `near_ties` is None if it isn't known of each
-    text; `split` and `ceiling` are known of xtok alone.
+    `identical` is None for sampled texts of transformers, whose draws differ; `near_ties` and `elsewhere` are None if near-ties
+    aren't known of each text; `acceptance_rate`, `split` and `ceiling` are known of xtok alone.
     """
 
     system: Annotated[str, Column("", note="Chain and tree are of the draft alone; UAG is transformers' own.")]
     identical: Annotated[int | None, Column("same ids", of="prompts", note="as the target alone, by xtok or `model.generate`.")]
     as_transformers: Annotated[int | None, Column(of="prompts", note="greedy texts that are those of `model.generate`.")]
     near_ties: Annotated[int | None, Column(note="picks at which `model.generate`, of other shapes, may pick another id.")]
+    elsewhere: Annotated[int | None, Column(note="greedy texts that part from those of `model.generate` at no near-tie.")]
     prompts: int
     new_tokens: int
     tokens_per_forward: Annotated[float, Column(form=".2f")]
-    target_forwards: Annotated[int, Column()]
+    target_forwards: int
     draft_forwards: Annotated[int, Column()]
+    acceptance_rate: Annotated[float | None, Column("accepted", form=".0%", note="the share of guessed ids.")]
     speed: Annotated[float, Column(form=".2f", note="times that of the target alone, per token: the median over prompts.")]
+    total_speed: Annotated[float, Column("in all", form=".2f", note="the speed by the seconds of all prompts together.")]
     split: Annotated[dict[str, float] | None, Column(form=".1%", table=_TIME)]
     ceiling: Annotated[float | None, Column(form=".1%", table=_TIME, note="the share of both models' forward passes.")]
 
@@ -61,7 +65,11 @@ def compare(
     check_prompts(prompts)
     arguments = {**setting.arguments, "max_new_tokens": max_new_tokens}
     calls = [{"texts": [prompt], "seed": seed} for seed, prompt in enumerate(prompts)]
-    systems = systems_of(target, _ways(target, draft, guess_length), arguments)
+    chain = Budget(guess_length, width=1, schedule="constant")
+    tree = Budget(guess_length, width=4, nodes=32, schedule="constant")
+    fixed = {CHAIN.format(guess_length): chain, TREE.format(guess_length): tree}
+    xts = ways(target, draft) | {name: XTokAssisted(target, [draft], budget=budget) for name, budget in fixed.items()}
+    systems = systems_of(target, xts, arguments)
     lengths = {UAG: None, **{UAG_LENGTH.format(length): length for length in sorted({guess_length, *LENGTHS})}}
     assisted = {
         name: partial(by_transformers, target, **uag(target[1], draft, length), **arguments) for name, length in lengths.items()
@@ -74,38 +82,51 @@ def compare(
         best = min(list(lengths)[1:], key=lambda name: sum(run.seconds / run.tokens for run in tried[name]))
         systems |= {name: assisted[name] for name in lengths if name in (UAG, UAG_LENGTH.format(guess_length), best)}
     runs = write_in_turns(systems, [calls[0], *calls * repeats], setting.title)
-    return [_row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
+    return [row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
 
 
-def _ways(target: Any, draft: Any, guess_length: int) -> dict[str, XTokAssisted]:
-    """The instances of xtok that are compared."""
-    chain = Budget(guess_length, width=1, schedule="constant")
-    tree = Budget(guess_length, width=4, nodes=32, schedule="constant")
+def ways(target: Any, draft: Any) -> dict[str, XTokAssisted]:
+    """Xtok without a draft, and with as much guessed as pays by lookup, with recycling, with all, and by the draft alone."""
     return {
         NONE: XTokAssisted(target),
         LOOKUP: XTokAssisted(target, PromptLookup()),
         NO_MODEL: XTokAssisted(target, without_a_model()),
         XTOK: XTokAssisted(target, draft),
         DRAFT: XTokAssisted(target, [draft]),
-        CHAIN.format(guess_length): XTokAssisted(target, [draft], budget=chain),
-        TREE.format(guess_length): XTokAssisted(target, [draft], budget=tree),
     }
 
 
-def _row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:
+def row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:
+    """The figures of one of the systems in `runs`, beside those of the target alone and of xtok without a draft."""
     own, shares = runs[name], runs[name].split
     ties = [one.near_ties for one in own.stats]
+    known = bool(ties) and None not in ties
+    proposed = sum(one.proposed for one in own.stats)
     return Row(
         system=name,
         identical=None if sampled and not shares else own.identical(runs[NONE if shares else ALONE]),
         as_transformers=None if sampled else own.identical(runs[ALONE]),
-        near_ties=sum(len(some or ()) for some in ties) if ties and None not in ties else None,
+        near_ties=sum(len(some or ()) for some in ties) if known else None,
+        elsewhere=_elsewhere(own, runs[ALONE]) if known and not sampled else None,
         prompts=len(own),
         new_tokens=sum(run.tokens for run in own),
         tokens_per_forward=own.tokens_per_forward,
         target_forwards=sum(run.target_forwards for run in own),
         draft_forwards=sum(run.draft_forwards for run in own),
+        acceptance_rate=sum(one.accepted for one in own.stats) / proposed if proposed else None,
         speed=own.speed(runs[ALONE]),
+        total_speed=own.total_speed(runs[ALONE]),
         split=shares,
         ceiling=shares["target"] + shares["draft"] if shares else None,
     )
+
+
+def _elsewhere(own: Runs, alone: Runs) -> int:
+    """How many texts part from those of the target alone at a pick that is none of their near-ties."""
+    new = [ids for run in own for ids in run.ids]
+    expected = [ids for run in alone for ids in run.ids]
+    count = 0
+    for ids, others, stats in zip(new, expected, own.stats, strict=True):
+        parting = next((at for at, (one, other) in enumerate(zip_longest(ids, others)) if one != other), None)
+        count += parting is not None and parting not in {tie.position for tie in stats.near_ties or ()}
+    return count

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
 from xtok.bench.runs import NONE, XTOK, Runs, Setting, System, by_transformers, by_xtok, check_prompts, write_in_turns
+from xtok.models.prompts import Prompt
 
 BATCHED, SINGLY = "transformers' batches", "xtok, one after another"
 _BATCHES = 2
@@ -37,7 +38,7 @@ class BatchRow:
 def compare_batches(
     target: tuple[Any, Any],
     draft: tuple[Any, Any],
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     setting: Setting,
     sizes: Sequence[int],
     *,
@@ -46,26 +47,33 @@ def compare_batches(
 ) -> list[BatchRow]:
     """Write lists by every system in turn, and give a row per system and size of a batch.
 
-    End-of-text tokens end nothing, so that all texts have as much to do. A list is two batches of the first prompts, repeated
-    if there are too few. Raises `InvalidInputError` without prompts.
+    End-of-text tokens end nothing, so that all texts have as much to do. A list is two batches of the next prompts, which begin
+    anew if there are too few: token recycling remembers answers. First each system writes one batch that isn't measured.
+    Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
     arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
-    assisted = XTokAssisted(target, draft)
-    systems: dict[str, System] = {
-        BATCHED: partial(by_transformers, target, **arguments),
-        NONE: partial(by_xtok, XTokAssisted(target), **arguments),
-        SINGLY: lambda size, **call: by_xtok(assisted, size=1, **call, **arguments),
-        XTOK: partial(by_xtok, assisted, **arguments),
-    }
     rows = []
     for size in sizes:
-        texts = list(islice(cycle(prompts), _BATCHES * size))
-        some = {name: system for name, system in systems.items() if name != SINGLY or size <= _SINGLY}
-        calls = [{"texts": texts, "size": size, "seed": repeat} for repeat in range(repeats + 1)]
-        runs = write_in_turns(some, calls, f"batches of {size}, {setting.title}")
+        systems: dict[str, System] = {
+            BATCHED: partial(by_transformers, target, **arguments),
+            NONE: partial(by_xtok, XTokAssisted(target), **arguments),
+            SINGLY: _one_by_one(partial(by_xtok, XTokAssisted(target, draft), **arguments)),
+            XTOK: partial(by_xtok, XTokAssisted(target, draft), **arguments),
+        }
+        if size > _SINGLY:
+            del systems[SINGLY]
+        following = cycle(prompts)
+        counts = [size, *[_BATCHES * size] * repeats]
+        calls = [{"texts": list(islice(following, count)), "size": size, "seed": seed} for seed, count in enumerate(counts)]
+        runs = write_in_turns(systems, calls, f"batches of {size}, {setting.title}")
         rows += [_batch_row(setting, size, name, runs) for name in runs]
     return rows
+
+
+def _one_by_one(system: System) -> System:
+    """The system with batches of one text, whatever size is asked for."""
+    return lambda size, **call: system(size=1, **call)
 
 
 def _batch_row(setting: Setting, size: int, name: str, runs: dict[str, Runs]) -> BatchRow:

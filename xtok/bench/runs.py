@@ -1,6 +1,7 @@
 """How benchmarks run: the settings that texts are generated under, systems that take turns, and figures of their runs."""
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
-from xtok.models.prompts import prompt_ids
+from xtok.models.prompts import Prompt, prompt_ids
 from xtok.models.timing import timed
 from xtok.results.progress import bar
 from xtok.results.stats import Stats
@@ -41,14 +42,16 @@ SETTINGS = {
 """Greedy texts of small models repeat themselves, which prompt lookup gains most from; those of the other two don't."""
 
 
-def named_settings(names: Sequence[str] | None, penalty: float | None) -> dict[str, Setting]:
-    """The settings of these names, or all, with another repetition penalty if one is given.
+def named_settings(
+    names: Sequence[str] | None, penalty: float | None = None, known: Mapping[str, Setting] = SETTINGS
+) -> dict[str, Setting]:
+    """Those of the known settings that have these names, or all, with another repetition penalty if one is given.
 
     Raises `InvalidInputError` for other names, and for a penalty without effect.
     """
-    if unknown := [name for name in names or () if name not in SETTINGS]:
-        raise InvalidInputError(f"setting is {unknown[0]!r}; use one of {', '.join(SETTINGS)}.")
-    found = {name: SETTINGS[name] for name in SETTINGS if name in (names or SETTINGS)}
+    if unknown := [name for name in names or () if name not in known]:
+        raise InvalidInputError(f"setting is {unknown[0]!r}; use one of {', '.join(known)}.")
+    found = {name: way for name, way in known.items() if name in (names or known)}
     if penalty is not None:
         if "penalty" not in found:
             raise InvalidInputError(
@@ -59,7 +62,7 @@ def named_settings(names: Sequence[str] | None, penalty: float | None) -> dict[s
     return found
 
 
-def check_prompts(prompts: Sequence[str]) -> None:
+def check_prompts(prompts: Sequence[Prompt]) -> None:
     """Raises `InvalidInputError` if there are none."""
     if not prompts:
         raise InvalidInputError("There are no prompts. Give a file with one prompt per line.")
@@ -88,7 +91,7 @@ System = Callable[..., Written]
 
 
 def by_transformers(
-    target: tuple[Any, Any], texts: Sequence[str], *, size: int = 1, seed: int = 0, **arguments: Any
+    target: tuple[Any, Any], texts: Sequence[Prompt], *, size: int = 1, seed: int = 0, **arguments: Any
 ) -> Written:
     """Texts by transformers' own `generate`, in padded batches."""
     model, tokenizer = target
@@ -103,7 +106,7 @@ def by_transformers(
     return Written(new, span.seconds, sum(forwards), sum(drafted))
 
 
-def by_xtok(xt: XTokAssisted, texts: Sequence[str], *, size: int = 1, seed: int = 0, **arguments: Any) -> Written:
+def by_xtok(xt: XTokAssisted, texts: Sequence[Prompt], *, size: int = 1, seed: int = 0, **arguments: Any) -> Written:
     """Texts by xtok."""
     seeded = {"seed": seed} if arguments["do_sample"] else {}
     with timed() as span:
@@ -148,6 +151,17 @@ def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
     return {"assistant_model": model, "tokenizer": copy(tokenizer), "assistant_tokenizer": copy(draft[1])}
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def seconds_of(run: Callable[[], object], repeats: int = 1) -> float:
     """How long something takes: the median over repeats."""
     seconds = []
@@ -158,15 +172,21 @@ def seconds_of(run: Callable[[], object], repeats: int = 1) -> float:
     return median(seconds)
 
 
-def in_turns(systems: Mapping[K, Callable[..., R]], calls: Iterable[Mapping[str, Any]], title: str) -> dict[K, list[R]]:
+def in_turns(
+    systems: Mapping[K, Callable[..., R]], calls: Iterable[Mapping[str, Any]], title: str, *, rotated: bool = False
+) -> dict[K, list[R]]:
     """What systems give, each called with the arguments of each call, in turns. `title` is that of the progress bar.
+
+    `rotated`: each call begins with the next system, so that none always runs after the same one.
 
     The first call, in which budgets learn what forward passes take and graphs are captured, is left out.
     """
     runs: dict[K, list[R]] = {name: [] for name in systems}
+    order = deque(systems)
     for arguments in bar(list(calls), title):
-        for name, system in systems.items():
-            runs[name].append(system(**arguments))
+        for name in order:
+            runs[name].append(systems[name](**arguments))
+        order.rotate(-rotated)
     return {name: found[1:] for name, found in runs.items()}
 
 
@@ -198,6 +218,11 @@ class Runs(list[Written]):
         pairs = zip(self, others, strict=True)
         return median((other.seconds / other.tokens) / (run.seconds / run.tokens) for run, other in pairs)
 
+    def total_speed(self, others: Sequence[Written]) -> float:
+        """The same of all runs together: the seconds per new token of another system ÷ those of this one."""
+        seconds, of_others = (sum(run.seconds for run in some) / sum(run.tokens for run in some) for some in (self, others))
+        return of_others / seconds
+
     def identical(self, others: Sequence[Written]) -> int:
         """How many texts have the ids that another system gave them in the same run."""
         pairs = (pair for run, other in zip(self, others, strict=True) for pair in zip(run.ids, other.ids, strict=True))
@@ -219,5 +244,5 @@ class Runs(list[Written]):
 
 
 def write_in_turns(systems: Mapping[K, System], calls: Iterable[Mapping[str, Any]], title: str) -> dict[K, Runs]:
-    """What systems write in turns, as by `in_turns`."""
-    return {name: Runs(found) for name, found in in_turns(systems, calls, title).items()}
+    """What systems write in turns whose order rotates, as by `in_turns`."""
+    return {name: Runs(found) for name, found in in_turns(systems, calls, title, rotated=True).items()}

@@ -6,8 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from xtok.cli.bench_chats import asked_questions, chats
+from xtok.cli.bench_gpu import gpu
 from xtok.cli.bench_options import (
     BatchOption,
+    ChatsOption,
     GuessOption,
     LargeOption,
     LimitOption,
@@ -27,7 +30,6 @@ from xtok.cli.console import (
     DtypeOption,
     JsonOption,
     TargetOption,
-    as_json,
     load_pair,
     model_draft,
     on_the_command_line,
@@ -208,6 +210,7 @@ def batches(
     limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
     batch: BatchOption = "1,2,4,8,16,32",
+    as_chats: ChatsOption = False,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each batch.")] = 3,
     setting: SettingOption = None,
     penalty: PenaltyOption = None,
@@ -218,10 +221,12 @@ def batches(
     json: JsonOption = False,
 ) -> None:
     """Batches: those of transformers, padded, and those of xtok, without a draft and with one."""
-    from xtok.bench import lists, pairs, runs
+    from xtok.bench import chats, lists, pairs, runs
 
-    settings, sizes, texts = runs.named_settings(setting, penalty), _sizes("batch", batch), _measured(file, limit)
+    settings, sizes = runs.named_settings(setting, penalty), _sizes("batch", batch)
+    texts: Any = [one.text for one in asked_questions(file, limit)] if as_chats else _measured(file, limit)
     pair = pairs.enlarged(load_pair(target, draft, device, dtype), ratio, large)
+    texts = chats.as_chats(pair[0][1], texts) if as_chats else texts
     shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     rows = [row for way in settings.values() for row in lists.compare_batches(*pair, texts, way, sizes, **shape)]
     print_found(rows, {"batches": rows}, json)
@@ -257,45 +262,6 @@ def bits(
 
 @app.command()
 @on_the_command_line()
-def gpu(
-    save: Annotated[Path | None, typer.Option(help="Also write the figures to this file, as JSON.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables in Markdown.")] = False,
-) -> None:
-    """The shipped pair in the shapes of llm-jp-13B and open-calm-small on a GPU: 27 GB, and as much for KV caches."""
-    import torch
-
-    if not torch.cuda.is_available():
-        typer.echo("There is no GPU here that torch can use, so nothing was measured.")
-        return
-    from xtok.bench.rows import print_tables
-
-    if save is not None and not save.parent.is_dir():
-        raise InvalidInputError(f"There is no folder {save.parent} for the figures. Make it, or choose another.")
-    found = _large_on("cuda")
-    if save is not None:
-        save.write_text(as_json(found), encoding="utf-8")
-    typer.echo(f"{found}\n")
-    print_tables({"lists of texts": found.lists, "a level of trees of 5 levels": found.levels}, markdown=markdown)
-
-
-def _large_on(device: str) -> Any:
-    """The figures of the large pair. Raises `InvalidInputError` if it doesn't fit."""
-    import torch
-
-    from xtok.bench import gpu, runs, widen
-
-    try:
-        small = load_pair(OWN_TARGET, None, device, "bfloat16")
-        with busy("enlarging the models"):
-            pair = [widen.shaped(one, shape) for one, shape in zip(small, (gpu.LARGE, gpu.SMALL), strict=True)]
-        penalty = runs.SETTINGS["penalty"]  # so that texts don't loop
-        return gpu.compare_on_gpu(pair[0], pair[1], _measured(None, None), penalty, (1, 8, 32), max_new_tokens=64)
-    except torch.OutOfMemoryError as error:
-        raise InvalidInputError("The models and the KV caches of 32 texts don't fit the GPU. Use one of 80 GB.") from error
-
-
-@app.command()
-@on_the_command_line()
 def server(
     file: PromptsOption = None,
     limit: LimitOption = None,
@@ -323,6 +289,10 @@ def server(
     print_found({"added": added, "rows": rows}, {"": rows}, json)
     if not json:
         typer.echo(f"The server adds {added:.1%} to the time that its engine takes for a text.")
+
+
+for command in (chats, gpu):
+    app.command()(command)
 
 
 def _sizes(name: str, given: str) -> list[int]:

@@ -13,6 +13,9 @@ PromptsOption = Annotated[
 LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first prompts.", show_default="all")]
 TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens to write for each prompt.")]
 GuessOption = Annotated[int, typer.Option(min=1, help="How many draft tokens a guess of fixed length has.")]
+ChatsOption = Annotated[
+    bool, typer.Option("--chats", help="Pass each prompt as a chat; without --prompts, the questions of xtok bench chats.")
+]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
 RatioOption = Annotated[
     float | None, typer.Option(min=1, help="Enlarge the target until its forward pass takes as long as so many of the draft's.")

@@ -1,0 +1,121 @@
+"""Questions as chats, by kind: the target alone, transformers' assisted generation, and xtok by several ways to guess."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from xtok.bench.compare import UAG, Row, row, ways
+from xtok.bench.rows import Column
+from xtok.bench.runs import (
+    ALONE,
+    SETTINGS,
+    XTOK,
+    Runs,
+    Setting,
+    by_transformers,
+    check_prompts,
+    systems_of,
+    uag,
+    write_in_turns,
+)
+from xtok.errors import InvalidInputError
+from xtok.models.prompts import Chat
+
+CHAT_SETTINGS = {
+    "greedy": SETTINGS["greedy"],
+    "sampled": SETTINGS["sampled"],
+    "own": Setting("sampled, the model's own settings", {"do_sample": True}),
+}
+"""How answers are generated. Models that are tuned for chats do without a repetition penalty."""
+
+_FIRST = "What do you like best about autumn?"
+"""What each system answers before any answer counts: none of the questions, for token recycling remembers what it has seen."""
+
+
+class Question(NamedTuple):
+    """What a user asks, and its kind."""
+
+    kind: str
+    text: str
+
+
+def questions() -> list[Question]:
+    """32 questions in eight kinds, which take turns."""
+    kinds = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
+    rounds = zip(*kinds.values(), strict=True)
+    return [Question(kind, text) for texts in rounds for kind, text in zip(kinds, texts, strict=True)]
+
+
+def as_chats(tokenizer: Any, texts: Sequence[str]) -> list[Chat]:
+    """Each text as a chat's first message. Raises `InvalidInputError` if the target's tokenizer has no chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InvalidInputError(
+            "The target's tokenizer has no chat template, so it can't be asked questions. Take a target that is tuned for "
+            "chats, or measure on texts to continue: xtok bench."
+        )
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """xtok on all questions of a kind under one setting. `speed`: by the seconds per token of all of them together, where the
+    target alone has 1.
+    """
+
+    kind: str
+    setting: str
+    questions: int
+    tokens_per_forward: float
+    speed: float
+
+
+@dataclass(frozen=True)
+class SettingsRow:
+    """A kind of question under all settings."""
+
+    kind: Annotated[str, Column("")]
+    questions: Annotated[int, Column()]
+    figures: Annotated[dict[str, float], Column(form=".2f")]
+
+
+def by_kind(rows: Sequence[KindRow]) -> list[SettingsRow]:
+    """The settings side by side."""
+    found = {one.kind: SettingsRow(one.kind, one.questions, {}) for one in rows}
+    for one in rows:
+        named = {"speed": one.speed, "tokens per forward": one.tokens_per_forward}
+        found[one.kind].figures.update({f"{one.setting}: {name}": figure for name, figure in named.items()})
+    return [*found.values()]
+
+
+def compare_chats(
+    target: tuple[Any, Any], draft: tuple[Any, Any], asked: Sequence[Question], setting: Setting, *, max_new_tokens: int
+) -> tuple[list[KindRow], list[Row]]:
+    """Let every system answer each question in turn, and give a row per kind of question, of xtok, and a row per system.
+
+    xtok runs without a draft, by prompt lookup alone, by that and token recycling, by default, and by the draft alone;
+    transformers' universal assisted generation with its defaults and a copy of the draft. If it refuses the pair (vocabularies
+    of one size), it has no row. A question's number is its seed. Raises `InvalidInputError` without questions, and for a target
+    without a chat template.
+    """
+    first, *chats = as_chats(target[1], [_FIRST, *(one.text for one in asked)])
+    check_prompts(chats)
+    arguments = {**setting.arguments, "max_new_tokens": max_new_tokens}
+    calls: list[dict[str, Any]] = [{"texts": [chat], "seed": seed} for seed, chat in enumerate(chats)]
+    systems = systems_of(target, ways(target, draft), arguments)
+    assisted = partial(by_transformers, target, **uag(target[1], draft, None), **arguments)
+    with suppress(ValueError):  # transformers refuses the pair
+        assisted(texts=[first])
+        systems[UAG] = assisted
+    runs = write_in_turns(systems, [{"texts": [first]}, *calls], setting.title)
+    kinds = [_kind_row(kind, setting, asked, runs) for kind in dict.fromkeys(one.kind for one in asked)]
+    return kinds, [row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
+
+
+def _kind_row(kind: str, setting: Setting, asked: Sequence[Question], runs: dict[str, Runs]) -> KindRow:
+    chosen = [number for number, one in enumerate(asked) if one.kind == kind]
+    own, alone = (Runs(runs[name][number] for number in chosen) for name in (XTOK, ALONE))
+    return KindRow(kind, setting.title, len(own), own.tokens_per_forward, own.total_speed(alone))
