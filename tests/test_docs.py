@@ -182,3 +182,7 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_the_benchmarks_are_short() -> None:
+    assert len((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()) <= 200
