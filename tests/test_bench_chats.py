@@ -11,7 +11,7 @@ from test_cli import run
 from worlds import fitting, tokenizer
 
 from xtok import pair
-from xtok.bench.chats import CHAT_SETTINGS, KindRow, Question, as_chats, by_kind, compare_chats, questions
+from xtok.bench.chats import CHAT_SETTINGS, KindRow, Question, _surprises, as_chats, by_kind, compare_chats, questions
 from xtok.bench.compare import DRAFT, LOOKUP, NO_MODEL, UAG
 from xtok.bench.lists import compare_batches
 from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK, Runs, Written, in_turns
@@ -55,6 +55,8 @@ def test_every_system_answers_and_xtok_as_without_a_draft(name: str) -> None:
     assert all(row.identical == row.prompts == 3 for row in rows[1 : len(OWN)])
     assert all((row.as_transformers, row.elsewhere) == ((None, None) if sampled else (3, 0)) for row in rows[1 : len(OWN)])
     assert (rows[0].speed, rows[0].total_speed, rows[0].acceptance_rate) == (1, 1, None)
+    assert all((row.surprise is not None) == sampled for row in rows)
+    assert len({row.surprise for row in rows[1 : len(OWN)]}) == 1
     assert all(0 <= (row.acceptance_rate or 0) <= 1 and row.total_speed > 0 for row in rows)
 
 
@@ -173,3 +175,13 @@ def test_the_speed_in_all_is_of_all_seconds() -> None:
     mine = Runs([Written([[1, 2]], 2.0, 1), Written([[1, 2, 3, 4]], 1.0, 1)])
     assert alone.total_speed(alone) == 1
     assert mine.total_speed(alone) == 3.0
+
+
+def test_the_surprise_is_that_of_the_target_at_temperature_1() -> None:
+    target = chat_model()
+    (chat,) = as_chats(target[1], ["猫"])
+    before, ids = target[1].apply_chat_template(chat, return_dict=True)["input_ids"], [5, 6, 7]
+    chances = target[0](torch.tensor([[*before, *ids]])).logits[0].softmax(dim=-1)
+    expected = -sum(float(chances[len(before) - 1 + at, token].log()) for at, token in enumerate(ids))
+    found = _surprises(target, [chat], {ALONE: Runs([Written([ids], 1.0, 3)])})
+    assert found == {ALONE: pytest.approx(expected / 3, rel=1e-4)}

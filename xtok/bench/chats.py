@@ -3,10 +3,13 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
 
 from xtok.bench.compare import UAG, Row, row, ways
 from xtok.bench.rows import Column
@@ -23,7 +26,7 @@ from xtok.bench.runs import (
     write_in_turns,
 )
 from xtok.errors import InvalidInputError
-from xtok.models.prompts import Chat
+from xtok.models.prompts import Chat, prompt_ids
 
 CHAT_SETTINGS = {
     "greedy": SETTINGS["greedy"],
@@ -112,10 +115,33 @@ def compare_chats(
         systems[UAG] = assisted
     runs = write_in_turns(systems, [{"texts": [first]}, *calls], setting.title)
     kinds = [_kind_row(kind, setting, asked, runs) for kind in dict.fromkeys(one.kind for one in asked)]
-    return kinds, [row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
+    sampled = setting.arguments["do_sample"]
+    surprises = _surprises(target, chats, runs) if sampled else {}
+    return kinds, [replace(row(name, runs, sampled=sampled), surprise=surprises.get(name)) for name in runs]
 
 
 def _kind_row(kind: str, setting: Setting, asked: Sequence[Question], runs: dict[str, Runs]) -> KindRow:
     chosen = [number for number, one in enumerate(asked) if one.kind == kind]
     own, alone = (Runs(runs[name][number] for number in chosen) for name in (XTOK, ALONE))
     return KindRow(kind, setting.title, len(own), own.tokens_per_forward, own.total_speed(alone))
+
+
+def _surprises(target: tuple[Any, Any], chats: Sequence[Chat], runs: dict[str, Runs]) -> dict[str, float]:
+    """The mean negative log-likelihood of each system's ids under the target's own distribution, in nats.
+
+    Sampled ids of different samplers can't be compared one by one; this shows whether they are the target's kind of text.
+    """
+    answers = {name: [(number, *run.ids[0]) for number, run in enumerate(found)] for name, found in runs.items()}
+    distinct = {answer for found in answers.values() for answer in found}
+    nats = {answer: _nats(target, chats[answer[0]], answer[1:]) for answer in distinct}
+    tokens = {name: sum(run.tokens for run in found) for name, found in runs.items()}
+    return {name: sum(nats[answer] for answer in found) / tokens[name] for name, found in answers.items()}
+
+
+@torch.no_grad()
+def _nats(target: tuple[Any, Any], chat: Chat, ids: Sequence[int]) -> float:
+    """The negative log-likelihood of all new ids after a chat."""
+    model, before = target[0], prompt_ids(target[1], chat)
+    given = torch.tensor([*before, *ids], device=model.device)
+    logits = model(given[None]).logits[0, len(before) - 1 : -1]
+    return float(cross_entropy(logits.float(), given[len(before) :], reduction="sum"))

@@ -18,6 +18,7 @@ CHAIN, TREE = "xtok, chain of {}", "xtok, tree of depth {}"
 UAG, UAG_LENGTH = "UAG, its defaults", "UAG, length {}"
 LENGTHS = (1, 2, 3, 8, 20)
 _TIME = "where the time goes"
+_SURPRISE = "nats per id, by the target's own distribution at temperature 1; draws from it have about as many as it alone."
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Row:
     """One system over all prompts.
 
     `identical` is None for sampled texts of transformers, whose draws differ; `near_ties` and `elsewhere` are None if near-ties
-    aren't known of each text; `acceptance_rate`, `split` and `ceiling` are known of xtok alone.
+    aren't known of each text; `acceptance_rate`, `split` and `ceiling` are known of xtok alone; `surprise` is that of sampled
+    answers to chats.
     """
 
     system: Annotated[str, Column("", note="Chain and tree are of the draft alone; UAG is transformers' own.")]
@@ -43,6 +45,7 @@ class Row:
     total_speed: Annotated[float, Column("in all", form=".2f", note="the speed by the seconds of all prompts together.")]
     split: Annotated[dict[str, float] | None, Column(form=".1%", table=_TIME)]
     ceiling: Annotated[float | None, Column(form=".1%", table=_TIME, note="the share of both models' forward passes.")]
+    surprise: Annotated[float | None, Column(form=".2f", note=_SURPRISE)] = None
 
 
 def compare(
