@@ -164,11 +164,13 @@ def _check(settings: MakingSettings) -> None:
 
 
 def _model(tokenizer: Any, parameters: int) -> PreTrainedModel:
-    """A Llama with random weights: two blocks, or more from about 20 million parameters on.
+    """A Llama with random weights: one block, or more from 16 million parameters on.
 
-    A forward pass of a small model takes time for each block rather than for each parameter, so few wide ones are best.
+    A forward pass of a small model takes time for each block rather than for each parameter, so few wide ones are best. They
+    also learnt more: after four epochs on 260,000 tokens of SmolLM2, one block of 512 guessed 27.2% of the tokens (6.3 M
+    parameters), two of 384 24.6% (5.9 M), four of 256 23.6% (4.7 M).
     """
-    vocabulary, blocks = len(tokenizer), max(2, isqrt(parameters // 4_000_000))
+    vocabulary, blocks = len(tokenizer), max(1, isqrt(parameters // 4_000_000))
     width = max(
         size
         for size in range(_HEAD, 64 * _HEAD, _HEAD)
