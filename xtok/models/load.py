@@ -22,6 +22,7 @@ from xtok.align.vocabulary import Vocabulary
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
 from xtok.models.cache import context_window, ids_read, vocabulary_size
 from xtok.models.continues import check_continues, check_rolls_back
+from xtok.models.gguf import is_gguf, load_gguf, read_gguf, tokenizer_of
 from xtok.models.placement import Placement, best_device
 from xtok.models.probe import traits
 from xtok.models.prompts import reading, special_ids
@@ -29,7 +30,7 @@ from xtok.models.quantized import check_rows
 from xtok.models.roles import DraftModel, Target
 
 Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
-"""A hub id, a local path, or a (model, tokenizer) pair."""
+"""A hub id, the path of a folder or of a GGUF file, or a (model, tokenizer) pair."""
 
 
 DEFAULT = Placement()
@@ -50,17 +51,22 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
     if isinstance(source, (str, PathLike)):
         with _loading(source, role):
             config = _checked(source, role)
-            _check_weights(source, config, role)
-            tokenizer = _tokenizer(source, role)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=place.dtype or "auto",
-                device_map=place.device_map,
-                weights_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-            model, found = loaded
+            if is_gguf(source):
+                read = read_gguf(source, role)
+                tokenizer = tokenizer_of(read, role)
+                model, found = load_gguf(read, config, dtype=place.dtype or read.dtype, device_map=place.device_map)
+            else:
+                _check_weights(source, config, role)
+                tokenizer = _tokenizer(source, role)
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    source,
+                    dtype=place.dtype or "auto",
+                    device_map=place.device_map,
+                    weights_only=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                )
+                model, found = loaded
             if missing := sorted(found["missing_keys"]):  # which transformers makes up at random
                 raise InvalidInputError(
                     f"The {role} {source} lacks {len(missing)} of its weights, {missing[0]} among them. "
@@ -212,16 +218,23 @@ def _checked(source: str | PathLike[str], role: str) -> Any:
     if not str(source).strip():
         raise InvalidInputError(f"The {role} has an empty name. Pass a hub id, or the path of a saved model.")
     folder = Path(source)
-    looks_like_a_path = isinstance(source, PathLike) or source.startswith(("/", ".", "~")) or source.count("/") > 1
+    looks_like_a_path = (
+        isinstance(source, PathLike) or is_gguf(source) or source.startswith(("/", ".", "~")) or source.count("/") > 1
+    )
     if looks_like_a_path and not folder.exists():
         raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")
-    if folder.is_file():
-        raise InvalidInputError(f"The {role} {source} is a file. Pass the folder that it is in; for heads, HeadsDrafter(file).")
+    if folder.is_file() and not is_gguf(source):
+        raise InvalidInputError(
+            f"The {role} {source} is a file. Pass the folder that it is in, or a .gguf file; for heads, HeadsDrafter(file)."
+        )
     if folder.is_dir() and not (folder / CONFIG_NAME).is_file():
         raise InvalidInputError(
             f"The {role} {source} holds no model: there is no {CONFIG_NAME}. Pass the folder that a model was saved to."
         )
-    config: Any = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if is_gguf(source):
+        read_gguf(source, role)  # which says what is wrong with it
+    where: Any = (folder.parent, folder.name) if is_gguf(source) else (source, None)
+    config: Any = AutoConfig.from_pretrained(where[0], gguf_file=where[1], trust_remote_code=False)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source} is an encoder-decoder model. Use a decoder-only model as {role}.")
     return config
@@ -258,6 +271,8 @@ def _file(source: str | PathLike[str], name: str) -> Path | None:
 def _tokenizer(source: str | PathLike[str], role: str) -> Any:
     """Raises `InvalidInputError` for a folder without a tokenizer, of which transformers says something else."""
     folder = Path(source)
+    if is_gguf(source):
+        return tokenizer_of(read_gguf(source, role), role)
     if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZERS):
         raise InvalidInputError(
             f"The {role} {source} has no tokenizer beside the model. Save it there (tokenizer.save_pretrained), or pass the "

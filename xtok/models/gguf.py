@@ -1,0 +1,146 @@
+"""Models in GGUF files, the format of llama.cpp. transformers reads them; what it would read wrong is mended here, or refused.
+
+What the values of `tokenizer.ggml.pre` mean is laid down in llama.cpp, src/llama-vocab.cpp.
+"""
+
+import struct
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from xtok.errors import InvalidInputError
+
+_PASS = "Or load it with transformers, check its tokenizer, and pass the pair (model, tokenizer) as {role}."
+_WORDS = frozenset({"gpt-2", "phi-2", "mpt", "olmo"})
+"""Values of `pre` for GPT-2's own pattern, which the tokenizer has if transformers knows no other."""
+_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
+"""Values of `pre` for GPT-2's own pattern after every digit was cut off. transformers leaves the digits out."""
+_WHOLE = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "midm-2.0", "lfm2", "tekken"})
+"""Values of `pre` for vocabularies whose words are taken whole even where no merges lead to them, and whose texts begin with
+BOS unless the file says otherwise. transformers' reader does neither.
+"""
+_ENDS = ("eos", "eot", "eom")
+"""Tokens that end a text: of the text, of a turn, of a message."""
+_RESCALED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that change rotary frequencies, and that transformers' reader leaves out."""
+
+
+class GGUF(NamedTuple):
+    """What a file says of itself. `dtype`: that of its weights, bfloat16 if they are quantised."""
+
+    file: Path
+    metadata: dict[str, Any]
+    dtype: torch.dtype
+
+
+def is_gguf(source: object) -> bool:
+    """Whether a source has the name of a GGUF file."""
+    return isinstance(source, (str, PathLike)) and str(source).lower().endswith(".gguf")
+
+
+def read_gguf(source: str | PathLike[str], role: str) -> GGUF:
+    """The header of a file. Raises `InvalidInputError` for a file that isn't whole or that transformers would read wrong, and
+    if a package is missing.
+    """
+    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+        raise InvalidInputError(
+            f"The {role} {source} needs {' and '.join(missing)}, which isn't installed. Install with: pip install 'xtok[gguf]'"
+        )
+    try:
+        from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+    except ImportError as error:
+        raise InvalidInputError(
+            f"The {role} {source} is a GGUF file, which needs transformers 5.19 or later. Install it with: pip install "
+            "--upgrade transformers"
+        ) from error
+    file = Path(source)
+    again = f"The {role} {source} is damaged, or no GGUF file"
+    try:
+        metadata, names = read_gguf_metadata(str(file))
+        header = GgufHeader.from_file(str(file))
+    except (struct.error, UnicodeDecodeError, MemoryError, OverflowError, IndexError) as error:
+        raise InvalidInputError(f"{again}: its header can't be read. Download it again.") from error
+    end = max((header.data_start + one.offset + one.nbytes for one in header.tensors), default=0)
+    if not end or file.stat().st_size < end:
+        raise InvalidInputError(
+            f"{again}: it has {file.stat().st_size:,} bytes, and its tensors end at {end:,}. Download it again."
+        )
+    scaled = metadata.get(f"{header.architecture}.rope.scaling.type", "none")
+    if scaled != "none" or not set(names).isdisjoint(_RESCALED):
+        raise InvalidInputError(
+            f"The {role} {source} scales its rotary positions ({scaled}), which transformers doesn't read from GGUF files. Use "
+            f"the model in safetensors as {role}."
+        )
+    return GGUF(file, metadata, header.dtype or torch.bfloat16)
+
+
+def load_gguf(read: GGUF, config: Any, **where: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model of a file, its weights dequantised, and what transformers says of the loading. `where`: `dtype`, `device_map`.
+
+    Most of the time goes into transformers' reading of the vocabulary, twice: about 10 s for 50,000 ids.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import GgufConfig
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        read.file.parent,
+        gguf_file=read.file.name,
+        config=config,
+        quantization_config=GgufConfig(dequantize=True),
+        output_loading_info=True,
+        trust_remote_code=False,
+        **where,
+    )
+    model, found = loaded
+    vars(model.config).pop("quantization_config", None)  # the weights are plain now, and can be saved
+    model.hf_quantizer = None
+    model.name_or_path = model.config.name_or_path = str(read.file)
+    ends = [read.metadata[key] for one in _ENDS if (key := f"tokenizer.ggml.{one}_token_id") in read.metadata]
+    if len(set(ends)) > 1:  # of which transformers reads the first
+        model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends))
+    return model, found
+
+
+def tokenizer_of(read: GGUF, role: str) -> Any:
+    """The tokenizer of a file, which reads texts as llama.cpp does. Raises `InvalidInputError` if none can be made of it."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    kind, pre = (read.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    known = _WORDS | _DIGITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
+    if kind not in ("gpt2", "llama") or (kind == "gpt2" and pre not in known):
+        named = f"tokenizer.ggml.pre={pre!r}" if kind == "gpt2" else f"tokenizer.ggml.model={kind!r}"
+        raise InvalidInputError(
+            f"The {role} {read.file} has a tokenizer with {named}, which isn't read right from GGUF files. Known are those of "
+            f"SentencePiece and {', '.join(sorted(known))}. Use the model in safetensors. {_PASS.format(role=role)}"
+        )
+    settings: dict[str, Any] = {"add_bos_token": True} if kind == "gpt2" and pre in _WHOLE else {}
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(read.file.parent, gguf_file=read.file.name, **settings)
+    if kind == "gpt2":
+        _cut_as_trained(tokenizer.backend_tokenizer, pre)
+    elif tokenizer.backend_tokenizer.normalizer is None:  # Phi 3's and Gemma's are made right
+        _prefix_as_sentencepiece(tokenizer.backend_tokenizer, read.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return tokenizer
+
+
+def _cut_as_trained(tokenizer: Tokenizer, pre: str | None) -> None:
+    """Make a byte-level BPE cut a text as `pre` says, where transformers doesn't."""
+    model: Any = tokenizer.model
+    if pre in _WHOLE:
+        model.ignore_merges = True
+    if pre in _DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
+
+
+def _prefix_as_sentencepiece(tokenizer: Tokenizer, prefix: bool) -> None:
+    """Put a space before a text if the file says so, also before one that begins with a space, where transformers puts none."""
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    tokenizer.pre_tokenizer = None
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
