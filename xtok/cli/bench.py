@@ -29,12 +29,15 @@ from xtok.cli.console import (
     DraftOption,
     DtypeOption,
     JsonOption,
+    PairOption,
     TargetOption,
+    held_out,
     load_pair,
     model_draft,
     on_the_command_line,
     print_found,
     read_lines,
+    sources,
 )
 from xtok.errors import InvalidInputError
 from xtok.pair import prompts, quoting, technical
@@ -51,7 +54,8 @@ app = typer.Typer()
 @on_the_command_line()
 def compare_systems(
     ctx: typer.Context,
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     draft: DraftOption = None,
     file: PromptsOption = None,
     limit: LimitOption = None,
@@ -97,9 +101,10 @@ def compare_systems(
         check_installed("accelerate", "peft")
         if large and vocabularies is not None:
             raise InvalidInputError("A draft is tuned before its vocabulary is enlarged. Leave --large or --vocabularies out.")
-    texts, others = _measured(file, None), [text for i, text in enumerate(prompts()) if i % EVERY]
-    if file is not None and tune:
+    texts, others = _measured(file, None, named), [text for i, text in enumerate(prompts()) if i % EVERY]
+    if tune and (file is not None or named not in (None, "aozora")):
         texts, others = texts[::2], texts[1::2]
+    target, draft = sources(named, target, draft)
     pair = load_pair(target, draft, device, dtype)
     narrow, pair = pair[1], pairs.with_vocabularies(pair, vocabularies)
     pair = pairs.enlarged(pair, ratio, large)
@@ -129,7 +134,8 @@ def compare_systems(
 @app.command()
 @on_the_command_line()
 def sampled(
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     draft: DraftOption = None,
     file: PromptsOption = None,
     limit: LimitOption = None,
@@ -144,8 +150,8 @@ def sampled(
     """Sampling at four temperatures: whether the texts are draws from the target's distribution."""
     from xtok.bench import pairs, sampled
 
-    texts = _measured(file, limit)
-    pair = pairs.enlarged(load_pair(target, draft, device, dtype), ratio, large)
+    texts = _measured(file, limit, named)
+    pair = pairs.enlarged(load_pair(*sources(named, target, draft), device, dtype), ratio, large)
     rows = sampled.compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
     print_found(rows, {"": rows}, json)
 
@@ -153,7 +159,8 @@ def sampled(
 @app.command()
 @on_the_command_line()
 def drafters(
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     draft: DraftOption = None,
     file: PromptsOption = None,
     limit: LimitOption = None,
@@ -167,7 +174,8 @@ def drafters(
     """All ways to guess, and mixtures of them, on three kinds of prompts."""
     from xtok.bench import drafters, pairs
 
-    texts = _measured(file, None)
+    texts = _measured(file, None, named)
+    target, draft = sources(named, target, draft)
     pair = load_pair(target, draft, device, dtype)
     drafts = {"draft": pair[1]}
     if target == OWN_TARGET and draft in (None, OWN_DRAFT):
@@ -181,22 +189,28 @@ def drafters(
 @app.command()
 @on_the_command_line()
 def contexts(
-    target: TargetOption = OWN_TARGET, draft: DraftOption = None, file: PromptsOption = None, json: JsonOption = False
+    named: PairOption = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    file: PromptsOption = None,
+    json: JsonOption = False,
 ) -> None:
     """What a round costs besides the models' forward passes, by the length of the context."""
     from xtok.bench import overhead
 
-    rows = overhead.compare_contexts(*_tokenizers(target, draft), _measured(file, None))
+    rows = overhead.compare_contexts(*_tokenizers(*sources(named, target, draft)), _measured(file, None, named))
     print_found(rows, {"milliseconds per round, besides the models' forward passes": rows}, json)
 
 
 @app.command()
 @on_the_command_line()
-def vocabularies(target: TargetOption = OWN_TARGET, draft: DraftOption = None, json: JsonOption = False) -> None:
+def vocabularies(
+    named: PairOption = None, target: TargetOption = None, draft: DraftOption = None, json: JsonOption = False
+) -> None:
     """What is computed over vocabularies besides the models' forward passes, by their sizes."""
     from xtok.bench import overhead
 
-    rows = overhead.compare_vocabularies(*_tokenizers(target, draft))
+    rows = overhead.compare_vocabularies(*_tokenizers(*sources(named, target, draft)))
     title = "milliseconds besides the models' forward passes, by the ids of target and draft"
     print_found(rows, {title: overhead.by_size(rows)}, json)
 
@@ -204,7 +218,8 @@ def vocabularies(target: TargetOption = OWN_TARGET, draft: DraftOption = None, j
 @app.command()
 @on_the_command_line()
 def batches(
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     draft: DraftOption = None,
     file: PromptsOption = None,
     limit: LimitOption = None,
@@ -224,8 +239,8 @@ def batches(
     from xtok.bench import chats, lists, pairs, runs
 
     settings, sizes = runs.named_settings(setting, penalty), _sizes("batch", batch)
-    texts: Any = [one.text for one in asked_questions(file, limit)] if as_chats else _measured(file, limit)
-    pair = pairs.enlarged(load_pair(target, draft, device, dtype), ratio, large)
+    texts: Any = [one.text for one in asked_questions(file, limit)] if as_chats else _measured(file, limit, named)
+    pair = pairs.enlarged(load_pair(*sources(named, target, draft), device, dtype), ratio, large)
     texts = chats.as_chats(pair[0][1], texts) if as_chats else texts
     shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     rows = [row for way in settings.values() for row in lists.compare_batches(*pair, texts, way, sizes, **shape)]
@@ -235,7 +250,8 @@ def batches(
 @app.command()
 @on_the_command_line()
 def bits(
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     draft: DraftOption = None,
     file: PromptsOption = None,
     limit: LimitOption = None,
@@ -253,8 +269,8 @@ def bits(
     """What stable=True gives and costs: texts that differ from those of the target alone, with it and without."""
     from xtok.bench import lists, pairs, runs
 
-    settings, sizes, texts = runs.named_settings(setting, penalty), _sizes("batch", batch), _measured(file, limit)
-    pair = pairs.enlarged(load_pair(target, draft, device, dtype), ratio, large)
+    settings, sizes, texts = runs.named_settings(setting, penalty), _sizes("batch", batch), _measured(file, limit, named)
+    pair = pairs.enlarged(load_pair(*sources(named, target, draft), device, dtype), ratio, large)
     shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     rows = [row for way in settings.values() for row in lists.compare_bits(*pair, texts, way, sizes, **shape)]
     print_found(rows, {"with stable=True and without": rows}, json)
@@ -276,7 +292,7 @@ def server(
     from xtok.assisted import XTokAssisted
     from xtok.bench import server, widen
 
-    counts, texts = _sizes("clients", clients), _measured(file, limit)
+    counts, texts = _sizes("clients", clients), _measured(file, limit, None)
     shape = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     with TemporaryDirectory() as folder:
         with busy("enlarging the target"):
@@ -309,6 +325,6 @@ def _tokenizers(target: str, draft: str | None) -> tuple[Any, Any]:
     return load_without_weights(target, "target").tokenizer, load_without_weights(model_draft(target, draft), "draft").tokenizer
 
 
-def _measured(file: Path | None, limit: int | None) -> list[str]:
-    """The prompts to measure on: all lines of a file, or every sixth of the shipped prompts; the others are for tuning."""
-    return (prompts()[::EVERY] if file is None else read_lines(file))[:limit]
+def _measured(file: Path | None, limit: int | None, named: str | None) -> list[str]:
+    """The prompts to measure on: all lines of a file, or those of the pair that is named."""
+    return (held_out(named) if file is None else read_lines(file))[:limit]

@@ -8,16 +8,17 @@ import typer
 
 from xtok.cli.bench_options import LimitOption, TokensOption
 from xtok.cli.console import (
-    OWN_TARGET,
     DeviceOption,
     DraftOption,
     DtypeOption,
     JsonOption,
+    PairOption,
     TargetOption,
     load_pair,
     on_the_command_line,
     print_found,
     read_lines,
+    sources,
 )
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 @on_the_command_line()
 def chats(
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     draft: DraftOption = None,
     file: Annotated[
         Path | None,
@@ -50,7 +52,7 @@ def chats(
     from xtok.bench import chats, runs
 
     settings, asked = runs.named_settings(setting, known=chats.CHAT_SETTINGS), asked_questions(file, limit)
-    pair = load_pair(target, draft, device, dtype)
+    pair = load_pair(*sources(named, target, draft), device, dtype)
     with runs.one_thread():
         found = {name: chats.compare_chats(*pair, asked, way, max_new_tokens=max_new_tokens) for name, way in settings.items()}
     kinds = [row for rows, _ in found.values() for row in rows]

@@ -11,20 +11,29 @@ from typing import Annotated, Any
 import typer
 
 from xtok.errors import InvalidInputError, XTokError, reason
-from xtok.pair import DRAFT, TARGET
+from xtok.pair import DRAFT, PAIRS, TARGET, pair, prompts
 
 OWN_TARGET, OWN_DRAFT = str(TARGET), str(DRAFT)
+PairOption = Annotated[
+    str | None,
+    typer.Option(
+        "--pair",
+        help=f"A target and its draft by name: {' or '.join(PAIRS)}, a chat model that is fetched once (93 MB).",
+        show_default="aozora",
+    ),
+]
 TargetOption = Annotated[
-    str, typer.Option(help="Hub id or path of the model whose output you want.", show_default="the one that ships")
+    str | None,
+    typer.Option(
+        help="Hub id or path (a folder, a .gguf file) of the model whose output you want.", show_default="the one that ships"
+    ),
 ]
-DraftOption = Annotated[
-    str | None, typer.Option(help="Hub id or path of the draft model.", show_default="the small one that ships")
-]
+DraftOption = Annotated[str | None, typer.Option(help="Hub id or path of the draft model.", show_default="the pair's")]
 GuessOption = Annotated[
     str | None,
     typer.Option(
         help='Hub id or path of the draft model, a file of heads, "lookup" for prompt lookup alone, or "none".',
-        show_default="the small one that ships; for other targets, prompt lookup and token recycling",
+        show_default="the pair's; for other targets, prompt lookup and token recycling",
     ),
 ]
 DeviceOption = Annotated[
@@ -81,6 +90,24 @@ def resumable() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("xtok: stopped. What was done is kept: run the same command again to resume.", err=True)
         raise typer.Exit(130) from None
+
+
+def sources(named: str | None, target: str | None, draft: str | None) -> tuple[str, str | None]:
+    """The target and the draft that --pair, --target and --draft name; no draft if none is named.
+
+    Raises `InvalidInputError` for --pair beside --target, and what `pair` and its target raise.
+    """
+    if named is None:
+        return target or OWN_TARGET, draft
+    if target is not None:
+        raise InvalidInputError(f"--pair {named} names a target, and so does --target {target}. Give one of them.")
+    found = pair(named)
+    return str(found.target), draft or str(found.draft)
+
+
+def held_out(named: str | None) -> list[str]:
+    """Prompts to measure on: those of the pair that is named, or every sixth of those of the pair that ships."""
+    return prompts()[::EVERY] if named is None or named == "aozora" else pair(named).prompts
 
 
 def model_draft(target: str, draft: str | None) -> str:

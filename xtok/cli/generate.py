@@ -13,6 +13,7 @@ from xtok.cli.console import (
     DeviceOption,
     DtypeOption,
     GuessOption,
+    PairOption,
     StableOption,
     TargetOption,
     as_json,
@@ -21,8 +22,10 @@ from xtok.cli.console import (
     on_the_command_line,
     read_lines,
     read_text,
+    sources,
 )
 from xtok.errors import InvalidInputError
+from xtok.pair import pair
 
 if TYPE_CHECKING:
     from xtok.assisted import XTokAssisted
@@ -41,12 +44,18 @@ def generate(
     prompts: Annotated[
         list[Path] | None, typer.Option(help="A file with one prompt per line. May be given again.", show_default=False)
     ] = None,
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     draft: GuessOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of the target to write.")] = 128,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Send each prompt as a user's message, in the target's chat template.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Send each prompt as a user's message, in the target's chat template.",
+            show_default="as the pair wants it; no chat for other targets",
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="The chat's system message.", show_default=False)] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text after this string. May be given again.", show_default=False)
@@ -84,6 +93,8 @@ def generate(
     texts = _texts(prompt or [], file or [], prompts or [])
     if len(texts) > 1 and not json:
         raise InvalidInputError(f"There are {len(texts)} prompts. Give --json for a line each, or put one in quotes.")
+    if chat is None:
+        chat = named is not None and pair(named).chats
     if system is not None and not chat:
         raise InvalidInputError("--system has no effect without --chat. Give both.")
     first = [] if system is None else [{"role": "system", "content": system}]
@@ -91,6 +102,7 @@ def generate(
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **({"stop_strings": stop} if stop else {})}
     from xtok.assisted import XTokAssisted
 
+    target, draft = sources(named, target, draft)
     xt = XTokAssisted(
         target, drafts_of(target, draft), budget=fixed, device=by_model(device), dtype=by_model(dtype), stable=stable
     )

