@@ -24,6 +24,7 @@ from xtok.cli.generate import _print
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
 from xtok.pair import DRAFT, HEADS, TARGET, prompts
+from xtok.results.stats import NearTie
 
 
 def run(*arguments: str, code: int = 0, stdin: bytes | None = None) -> tuple[str, str]:
@@ -360,7 +361,14 @@ def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The demonstration in little: its texts."""
+    """The demonstration in little, without the real pair: its texts."""
+
+    class Unavailable:
+        @property
+        def target(self) -> Path:
+            raise InvalidInputError("SmolLM2 can't be fetched: there is no network.")
+
+    monkeypatch.setattr(demo, "pair", lambda _: Unavailable())
     monkeypatch.setattr(demo, "SAMPLES", dict(list(demo.SAMPLES.items())[:2]))
     monkeypatch.setitem(demo.ARGUMENTS, "max_new_tokens", 4)
     monkeypatch.setattr(demo, "BLOCKS", 2)
@@ -376,7 +384,8 @@ def test_the_demo_shows_each_text_twice_if_it_is_piped(short: list[str]) -> None
         assert demo.SAMPLES[prompt] in printed
         assert printed.count(text) == 2
     assert printed.count("identical to the target alone: yes\n") == 2
-    assert len(re.findall(r"│ +yes │", printed)) == 6
+    assert "It is left out: SmolLM2 can't be fetched: there is no network." in printed
+    assert len(re.findall(r"│ +yes │", printed)) == 4
     assert "\x1b" not in printed
     assert "\r" not in printed
     assert "xtok generate" in printed
@@ -388,7 +397,7 @@ def test_the_demo_shows_both_texts_side_by_side_on_a_terminal(short: list[str], 
     printed, _ = run("demo")
     assert re.search(r"│.*the target alone|┃.*the target alone.*┃.*by xtok", printed)
     assert "\x1b[" in printed
-    assert "…\x1b" not in printed.partition("Even so")[2].partition("Now the")[0], "no text is cut"
+    assert "…\x1b" not in printed.partition("Even so")[2].partition("The texts above")[0], "no text is cut"
     assert printed.count("identical to the target alone: yes") == 2
 
 
@@ -396,7 +405,33 @@ def test_the_demo_fails_aloud_if_a_token_differs(short: list[str], monkeypatch: 
     monkeypatch.setattr("xtok.cli.demo.by_transformers", lambda *_, **__: SimpleNamespace(ids=[[5, 5, 5, 5]] * 2))
     printed, _ = run("demo", code=1)
     assert printed.count("identical to the target alone: NO\n") == 2
-    assert len(re.findall(r"│ +NO │", printed)) == 6
+    assert len(re.findall(r"│ +NO │", printed)) == 4
+
+
+def test_the_demo_begins_with_questions_to_the_real_pair(
+    short: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stand-in has no fixed shapes to differ from those of transformers, being in float32."""
+    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
+    template = "{% for m in messages %}「{{ m['content'] }}」{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    monkeypatch.setattr(demo, "pair", lambda _: SimpleNamespace(target=tmp_path, draft=DRAFT))
+    monkeypatch.setattr(demo, "QUESTIONS", ("誰か",))
+    monkeypatch.setitem(demo.ANSWERED, "max_new_tokens", 6)
+    printed, _ = run("demo")
+    answer = XTokAssisted(tmp_path).generate([{"role": "user", "content": "誰か"}], max_new_tokens=6, do_sample=False).text
+    assert printed.partition("2. Japanese")[0].count(answer) == 2
+    assert printed.count("identical to the target alone: yes\n") == 3
+    assert len(re.findall(r"│ +yes │", printed)) == 6
+
+
+def test_the_demo_names_the_near_tie_after_which_transformers_goes_on_otherwise() -> None:
+    ties = SimpleNamespace(stats=SimpleNamespace(near_ties=(NearTie(1, 0.5), NearTie(2, 0.06), NearTie(5, 0.1))))
+    alone, drafted = (SimpleNamespace(ids=[1, 2, 3, 4], generation=ties, same=None) for _ in range(2))
+    said = demo._verdict([alone, drafted], [1, 2, 3, 9])  # type: ignore[list-item]
+    assert said.startswith("identical to the target alone: yes. transformers' own generate goes on otherwise from token 3")
+    assert "at token 2 the two best were 0.06 logits apart" in said
+    assert demo._verdict([alone, drafted], [9, 2, 3, 4]) == "identical to the target alone: NO"  # type: ignore[list-item]
 
 
 def test_the_demo_says_what_is_slower_than_the_target_alone() -> None:

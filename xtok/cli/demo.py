@@ -1,4 +1,4 @@
-"""The demonstration: the shipped pair beside its target alone, and the same with a target of many more blocks."""
+"""The demonstration: a real chat model, and the Japanese pair that ships, each beside its target alone."""
 
 import sys
 from collections import Counter
@@ -15,9 +15,11 @@ from transformers.utils import logging
 from xtok.assisted import XTokAssisted
 from xtok.bench.runs import by_transformers
 from xtok.bench.stretch import forward_seconds, stretch
+from xtok.errors import InvalidInputError
 from xtok.models.load import load
+from xtok.models.prompts import Prompt
 from xtok.models.timing import timed
-from xtok.pair import DRAFT, TARGET, TUNED
+from xtok.pair import DRAFT, TARGET, pair
 from xtok.results.generation import Generation
 from xtok.results.progress import busy
 from xtok.results.terminal import legend, tinted
@@ -33,49 +35,61 @@ SAMPLES = {
     ),
 }
 """Openings of paragraphs that neither model was trained on, and what they mean."""
+QUESTIONS = ("What causes the seasons on Earth? Answer in three sentences.", "Write a polite email that asks for a day off.")
+ANSWERED: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False}
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.3}
 BLOCKS = 140
-"""By how many blocks the target is enlarged. Deep rather than wide: a forward of several ids then costs about what one of a
-single id costs, as it does on an accelerator."""
+"""By how many blocks the Japanese target is enlarged. Deep rather than wide: a forward pass of several ids then costs about
+what one of a single id costs, as it does on an accelerator."""
 WIDTH = 100
 """In columns, if there is no terminal."""
-ALONE, DRAFTED, TUNED_DRAFT = "alone", "xtok, draft", "xtok, tuned draft"
-SMALL, LARGE = "as it ships", "enlarged"
+ALONE, DRAFTED = "alone", "xtok"
+REAL, SMALL, LARGE = "SmolLM2", "Japanese, as it ships", "Japanese, enlarged"
 INTRODUCTION = (
     "What you will see\n\n"
-    "A target model writes Japanese: on its own, and by xtok. There, a small model, which has another tokenizer and was "
-    "trained apart from it, guesses what comes next (the draft). So does what the text repeats (prompt lookup), and what the "
-    "target held for likely before (token recycling). "
-    "One forward of the target checks all guesses of a round. The target picks every token itself, so both texts must be the "
-    "same, token by token: a right guess saves a forward, a wrong one changes nothing.\n"
+    "A target model writes: on its own, and by xtok. There, a small model, which has another tokenizer, guesses what comes "
+    "next (the draft). So does what the text repeats (prompt lookup), and what the target held for likely before (token "
+    "recycling). One forward pass of the target checks all guesses of a round. The target picks every token itself, so both "
+    "texts must be the same, token by token: a right guess saves a forward pass, a wrong one changes nothing. The two texts "
+    "are written in turns; the clock of one stands still while the other is written. One thread.\n"
 )
-SETTINGS = (
-    "The target that ships is tiny: a forward takes {small:.1f} ms, one of its draft {draft:.1f} ms. Here it has {blocks} "
-    "further blocks, which change nothing of what it says, so that a forward takes {large:.0f} ms, as that of a larger model "
-    "would. The table at the end has both. The two texts are written in turns; the clock of one stands still while the other "
-    "is written. They are greedy, with a repetition penalty of {penalty}, so that they don't go round in circles.\n"
+ENGLISH = (
+    "1. A real chat model\n\n"
+    "SmolLM2-135M-Instruct (135 M parameters, bfloat16) answers questions greedily. Its draft of {parameters:.1f} M "
+    "parameters learnt from its texts, as xtok make-draft does it.\n"
+)
+MISSING = "1. A real chat model\n\nIt is left out: {reason}\n"
+JAPANESE = (
+    "2. Japanese\n\n"
+    "The pair that ships: a target of 5.3 M parameters and a draft of 1.4 M, trained apart on public-domain books. The target "
+    "is tiny: a forward pass takes {small:.1f} ms, one of its draft {draft:.1f} ms. Here it has {blocks} further blocks, which "
+    "change nothing of what it says, so that a forward pass takes {large:.0f} ms, as that of a larger model would; the table "
+    "at the end has both. Greedy, with a repetition penalty of {penalty}, so that texts don't go round in circles.\n"
 )
 OWN = """
 Your own pair, by hub ids or folders:
 
   xtok inspect --target TARGET --draft DRAFT               # how well they fit
   xtok generate "…" --target TARGET --draft DRAFT --show   # a text, tinted by who guessed
-  xtok tune-draft --target TARGET --draft DRAFT --prompts FILE --out FOLDER
+  xtok make-draft --target TARGET --out FOLDER             # if there is no small model for yours
 """
 TITLES = "the target alone", "by xtok, with the draft"
 System = tuple[str, str]
-"""Which target, and what guesses."""
+"""Which target, and by what."""
 
 
 class Run:
-    """A text while it is written by one system. `seconds`: what its own tokens took. `generation`: None until it has ended."""
+    """A text while it is written by one system. `seconds`: what its own tokens took. `generation`: None until it has ended.
+    `same`: whether it is as promised.
+    """
 
-    def __init__(self, xt: XTokAssisted, prompt: str) -> None:
+    def __init__(self, xt: XTokAssisted, prompt: Prompt, arguments: dict[str, Any]) -> None:
         self.xt = xt
         self.tokens: list[Token] = []
         self.seconds = 0.0
         self.generation: Generation | None = None
-        self._left = xt.stream_tokens(prompt, **ARGUMENTS)
+        self.same = True
+        self._left = xt.stream_tokens(prompt, **arguments)
 
     def advance(self) -> None:
         """Go on by a token."""
@@ -87,49 +101,71 @@ class Run:
         else:
             self.tokens.append(token)
 
-    def gives(self, ids: list[int]) -> bool:
-        """Whether its ids are these."""
-        return [token.id for token in self.tokens] == ids
+    @property
+    def ids(self) -> list[int]:
+        """Its ids so far."""
+        return [token.id for token in self.tokens]
 
 
 def demonstrate() -> bool:
-    """Write a few texts by the target alone and with its drafts. Whether every token was what transformers gives."""
+    """Write a few texts by targets alone and with their drafts. Whether all are the same, and those of transformers but for
+    near-ties of half precision.
+    """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(INTRODUCTION)
     quiet: Any = logging
     quiet.disable_progress_bar()
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
-    with busy("loading the models, and enlarging the target"):
-        systems = _systems()
-        alone = systems[SMALL, ALONE].model, systems[SMALL, ALONE].tokenizer
-        truth = by_transformers(alone, list(SAMPLES), **ARGUMENTS).ids
-        settings = _settings(systems)
-    console.print(settings)
-    runs = {name: [Run(xt, prompt) for prompt in SAMPLES] for name, xt in systems.items()}
-    for prompt, ids, *raced in zip(SAMPLES, truth, runs[LARGE, ALONE], runs[LARGE, DRAFTED], strict=True):
-        _race(console, prompt, raced, ids)
-    console.print("Now the same texts are timed, which takes some ten seconds …\n")  # a spinner would take some of the time
-    for run in (run for some in runs.values() for run in some):
-        _finish([run])
-    return _print_summary(console, runs, truth)
+    runs = _english(console) | _japanese(console)
+    return _print_summary(console, runs)
 
 
-def _systems() -> dict[System, XTokAssisted]:
-    """Both targets with each draft. The first texts of a pair pay for its start, so each has written one."""
-    small = load(TARGET, "target")
-    targets = {SMALL: small, LARGE: (stretch(small[0], BLOCKS, small[0].config.intermediate_size), small[1])}
-    drafts = {ALONE: None, DRAFTED: load(DRAFT, "draft"), TUNED_DRAFT: load(TUNED, "draft")}
-    systems = {(target, draft): XTokAssisted(targets[target], drafts[draft]) for target in targets for draft in drafts}
+def _english(console: Console) -> dict[System, list[Run]]:
+    """Questions, answered by the real pair; nothing if it can't be had."""
+    real = pair("smollm2")
+    try:
+        with busy("loading SmolLM2"):
+            target, draft = load(real.target, "target"), load(real.draft, "draft")
+    except InvalidInputError as error:
+        console.print(MISSING.format(reason=error))
+        return {}
+    console.print(ENGLISH.format(parameters=draft[0].num_parameters() / 1e6))
+    systems = {(REAL, ALONE): XTokAssisted(target), (REAL, DRAFTED): XTokAssisted(target, draft)}
+    chats: dict[str, Prompt] = {question: [{"role": "user", "content": question}] for question in QUESTIONS}
     for xt in systems.values():
-        xt.generate("吾輩は猫である。", **ARGUMENTS | {"max_new_tokens": ARGUMENTS["max_new_tokens"] // 2})
-    return systems
+        xt.generate([{"role": "user", "content": "Hello!"}], max_new_tokens=8, do_sample=False)
+    with busy("transformers answers, too"):
+        truth = by_transformers(target, list(chats.values()), **ANSWERED).ids
+    runs = {name: [Run(xt, chat, ANSWERED) for chat in chats.values()] for name, xt in systems.items()}
+    for question, ids, *raced in zip(chats, truth, *runs.values(), strict=True):
+        _race(console, question, "", raced, ids)
+    return runs
 
 
-def _settings(systems: dict[System, XTokAssisted]) -> str:
-    small, draft = systems[SMALL, DRAFTED].setup.models
-    models = {"small": small, "draft": draft, "large": systems[LARGE, ALONE].model}
-    milliseconds = {name: 1000 * forward_seconds(model) for name, model in models.items()}
-    return SETTINGS.format(blocks=BLOCKS, penalty=ARGUMENTS["repetition_penalty"], **milliseconds)
+def _japanese(console: Console) -> dict[System, list[Run]]:
+    """Openings of paragraphs, continued by the pair that ships, its target enlarged; and the same texts by it as it is."""
+    with busy("loading the models, and enlarging the target"):
+        small, draft = load(TARGET, "target"), load(DRAFT, "draft")
+        large = stretch(small[0], BLOCKS, small[0].config.intermediate_size), small[1]
+        systems = {
+            (name, by): XTokAssisted(target, guessed)
+            for name, target in ((SMALL, small), (LARGE, large))
+            for by, guessed in ((ALONE, None), (DRAFTED, draft))
+        }
+        for xt in systems.values():  # the first text of an instance pays for its start
+            xt.generate("吾輩は猫である。", **ARGUMENTS | {"max_new_tokens": ARGUMENTS["max_new_tokens"] // 2})
+        truth = by_transformers(small, list(SAMPLES), **ARGUMENTS).ids
+        milliseconds = {
+            name: 1000 * forward_seconds(model[0]) for name, model in (("small", small), ("draft", draft), ("large", large))
+        }
+    console.print(JAPANESE.format(blocks=BLOCKS, penalty=ARGUMENTS["repetition_penalty"], **milliseconds))
+    runs = {name: [Run(xt, prompt, ARGUMENTS) for prompt in SAMPLES] for name, xt in systems.items()}
+    for (prompt, meaning), ids, *raced in zip(SAMPLES.items(), truth, runs[LARGE, ALONE], runs[LARGE, DRAFTED], strict=True):
+        _race(console, prompt, meaning, raced, ids)
+    for ids, *some in zip(truth, runs[SMALL, ALONE], runs[SMALL, DRAFTED], strict=True):
+        _finish(some)
+        _verdict(some, ids)
+    return runs
 
 
 def _finish(runs: list[Run], show: Callable[[], object] = lambda: None) -> None:
@@ -139,10 +175,11 @@ def _finish(runs: list[Run], show: Callable[[], object] = lambda: None) -> None:
         show()
 
 
-def _race(console: Console, prompt: str, runs: list[Run], truth: list[int]) -> None:
-    """Write a text by two systems: side by side on a terminal, else one below the other."""
+def _race(console: Console, prompt: str, meaning: str, runs: list[Run], truth: list[int]) -> None:
+    """Write a text by two systems: side by side on a terminal, else one below the other. `truth`: transformers' own ids."""
     console.print(Text(prompt, style="bold"), soft_wrap=True)
-    console.print(Text(f"({SAMPLES[prompt]})", style="italic"), soft_wrap=True)
+    if meaning:
+        console.print(Text(f"({meaning})", style="italic"), soft_wrap=True)
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
             _finish(runs, lambda: live.update(_columns(runs), refresh=True))
@@ -150,9 +187,26 @@ def _race(console: Console, prompt: str, runs: list[Run], truth: list[int]) -> N
         _finish(runs)
         for title, run in zip(TITLES, runs, strict=True):
             console.print(f"\n{title}:", *_cell(run), sep="\n", soft_wrap=True)
-    same = all(run.gives(truth) for run in runs)
-    answer, color = ("yes", "green") if same else ("NO", "red")
-    console.print(Text(f"identical to the target alone: {answer}\n", style=f"bold {color}"))
+    console.print(Text(_verdict(runs, truth) + "\n", style=f"bold {'green' if runs[0].same else 'red'}"), soft_wrap=True)
+
+
+def _verdict(runs: list[Run], truth: list[int]) -> str:
+    """What is said of two texts beside each other and transformers' own; sets whether all is as promised."""
+    alone, drafted = runs
+    first = next((i for i, (own, other) in enumerate(zip(alone.ids, truth, strict=False)) if own != other), None)
+    ties = {tie.position: tie.margin for tie in (alone.generation.stats.near_ties if alone.generation else None) or ()}
+    before = max((position for position in ties if first is not None and position <= first), default=None)
+    same = alone.ids == drafted.ids and (alone.ids == truth or before is not None)
+    alone.same = drafted.same = same
+    if not same:
+        return "identical to the target alone: NO"
+    if before is None:
+        return "identical to the target alone: yes"
+    return (
+        f"identical to the target alone: yes. transformers' own generate goes on otherwise from token {first}: its forward "
+        f"passes differ in the last bits of bfloat16, and at token {before} the two best were {ties[before]:.2f} logits apart. "
+        "xtok's have fixed shapes (stable=True), so its ids are the same with any draft, each time."
+    )
 
 
 def _columns(runs: list[Run]) -> Table:
@@ -170,18 +224,18 @@ def _cell(run: Run) -> tuple[Text, Text, Text]:
     return tinted(run.tokens, run.xt.names), figures, legend(run.tokens, run.xt.names)
 
 
-def _print_summary(console: Console, runs: dict[System, list[Run]], truth: list[list[int]]) -> bool:
-    """Print what was measured, what is slower, and how to go on. Whether all texts are those of the target alone."""
-    same = {name: all(run.gives(ids) for run, ids in zip(some, truth, strict=True)) for name, some in runs.items()}
+def _print_summary(console: Console, runs: dict[System, list[Run]]) -> bool:
+    """Print what was measured, what is slower, and how to go on. Whether all texts are as promised."""
     seconds = {name: sum(run.seconds for run in some) for name, some in runs.items()}
     speeds = {(target, by): seconds[target, ALONE] / own for (target, by), own in seconds.items()}
-    table = Table(title=f"The same {len(truth)} texts, measured just now")
-    for title in ("target", "by", "tokens per forward", "by draft", "by other guesses", "speed", "identical"):
+    same = {name: all(run.same for run in some) for name, some in runs.items()}
+    table = Table(title="The texts above, and the Japanese ones by the target as it ships")
+    for title in ("target", "by", "tokens per forward pass", "by draft", "by other guesses", "speed", "identical"):
         named = title in ("target", "by")
         table.add_column(title, justify="left" if named else "right", no_wrap=named)
     for (target, by), some in runs.items():
         name, answer = (target if by == ALONE else "", by), "yes" if same[target, by] else "NO"
-        table.add_row(*name, *_shares(some), f"{speeds[target, by]:.2f}", answer, end_section=by == TUNED_DRAFT)
+        table.add_row(*name, *_shares(some), f"{speeds[target, by]:.2f}", answer, end_section=by == DRAFTED)
     console.print(table)
     console.print(_comment(speeds))
     console.print(OWN, soft_wrap=True)
