@@ -38,6 +38,7 @@ async function begin() {
   of("write").disabled = false;
   of("served").textContent = words.served(served.model, served.drafts);
   of("as-chat").hidden = !served.chats;
+  if (served.chats) field("penalty").value = 1; // chat models do without
   field("tokens").max = served.tokens;
   for (const draft of served.drafts) {
     const box = element("input", { type: "checkbox", name: "draft", value: draft });
