@@ -138,7 +138,7 @@ SETTINGS: dict[str, Refused] = {
     "a file": (
         lambda: XTokAssisted(PAIR, HEADS),
         InvalidInputError,
-        r"The draft \S+ is a file\. Pass the folder that it is in; for heads, HeadsDrafter\(file\)",
+        r"The draft \S+ is a file\. Pass the folder that it is in, or a \.gguf file; for heads, HeadsDrafter\(file\)",
     ),
     "a class": (lambda: XTokAssisted(PAIR, PromptLookup), InvalidInputError, r"The draft is the class PromptLookup\. Pass"),
     "a folder of heads": (

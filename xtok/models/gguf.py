@@ -43,21 +43,23 @@ def is_gguf(source: object) -> bool:
     return isinstance(source, (str, PathLike)) and str(source).lower().endswith(".gguf")
 
 
+def check_installed() -> None:
+    """Raises `InvalidInputError` if something is missing that reads GGUF files."""
+    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+        raise InvalidInputError(
+            f"GGUF files need {' and '.join(missing)}, which isn't installed. Install with: pip install 'xtok[gguf]'"
+        )
+    if find_spec("transformers.integrations.gguf") is None:
+        raise InvalidInputError("GGUF files need transformers 5.19 or later. Install it with: pip install -U transformers")
+
+
 def read_gguf(source: str | PathLike[str], role: str) -> GGUF:
     """The header of a file. Raises `InvalidInputError` for a file that isn't whole or that transformers would read wrong, and
     if a package is missing.
     """
-    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
-        raise InvalidInputError(
-            f"The {role} {source} needs {' and '.join(missing)}, which isn't installed. Install with: pip install 'xtok[gguf]'"
-        )
-    try:
-        from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
-    except ImportError as error:
-        raise InvalidInputError(
-            f"The {role} {source} is a GGUF file, which needs transformers 5.19 or later. Install it with: pip install "
-            "--upgrade transformers"
-        ) from error
+    check_installed()
+    from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+
     file = Path(source)
     again = f"The {role} {source} is damaged, or no GGUF file"
     try:
