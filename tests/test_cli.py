@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -351,10 +352,10 @@ def test_what_the_system_refuses_is_reported_without_its_numbers(arguments: tupl
 
 
 def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty() -> list[str]:
-        raise ZeroDivisionError
+    def faulty(name: str) -> Any:
+        raise ZeroDivisionError(name)
 
-    monkeypatch.setattr("xtok.cli.inspect.prompts", faulty)
+    monkeypatch.setattr("xtok.cli.inspect.pair", faulty)
     result = CliRunner().invoke(cli.app, ["inspect"])
     assert isinstance(result.exception, ZeroDivisionError)
 

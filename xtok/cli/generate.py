@@ -100,9 +100,9 @@ def generate(
     first = [] if system is None else [{"role": "system", "content": system}]
     inputs = [[*first, {"role": "user", "content": text}] if chat else text for text in texts]
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **({"stop_strings": stop} if stop else {})}
+    target, draft = sources(named, target, draft)
     from xtok.assisted import XTokAssisted
 
-    target, draft = sources(named, target, draft)
     xt = XTokAssisted(
         target, drafts_of(target, draft), budget=fixed, device=by_model(device), dtype=by_model(dtype), stable=stable
     )

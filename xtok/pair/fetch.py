@@ -14,7 +14,8 @@ from zipfile import BadZipFile, ZipFile
 from filelock import FileLock
 
 from xtok.errors import InvalidInputError
-from xtok.models.gguf import is_gguf
+from xtok.models.findings import cache_folder
+from xtok.models.gguf import check_installed, is_gguf
 from xtok.models.load import load
 from xtok.results.progress import busy
 
@@ -28,18 +29,16 @@ _MANIFEST = "xtok.json"
 _INSTEAD = "Without it: --pair aozora, which ships, or a model of your own by --target."
 
 
-def cache_folder() -> Path:
-    """Where xtok keeps what it fetches: `xtok` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xtok"
-
-
 def fetched() -> Path:
     """The folder of SmolLM2-135M-Instruct, in bfloat16, with its tokenizer. It is fetched if it isn't whole in the cache; a
     second process waits for the first.
 
     Raises `InvalidInputError` if it can't be fetched.
     """
-    folder = cache_folder() / NAME
+    cache = cache_folder()
+    if cache is None:
+        raise InvalidInputError(f"There is no home, so no cache folder for {NAME}. Set XTOK_CACHE to one.")
+    folder = cache / NAME
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
@@ -47,7 +46,7 @@ def fetched() -> Path:
                 _fetch(folder)
     except OSError as error:
         raise InvalidInputError(
-            f"{folder} can't be written: {error.strerror or error}. Set XDG_CACHE_HOME to a folder with 500 MB of space."
+            f"{folder} can't be written: {error.strerror or error}. Set XTOK_CACHE to a folder with 500 MB of space."
         ) from error
     return folder
 
@@ -76,6 +75,7 @@ def _digest(file: Path) -> str:
 
 def _fetch(folder: Path) -> None:
     """Fetch and convert the model beside its folder, and put it there in one step. Only one process does so at a time."""
+    check_installed()
     work = folder.with_suffix(".part")
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
     work.mkdir()

