@@ -69,8 +69,8 @@ def test_no_code_that_comes_with_a_model_is_ever_trusted() -> None:
     assert seen >= 4
 
 
-STARTING = ("server.py", "compiling.py")
-"""What starts processes, all of xtok's own programs: servers to measure them, and llguidance to end it in time."""
+STARTING = ("server.py", "compiling.py", "fetch.py")
+"""What starts processes: servers to measure them, llguidance to end it in time, pip to download a wheel, which isn't run."""
 
 
 def test_nothing_is_unpickled_and_no_text_is_run() -> None:

@@ -95,6 +95,7 @@ def load_gguf(read: GGUF, config: Any, **where: Any) -> tuple[PreTrainedModel, d
         config=config,
         quantization_config=GgufConfig(dequantize=True),
         output_loading_info=True,
+        weights_only=True,
         trust_remote_code=False,
         **where,
     )
@@ -121,7 +122,9 @@ def tokenizer_of(read: GGUF, role: str) -> Any:
             f"SentencePiece and {', '.join(sorted(known))}. Use the model in safetensors. {_PASS.format(role=role)}"
         )
     settings: dict[str, Any] = {"add_bos_token": True} if kind == "gpt2" and pre in _WHOLE else {}
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(read.file.parent, gguf_file=read.file.name, **settings)
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+        read.file.parent, gguf_file=read.file.name, trust_remote_code=False, **settings
+    )
     if kind == "gpt2":
         _cut_as_trained(tokenizer.backend_tokenizer, pre)
     elif tokenizer.backend_tokenizer.normalizer is None:  # Phi 3's and Gemma's are made right
