@@ -58,7 +58,7 @@ def as_chats(tokenizer: Any, texts: Sequence[str]) -> list[Chat]:
     if getattr(tokenizer, "chat_template", None) is None:
         raise InvalidInputError(
             "The target's tokenizer has no chat template, so it can't be asked questions. Take a target that is tuned for "
-            "chats, or measure on texts to continue: xtok bench."
+            "chats (--pair smollm2), or measure on texts to continue: xtok bench."
         )
     return [[{"role": "user", "content": text}] for text in texts]
 

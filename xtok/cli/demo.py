@@ -124,8 +124,9 @@ def _english(console: Console) -> dict[System, list[Run]]:
     """Questions, answered by the real pair; nothing if it can't be had."""
     real = pair("smollm2")
     try:
+        folder = real.target  # fetched at first
         with busy("loading SmolLM2"):
-            target, draft = load(real.target, "target"), load(real.draft, "draft")
+            target, draft = load(folder, "target"), load(real.draft, "draft")
     except InvalidInputError as error:
         console.print(MISSING.format(reason=error))
         return {}
