@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_LOSS, _GAIN = 3.0, 8.0
+_LOSS, _GAIN = 5.0, 8.0
 """How many picks something may lose before its gate closes, and how many that it gained may be lost on top."""
 _TRIAL = 0.25
 """How many picks may be lost in trials of what was given up, before it is given up again."""
