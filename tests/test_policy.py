@@ -256,8 +256,8 @@ def test_a_hiccup_in_a_first_measurement_is_soon_forgotten(first: float) -> None
 
 def test_a_gate_that_closed_tries_again_and_what_gains_opens_it() -> None:
     gate = Gate()
-    lost = [gate.judge(-0.5) for _ in range(11)]
-    assert lost == [False] * 10 + [True]
+    lost = [gate.judge(-0.5) for _ in range(9)]
+    assert lost == [False] * 8 + [True]
     waits = 0
     while not gate.asks():
         waits += 1

@@ -110,7 +110,7 @@ def compare_chats(
     calls: list[dict[str, Any]] = [{"texts": [chat], "seed": seed} for seed, chat in enumerate(chats)]
     systems = systems_of(target, ways(target, draft), arguments)
     assisted = partial(by_transformers, target, **uag(target[1], draft, None), **arguments)
-    with suppress(ValueError):  # transformers refuses the pair
+    with suppress(ValueError, AttributeError):  # transformers refuses the pair, or fails on it
         assisted(texts=[first])
         systems[UAG] = assisted
     runs = write_in_turns(systems, [{"texts": [first]}, *calls], setting.title)

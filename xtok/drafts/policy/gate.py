@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_LOSS, _GAIN = 5.0, 8.0
+_LOSS, _GAIN = 3.0, 8.0
 """How many picks something may lose before its gate closes, and how many that it gained may be lost on top."""
+_CREDIT = 1.0
+"""How many picks more a new gate may lose, so that bad luck in the first rounds doesn't close it."""
 _TRIAL = 0.25
 """How many picks may be lost in trials of what was given up, before it is given up again."""
 _PAUSE = 16
@@ -22,7 +24,7 @@ class Gate:
     If that loses picks, the gate closes again, for twice as long, until trials lose 1% of all picks.
     """
 
-    balance: float = 0.0
+    balance: float = _CREDIT
     wait: int = 0
     trial: bool = False
     _pause: float = 0.0
