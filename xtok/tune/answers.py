@@ -106,7 +106,7 @@ def _questions(target: tuple[Any, Any], size: int, number: int, into: Path) -> l
         return list(json.loads(file.read_text(encoding="utf-8")))
     model, tokenizer = target
     before = str(tokenizer.apply_chat_template(asked("\0"), tokenize=False)).partition("\0")[0]
-    start = torch.tensor([tokenizer(before, add_special_tokens=False).input_ids], device=device_of(model))
+    start = torch.tensor([tokenizer(before, add_special_tokens=False).input_ids], dtype=torch.int64, device=device_of(model))
     with torch.random.fork_rng():
         torch.manual_seed((number << 16) - 1)
         rows = model.generate(

@@ -196,7 +196,7 @@ def _model(tokenizer: Any, parameters: int) -> PreTrainedModel:
 
 def _first_ids(target: TokenBytes, draft: TokenBytes, size: int) -> Tensor:
     """For each of the target's ids the draft's id that begins the same text, (size,), int64; -1 if there is none."""
-    found, pairs = torch.full((size,), -1, dtype=torch.int64), projection(draft, target)
+    found, pairs = torch.full((size,), -1, dtype=torch.int64, device="cpu"), projection(draft, target)
     whole = pairs.weights == 1
     found[pairs.draft_ids[whole]] = pairs.target_ids[whole]
     return found
