@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_cli import run
 from test_tune import Killed, killed_at
@@ -45,6 +45,7 @@ def made(out: Path, **changed: Any) -> Any:
     text=texts(),
     size=st.integers(300, 2000),
 )
+@example("Unigram with byte fallback", [""], "##a", 300)  # a space was written by the bytes of "▁"
 def test_a_small_tokenizer_writes_what_the_target_can_write(family: str, learnt: list[str], text: str, size: int) -> None:
     tokens = tokenizer(family)
     view = token_bytes(tokens)
@@ -100,7 +101,7 @@ def test_a_made_draft_guesses_and_changes_no_text(whole: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("what", ["xtok.tune.writing._continued", "xtok.tune.make.train", "xtok.tune.make._card"])
+@pytest.mark.parametrize("what", ["xtok.tune.writing._continued", "xtok.tune.make.fit", "xtok.tune.make._card"])
 def test_a_draft_whose_making_was_killed_is_finished_by_the_same_call(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def _without_rare_pieces(state: dict[str, Any], counts: Mapping[int, int], size:
     pieces: list[list[Any]] = state["model"]["vocab"]
     unknown = state["model"]["unk_id"]
     controls = {one["content"] for one in state["added_tokens"]}
+    controls |= {"▁"}  # without which a space would be written by the bytes of "▁"
     always = [
         i
         for i, (piece, _) in enumerate(pieces)
