@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -70,15 +70,12 @@ def make_draft(
     """Make a draft model for a target that has no small sibling, from texts that the target writes. If stopped, it resumes when
     run again.
     """
-    from xtok.models.load import load
-    from xtok.models.placement import placements
     from xtok.tune import make_draft
 
     with resumable():
-        target = sources(named, target, None)[0]
         texts, count = None if prompts_from is None else _lines(prompts_from), _parameters(parameters)
         done = make_draft(
-            load(target, "target", placements(by_model(device), by_model(dtype), None)[0]),
+            _target(named, target, device, dtype),
             out,
             texts,
             parameters=count,
@@ -160,15 +157,12 @@ def train_heads(
     dtype: DtypeOption = None,
 ) -> None:
     """Train heads on the frozen target, on what it writes. If stopped, it resumes when run again."""
-    from xtok.models.load import load
-    from xtok.models.placement import placements
     from xtok.tune import train_heads
 
     with resumable():
-        target = sources(named, target, None)[0]
         texts = _lines(data)
         done = train_heads(
-            load(target, "target", placements(by_model(device), by_model(dtype), None)[0]),
+            _target(named, target, device, dtype),
             texts,
             out,
             heads=count,
@@ -182,6 +176,14 @@ def train_heads(
     rows = [_HeadRow(i, dict(zip(names, ranks, strict=True))) for i, ranks in enumerate(done.accuracy, start=1)]
     print_tables({"how often a head's guesses were right, on texts kept apart": rows})
     typer.echo(f"{out}: {done.after:.2f} tokens per forward of the target on texts kept apart ({done.texts} texts learnt).")
+
+
+def _target(named: str | None, target: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
+    """The target that --pair or --target names, and its tokenizer. Errors are those of `sources` and `load`."""
+    from xtok.models.load import load
+    from xtok.models.placement import placements
+
+    return load(sources(named, target, None)[0], "target", placements(by_model(device), by_model(dtype), None)[0])
 
 
 def _lines(path: Path) -> list[str]:

@@ -35,6 +35,7 @@ from xtok.tune.work import (
     per_forward,
     split,
     work_of_draft,
+    writing_arguments,
 )
 from xtok.tune.writing import beginnings, write
 
@@ -97,17 +98,17 @@ def tune_draft(
         name(target), digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, name(draft), lora
     )
     check_installed("accelerate", "peft")
-    check(settings, "starts", "max_new_tokens", "epochs")
+    check(settings, starts=1, max_new_tokens=1, epochs=1)
     stopping, kept, learnt = split(prompts)
     pair = load(target, "target")
     learner = draft_model(draft, beside=device_of(pair[0]))
     work = work_of_draft(Path(out), settings)
-    texts = write(pair, beginnings(learnt, starts), work / "texts", **settings.writing)
+    texts = write(pair, beginnings(learnt, starts), work / "texts", **writing_arguments(settings))
     view = token_bytes(pair[1])
     rows, seen = training_examples(learner, view, texts), projection(view, learner.vocabulary.view)
 
     def measured(model: PreTrainedModel, texts: Sequence[str] = stopping) -> tuple[float, dict[str, float]]:
-        return per_forward(pair, (model, learner.vocabulary.tokenizer), settings.measured(texts), **settings.writing)
+        return per_forward(pair, (model, learner.vocabulary.tokenizer), settings.measured(texts), **writing_arguments(settings))
 
     with busy("measuring the draft as it is"):
         first, _ = measured(learner.model)

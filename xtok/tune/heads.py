@@ -23,7 +23,18 @@ from xtok.models.modes import Modes, within
 from xtok.models.prompts import prompt_ids
 from xtok.results.progress import busy
 from xtok.tune.training import Objective, fit
-from xtok.tune.work import Settings, check, check_installed, check_out, digest, name, per_forward, split, work_folder
+from xtok.tune.work import (
+    Settings,
+    check,
+    check_installed,
+    check_out,
+    digest,
+    name,
+    per_forward,
+    split,
+    work_folder,
+    writing_arguments,
+)
 from xtok.tune.writing import beginnings, write
 
 _DECAY = 0.8
@@ -79,7 +90,7 @@ def train_heads(
     settings = Settings(
         name(target), digest(data), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, heads=heads
     )
-    check(settings, "heads", "starts", "max_new_tokens", "epochs")
+    check(settings, heads=1, starts=1, max_new_tokens=1, epochs=1)
     if Path(out).is_dir():
         raise InvalidInputError(f"{out} is a folder. Give the name of a file for the heads.")
     stopping, kept, learnt = split(data)
@@ -91,7 +102,7 @@ def train_heads(
     pair = made.model, made.vocabulary.tokenizer
 
     def written(prompts: Sequence[str], into: str) -> list[dict[str, Tensor]]:
-        texts = write(pair, beginnings(prompts, starts), work / into, **settings.writing)
+        texts = write(pair, beginnings(prompts, starts), work / into, **writing_arguments(settings))
         return [example(prompt_ids(pair[1], one.start), one.ids) for one in texts if len(one.ids) > 1]
 
     rows = written(learnt, "texts")
@@ -99,7 +110,7 @@ def train_heads(
 
     def measured(prompts: Sequence[str] = stopping) -> float:
         save_heads(learner, known, now)
-        return per_forward(pair, HeadsDrafter(now), settings.measured(prompts), **settings.writing)[0]
+        return per_forward(pair, HeadsDrafter(now), settings.measured(prompts), **writing_arguments(settings))[0]
 
     found = fit(
         learner,

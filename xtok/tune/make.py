@@ -31,7 +31,17 @@ from xtok.results.progress import busy
 from xtok.tune.answers import has_template, prompts_for, write_for
 from xtok.tune.training import BATCH, Objective, fit
 from xtok.tune.vocabulary import small_tokenizer
-from xtok.tune.work import check_installed, check_out, digest, finish, name, per_forward, work_of_draft
+from xtok.tune.work import (
+    check,
+    check_installed,
+    check_out,
+    digest,
+    finish,
+    name,
+    per_forward,
+    work_of_draft,
+    writing_arguments,
+)
 from xtok.tune.writing import name_of_way, save, way
 
 _WRITING = 0.4
@@ -57,12 +67,6 @@ class MakingSettings:
     max_new_tokens: int
     sampled: float
     temperature: float | None
-
-    @property
-    def writing(self) -> dict[str, Any]:
-        """The arguments of `write_for` and of `per_forward`."""
-        temperature = {} if self.temperature is None else {"temperature": self.temperature}
-        return {"max_new_tokens": self.max_new_tokens, "sampled": self.sampled, **temperature}
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,9 @@ def make_draft(
     check_installed("accelerate")
     known = None if prompts is None else digest(prompts)
     settings = MakingSettings(name(target), known, parameters, hours, vocabulary, starts, max_new_tokens, sampled, temperature)
-    _check(settings)
+    check(settings, parameters=100_000, vocabulary=512, starts=1, max_new_tokens=1)
+    if not (isinstance(hours, Real) and 0 < hours < inf):
+        raise InvalidInputError(f"hours is {shown(hours)}; it must be a number above 0.")
     pair = load(target, "target")
     if prompts is None and not has_template(pair[1]):
         raise InvalidInputError(
@@ -124,7 +130,7 @@ def make_draft(
         )
     work = work_of_draft(Path(out), settings)
     chosen = prompts_for(pair, prompts, starts, work / "apart")
-    texts = write_for(pair, chosen, 3600 * hours * _WRITING, work / "texts", **settings.writing)
+    texts = write_for(pair, chosen, 3600 * hours * _WRITING, work / "texts", **writing_arguments(settings))
     counts = Counter(token for one in texts for token in one.ids)
     tokenizer = small_tokenizer(pair[1], counts, [one.text for one in texts], vocabulary)
     untrained: Any = _model(tokenizer, parameters)
@@ -136,31 +142,17 @@ def make_draft(
     plan = _plan(model, rows, own_ids, 3600 * hours * (1 - _WRITING), work / "plan.json")
 
     def measured() -> float:
-        return per_forward(pair, (model.eval(), tokenizer), chosen.stopping, **settings.writing)[0]
+        return per_forward(pair, (model.eval(), tokenizer), chosen.stopping, **writing_arguments(settings))[0]
 
     objective = Objective(batch, partial(loss_of, own_ids=own_ids, bf16=plan.bf16), measured)
     found = fit(model, rows, objective, work / "training", epochs=plan.epochs, rate=_RATE)
     model.config.use_cache = True  # the trainer switches it off
     model = model.eval().to(torch.bfloat16)
     with busy("measuring what the draft brings"):
-        ways = _compared(pair, (model, tokenizer), chosen.kept, settings.writing)
+        ways = _compared(pair, (model, tokenizer), chosen.kept, writing_arguments(settings))
     made = Made(Path(out), sum(weight.numel() for weight in model.parameters()), len(rows), counts.total(), tuple(found), ways)
     finish(model, tokenizer, _card(settings, made), made.path, work)
     return made
-
-
-def _check(settings: MakingSettings) -> None:
-    """Raises `InvalidInputError` for settings that make no sense."""
-    for named, least in (("parameters", 100_000), ("vocabulary", 512), ("starts", 1), ("max_new_tokens", 1)):
-        count = getattr(settings, named)
-        if not isinstance(count, int) or isinstance(count, bool) or count < least:
-            raise InvalidInputError(f"{named} is {shown(count)}; it must be a whole number, {least} or more.")
-    for named, number in (("hours", settings.hours), ("temperature", settings.temperature)):
-        left_out = number is None and named == "temperature"
-        if not left_out and not (isinstance(number, Real) and 0 < number < inf):
-            raise InvalidInputError(f"{named} is {shown(number)}; it must be a number above 0.")
-    if not (isinstance(settings.sampled, Real) and 0 <= settings.sampled <= 1):
-        raise InvalidInputError(f"sampled is {shown(settings.sampled)}; it is a share of the texts, from 0 to 1.")
 
 
 def _model(tokenizer: Any, parameters: int) -> PreTrainedModel:
@@ -258,7 +250,7 @@ def _seconds_per_step(model: Any, inputs: dict[str, Tensor], own_ids: Tensor, bf
 
 
 def _compared(
-    target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str | Chat], writing: dict[str, Any]
+    target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str | Chat], arguments: dict[str, Any]
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """Tokens per forward pass and speed of the target alone, with drafts that need no model, and with the draft beside them.
 
@@ -269,10 +261,11 @@ def _compared(
         NO_MODEL: XTokAssisted(target, without_a_model()),
         DRAFT: XTokAssisted(target, draft),
     }
-    arguments = {key: value for key, value in writing.items() if key != "sampled"}
+    sampled = arguments["sampled"]
+    arguments = {key: value for key, value in arguments.items() if key != "sampled"}
     tokens, forwards, seconds = (Counter[tuple[str, str]]() for _ in range(3))
     for i, prompt in enumerate(prompts):
-        own = way(i, writing["sampled"], prompt)
+        own = way(i, sampled, prompt)
         for system, xt in systems.items():
             key = name_of_way(own), system
             with timed() as span:

@@ -44,15 +44,15 @@ class Settings:
     heads: int | None = None
     penalty: float = field(default=PENALTY, init=False)
 
-    @property
-    def writing(self) -> dict[str, Any]:
-        """The arguments of `write` and of `per_forward`."""
-        temperature = {} if self.temperature is None else {"temperature": self.temperature}
-        return {"max_new_tokens": self.max_new_tokens, "sampled": self.sampled, **temperature}
-
     def measured(self, prompts: Sequence[str]) -> list[str]:
         """Some beginnings of prompts, evenly spread."""
         return beginnings(prompts, self.starts)[:: -(-len(prompts) * self.starts // _MOST)]
+
+
+def writing_arguments(settings: Any) -> dict[str, Any]:
+    """The arguments of `write` and of `per_forward` that settings name: `max_new_tokens`, `sampled`, and a `temperature`."""
+    temperature = {} if settings.temperature is None else {"temperature": settings.temperature}
+    return {"max_new_tokens": settings.max_new_tokens, "sampled": settings.sampled, **temperature}
 
 
 def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -111,20 +111,21 @@ def check_installed(*packages: str) -> None:
         raise InvalidInputError(f"Training needs {' and '.join(packages)}. Install with: pip install 'xtok[tune]'")
 
 
-def check(settings: Settings, *counts: str) -> None:
-    """Raises `InvalidInputError` for settings that make no sense. `counts`: the names of those that must be whole numbers, 1 or
-    more.
+def check(settings: Any, **least: int) -> None:
+    """Raises `InvalidInputError` for settings that make no sense. `least`: those that must be whole numbers, and the smallest
+    that each may be.
     """
-    for name in counts:
+    for name, smallest in least.items():
         value = getattr(settings, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidInputError(f"{name} is {shown(value)}; it must be a whole number, 1 or more.")
-    if not (isinstance(settings.sampled, Real) and 0 <= settings.sampled <= 1):
-        raise InvalidInputError(f"sampled is {shown(settings.sampled)}; it is a share of the texts, from 0 to 1.")
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise InvalidInputError(f"{name} is {shown(value)}; it must be a whole number, {smallest} or more.")
+    sampled: float = settings.sampled
+    if not (isinstance(sampled, Real) and 0 <= sampled <= 1):
+        raise InvalidInputError(f"sampled is {shown(sampled)}; it is a share of the texts, from 0 to 1.")
     for name in ("temperature", "learning_rate"):
-        value = getattr(settings, name)
-        if value is not None and not (isinstance(value, Real) and 0 < value < inf):
-            raise InvalidInputError(f"{name} is {shown(value)}; it must be above 0, or left out.")
+        number: float | None = getattr(settings, name, None)
+        if number is not None and not (isinstance(number, Real) and 0 < number < inf):
+            raise InvalidInputError(f"{name} is {shown(number)}; it must be above 0, or left out.")
 
 
 def work_folder(work: Path, settings: Any, out: Path) -> Path:
