@@ -22,6 +22,8 @@ from xtok.models.forwards import Answer, Ask, Steps, answered, together
 from xtok.models.timing import timed
 
 _NOTHING = Tree()
+_PARTS = 2
+"""How many parts of a prompt that is read in several keep their hidden states for drafters, beside the last one."""
 
 
 class Known(NamedTuple):
@@ -196,6 +198,8 @@ def _checked(sequence: Sequence, read: int, tree: Tree, checked: Answer | Except
         sequence.meter.add(checked.cost.share, "target", "all")
         sequence.meter.target_replays += checked.cost.replayed
         sequence.read += read
+        if checked.hidden is not None and sequence.is_reading:
+            sequence.hidden = [*sequence.hidden[-_PARTS:], checked.hidden]
         if sequence.left or not _has_drafters(sequence):
             return []
         with sequence.meter.timing("all"):
@@ -224,15 +228,26 @@ def _commit(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> li
     sequence.slot.keep(kept)
     sequence.read += len(kept)
     if session is not None:
-        after = path[-1] if carried is None else tree.child(path[-1], block[-1])  # after which the latest pick was made
-        hidden = None if checked.hidden is None or after is None else checked.hidden[after + 1]
-        session.extend(block, hidden, carried)
+        last = None if carried is None else tree.child(path[-1], block[-1])
+        session.extend(block, _hidden(sequence, tree, checked, path if last is None else [*path, last]), carried)
         if sequence.finish_reason is None:
             session.learn(read, checked.logits[len(checked.logits) - len(read) :])
         sequence.outcome = session.outcome(checked.cost.rows / checked.cost.texts)
     if sequence.finish_reason is not None:
         sequence.end()
     return block
+
+
+def _hidden(sequence: Sequence, tree: Tree, checked: Answer, nodes: list[int]) -> Tensor | None:
+    """The target's hidden states after some nodes, -1 for the context, (nodes, layers, size); the prompt's in front of them, if
+    those are new. None if the target shows none.
+    """
+    if checked.hidden is None:
+        return None
+    context = len(checked.hidden) - len(tree) - 1
+    states = checked.hidden[[context + 1 + node for node in nodes]]
+    prompt, sequence.hidden = sequence.hidden, []
+    return torch.cat([*prompt[:-1], *(last[:context] for last in prompt[-1:]), states])
 
 
 @torch.no_grad()

@@ -89,11 +89,18 @@ class Setup:
     @property
     def models(self) -> list[PreTrainedModel]:
         adapted = [] if self.adapter is None else [self.adapter.draft.model]
-        return [self.target.model, *adapted, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
+        return [self.target.model, *adapted, *(model for one in self.drafts if (model := self.model_of(one)) is not None)]
+
+    def model_of(self, draft: Draft) -> PreTrainedModel | None:
+        """The model whose forward passes a draft takes; None if it takes none."""
+        if isinstance(draft, HeadsDrafter):
+            return draft.model_for(self.target.model)
+        return draft.model if isinstance(draft, ModelDraft) else None
 
     @cached_property
-    def shows_hidden(self) -> bool:
-        return any(isinstance(one, HeadsDrafter) for one in self.drafts)
+    def hidden_layers(self) -> tuple[int, ...]:
+        """After which of the target's layers drafts read hidden states."""
+        return tuple(sorted({layer for one in self.drafts if isinstance(one, HeadsDrafter) for layer in one.layers}))
 
     def positions_beside(self, positions: float = 1, *, prediction: bool = False) -> int:
         """How many cache positions a sequence of so many positions may need beside those: for guesses and padding."""
@@ -117,8 +124,8 @@ class Setup:
     def policy_without_a_clock(self) -> Policy:
         """A policy for one sequence: what it decides follows from ids and counts, so the same call gives the same text."""
         size = weights(self.target.model)
-        models = [weights(one.model) / size if isinstance(one, ModelDraft) else WITHOUT_A_MODEL for one in self.drafts]
-        return Policy.nominal(models, self.policy.padded)
+        models = map(self.model_of, self.drafts)
+        return Policy.nominal([WITHOUT_A_MODEL if one is None else weights(one) / size for one in models], self.policy.padded)
 
     def check(self, predictions: Sequence[object], *, shared: bool) -> None:
         """Raises `UnsupportedArgumentError` for what can't be honoured. `shared`: whether all forward passes can be shared."""

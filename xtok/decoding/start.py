@@ -25,13 +25,13 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
     vocabulary, known, guesses = setup.target.vocabulary, request.traits, bool(setup.drafts or request.prediction)
     branches, half = not guesses or known.branches_in(request.cache), known.computes_in_half
     tolerance, slots = known.tolerance(half=half), Slots(caches, most)
-    model, shows_hidden = setup.target.model, setup.shows_hidden
+    model, layers = setup.target.model, setup.hidden_layers
     try:
         if request.shares_forwards and known.shares:
-            slot = slots.take(model, known, shows_hidden=shows_hidden, shapes=request.shapes)
+            slot = slots.take(model, known, hidden_layers=layers, shapes=request.shapes)
         else:  # the model needs a cache of its own, or the caller gave one
             prompt = request.ids, request.config
-            slot = cached_model(model, request.cache, request.inputs, shows_hidden=shows_hidden, prompt=prompt)
+            slot = cached_model(model, request.cache, request.inputs, hidden_layers=layers, prompt=prompt)
         varies = half and not (request.shapes is not None and slot.fixed)
         judged = request.noise is not None and setup.accept is not None
         meter = Meter(chains_only=not branches, exact=not judged and not varies, shared_forwards=slot.shares)
@@ -94,6 +94,7 @@ def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy
         prompt=request.prompt,
         template=request.template,
         model=setup.target.model,
+        hidden_layers=setup.hidden_layers,
         slots=slots,
     )
     drafts = list(setup.drafts)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from xtok.align.vocabulary import Vocabulary
@@ -23,7 +22,6 @@ class Context:
     """What a drafter guesses after: the target's ids, their bytes, and how many of those bytes are the prompt's.
 
     `noise`: that under which the target picks, None if it picks greedily. `controls`: how many of the new ids have no bytes.
-    `hidden`: the hidden state from which the target picked the last id, (hidden size,); None if it isn't known.
 
     With fixed shapes (`stable`) the last id may be one that isn't committed yet: one time in a hundred the target's next
     forward pass doesn't confirm it. The next context then has another id in its place, and goes on from there.
@@ -34,7 +32,6 @@ class Context:
     prompt_size: int
     controls: int = 0
     noise: Noise | None = None
-    hidden: Tensor | None = None
 
 
 @runtime_checkable
@@ -64,7 +61,8 @@ class Request:
     `vocabulary`, `end`: the target's, and its end of text. `samples`: whether the target draws. `independent`: guesses are to
     be draws of noise of their own, with their distributions, for speculative sampling. `warpers`: what shapes distributions in
     any vocabulary. `prompt`: a text, a chat, or None if the target was given ids; `template`: the arguments of a chat's
-    template. `model`: the target, if there is one at hand. `slots`: the sequence's cache slots in all models.
+    template. `model`: the target, if there is one at hand. `hidden_layers`: after which of its layers hidden
+    states are shown to drafters. `slots`: the sequence's cache slots in all models.
     """
 
     vocabulary: Vocabulary
@@ -76,6 +74,7 @@ class Request:
     prompt: Any = None
     template: Mapping[str, Any] = field(default_factory=dict)
     model: PreTrainedModel | None = None
+    hidden_layers: tuple[int, ...] = ()
     slots: Slots = field(default_factory=Slots)
 
     @property

@@ -1,8 +1,6 @@
-"""Heads on the target itself, which guess several of its next tokens from one hidden state (Medusa)."""
+"""Heads on the target itself, which guess its next tokens from its hidden states: sequential ones (EAGLE), or Medusa's."""
 
 import json
-from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from os import PathLike
@@ -12,54 +10,41 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import LogitsProcessorList, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.base import Context, ModelDrafter, Request, check_request
-from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, tree_of
-from xtok.drafts.meter import Meter
-from xtok.drafts.policy.settings import Budget
-from xtok.drafts.tree import Tree
+from xtok.drafts.base import Drafter, Request, check_request
+from xtok.drafts.medusa import MedusaDrafter, MedusaHeads
+from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, load_sequential
 from xtok.errors import InvalidInputError, reason, shown
 from xtok.models.cache import device_of, output_embeddings
-from xtok.models.forwards import Steps
 from xtok.models.modes import Modes, within
+from xtok.models.traits import Verdicts
 
-
-class Heads(nn.Module):
-    """Residual blocks on a target's last hidden state h, one for each further token: h + SiLU(W h + b) (Medusa, Cai et al.
-    2024, arXiv 2401.10774). The target's own output embedding turns their outputs into logits. Untrained, each gives h.
-
-    `weight`, W: (count, size, size) and `bias`, b: (count, size), with the hidden size `size`.
-    """
-
-    def __init__(self, count: int, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(count, size, size, dtype=torch.float32, device="cpu"))
-        self.bias = nn.Parameter(torch.zeros(count, size, dtype=torch.float32, device="cpu"))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Takes hidden states, (…, size), to those for the tokens after the next one, (…, count, size)."""
-        return hidden[..., None, :] + nn.functional.silu(torch.einsum("...i,koi->...ko", hidden, self.weight) + self.bias)
+LAST = -1
+"""The layer whose hidden states make logits."""
 
 
 @dataclass(frozen=True)
 class HeadsInfo:
     """Which target heads were trained for, and how accurate they are. `target`: the last part of its name. `vocabulary`: a
-    digest of the bytes of its ids. `accuracy`: how often the first, second, … guess of each head was right, (heads, ranks).
+    digest of the bytes of its ids. `accuracy`: how often the likeliest, second likeliest, … id was right at each step, (steps,
+    ranks). `layers`: after which layers of the target hidden states are read. `window`: how many positions sequential heads
+    see; None for Medusa's.
     """
 
     target: str
     hidden_size: int
     vocabulary: str
     accuracy: tuple[tuple[float, ...], ...] = ()
+    layers: tuple[int, ...] = (LAST,)
+    window: int | None = None
 
 
 class HeadsDrafter:
     """Guesses by heads that `xtok train-heads` trained for the target. One object may serve several instances and threads."""
 
-    @within(Modes())
     def __init__(self, file: str | PathLike[str]) -> None:
         """Raises `InvalidInputError` for a file that holds no heads."""
         try:
@@ -69,15 +54,40 @@ class HeadsDrafter:
         try:
             with safe_open(self.file, framework="pt") as kept:
                 known = json.loads((kept.metadata() or {})["xtok"])
-                weight, bias = kept.get_tensor("weight"), kept.get_tensor("bias")
-            self.trained = HeadsInfo(**{**known, "accuracy": tuple(map(tuple, known["accuracy"]))})
-            _check_shapes(weight, bias)
-            self.heads = Heads(*weight.shape[:2])
-            self.heads.load_state_dict({"weight": weight, "bias": bias})
-            self._copies = dict[tuple[torch.device, torch.dtype], Heads]()
+                self._tensors = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118 # it can't be iterated
+            known |= {"accuracy": tuple(map(tuple, known["accuracy"])), "layers": tuple(known.get("layers", (LAST,)))}
+            self.trained = HeadsInfo(**known)
+            self._hidden_size = _hidden_size(self.trained, self._tensors)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             why = "it is a folder" if Path(self.file).is_dir() else reason(error)
             raise InvalidInputError(f"{self.file} holds no heads: {why}. Make one with: xtok train-heads") from error
+        self._made = Verdicts(self._for)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_made"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._made = Verdicts(self._for)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """After which layers of the target hidden states are read."""
+        return self.trained.layers
+
+    @within(Modes())
+    def _for(self, model: PreTrainedModel) -> MedusaHeads | SequentialHeads:
+        """The heads on a target's device, in its dtype."""
+        if self.trained.window is not None:
+            return load_sequential(self._tensors, len(self.layers), self.trained.window, model)
+        made = MedusaHeads(*self._tensors["weight"].shape[:2])
+        made.load_state_dict(self._tensors)
+        return made.to(device_of(model), model.dtype)
+
+    def model_for(self, model: PreTrainedModel) -> SequentialHeads | None:
+        """What is forwarded to guess for a target: sequential heads; Medusa's need no forward pass."""
+        made = self._made(model)
+        return made if isinstance(made, SequentialHeads) else None
 
     def check(self, model: PreTrainedModel, view: TokenBytes) -> None:
         """Raises `InvalidInputError` unless the heads were trained for this target."""
@@ -85,7 +95,7 @@ class HeadsDrafter:
             raise InvalidInputError(
                 f"Heads are checked against a model and the bytes of its ids (TokenBytes); given was {shown((model, view))}."
             )
-        mine, found = replace(self.trained, hidden_size=self.heads.weight.shape[-1]), described(model, view)
+        mine, found = replace(self.trained, hidden_size=self._hidden_size), described(model, view)
         for name in ("target", "hidden_size", "vocabulary"):
             if getattr(mine, name) != getattr(found, name):
                 raise InvalidInputError(
@@ -93,25 +103,39 @@ class HeadsDrafter:
                     f"this one's is {getattr(found, name)!r}. Train heads for it with: xtok train-heads"
                 )
 
-    def start(self, request: Request) -> "HeadsGuesser":
+    def start(self, request: Request) -> Drafter:
         """A drafter for one sequence of `request.model`, for which the heads were trained."""
         check_request(request)
         if request.model is None:
             raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
-        head, kind = output_embeddings(request.model), (device_of(request.model), request.model.dtype)
-        if kind not in self._copies:
-            self._copies[kind] = deepcopy(self.heads).to(*kind)
-        keys = request.vocabulary.keys.to(kind[0])
-        return HeadsGuesser(self._copies[kind], keys, head, request.vocabulary.view, request.meter, request.shapes)
+        made, model, view = self._made(request.model), request.model, request.vocabulary.view
+        columns = tuple(request.hidden_layers.index(layer) for layer in self.layers)
+        keys = request.vocabulary.keys.to(device_of(model))
+        if isinstance(made, MedusaHeads):
+            return MedusaDrafter(made, columns[0], keys, output_embeddings(model), view, request.meter, request.shapes)
+        slot = request.slots.take(made, hidden_layers=(LAST,))
+        if not slot.shares:
+            raise InvalidInputError(f"Heads in {model.dtype} on {model.device} failed a trial forward pass. Use another draft.")
+        return SequentialDrafter(made, slot, columns, keys, view, request.meter, request.shapes)
 
 
-def _check_shapes(weight: Tensor, bias: Tensor) -> None:
-    """Raises `ValueError` unless both have the shapes of `Heads`: memory is taken by them, and a file may claim any."""
+def _hidden_size(known: HeadsInfo, tensors: dict[str, Tensor]) -> int:
+    """The hidden size of the target that heads were made for. Raises `KeyError` or `ValueError` unless tensors have the shapes
+    of heads: memory is taken by them, and a file may claim any.
+    """
+    strange = [name for name, one in tensors.items() if not one.is_floating_point() and name != "ids"]
+    if strange:
+        raise ValueError(f"{strange[0]} is of {tensors[strange[0]].dtype}")
+    if known.window is not None:
+        hidden, count = tensors["out.weight"].shape[0], len(known.layers)
+        if tensors["fuse.weight"].shape[1] != hidden * count or tensors["ids"].dim() != 1 or not len(tensors["ids"]):
+            raise ValueError(f"fuse has shape {tuple(tensors['fuse.weight'].shape)}, out {tuple(tensors['out.weight'].shape)}")
+        return hidden
+    weight, bias = tensors["weight"], tensors["bias"]
     count, size = bias.shape if bias.dim() == 2 else (0, 0)
     if not count or not size or weight.shape != (count, size, size):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, bias {tuple(bias.shape)}")
-    if not (weight.is_floating_point() and bias.is_floating_point()):
-        raise ValueError(f"weight is of {weight.dtype}, bias of {bias.dtype}")
+    return size
 
 
 def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
@@ -126,54 +150,9 @@ def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
     return HeadsInfo(Path(str(model.name_or_path)).name, size, digest[:16])
 
 
-def save_heads(heads: Heads, trained: HeadsInfo, file: Path) -> None:
+def save_heads(heads: MedusaHeads | SequentialHeads, trained: HeadsInfo, file: Path) -> None:
     """Write a file that `HeadsDrafter` reads, in float16."""
     tensors = {name: tensor.detach().cpu().half().contiguous() for name, tensor in heads.state_dict().items()}
+    if isinstance(heads, SequentialHeads):
+        tensors["ids"] = heads.ids.to(torch.int32)
     save_file(tensors, file, metadata={"xtok": json.dumps(asdict(trained))})
-
-
-@dataclass(eq=False, repr=False)
-class HeadsGuesser(ModelDrafter):
-    """The drafter of `HeadsDrafter` for one sequence. `head`: the target's output embedding. `keys`: of its ids, for noise."""
-
-    heads: Heads
-    keys: Tensor
-    head: Any
-    view: TokenBytes
-    meter: Meter
-    warpers: LogitsProcessorList
-
-    @torch.no_grad()
-    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """The likeliest guesses by the product of the heads' probabilities; none as long as the hidden state isn't known."""
-        if context.hidden is None:
-            return Tree()
-        with self.meter.drafting():
-            distributions = self._distributions(context.hidden)
-            first = (yield from self._children(context, distributions, [IdPath(1.0, -1, b"")]))[0]
-        budget = replace(budget, depth=min(budget.depth, len(distributions[0])))  # a head for each id
-        found = yield from grown(first, budget, lambda front: self._expanded(context, distributions, front))
-        return tree_of(found, budget)
-
-    def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The distribution of each head: ids, int64, and probabilities, float32, (heads, ids) each. `hidden`: (size,)."""
-        logits = self.head(self.heads(hidden.to(self.heads.weight.device)))
-        ids, probabilities = likeliest(logits.to(self.keys.device), self.warpers)
-        if ids is None:
-            ids = torch.arange(probabilities.shape[1], dtype=torch.int64, device=probabilities.device)
-            ids = ids.expand(len(probabilities), -1)
-        return ids, probabilities
-
-    def _expanded(
-        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
-    ) -> Steps[list[list[IdPath]]]:
-        with self.meter.drafting():
-            return (yield from self._children(context, distributions, front))
-
-    def _children(
-        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
-    ) -> Steps[list[list[IdPath]]]:
-        """The continuations of each guess by the distribution of its next head."""
-        heads = [len(guess.ids) for guess in front]
-        ids, own = (part[heads] for part in distributions)
-        return (yield from next_ids(self.meter, context, front, ids, own, self.keys, self.view))

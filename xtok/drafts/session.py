@@ -42,7 +42,6 @@ class Session:
         self._noise = noise
         self._view = request.vocabulary.view
         self._text = SequenceText(self._view, prompt)
-        self._hidden: Tensor | None = None
         self._carried: int | None = None
         self._first: int | None = None
         self._asked = set[int]()
@@ -65,13 +64,20 @@ class Session:
             self._fails(len(self._drafters) - 1, error)
 
     def extend(self, ids: Sequence[int], hidden: Tensor | None = None, carried: int | None = None) -> None:
-        """Take in what was committed since. `carried`: the carried token, if there is one. `hidden`: the target's hidden state,
-        (hidden size,), from which it picked the last of `ids`, or the carried token.
+        """Take in what was committed since. `carried`: the carried token, if there is one. `hidden`: the target's hidden states
+        from which it picked the last ids, that token included: those of `ids`, and what is known of the prompt's before them,
+        (picks, layers, hidden size). They are shown to drafters that have `take_hidden`.
         """
         for token in ids:
             self._text.append(token)
-        self._hidden, self._carried = hidden, carried
+        self._carried = carried
         self._committed = list(ids)
+        for draft, drafter in enumerate(self._drafters):
+            if hidden is not None and callable(take := getattr(drafter, "take_hidden", None)):
+                try:
+                    take(len(self._text.ids) + (carried is not None) - len(hidden), hidden)
+                except Exception as error:
+                    self._fails(draft, error)
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
         """Show drafters that have `learn`, and were asked, the `logits`, (ids, vocabulary), after `ids`: the last committed one
@@ -117,10 +123,10 @@ class Session:
     def _context(self) -> Context:
         text, ids = self._text, self._text.ids
         if self._first is None:
-            return Context(ids, text.data, text.prompt_size, text.controls, self._noise, self._hidden)
+            return Context(ids, text.data, text.prompt_size, text.controls, self._noise)
         piece = self._view.to_bytes([self._first], before=text.data)
         controls = text.controls + (not piece)
-        return Context([*ids, self._first], text.data + piece, text.prompt_size, controls, self._noise, self._hidden)
+        return Context([*ids, self._first], text.data + piece, text.prompt_size, controls, self._noise)
 
     def _whole(self, tree: Tree) -> Tree:
         """A guess with the carried token before it, if there is one."""

@@ -1,9 +1,11 @@
 """transformers' KV caches, and what a model's configuration and weights say of it."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -34,6 +36,11 @@ def record_past(cache: Cache) -> None:
 def layer_kinds(model: PreTrainedModel) -> list[str]:
     """The kinds of a model's layers, as its configuration and its masks name them; one without a name if it names none."""
     return list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""])
+
+
+def stacked(outputs: Any, layers: Sequence[int]) -> Tensor:
+    """The hidden states after some layers, (rows, ids, layers, hidden size): 0 for the embeddings, -1 for what makes logits."""
+    return torch.stack([outputs.hidden_states[layer] for layer in layers], dim=2)
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

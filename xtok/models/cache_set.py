@@ -1,6 +1,6 @@
 """The KV caches of a call, one for each model, and the slots that its sequences have in them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from transformers import PreTrainedModel
@@ -30,13 +30,13 @@ class CacheSet:
         self._rows, self._capacity, self._captures = rows, capacity, captures
         self._caches: dict[PreTrainedModel, SharedCache] = {}
 
-    def of(self, model: PreTrainedModel, known: Traits, *, shows_hidden: bool, shapes: Shapes | None) -> SharedCache:
+    def of(self, model: PreTrainedModel, known: Traits, *, hidden_layers: Sequence[int], shapes: Shapes | None) -> SharedCache:
         """The cache of a model that sequences can share; `known`: its traits."""
         if model not in self._caches:
             self._caches[model] = SharedCache(
                 model,
                 known,
-                shows_hidden=shows_hidden,
+                hidden_layers=hidden_layers,
                 rows=self._rows,
                 capacity=None if self._capacity is None else self._capacity[model],
                 shapes=shapes,
@@ -87,7 +87,7 @@ class Slots:
         model: PreTrainedModel,
         known: Traits | None = None,
         *,
-        shows_hidden: bool = False,
+        hidden_layers: Sequence[int] = (),
         shapes: Shapes | None = None,
     ) -> Slot:
         """A slot in `model`, whose traits are `known`: a row of a shared cache, whose forward passes have `shapes`, or a cache
@@ -95,8 +95,8 @@ class Slots:
         """
         known = known or traits(model)
         if not known.shares:
-            return cached_model(model, new_cache(model), shows_hidden=shows_hidden, snapshots=_SNAPSHOTS)
-        cache = self._caches.of(model, known, shows_hidden=shows_hidden, shapes=shapes)
+            return cached_model(model, new_cache(model), hidden_layers=hidden_layers, snapshots=_SNAPSHOTS)
+        cache = self._caches.of(model, known, hidden_layers=hidden_layers, shapes=shapes)
         self._taken.append(cache.join(self._most))
         return self._taken[-1]
 

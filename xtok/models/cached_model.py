@@ -17,6 +17,7 @@ from xtok.models.cache import (
     layers_of,
     new_cache,
     record_past,
+    stacked,
     supports_logits_to_keep,
     vocabulary_size,
 )
@@ -33,8 +34,8 @@ class CachedModel(Slot):
     Law: after each call but `branch` the cache holds exactly the positions of `ids[:length]`, where `ids` is what was forwarded
     and kept. The nodes of a tree follow those until `keep` or `roll_back` ends it.
     `inputs`: further inputs of the model for the prompt (attention mask, positions), which transformers continues for new ids.
-    `hidden`, with `shows_hidden`: the last hidden states, (rows, hidden size), of the rows that the latest `forward` or
-    `branch` gave logits of.
+    `hidden`, with `hidden_layers`: the hidden states after those layers, (ids, layers, hidden size), of what the latest
+    `forward` or `branch` forwarded; None after `prefill`.
     `prompt`: ids, (1, length), int64, padding included, and the generation's configuration: the first forward pass is its
     prefill.
     """
@@ -45,7 +46,7 @@ class CachedModel(Slot):
         cache: Cache,
         inputs: dict[str, Any] | None = None,
         *,
-        shows_hidden: bool = False,
+        hidden_layers: Sequence[int] = (),
         prompt: tuple[Tensor, Any] | None = None,
     ) -> None:
         self._prompt = prompt
@@ -57,7 +58,7 @@ class CachedModel(Slot):
         self._recorded = 0
         self._prefilled = 0
         self._parents = list[int]()
-        self._shows_hidden = shows_hidden
+        self._hidden_layers = tuple(hidden_layers)
         self.hidden: Tensor | None = None
         self.cache = cache
         self.forwards = 0
@@ -93,7 +94,8 @@ class CachedModel(Slot):
         with timed() as took:
             logits = self._answered(ask)
             wait_for(logits)
-        return [Answer(logits, self.hidden, Cost(len(ask.ids), took.seconds))]
+        hidden = None if self.hidden is None else self.hidden[-len(ask.ids) :]
+        return [Answer(logits, hidden, Cost(len(ask.ids), took.seconds))]
 
     def _answered(self, ask: Ask) -> Tensor:
         if self._prompt is not None:
@@ -171,12 +173,12 @@ class CachedModel(Slot):
     def _forward(self, inputs: dict[str, Any], rows: int) -> Tensor:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = rows
-        if self._shows_hidden:
+        if self._hidden_layers:
             inputs["output_hidden_states"] = True
         with self._turn():
             outputs = self._model(**inputs, return_dict=True)
         self._adopt(outputs)
-        self.hidden = outputs.hidden_states[-1][0, -rows:] if self._shows_hidden else None
+        self.hidden = stacked(outputs, self._hidden_layers)[0] if self._hidden_layers else None
         self.forwards += 1
         logits: Tensor = outputs.logits[0, -rows:]
         return logits

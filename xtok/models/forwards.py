@@ -22,8 +22,8 @@ Result = TypeVar("Result")
 class Answer(NamedTuple):
     """What a forward pass says of a sequence.
 
-    `logits`: after the last ids, (rows, vocabulary), as many as were requested. `hidden`: the last hidden states there,
-    (rows, hidden size), if the slot shows them.
+    `logits`: after the last ids, (rows, vocabulary), as many as were requested. `hidden`: the hidden states of all new ids
+    after the layers that the slot shows, (ids, layers, hidden size), if it shows any.
     """
 
     logits: Tensor
@@ -103,12 +103,15 @@ class Ask(NamedTuple):
     parent is the index of an earlier node, those of earlier forward passes counted, or `Parent.CONTEXT` or
     `Parent.ALL_BUT_LAST`, which are -1 and -2. A node sees its ancestors alone, and its position is its depth. The ids before
     those are kept.
+
+    `states`: (ids, size), what the model reads beside each id, if it does.
     """
 
     slot: Slot
     ids: Sequence[int]
     rows: int
     parents: Sequence[int] = ()
+    states: Tensor | None = None
 
 
 class Look(NamedTuple):

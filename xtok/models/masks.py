@@ -50,7 +50,7 @@ class Trees:
 
     def __init__(self, windows: Mapping[str, int | None], dtype: torch.dtype, device: torch.device) -> None:
         """`windows`: of how many positions each kind of layer sees the last; None for all."""
-        self._windows, self._dtype, self._device = windows, dtype, device
+        self.windows, self._dtype, self._device = windows, dtype, device
         self._size = 0  # of nodes, after which there is one more for ids that are none
         self._ancestors = torch.zeros((0, 1, 0), dtype=torch.bool, device=device)
         self._short = torch.zeros((0, 1), dtype=torch.bool, device=device)
@@ -139,7 +139,7 @@ class Trees:
     def _masks(self, visible: Tensor, positions: Tensor, key_positions: Tensor) -> dict[str, Tensor]:
         """What is visible, (rows, new, seen), bool, less what lies before a layer's window, as masks."""
         masks = {}
-        for kind, window in self._windows.items():
+        for kind, window in self.windows.items():
             near = visible
             if window is not None and window < visible.shape[2]:
                 near = visible & (key_positions[:, None] > positions[..., None] - window)

@@ -26,14 +26,14 @@ def cached_model(
     cache: Cache,
     inputs: dict[str, Any] | None = None,
     *,
-    shows_hidden: bool = False,
+    hidden_layers: Sequence[int] = (),
     snapshots: int = 1,
     prompt: tuple[Tensor, Any] | None = None,
 ) -> CachedModel:
     """`model` with its KV cache. `snapshots`: how many earlier states of recurrent layers are kept, to return to."""
     if any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
-        return RecurrentModel(model, cache, inputs, snapshots=snapshots, shows_hidden=shows_hidden, prompt=prompt)
-    return CachedModel(model, cache, inputs, shows_hidden=shows_hidden, prompt=prompt)
+        return RecurrentModel(model, cache, inputs, snapshots=snapshots, hidden_layers=hidden_layers, prompt=prompt)
+    return CachedModel(model, cache, inputs, hidden_layers=hidden_layers, prompt=prompt)
 
 
 def lift_step_limits(model: PreTrainedModel) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from xtok.models import timing
-from xtok.models.cache import CACHE
+from xtok.models.cache import CACHE, stacked
 from xtok.models.forwards import Answer, Ask, Parent, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
 from xtok.models.groups import grouped, is_wide
@@ -102,7 +102,7 @@ class SharedCache:
         model: PreTrainedModel,
         known: Traits | None = None,
         *,
-        shows_hidden: bool = False,
+        hidden_layers: Sequence[int] = (),
         rows: int = 1,
         capacity: int | None = None,
         shapes: Shapes | None = None,
@@ -121,7 +121,7 @@ class SharedCache:
         self._trees = Trees(known.windows, known.dtype, self.device)
         self.state = None if graphs is None else state_of(model)
         self._keeps = known.supports_logits_to_keep
-        self._shown = {"output_hidden_states": True} if shows_hidden else {}
+        self._hidden_layers = tuple(hidden_layers)
         self._rows: list[SharedSlot | None] = []
         self._used: list[int] = []  # up to which position each row may hold something
 
@@ -230,15 +230,15 @@ class SharedCache:
         for ask in asks:
             slot: Any = ask.slot
             slot.take(ask)
-            row = slot.index - first, slice(-ask.rows, None)
-            shown = hidden[0][row] if hidden else None
-            found.append(Answer(logits[row], shown, cost._replace(repeated=bool(found))))
+            row = slot.index - first
+            shown = hidden[0][row, -len(ask.ids) :] if hidden else None
+            found.append(Answer(logits[row, -ask.rows :], shown, cost._replace(repeated=bool(found))))
         return found
 
     def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:
         """Forward `width` ids of each row from `first` to `last`.
 
-        Returns their logits, (rows, new, vocabulary), and last hidden states, (rows, new, size), if they are shown.
+        Returns their logits, (rows, new, vocabulary), and hidden states, (rows, new, layers, size), if they are shown.
         """
         asked = dict(zip(_rows(asks), asks, strict=True))
         rows = self._rows[first:last] + [None] * (last - max(first, len(self._rows)))  # the latter are no sequence's
@@ -250,6 +250,8 @@ class SharedCache:
         self._clear(first, ends, seen)
         self._grow(last, max(seen, reach))
         inputs = self._trees.inputs(first, news, width, seen)
+        if (states := _states(asks, first, len(news), width)) is not None:
+            inputs["states"] = states
         if not self._captures(asks):
             start = news[0].base if len(news) == 1 and len(news[0].ids) == width else None
             whole = self._shapes is not None and not is_wide(asks[0])  # how many rows a matrix has may change its bits
@@ -269,19 +271,21 @@ class SharedCache:
         `first`: the first row. `seen`, `start`: see `View`. `logits`: of how many of the last ids those are wanted; None for
         all.
         """
-        ids, positions, cache_positions, *masks = inputs.values()
+        ids, positions, cache_positions = (inputs[name] for name in ("ids", "positions", "cache_positions"))
+        masks = {kind: inputs[kind] for kind in self._trees.windows}
         self._view.look(first, cache_positions, seen, start)
         outputs = self._model(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=masks[0] if len(masks) == 1 else dict(zip(list(inputs)[3:], masks, strict=True)),
+            attention_mask=masks if len(masks) > 1 else masks.popitem()[1],
             use_cache=True,
             return_dict=True,
             **{CACHE: self._cache},
-            **self._shown,
+            **({"output_hidden_states": True} if self._hidden_layers else {}),
+            **({"states": inputs["states"]} if "states" in inputs else {}),
             **({"logits_to_keep": logits} if self._keeps and logits is not None else {}),
         )
-        return [outputs.logits, *(outputs.hidden_states[-1:] if self._shown else ())]
+        return [outputs.logits, *([stacked(outputs, self._hidden_layers)] if self._hidden_layers else [])]
 
     def _grow(self, rows: int, positions: int) -> None:
         """Let the cache have so many rows and positions at least. What was captured knows its former memory."""
@@ -326,6 +330,18 @@ class SharedCache:
                         part[gap, :, :used].copy_(part[row.index, :, :used])
                 self._trees.copy(row.index, gap)
                 self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap
+
+
+def _states(asks: Sequence[Ask], first: int, rows: int, width: int) -> Tensor | None:
+    """What the model reads beside ids, (rows, width, size), with zeros in front as padding; None if it reads ids alone."""
+    given = {ask.slot.index - first: ask.states for ask in asks if isinstance(ask.slot, SharedSlot) and ask.states is not None}
+    if not given:
+        return None
+    one = next(iter(given.values()))
+    found = one.new_zeros((rows, width, one.shape[1]))
+    for row, states in given.items():
+        found[row, width - len(states) :] = states
+    return found
 
 
 def _rows(asks: Sequence[Ask]) -> list[int]:

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from xtok.drafts.examples import IGNORED
-from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
+from xtok.drafts.heads import HeadsDrafter, described, save_heads
+from xtok.drafts.medusa import MedusaHeads
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.load import Source, target_model
@@ -106,7 +107,7 @@ def train_heads(
         return [example(prompt_ids(pair[1], one.start), one.ids) for one in texts if len(one.ids) > 1]
 
     rows = written(learnt, "texts")
-    learner = Heads(heads, known.hidden_size).to(device_of(made.model))
+    learner = MedusaHeads(heads, known.hidden_size).to(device_of(made.model))
 
     def measured(prompts: Sequence[str] = stopping) -> float:
         save_heads(learner, known, now)
@@ -144,7 +145,7 @@ def batch_of(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def _guesses(target: Any, heads: Heads, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _guesses(target: Any, heads: MedusaHeads, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """For each head its logits, (positions, vocabulary), float32, and the ids of the text there, (positions,).
 
     `inputs`: a batch, as `batch_of` makes it.
@@ -173,7 +174,7 @@ def loss_of(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def accuracies(target: Any, heads: Heads, rows: Sequence[dict[str, Tensor]]) -> tuple[tuple[float, ...], ...]:
+def accuracies(target: Any, heads: MedusaHeads, rows: Sequence[dict[str, Tensor]]) -> tuple[tuple[float, ...], ...]:
     """How often the next id was a head's first guess, its second, up to its fifth, (heads, 5)."""
     right = torch.zeros(len(heads.weight), _RANKS, dtype=torch.float32, device="cpu")
     seen = torch.zeros(len(heads.weight), 1, dtype=torch.float32, device="cpu")

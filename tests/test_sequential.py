@@ -1,0 +1,121 @@
+"""Sequential heads: they change no text, and what they read is what the target picked, whatever rounds came before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from worlds import CHAIN, TREE, fitting, tokenizer
+
+from xtok import Budget, HeadsDrafter, XTokAssisted
+from xtok.align.tokenbytes import token_bytes
+from xtok.drafts.base import Context, Request
+from xtok.drafts.heads import HeadsInfo, described, save_heads
+from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, sequential_config
+from xtok.drafts.tree import Tree
+from xtok.errors import InvalidInputError
+
+TOKENS = tokenizer("SentencePiece BPE")
+TARGET = fitting(TOKENS, "Llama", 0)
+PROMPTS = ["吾輩は", "The quick brown fox", "親譲りの無鉄砲で小供の時から損ばかりしている。", "a"]
+LAYERS = (0, 1, -1)
+
+
+def heads_file(path: Path, window: int = 8, seed: int = 0, count: int = 40) -> Path:
+    """Random heads for the target, whose guesses are as good as any."""
+    torch.manual_seed(seed)
+    ids = torch.randperm(TARGET.config.vocab_size)[:count].sort().values
+    config = sequential_config(count, 32, 48, 2, 1, window)
+    made = SequentialHeads(config, len(LAYERS), TARGET.get_input_embeddings(), TARGET.get_output_embeddings(), ids)
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    known = described(TARGET, token_bytes(TOKENS))
+    save_heads(made, HeadsInfo(known.target, known.hidden_size, known.vocabulary, layers=LAYERS, window=window), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return heads_file(tmp_path_factory.mktemp("sequential") / "heads.safetensors")
+
+
+@torch.no_grad()
+def from_scratch(heads: SequentialHeads, ids: list[int], start: int) -> torch.Tensor:
+    """The slow oracle: the logits after the pairs of ids from `start` on, by one forward pass of each model."""
+    output = TARGET(input_ids=torch.tensor([ids[:-1]]), output_hidden_states=True)
+    hidden = torch.stack([output.hidden_states[layer] for layer in LAYERS], dim=2)[:, start - 1 :]
+    states, _ = heads.step(torch.tensor([ids[start:]]), heads.fused(hidden), use_cache=False)
+    return heads.logits_of(states[0, -1:])
+
+
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("budget", [CHAIN, TREE, Budget()])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_is_generated_does_not_depend_on_sequential_heads(file: Path, budget: Budget, sampled: bool, stable: bool) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled} | ({"seed": 5} if sampled else {})
+    helped = XTokAssisted((TARGET, TOKENS), HeadsDrafter(file), budget=budget, stable=stable)
+    alone = XTokAssisted((TARGET, TOKENS), stable=stable)
+    together = helped.generate(PROMPTS, **asked)
+    for prompt, one in zip(PROMPTS, together, strict=True):
+        generation = helped.generate(prompt, **asked)
+        assert generation.stats.draft_error is None
+        assert generation.token_ids == alone.generate(prompt, **asked).token_ids == one.token_ids
+        assert budget.schedule == "cost" or generation.stats.draft_forwards
+
+
+@settings(max_examples=10)
+@given(window=st.sampled_from([6, 9, 64]), skipped=st.sets(st.integers(0, 16)), known=st.integers(0, 4), stable=st.booleans())
+@example(window=6, skipped=set(), known=0, stable=False)
+@example(window=64, skipped={0, 1, 5}, known=3, stable=True)
+def test_guesses_follow_from_all_that_was_picked(
+    tmp_path_factory: pytest.TempPathFactory, window: int, skipped: set[int], known: int, stable: bool
+) -> None:
+    """Also if the drafter isn't asked in some rounds, another draft is right, or a pick is left to the next round."""
+    start = list(TOKENS("吾輩は").input_ids)
+    asked: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
+    right = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **asked).token_ids
+    errors, rounds = list[float](), 0
+
+    class Watched(SequentialDrafter):
+        def guess(self, context: Context, budget: Budget) -> Any:
+            nonlocal rounds
+            rounds += 1
+            return Tree() if rounds in skipped else (yield from super().guess(context, budget))
+
+        def _children(self, context: Context, logits: torch.Tensor, front: Any, node: int, budget: Budget) -> Any:
+            if node == -1:
+                errors.append(float((logits - from_scratch(self.heads, [*context.ids], self._start)).abs().max()))
+            return (yield from super()._children(context, logits, front, node, budget))
+
+    class WatchedHeads(HeadsDrafter):
+        def start(self, request: Request) -> Any:
+            return Watched(**{name: value for name, value in vars(super().start(request)).items() if name[0] != "_"})
+
+    class Knows:
+        def propose(self, context: Context, budget: Budget) -> Tree:
+            """What is right, as the less likely branch."""
+            ids = tuple(right[len(context.ids) - len(start) :][:known])
+            return Tree((0, *ids), (-1, -1, *range(1, known))[: 1 + len(ids)], probabilities=(0.6, *[0.3] * len(ids)))
+
+    heads = WatchedHeads(heads_file(tmp_path_factory.mktemp("h") / "h", window))
+    xt = XTokAssisted((TARGET, TOKENS), [heads, Knows()], budget=TREE, stable=stable)
+    generation = xt.generate("吾輩は", **asked)
+    assert generation.token_ids == right and generation.stats.draft_error is None
+    assert len(errors) == rounds - len(skipped.intersection(range(1, rounds + 1))) > 0
+    assert max(errors) < 1e-3
+
+
+def test_heads_of_another_shape_are_refused(tmp_path: Path) -> None:
+    tensors = load_file(heads_file(tmp_path / "h"))
+    with safe_open(tmp_path / "h", framework="pt") as kept:
+        metadata = kept.metadata()
+    for name, other in {"fuse.weight": torch.zeros(32, 7), "ids": torch.zeros(0), "out.weight": None}.items():
+        changed = {key: one for key, one in (tensors | {name: other}).items() if one is not None}
+        save_file(changed, tmp_path / "other", metadata=metadata)
+        with pytest.raises(InvalidInputError, match="holds no heads"):
+            HeadsDrafter(tmp_path / "other")

@@ -1,0 +1,89 @@
+"""Heads that each guess one further token from the same hidden state of the target (Medusa)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessorList
+
+from xtok.align.tokenbytes import TokenBytes
+from xtok.drafts.base import Context, ModelDrafter
+from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, tree_of
+from xtok.drafts.meter import Meter
+from xtok.drafts.policy.settings import Budget
+from xtok.drafts.tree import Tree
+from xtok.models.forwards import Steps
+
+
+class MedusaHeads(nn.Module):
+    """Residual blocks on a target's last hidden state h, one for each further token: h + SiLU(W h + b) (Medusa, Cai et al.
+    2024, arXiv 2401.10774). The target's own output embedding turns their outputs into logits. Untrained, each gives h.
+
+    `weight`, W: (count, size, size) and `bias`, b: (count, size), with the hidden size `size`.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count, size, size, dtype=torch.float32, device="cpu"))
+        self.bias = nn.Parameter(torch.zeros(count, size, dtype=torch.float32, device="cpu"))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Takes hidden states, (…, size), to those for the tokens after the next one, (…, count, size)."""
+        return hidden[..., None, :] + nn.functional.silu(torch.einsum("...i,koi->...ko", hidden, self.weight) + self.bias)
+
+
+@dataclass(eq=False, repr=False)
+class MedusaDrafter(ModelDrafter):
+    """The drafter of one sequence. `column`: which of the layers that the target shows is read. `head`: the
+    target's output embedding. `keys`: of its ids, for noise.
+    """
+
+    heads: MedusaHeads
+    column: int
+    keys: Tensor
+    head: Any
+    view: TokenBytes
+    meter: Meter
+    warpers: LogitsProcessorList
+    _hidden: Tensor | None = None
+
+    def take_hidden(self, start: int, hidden: Tensor) -> None:
+        """Take in hidden states, (picks, layers, hidden size), of which the last is that from which the last id was picked."""
+        self._hidden = hidden[-1, self.column]
+
+    @torch.no_grad()
+    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
+        """The likeliest guesses by the product of the heads' probabilities; none as long as the hidden state isn't known."""
+        if self._hidden is None:
+            return Tree()
+        with self.meter.drafting():
+            distributions = self._distributions(self._hidden)
+            first = (yield from self._children(context, distributions, [IdPath(1.0, -1, b"")]))[0]
+        budget = replace(budget, depth=min(budget.depth, len(distributions[0])))  # a head for each id
+        found = yield from grown(first, budget, lambda front: self._expanded(context, distributions, front))
+        return tree_of(found, budget)
+
+    def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The distribution of each head: ids, int64, and probabilities, float32, (heads, ids) each. `hidden`: (size,)."""
+        logits = self.head(self.heads(hidden.to(self.heads.weight.device)))
+        ids, probabilities = likeliest(logits.to(self.keys.device), self.warpers)
+        if ids is None:
+            ids = torch.arange(probabilities.shape[1], dtype=torch.int64, device=probabilities.device)
+            ids = ids.expand(len(probabilities), -1)
+        return ids, probabilities
+
+    def _expanded(
+        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
+    ) -> Steps[list[list[IdPath]]]:
+        with self.meter.drafting():
+            return (yield from self._children(context, distributions, front))
+
+    def _children(
+        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
+    ) -> Steps[list[list[IdPath]]]:
+        """The continuations of each guess by the distribution of its next head."""
+        heads = [len(guess.ids) for guess in front]
+        ids, own = (part[heads] for part in distributions)
+        return (yield from next_ids(self.meter, context, front, ids, own, self.keys, self.view))

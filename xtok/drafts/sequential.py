@@ -1,0 +1,217 @@
+"""Heads that guess one id after another: a decoder layer on the target's hidden states and the ids that it picked (EAGLE)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, LogitsProcessorList, MistralConfig, MistralModel, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from xtok.align.tokenbytes import TokenBytes
+from xtok.drafts.base import Context, ModelDrafter
+from xtok.drafts.growth import SHARPNESS, IdPath, grown, likeliest, next_ids, tree_of
+from xtok.drafts.meter import Meter
+from xtok.drafts.policy.settings import Budget
+from xtok.drafts.tree import Tree
+from xtok.models.cache import CACHE, device_of, output_embeddings
+from xtok.models.forwards import Answer, Ask, Slot, Steps
+
+HEAD = 64
+"""The size of an attention head."""
+
+
+class SequentialHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call, unused-ignore]
+    """A decoder layer that reads pairs: a hidden state of the target, and the id that was picked from it. After each pair it
+    gives logits of the next id, and a state that takes the place of the target's hidden state if that id is only guessed
+    (EAGLE, Li et al. 2024, arXiv 2401.15077; EAGLE-3, 2025, arXiv 2503.01840).
+
+    Hidden states of several layers are fused into one. Embeddings of ids are the target's, and logits are made by the rows of
+    its output embedding for `ids`, the ids that it writes most. A window of positions is seen, as many as in training.
+    """
+
+    config_class = MistralConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: MistralConfig, layers: int, embedding: nn.Module, output: nn.Module, ids: Tensor) -> None:
+        """`layers`: of how many layers hidden states are read. `embedding`, `output`: the target's. `ids`: (ids,), int64."""
+        super().__init__(config)
+        weight: Any = output.weight
+        size, hidden = config.hidden_size, weight.shape[1]
+        self.fuse = nn.Linear(layers * hidden, size, bias=False)
+        self.norm_id, self.norm_state = nn.RMSNorm(hidden, eps=1e-6), nn.RMSNorm(size, eps=1e-6)
+        self.mix = nn.Linear(hidden + size, size, bias=False)
+        self.model = MistralModel(config)
+        self.model.embed_tokens = nn.Identity()
+        self.out = nn.Linear(size, hidden, bias=False)
+        self._targets = (embedding, weight.detach()[ids.to(weight.device)].clone())  # no weights of its own
+        self.ids = ids
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._targets[0]
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def fused(self, hidden: Tensor) -> Tensor:
+        """The state of each of the target's hidden states, (…, layers, hidden size): (…, size)."""
+        return self.fuse(hidden.to(self.fuse.weight).flatten(-2))  # type: ignore[no-any-return]
+
+    def step(self, ids: Tensor, states: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
+        """The states after pairs of `states`, (rows, new, size), and `ids`, (rows, new), and the cache. `inputs`: the layer's
+        others.
+        """
+        embedded = self._targets[0](ids).to(states.dtype)
+        pairs = self.mix(torch.cat([self.norm_id(embedded), self.norm_state(states)], dim=-1))
+        output = self.model(inputs_embeds=pairs, **inputs)
+        return output.last_hidden_state, getattr(output, CACHE, None)
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Logits of `self.ids`, (…, ids)."""
+        return nn.functional.linear(self.out(states), self._targets[1].to(states.dtype))
+
+    def forward(
+        self, input_ids: Tensor, states: Tensor | None = None, *, logits_to_keep: int = 0, **inputs: Any
+    ) -> CausalLMOutputWithPast:
+        """As a causal LM, of which `hidden_states` are the states. `states`: zeros if left out."""
+        for name in ("output_hidden_states", "return_dict"):
+            inputs.pop(name, None)
+        if states is None:
+            like = self.fuse.weight
+            states = torch.zeros((*input_ids.shape, like.shape[0]), dtype=like.dtype, device=like.device)
+        found, cache = self.step(input_ids, states, **inputs)
+        logits = self.logits_of(found[:, -logits_to_keep:] if logits_to_keep else found)
+        return CausalLMOutputWithPast(logits=logits, hidden_states=(found,), **{CACHE: cache})
+
+
+def sequential_config(ids: int, size: int, inner: int, heads: int, groups: int, window: int) -> MistralConfig:
+    """The configuration of the layer. `ids`: how many ids there are logits for. `groups`: how many heads have keys and values.
+    `window`: of how many positions are seen.
+    """
+    return MistralConfig(
+        vocab_size=ids,
+        hidden_size=size,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=HEAD,
+        sliding_window=window,
+        max_position_embeddings=2**20,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def load_sequential(tensors: Mapping[str, Tensor], layers: int, window: int, model: PreTrainedModel) -> SequentialHeads:
+    """Heads of these `tensors` for a target, on its device and in its dtype."""
+    size, inner = tensors["fuse.weight"].shape[0], tensors["model.layers.0.mlp.gate_proj.weight"].shape[0]
+    heads, groups = (tensors[f"model.layers.0.self_attn.{name}_proj.weight"].shape[0] // HEAD for name in "qk")
+    own = {name: tensor for name, tensor in tensors.items() if name != "ids"}
+    config = sequential_config(len(tensors["ids"]), size, inner, heads, groups, window)
+    made: Any = SequentialHeads(config, layers, model.get_input_embeddings(), output_embeddings(model), tensors["ids"].long())
+    made.load_state_dict(own)
+    return made.eval().to(device_of(model), model.dtype)  # type: ignore[no-any-return]
+
+
+@dataclass(eq=False, repr=False)
+class SequentialDrafter(ModelDrafter):
+    """The drafter of one sequence. `columns`: which of the layers that the target shows are read. `keys`: of the target's ids,
+    for noise.
+
+    The slot in the heads holds the pairs of the ids from `_start` on, and while a tree grows those of its nodes. `_hidden`: of
+    the pairs that are yet to be read, (pairs, layers, hidden size). `_states`: after the last pair, and after each node.
+    """
+
+    heads: SequentialHeads
+    slot: Slot
+    columns: tuple[int, ...]
+    keys: Tensor
+    view: TokenBytes
+    meter: Meter
+    warpers: LogitsProcessorList
+    _start: int = 0
+    _hidden: Tensor | None = None
+    _states: list[Tensor] = field(default_factory=list)
+
+    def take_hidden(self, start: int, hidden: Tensor) -> None:
+        """Take in the hidden states, (picks, layers, hidden size), from which the ids from `start` on were picked.
+
+        Of a longer text than the window the most recent part is kept.
+        """
+        hidden = hidden[:, list(self.columns)]
+        self.slot.roll_back(self.slot.length)  # ends the tree
+        known = start - self._start
+        held = 0 if self._hidden is None else len(self._hidden)
+        if not 0 <= known <= self.slot.length + held:
+            self._restart(start, hidden)
+            return
+        if known < self.slot.length:
+            self.slot.roll_back(known)
+        unread = known - self.slot.length
+        self._hidden = hidden if self._hidden is None else torch.cat([self._hidden[:unread], hidden])
+        if len(self._hidden) > self._window:
+            self._restart(start + len(hidden) - len(self._hidden), self._hidden)
+
+    @property
+    def _window(self) -> int:
+        return int(self.heads.config.sliding_window)
+
+    def _restart(self, start: int, hidden: Tensor) -> None:
+        """Forget what was read. `hidden`: of the ids from `start` on."""
+        self.slot.start_anew()
+        dropped = max(0, len(hidden) - self._window)
+        self._start, self._hidden = start + dropped, hidden[dropped:]
+
+    @torch.no_grad()
+    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
+        """A tree of the likeliest guesses; a chain if the budget's width is 1. None as long as no hidden state is known."""
+        ids = context.ids[self._start + self.slot.length :]
+        if self._hidden is None or not ids or len(ids) != len(self._hidden):
+            return Tree()
+        with self.meter.drafting():
+            logits = yield from self._read(list(ids), self.heads.fused(self._hidden))
+            self._hidden = None
+            first = (yield from self._children(context, logits, [IdPath(1.0, -1, b"")], -1, budget))[0]
+        return tree_of((yield from grown(first, budget, lambda front: self._expanded(context, front, budget))), budget)
+
+    def _read(self, ids: list[int], states: Tensor) -> Steps[Tensor]:
+        """Read pairs. Returns the logits after the last, (1, ids)."""
+        size = self.slot.chunk or len(ids)
+        for at in range(0, len(ids), size):
+            some = slice(at, at + size)
+            answer = yield from self._forward(Ask(self.slot, ids[some], 1, (), states[some]))
+        assert answer.hidden is not None
+        self._states = [answer.hidden[-1, 0]]
+        return answer.logits
+
+    def _forward(self, ask: Ask) -> Steps[Answer]:
+        with self.meter.away():
+            answer: Answer = yield ask
+        self.meter.drafts(answer.cost)
+        return answer
+
+    def _expanded(self, context: Context, front: list[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
+        """The continuations of some guesses, all by one forward pass."""
+        with self.meter.drafting():
+            node, parents = self.slot.branched, [guess.parent for guess in front]
+            states = torch.stack([self._states[parent + 1] for parent in parents])
+            answer = yield from self._forward(Ask(self.slot, [guess.ids[-1] for guess in front], len(front), parents, states))
+            assert answer.hidden is not None
+            self._states += answer.hidden[:, 0]
+            return (yield from self._children(context, answer.logits, front, node, budget))
+
+    def _children(
+        self, context: Context, logits: Tensor, front: Sequence[IdPath], node: int, budget: Budget
+    ) -> Steps[list[list[IdPath]]]:
+        """The continuations of each guess by its row of logits, (guesses, ids). `node`: that of the first guess."""
+        logits = logits if context.noise is not None else logits * SHARPNESS
+        own, probabilities = likeliest(logits.to(self.keys.device), self.warpers)
+        table = self.heads.ids.to(self.keys.device)
+        ids = table.expand(len(logits), -1) if own is None else table[own]
+        found = yield from next_ids(self.meter, context, front, ids, probabilities, self.keys, self.view)
+        for at, children in enumerate(found, start=node):
+            for one in children:
+                one.parent = at
+        return [children[:1] for children in found] if budget.width == 1 else found
