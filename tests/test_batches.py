@@ -32,7 +32,8 @@ from worlds import (
 
 from xtok import Budget, Generation, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
-from xtok.drafts.heads import Heads, described, save_heads
+from xtok.drafts.heads import described, save_heads
+from xtok.drafts.medusa import MedusaHeads
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import prompt_ids
 
@@ -236,7 +237,7 @@ def test_heads_guess_for_each_sequence_by_what_the_target_thought_of_it(
 ) -> None:
     lm = target("Llama")
     torch.manual_seed(0)
-    save_heads(Heads(2, 32), described(lm, token_bytes(TOKENS)), tmp_path / "heads")
+    save_heads(MedusaHeads(2, 32), described(lm, token_bytes(TOKENS)), tmp_path / "heads")
     xt = XTokAssisted((lm, TOKENS), [HeadsDrafter(tmp_path / "heads"), PromptLookup()], budget=budget)
     found = xt.generate(list(TEXTS[:5]), batch_size=3, **WAYS[way])
     assert ids_of(found) == expected("Llama", TEXTS[:5], way)

@@ -211,8 +211,7 @@ def test_a_training_that_is_stopped_says_how_to_go_on(command: str, monkeypatch:
     monkeypatch.setattr("xtok.tune.train_heads", stopped)
     file = tmp_path / "prompts.txt"
     file.write_text("吾輩は\n", encoding="utf-8")
-    texts = "--data" if command == "train-heads" else "--prompts"
-    _, printed = run(command, texts, str(file), "--out", str(tmp_path / "out"), code=130)
+    _, printed = run(command, "--prompts", str(file), "--out", str(tmp_path / "out"), code=130)
     assert printed == "xtok: stopped. What was done is kept: run the same command again to resume.\n"
 
 
@@ -342,7 +341,7 @@ def test_what_the_user_can_mend_is_reported_in_one_line(arguments: tuple[str, ..
             "xtok: There is no folder no-folder for the picture. Make it, or choose another.\n",
         ),
         (
-            ("train-heads", "--data", str(TARGET.parent / "prompts.txt"), "--out", "/"),
+            ("train-heads", "--prompts", str(TARGET.parent / "prompts.txt"), "--out", "/"),
             "xtok: / is a folder. Give the name of a file for the heads.\n",
         ),
     ],

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from test_cli import run
 from test_tune import Killed, killed_at
+from transformers import DynamicCache
 from worlds import CHAIN, TREE, deep, fitting, tokenizer
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
@@ -21,40 +22,46 @@ from xtok.decoding.rounds import run_one
 from xtok.decoding.setup import Setup
 from xtok.decoding.start import start
 from xtok.drafts.base import Context, Request
+from xtok.drafts.examples import IGNORED, Example, batch
 from xtok.drafts.heads import HeadsInfo, described, save_heads
 from xtok.drafts.medusa import MedusaHeads
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.draft import DraftPolicy
 from xtok.drafts.policy.policy import Policy
+from xtok.drafts.sequential import SequentialHeads, sequential_config
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError
+from xtok.models.cache import CACHE
 from xtok.models.cache_set import CacheSet
 from xtok.models.forwards import together
 from xtok.models.load import load
 from xtok.models.stable import StableShapes
-from xtok.tune.heads import TrainedHeads, batch_of, example, loss_of
+from xtok.tune.heads import TrainedHeads, _guesses, _hidden, accuracies, loss_of
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
 PROMPTS = pair.prompts()[:9]
-SETTINGS: dict[str, Any] = {"heads": 2, "starts": 3, "max_new_tokens": 16, "epochs": 4, "learning_rate": 0.1}
+SETTINGS: dict[str, Any] = {"hours": 1e-4, "steps": 2, "size": 64, "vocabulary": 1024, "starts": 3, "max_new_tokens": 16}
+
+
+def example(before: Any, ids: list[int]) -> Example:
+    """A text whose distributions are sure."""
+    whole, labels = (torch.tensor([*first, *ids]) for first in (before, [IGNORED] * len(before)))
+    likeliest = whole[:, None].clone()
+    return Example(whole, labels, likeliest, (labels != IGNORED)[:, None].float())
 
 
 def trained(out: Path, **changed: Any) -> TrainedHeads:
-    return train_heads(pair.TARGET, PROMPTS, out, **{**SETTINGS, **changed})
+    return train_heads(pair.TARGET, out, PROMPTS, **{**SETTINGS, **changed})
 
 
-@pytest.fixture(scope="module", params=["that ship", *deep("just trained")])
-def file(request: pytest.FixtureRequest) -> Path:
+@pytest.fixture(scope="module", params=["that ship", *deep("sequential", "medusa")])
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads that guess well, and heads that guess badly."""
-    return pair.HEADS if request.param == "that ship" else request.getfixturevalue("whole").file
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> TrainedHeads:
-    """Heads trained without a stop."""
-    return trained(tmp_path_factory.mktemp("heads") / "heads.safetensors")
+    if request.param == "that ship":
+        return pair.HEADS
+    return trained(tmp_path_factory.mktemp("heads") / "heads.safetensors", kind=request.param).file
 
 
 def test_heads_begin_as_the_target_itself() -> None:
@@ -63,25 +70,59 @@ def test_heads_begin_as_the_target_itself() -> None:
 
 
 @pytest.mark.deep
-def test_training_teaches_heads_what_the_target_writes(whole: TrainedHeads, tmp_path: Path) -> None:
-    untaught = trained(tmp_path / "h", epochs=1, learning_rate=1e-12)
-    assert whole.accuracy[0][0] > 0.15 > 0.1 > untaught.accuracy[0][0]
-    assert whole.epochs[-1] > whole.epochs[0]
-    assert all(0 <= share <= 1 for ranks in whole.accuracy for share in ranks)
+@pytest.mark.parametrize("kind", ["sequential", "medusa"])
+def test_training_teaches_heads_what_the_target_writes(kind: str, tmp_path: Path) -> None:
+    taught = trained(tmp_path / "heads", kind=kind, hours=0.01, max_new_tokens=48)
+    assert taught.accuracy[0][0] > 0.1
+    assert taught.epochs[-1] >= taught.epochs[0]
+    assert taught.after > 1 and set(taught.ways) == {"greedy", "greedy, repetition penalty 1.2", "sampled"}
+    assert all(0 <= share <= 1 for ranks in taught.accuracy for share in ranks)
+    assert HeadsDrafter(taught.file).trained.accuracy == taught.accuracy
 
 
-def test_the_loss_falls_as_heads_learn() -> None:
-    rows = [example(*[[5 + (i + shift) % 7 for i in some] for some in (range(4), range(4, 20))]) for shift in range(7)]
-    heads = MedusaHeads(2, 32).double()
+LAYERS = (0, 1, -1)
+ROWS = [example(range(4), [5 + (i + shift) % 7 for i in range(4, 20)]) for shift in range(7)]
+
+
+def untrained(kind: str) -> Any:
+    if kind == "medusa":
+        return MedusaHeads(2, 32).double()
+    config = sequential_config(20, 64, 64, 1, 1, 64)
+    torch.manual_seed(0)
+    heads = SequentialHeads(config, 3, TARGET.get_input_embeddings(), TARGET.get_output_embeddings(), torch.arange(20))
+    return heads.double()
+
+
+@pytest.mark.parametrize("kind", ["sequential", "medusa"])
+def test_the_loss_falls_as_heads_learn(kind: str) -> None:
+    heads = untrained(kind)
     learning = torch.optim.Adam(heads.parameters(), 0.05)
     losses = []
     for _ in range(40):
-        losses.append(loss_of(TARGET, heads, batch_of(rows)))
+        losses.append(loss_of(TARGET, heads, batch(ROWS), LAYERS, 2))
         learning.zero_grad()
         losses[-1].backward()
         learning.step()
-    assert losses[-1] < 0.3 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]
     assert all(weight.grad is None for weight in TARGET.parameters())
+    assert accuracies(TARGET, heads, ROWS, LAYERS, 2)[1][0] > 0.7
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_what_is_learnt_is_what_is_guessed_later(step: int) -> None:
+    """Each step of training gives the logits that guessing gives after as many guessed ids: one forward pass after another."""
+    heads, inputs = untrained("sequential"), batch(ROWS[:2])
+    learnt = [logits for logits, *_ in _guesses(TARGET, heads, inputs, LAYERS, 3)][step]
+    places = inputs["labels"][:, 2 + step :] != IGNORED
+    hidden, found = _hidden(TARGET, inputs, LAYERS).double(), []
+    for row, place in places.nonzero().tolist():
+        ids, cache = inputs["input_ids"][row], DynamicCache()
+        states = heads.fused(hidden[row : row + 1, : place + 1])
+        states, _ = heads.step(ids[None, 1 : place + 2], states, **{CACHE: cache})
+        for guess in range(step):
+            states, _ = heads.step(ids[None, place + 2 + guess : place + 3 + guess], states[:, -1:], **{CACHE: cache})
+        found.append(heads.logits_of(heads.out(states[0, -1])))
+    assert torch.allclose(torch.stack(found).float(), learnt, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +136,6 @@ def test_what_is_generated_does_not_depend_on_heads(file: Path, budget: Budget |
         generation = helped.generate(prompt, **asked)
         assert generation.token_ids == alone.generate(prompt, **asked).token_ids
         assert generation.stats.draft_error is None
-        assert generation.stats.draft_forwards == 0
         assert budget is None or generation.stats.proposed
 
 
@@ -185,40 +225,35 @@ def test_a_file_that_holds_no_heads_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("place", "call"),
-    [
-        ("xtok.tune.writing._continued", 2),
-        ("xtok.tune.training._measured", 4),
-        ("xtok.tune.heads.accuracies", 1),
-        ("os.replace", 4),
-    ],
-)
-def test_heads_whose_training_was_killed_become_those_of_one_that_was_not(
-    whole: TrainedHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, call: int
+@pytest.mark.parametrize("kind", ["sequential", "medusa"])
+@pytest.mark.parametrize("place", ["xtok.tune.writing._continued", "xtok.tune.heads.fit", "xtok.tune.heads.accuracies"])
+def test_heads_whose_training_was_killed_are_finished_by_the_same_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str
 ) -> None:
-    module, _, name = place.rpartition(".")
     out = tmp_path / "heads.safetensors"
     with monkeypatch.context() as patched:
-        patched.setattr(place, killed_at(getattr(resolve_name(module), name), call))
+        patched.setattr(place, killed_at(resolve_name(place), 1))
         with pytest.raises(Killed):
-            trained(out)
+            trained(out, kind=kind)
     assert not out.exists()
-    done = trained(out)
-    assert all(torch.equal(tensor, load_file(whole.file)[key]) for key, tensor in load_file(out).items())
-    assert done.accuracy == whole.accuracy
+    assert HeadsDrafter(trained(out, kind=kind).file).trained.accuracy
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-def test_the_command_trains_and_prints_how_often_heads_were_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sequential", *deep("medusa")])
+def test_the_command_trains_and_prints_how_often_heads_were_right(tmp_path: Path, kind: str) -> None:
     (tmp_path / "data.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
-    arguments = ["--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "h"), "--heads", "2", "--epochs", "1"]
-    printed = "".join(run("train-heads", *arguments, "--starts", "1", "--max-new-tokens", "8"))
+    arguments = ["--prompts", str(tmp_path / "data.txt"), "--out", str(tmp_path / "h"), "--steps", "2", "--hours", "0.0001"]
+    arguments += ["--kind", kind, "--size", "64", "--starts", "1", "--max-new-tokens", "8"]
+    printed = "".join(run("train-heads", *arguments))
     assert "tokens per forward" in printed and "5th" in printed
-    assert load_file(tmp_path / "h")["weight"].shape[0] == 2
+    found = HeadsDrafter(tmp_path / "h").trained
+    assert len(found.accuracy) == 2 and (found.window is None) == (kind == "medusa")
 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    for changed in ({"heads": 0}, {"epochs": 0}, {"sampled": 2}, {"temperature": 0}, {"learning_rate": -1}):
-        with pytest.raises(InvalidInputError, match=next(iter(changed))):
-            trained(tmp_path / "h", **changed)
+    wrong = {"steps": 0, "hours": 0, "kind": "other", "size": 3, "vocabulary": 1, "sampled": 2, "temperature": 0}
+    for name, value in wrong.items():
+        with pytest.raises(InvalidInputError, match=name):
+            trained(tmp_path / "h", **{name: value})
         assert not list(tmp_path.iterdir())

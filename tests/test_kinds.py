@@ -78,7 +78,6 @@ def made_and_closed(**arguments: Any) -> None:
     Engine(**arguments).close()
 
 
-TRAINS: dict[str, Any] = {"data": PROMPTS, "out": "heads", "target": PAIR}
 MAKES: dict[str, Any] = {"prompts": PROMPTS, "out": "draft", "target": PAIR}
 TUNES: dict[str, Any] = {"prompts": PROMPTS, "out": "draft", "target": PAIR, "draft": DRAFT}
 SHORT: dict[str, Any] = {"prompt": PROMPT, **GREEDY, "max_new_tokens": 2}
@@ -171,8 +170,8 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     ),
     "train_heads": (
         train_heads,
-        TRAINS,
-        dict.fromkeys(["target", "data", "out", "heads", "starts", "max_new_tokens", "sampled", "epochs"], ""),
+        {**MAKES, "out": "heads"},
+        dict.fromkeys(["target", "out", "steps", "kind", "hours", "vocabulary", "starts", "max_new_tokens", "sampled"], ""),
     ),
     "make_draft": (
         make_draft,
@@ -189,7 +188,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
 """What is called, with which arguments, and which values each of its arguments may have. What a drafter guesses is looked at
 when it is asked, so a tree may hold anything.
 """
-TRAINED = {"starts", "heads", "max_new_tokens", "epochs"}
+TRAINED = {"starts", "steps", "max_new_tokens", "epochs"}
 """Arguments that may be 5, which would be a training, and those that are paths."""
 CASES = [(name, argument) for name, (_, _, arguments) in TABLE.items() for argument in arguments]
 
@@ -217,7 +216,7 @@ def test_arguments_of_the_wrong_kind_are_refused_before_any_forward(
 def may_train(name: str, argument: str, value: str) -> bool:
     """What would be trained by for minutes."""
     paths, fine = {"out": "a"}, {**dict.fromkeys(TRAINED, "5"), "lora": "None"}
-    makes = name == "make_draft" and argument == "hours" and value in ("5", "2.5")
+    makes = name in ("make_draft", "train_heads") and argument == "hours" and value in ("5", "2.5")
     return makes or (name in ("make_draft", "train_heads", "tune_draft") and (paths | fine).get(argument) == value)
 
 
@@ -246,7 +245,7 @@ PINNED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DraftEngine(TOKENS, DRAFT, size=10),
         rf"size is 10, and the tokenizer writes ids up to {len(TOKENS) - 1:,}\. Give how many ids the target has logits for",
     ),
-    "several texts as one": (lambda: train_heads(PAIR, "a text", "heads"), r"prompts is 'a text'; give a list of texts"),
+    "several texts as one": (lambda: train_heads(PAIR, "heads", "a text"), r"prompts is 'a text'; give a list of texts"),
     "a number that is long": (
         lambda: XT.generate(**SHORT, top_p="long " * 99),
         r"top_p is 'long long .{60,70}…; give a number",

@@ -41,7 +41,7 @@ for piece in xt.stream("text"):
     reveal_type(piece)
 with Engine(xt, batch_size=4) as engine:
     reveal_type(engine.submit("text").result())
-reveal_type(xtok.train_heads("target", ["text"], "file").accuracy)
+reveal_type(xtok.train_heads("target", "file").accuracy)
 
 
 class Repeats:

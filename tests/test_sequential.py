@@ -50,7 +50,7 @@ def from_scratch(heads: SequentialHeads, ids: list[int], start: int) -> torch.Te
     output = TARGET(input_ids=torch.tensor([ids[:-1]]), output_hidden_states=True)
     hidden = torch.stack([output.hidden_states[layer] for layer in LAYERS], dim=2)[:, start - 1 :]
     states, _ = heads.step(torch.tensor([ids[start:]]), heads.fused(hidden), use_cache=False)
-    return heads.logits_of(states[0, -1:])
+    return heads.logits_of(heads.out(states[0, -1:]))
 
 
 @pytest.mark.parametrize("stable", [False, True])

@@ -55,7 +55,8 @@ from xtok.align.tokenbytes import same_tokens, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Drafter, Request
 from xtok.drafts.growth import Path, grown
-from xtok.drafts.heads import Heads, HeadsDrafter, described, save_heads
+from xtok.drafts.heads import HeadsDrafter, described, save_heads
+from xtok.drafts.medusa import MedusaHeads
 from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal
@@ -81,7 +82,7 @@ TRUTH, START = ALONE.generate("吾輩は", **GREEDY).token_ids, len(prompt_ids(T
 def heads(tmp_path_factory: pytest.TempPathFactory) -> HeadsDrafter:
     """Untrained heads of `TARGET`, which say what it says itself."""
     file = tmp_path_factory.mktemp("heads") / "heads.safetensors"
-    save_heads(Heads(3, 32), described(TARGET, token_bytes(TOKENS)), file)
+    save_heads(MedusaHeads(3, 32), described(TARGET, token_bytes(TOKENS)), file)
     return HeadsDrafter(file)
 
 

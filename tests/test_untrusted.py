@@ -29,7 +29,8 @@ import xtok
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.cli import commands as cli
-from xtok.drafts.heads import Heads, described, save_heads
+from xtok.drafts.heads import described, save_heads
+from xtok.drafts.medusa import MedusaHeads
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedModelError, XTokError
 from xtok.models.cache import CACHE
 from xtok.models.load import _check_plain
@@ -262,7 +263,7 @@ def test_a_configuration_that_makes_no_sense_is_refused(saved: Path, config: str
 
 @pytest.fixture
 def heads(tmp_path: Path) -> Path:
-    save_heads(Heads(2, 32), described(TARGET, token_bytes(TOKENS)), tmp_path / "heads")
+    save_heads(MedusaHeads(2, 32), described(TARGET, token_bytes(TOKENS)), tmp_path / "heads")
     return tmp_path / "heads"
 
 
@@ -568,7 +569,7 @@ def test_any_corpus_is_looked_up_or_refused(corpus: Any) -> None:
 def test_any_file_of_heads_is_refused_or_changes_no_text(noise: bytes, flips: list[tuple[int, int]], whole: bool) -> None:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "heads"
-        save_heads(Heads(2, 32), described(TARGET, token_bytes(TOKENS)), file)
+        save_heads(MedusaHeads(2, 32), described(TARGET, token_bytes(TOKENS)), file)
         spoil(file, noise, flips, whole)
         xt = tried(lambda: XTokAssisted((TARGET, TOKENS), HeadsDrafter(file), budget=Budget(2, width=4, schedule="constant")))
         assert agree(xt, None, drawn=True), repr(xt.error)

@@ -22,6 +22,15 @@ from xtok.cli.console import (
 )
 from xtok.errors import InvalidInputError
 
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        help="A file with a prompt per line, or a folder of such files.",
+        show_default="questions that the target writes itself, if it has a chat template",
+    ),
+]
+HoursOption = Annotated[float, typer.Option(help="How long to take: two fifths of it for writing, the rest for learning.")]
 StartsOption = Annotated[int, typer.Option(min=1, help="How many beginnings of each prompt the target continues.")]
 TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens the target writes after each beginning.")]
 SampledOption = Annotated[float, typer.Option(min=0, max=1, help="The share of texts that are sampled; the others are greedy.")]
@@ -49,16 +58,9 @@ def make_draft(
     out: Annotated[Path, typer.Option(help="The folder for the draft.")],
     named: PairOption = None,
     target: TargetOption = None,
-    prompts_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help="A file with a prompt per line, or a folder of such files.",
-            show_default="questions that the target writes itself, if it has a chat template",
-        ),
-    ] = None,
+    prompts_from: PromptsOption = None,
     parameters: Annotated[str, typer.Option(help="About how many parameters the draft has, as 5M.")] = "5M",
-    hours: Annotated[float, typer.Option(help="How long to take: two fifths of it for writing, the rest for learning.")] = 1.0,
+    hours: HoursOption = 1.0,
     vocabulary: Annotated[int, typer.Option(help="About how many ids the draft's tokenizer has.")] = 6144,
     starts: StartsOption = 4,
     max_new_tokens: TokensOption = 192,
@@ -136,23 +138,33 @@ def tune_draft(
         typer.echo(f"  {way}: {after:.2f}, before {before:.2f}")
 
 
-class _HeadRow(NamedTuple):
-    head: Annotated[int, Column()]
+class _StepRow(NamedTuple):
+    step: Annotated[int, Column()]
     guesses: Annotated[dict[str, float], Column(form=".3f")]
+
+
+class _WayRow(NamedTuple):
+    picked: Annotated[str, Column()]
+    tokens_per_forward: Annotated[float, Column(form=".2f")]
 
 
 @on_the_command_line()
 def train_heads(
-    data: Annotated[Path, typer.Option(help="A file with the beginning of a text per line, or a folder of such files.")],
     out: Annotated[Path, typer.Option(help="The file for the heads.")],
     named: PairOption = None,
     target: TargetOption = None,
-    count: Annotated[int, typer.Option("--heads", min=1, help="How many tokens after the next one the heads guess.")] = 4,
-    starts: StartsOption = 8,
-    max_new_tokens: TokensOption = 64,
-    sampled: SampledOption = 0.0,
+    prompts_from: PromptsOption = None,
+    kind: Annotated[str, typer.Option(help="sequential (as EAGLE's) or medusa.")] = "sequential",
+    hours: HoursOption = 1.0,
+    steps: Annotated[int, typer.Option(min=1, help="How many tokens in a row the heads learn to guess.")] = 4,
+    size: Annotated[
+        int | None, typer.Option(min=64, help="The width of sequential heads.", show_default="the target's hidden size")
+    ] = None,
+    vocabulary: Annotated[int, typer.Option(min=64, help="How many ids sequential heads guess: those written most.")] = 8192,
+    starts: StartsOption = 4,
+    max_new_tokens: TokensOption = 192,
+    sampled: SampledOption = 0.5,
     temperature: TemperatureOption = None,
-    epochs: EpochsOption = 8,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
 ) -> None:
@@ -160,22 +172,29 @@ def train_heads(
     from xtok.tune import train_heads
 
     with resumable():
-        texts = _lines(data)
+        texts = None if prompts_from is None else _lines(prompts_from)
         done = train_heads(
             _target(named, target, device, dtype),
-            texts,
             out,
-            heads=count,
+            texts,
+            kind=kind,  # type: ignore[arg-type] # which is checked there
+            hours=hours,
+            steps=steps,
+            size=size,
+            vocabulary=vocabulary,
             starts=starts,
             max_new_tokens=max_new_tokens,
             sampled=sampled,
             temperature=temperature,
-            epochs=epochs,
         )
     names = ("1st", "2nd", "3rd", "4th", "5th")
-    rows = [_HeadRow(i, dict(zip(names, ranks, strict=True))) for i, ranks in enumerate(done.accuracy, start=1)]
-    print_tables({"how often a head's guesses were right, on texts kept apart": rows})
-    typer.echo(f"{out}: {done.after:.2f} tokens per forward of the target on texts kept apart ({done.texts} texts learnt).")
+    rows = [_StepRow(i, dict(zip(names, ranks, strict=True))) for i, ranks in enumerate(done.accuracy, start=1)]
+    ways = [_WayRow(way, value) for way, value in done.ways.items()]
+    print_tables({"how often the likeliest ids of each step were right, on prompts kept apart": rows, "with the heads": ways})
+    typer.echo(
+        f"{out}: {done.after:.2f} tokens per forward of the target on prompts kept apart; {done.parameters / 1e6:.1f} M "
+        f"parameters, {done.texts:,} texts of {done.tokens:,} tokens were learnt."
+    )
 
 
 def _target(named: str | None, target: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:

@@ -29,6 +29,8 @@ class SequentialHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
 
     Hidden states of several layers are fused into one. Embeddings of ids are the target's, and logits are made by the rows of
     its output embedding for `ids`, the ids that it writes most. A window of positions is seen, as many as in training.
+
+    `scales`, (layers,): what brings the hidden states of each layer to about the same size.
     """
 
     config_class = MistralConfig
@@ -46,6 +48,7 @@ class SequentialHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         self.model.embed_tokens = nn.Identity()
         self.out = nn.Linear(size, hidden, bias=False)
         self._targets = (embedding, weight.detach()[ids.to(weight.device)].clone())  # no weights of its own
+        self.scales = nn.Buffer(torch.ones(layers, dtype=torch.float32))
         self.ids = ids
 
     def get_input_embeddings(self) -> nn.Module:
@@ -56,20 +59,20 @@ class SequentialHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
 
     def fused(self, hidden: Tensor) -> Tensor:
         """The state of each of the target's hidden states, (…, layers, hidden size): (…, size)."""
-        return self.fuse(hidden.to(self.fuse.weight).flatten(-2))  # type: ignore[no-any-return]
+        return self.fuse((hidden.to(self.fuse.weight) * self.scales[:, None]).flatten(-2))  # type: ignore[no-any-return]
 
     def step(self, ids: Tensor, states: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
         """The states after pairs of `states`, (rows, new, size), and `ids`, (rows, new), and the cache. `inputs`: the layer's
         others.
         """
-        embedded = self._targets[0](ids).to(states.dtype)
+        embedded = self._targets[0](ids).detach().to(states.dtype)  # the target is frozen
         pairs = self.mix(torch.cat([self.norm_id(embedded), self.norm_state(states)], dim=-1))
         output = self.model(inputs_embeds=pairs, **inputs)
         return output.last_hidden_state, getattr(output, CACHE, None)
 
-    def logits_of(self, states: Tensor) -> Tensor:
-        """Logits of `self.ids`, (…, ids)."""
-        return nn.functional.linear(self.out(states), self._targets[1].to(states.dtype))
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Logits of `self.ids`, (…, ids), by last hidden states of the target as `self.out` predicts them."""
+        return nn.functional.linear(hidden, self._targets[1].to(hidden.dtype))
 
     def forward(
         self, input_ids: Tensor, states: Tensor | None = None, *, logits_to_keep: int = 0, **inputs: Any
@@ -81,7 +84,7 @@ class SequentialHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
             like = self.fuse.weight
             states = torch.zeros((*input_ids.shape, like.shape[0]), dtype=like.dtype, device=like.device)
         found, cache = self.step(input_ids, states, **inputs)
-        logits = self.logits_of(found[:, -logits_to_keep:] if logits_to_keep else found)
+        logits = self.logits_of(self.out(found[:, -logits_to_keep:] if logits_to_keep else found))
         return CausalLMOutputWithPast(logits=logits, hidden_states=(found,), **{CACHE: cache})
 
 

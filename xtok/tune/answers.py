@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from xtok.drafts.examples import WrittenText
+from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.prompts import Chat, chat_ids
 from xtok.models.timing import timed
@@ -17,6 +18,8 @@ from xtok.results.progress import advanced
 from xtok.tune.work import split
 from xtok.tune.writing import beginnings, save, write
 
+WRITING = 0.4
+"""What share of the time of making a draft or heads the target writes."""
 _CHUNK = 32
 """How many prompts are answered between two looks at the clock."""
 _APART = 24
@@ -43,6 +46,14 @@ def asked(question: str) -> Chat:
 
 def has_template(tokenizer: Any) -> bool:
     return chat_ids(tokenizer, asked("a"), {}) is not None
+
+
+def check_prompts(tokenizer: Any, given: Sequence[str] | None) -> None:
+    """Raises `InvalidInputError` if there are no prompts, and the target can't write questions itself."""
+    if given is None and not has_template(tokenizer):
+        raise InvalidInputError(
+            "The target has no chat template, so it can't write questions. Give prompts: beginnings of texts as it is to write."
+        )
 
 
 def prompts_for(target: tuple[Any, Any], given: Sequence[str] | None, starts: int, into: Path) -> Prompts:

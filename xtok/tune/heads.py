@@ -1,187 +1,302 @@
-"""Training of heads on a frozen target."""
+"""Training of heads on a frozen target, on what it writes."""
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad, smooth_l1_loss
+from transformers import DynamicCache, PreTrainedModel
 
-from xtok.drafts.examples import IGNORED
-from xtok.drafts.heads import HeadsDrafter, described, save_heads
+from xtok.drafts.examples import IGNORED, Example, WrittenText, batch
+from xtok.drafts.heads import LAST, HeadsDrafter, HeadsInfo, described, save_heads
 from xtok.drafts.medusa import MedusaHeads
-from xtok.errors import InvalidInputError
-from xtok.models.cache import device_of
+from xtok.drafts.sequential import SequentialHeads, sequential_config
+from xtok.errors import InvalidInputError, shown
+from xtok.models.cache import CACHE, device_of, output_embeddings, stacked, vocabulary_size
 from xtok.models.load import Source, target_model
 from xtok.models.modes import Modes, within
 from xtok.models.prompts import prompt_ids
 from xtok.results.progress import busy
-from xtok.tune.training import Objective, fit
-from xtok.tune.work import (
-    Settings,
-    check,
-    check_installed,
-    check_out,
-    digest,
-    name,
-    per_forward,
-    split,
-    work_folder,
-    writing_arguments,
-)
-from xtok.tune.writing import beginnings, write
+from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
+from xtok.tune.training import BATCH, Objective, fit, planned
+from xtok.tune.work import check, check_installed, check_out, digest, name, per_forward, work_folder, writing_arguments
+from xtok.tune.writing import write
 
+Kind = Literal["sequential", "medusa"]
 _DECAY = 0.8
-"""The weight of a head's loss, relative to that of the head before it."""
+"""The weight of a step's loss, relative to that of the step before it."""
 _RANKS = 5
-_BATCH = 16
 _RATE = 2e-3
+_WINDOW = 512
+"""How many positions sequential heads see at most; as many as the longest text that they learn if that is shorter."""
+_HEAD = 64
+
+
+@dataclass(frozen=True)
+class HeadsSettings:
+    """What decides how heads are trained; see `train_heads`."""
+
+    target: str
+    prompts: str | None
+    kind: Kind
+    hours: float
+    steps: int
+    size: int | None
+    vocabulary: int
+    starts: int
+    max_new_tokens: int
+    sampled: float
+    temperature: float | None
 
 
 @dataclass(frozen=True)
 class TrainedHeads:
     """What training of heads gave.
 
-    `file`: the file with the heads. `texts`: how many were learnt. `accuracy`, (heads, 5): how often the next id was a head's
-    first guess, its second, up to its fifth. `after`: tokens per forward pass of the target with the heads. Both are of prompts
-    that had no part in training. `epochs`: tokens per forward pass after each epoch, on the prompts that decided when to stop.
+    `file`: the file with the heads. `parameters`: how many they have. `texts`: how many were learnt, with so many `tokens`.
+    `accuracy`, (steps, 5): how often the next id was a step's likeliest one, its second, up to its fifth. `ways`: tokens per
+    forward pass of the target with the heads, by way of picking, and `after`: of all. These are of prompts that had no part in
+    training. `epochs`: tokens per forward pass after each epoch, on prompts that decided when to stop.
     """
 
     file: Path
+    parameters: int
     texts: int
+    tokens: int
     accuracy: tuple[tuple[float, ...], ...]
     after: float
+    ways: dict[str, float]
     epochs: tuple[float, ...]
 
 
 @within(Modes())
 def train_heads(
     target: Source,
-    data: Sequence[str],
     out: str | os.PathLike[str],
+    prompts: Sequence[str] | None = None,
     *,
-    heads: int = 4,
-    starts: int = 8,
-    max_new_tokens: int = 64,
-    sampled: float = 0.0,
+    kind: Kind = "sequential",
+    hours: float = 1.0,
+    steps: int = 4,
+    size: int | None = None,
+    vocabulary: int = 8192,
+    starts: int = 4,
+    max_new_tokens: int = 192,
+    sampled: float = 0.5,
     temperature: float | None = None,
-    epochs: int = 8,
-    learning_rate: float | None = None,
 ) -> TrainedHeads:
-    """Let the target continue the texts of `data`, and train heads on what it writes; `out` is their file, in safetensors.
+    """Train heads for a target, which is frozen; `out` is their file, in safetensors.
 
-    Law: `XTokAssisted(target, HeadsDrafter(out))` gives what `XTokAssisted(target)` gives. The target is frozen.
+    Law: `XTokAssisted(target, HeadsDrafter(out))` gives what `XTokAssisted(target)` gives.
 
-    Head i learns the (i + 2)th id after a hidden state, by cross-entropy with the weight 0.8**i. A tenth of the texts decides
-    when to stop, another tenth shows what was gained; neither is learnt from. `starts`, `max_new_tokens`, `sampled` and
-    `temperature` are those of `tune_draft`. Called again after it was stopped, it goes on from there. Raises
-    `InvalidInputError` for settings that make no sense, for less than 3 texts, for an `out` that was started with other
-    settings, for a target whose output embedding heads can't share, and if accelerate is missing; `UnsupportedModelError` or
-    `UnsupportedTokenizerError` for a target that can't be one.
+    For two fifths of `hours` the target writes, as for `make_draft`; `prompts`, `starts`, `max_new_tokens`, `sampled` and
+    `temperature` are those of `make_draft`. Then heads learn what it wrote, until nothing is gained or the time is over.
+
+    "sequential" heads are a decoder layer of the width `size` (None: the target's), which learns to guess `steps` ids in a row:
+    from the target's hidden states first, and then from its own (EAGLE-3, Li et al. 2025, arXiv 2503.01840). It learns the
+    target's distributions, and to predict its last hidden states (EAGLE, Li et al. 2024, arXiv 2401.15077). It guesses the
+    `vocabulary` ids that the target writes most. Of "medusa" heads there is one for each of the `steps` ids after the next one.
+
+    Called again after it was stopped, it goes on from there. Raises `InvalidInputError` for settings that make no sense, for
+    prompts that are missing or too few, for an `out` that was started with other settings, for a target whose output embedding
+    heads can't share, and if accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target that
+    can't be one.
     """
     check_installed("accelerate")
     check_out(out)
-    settings = Settings(
-        name(target), digest(data), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, heads=heads
+    known = None if prompts is None else digest(prompts)
+    settings = HeadsSettings(
+        name(target), known, kind, hours, steps, size, vocabulary, starts, max_new_tokens, sampled, temperature
     )
-    check(settings, heads=1, starts=1, max_new_tokens=1, epochs=1)
+    check(settings, steps=1, vocabulary=64, starts=1, max_new_tokens=1, **({} if size is None else {"size": _HEAD}))
+    if kind not in get_args(Kind):
+        raise InvalidInputError(f"kind is {shown(kind)}; use one of {', '.join(map(repr, get_args(Kind)))}.")
     if Path(out).is_dir():
         raise InvalidInputError(f"{out} is a folder. Give the name of a file for the heads.")
-    stopping, kept, learnt = split(data)
     made, file = target_model(target), Path(out)
-    known = described(made.model, made.vocabulary.view)
+    pair, info = (made.model, made.vocabulary.tokenizer), described(made.model, made.vocabulary.view)
+    check_prompts(pair[1], prompts)
     work = work_folder(file.with_name(f"{file.name}.work"), settings, file)
-    now = work / "now.safetensors"
+    now, arguments = work / "now.safetensors", writing_arguments(settings)
+    chosen = prompts_for(pair, prompts, starts, work / "apart")
+    rows = _examples(pair, write_for(pair, chosen, 3600 * hours * WRITING, work / "texts", **arguments))
+    info = replace(info, layers=(LAST,) if kind == "medusa" else _layers(made.model))
+    if kind == "sequential":
+        info = replace(info, window=min(_WINDOW, max(len(row.input_ids) for row in rows)))
+    learner = _untrained(made.model, info, rows, settings)
+    loss = partial(loss_of, made.model, layers=info.layers, steps=steps)
+    plan = planned(learner, rows, loss, 3600 * hours * (1 - WRITING), work / "plan.json")
 
-    pair = made.model, made.vocabulary.tokenizer
+    def measured() -> float:
+        save_heads(learner, info, now)
+        return per_forward(pair, HeadsDrafter(now), chosen.stopping, **arguments)[0]
 
-    def written(prompts: Sequence[str], into: str) -> list[dict[str, Tensor]]:
-        texts = write(pair, beginnings(prompts, starts), work / into, **writing_arguments(settings))
-        return [example(prompt_ids(pair[1], one.start), one.ids) for one in texts if len(one.ids) > 1]
-
-    rows = written(learnt, "texts")
-    learner = MedusaHeads(heads, known.hidden_size).to(device_of(made.model))
-
-    def measured(prompts: Sequence[str] = stopping) -> float:
-        save_heads(learner, known, now)
-        return per_forward(pair, HeadsDrafter(now), settings.measured(prompts), **writing_arguments(settings))[0]
-
-    found = fit(
-        learner,
-        rows,
-        Objective(batch_of, partial(loss_of, made.model), measured),
-        work / "training",
-        epochs=epochs,
-        rate=learning_rate or _RATE,
-    )
+    objective = Objective(batch, partial(loss, bf16=plan.bf16), measured)
+    found = fit(learner, rows, objective, work / "training", epochs=plan.epochs, rate=_RATE)
+    save_heads(learner, info, now)
     with busy("measuring what was gained"):
-        after = measured(kept)
-    accuracy = accuracies(made.model, learner, written(kept, "kept"))
-    save_heads(learner, replace(known, accuracy=accuracy), now)
+        after, ways = per_forward(pair, HeadsDrafter(now), chosen.kept, **arguments)
+        apart = _examples(pair, write(pair, chosen.kept, work / "kept", shows=False, **arguments))
+    accuracy = accuracies(made.model, learner, apart, info.layers, steps)
+    save_heads(learner, replace(info, accuracy=accuracy), now)
     os.replace(now, file)
     shutil.rmtree(work)
-    return TrainedHeads(file, len(rows), accuracy, after, tuple(found))
+    parameters, tokens = sum(part.numel() for part in learner.parameters()), sum(map(_count, rows))
+    return TrainedHeads(file, parameters, len(rows), tokens, accuracy, after, ways, tuple(found))
 
 
-def example(before: Sequence[int], ids: Sequence[int]) -> dict[str, Tensor]:
-    """A text that the target continued by `ids`: `input_ids`, `attention_mask` and `labels`, (ids,), int64 each."""
-    whole = torch.tensor([*before, *ids], dtype=torch.int64, device="cpu")
-    labels = torch.tensor([*[IGNORED] * len(before), *ids], dtype=torch.int64, device="cpu")
-    return {"input_ids": whole, "attention_mask": torch.ones_like(whole), "labels": labels}
+def _count(row: Example) -> int:
+    """How many tokens of a text are learnt."""
+    return int((row.labels != IGNORED).sum())
 
 
-def batch_of(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch of examples, padded at their ends: (rows, longest) each."""
-    fills = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-    return {
-        name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fill) for name, fill in fills.items()
-    }
+def _examples(target: tuple[Any, Any], texts: Sequence[WrittenText]) -> list[Example]:
+    """What the target wrote, in its own ids. Texts of one id teach nothing."""
+    return [_example(prompt_ids(target[1], one.start), one) for one in texts if len(one.ids) > 1]
 
 
-def _guesses(target: Any, heads: MedusaHeads, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each head its logits, (positions, vocabulary), float32, and the ids of the text there, (positions,).
-
-    `inputs`: a batch, as `batch_of` makes it.
-    """
-    with torch.no_grad():
-        output = target(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True)
-    hidden, labels = output.hidden_states[-1].to(heads.weight.dtype), inputs["labels"]
-    embedding = target.get_output_embeddings()
-    frozen = {name: weight.detach() for name, weight in embedding.state_dict(keep_vars=True).items()}
-    for head in range(len(heads.weight)):
-        came = labels[:, head + 2 :]
-        known = came != IGNORED
-        states = heads(hidden[:, : came.shape[1]][known])[:, head]
-        yield functional_call(embedding, frozen, states.to(embedding.weight.dtype)).float(), came[known]
+def _example(before: Sequence[int], one: WrittenText) -> Example:
+    ids = torch.tensor([*before, *one.ids], dtype=torch.int64, device="cpu")
+    labels = torch.tensor([*[IGNORED] * len(before), *one.ids], dtype=torch.int64, device="cpu")
+    padded = (torch.cat([part.new_zeros((len(before), part.shape[1])), part]) for part in (one.likeliest, one.probabilities))
+    return Example(ids, labels, *padded)
 
 
-def loss_of(target: Any, heads: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """The sum of the heads' cross-entropies, each with 0.8 times the weight of the one before it: a scalar.
+def _layers(model: PreTrainedModel) -> tuple[int, ...]:
+    """A low, a middle and the last layer of a target."""
+    count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    return tuple(dict.fromkeys((max(1, count // 10), max(1, count // 2), LAST)))
 
-    `inputs`: a batch, as `batch_of` makes it.
-    """
-    losses = [
-        _DECAY**i * cross_entropy(logits, came) for i, (logits, came) in enumerate(_guesses(target, heads, inputs)) if len(came)
-    ]
-    return torch.stack(losses).sum()
+
+def _untrained(
+    model: PreTrainedModel, info: HeadsInfo, rows: Sequence[Example], settings: HeadsSettings
+) -> MedusaHeads | SequentialHeads:
+    """Heads that have learnt nothing yet, in float32."""
+    if info.window is None:
+        return MedusaHeads(settings.steps, info.hidden_size).to(device_of(model))
+    counts = Counter(token for row in rows for token in row.labels.tolist() if token != IGNORED)
+    ids = torch.tensor(sorted(token for token, _ in counts.most_common(settings.vocabulary)), dtype=torch.int64, device="cpu")
+    size = -(-(settings.size or info.hidden_size) // _HEAD) * _HEAD
+    config = sequential_config(len(ids), size, size, size // _HEAD, max(1, size // _HEAD // 3), info.window)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        made: Any = SequentialHeads(config, len(info.layers), model.get_input_embeddings(), output_embeddings(model), ids)
+    made.to(device_of(model), torch.float32)
+    hidden = _hidden(model, batch(rows[:BATCH]), info.layers)
+    made.scales.copy_(hidden.square().mean(dim=(0, 1, 3)).rsqrt())
+    return made  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def accuracies(target: Any, heads: MedusaHeads, rows: Sequence[dict[str, Tensor]]) -> tuple[tuple[float, ...], ...]:
-    """How often the next id was a head's first guess, its second, up to its fifth, (heads, 5)."""
-    right = torch.zeros(len(heads.weight), _RANKS, dtype=torch.float32, device="cpu")
-    seen = torch.zeros(len(heads.weight), 1, dtype=torch.float32, device="cpu")
-    device = device_of(target)
-    for at in range(0, len(rows), _BATCH):
-        inputs = {key: value.to(device) for key, value in batch_of(rows[at : at + _BATCH]).items()}
-        for head, (logits, came) in enumerate(_guesses(target, heads, inputs)):
-            right[head] += (logits.topk(_RANKS).indices == came[:, None]).sum(dim=0).cpu()
-            seen[head] += len(came)
+def _hidden(target: Any, inputs: dict[str, Tensor], layers: Sequence[int]) -> Tensor:
+    """The target's hidden states of a batch, (rows, ids, layers, hidden size), float32."""
+    ids, mask = (inputs[name].to(device_of(target)) for name in ("input_ids", "attention_mask"))
+    output = target.base_model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    return stacked(output, layers).float()
+
+
+def _unrolled(heads: Any, hidden: Tensor, ids: Tensor, steps: int) -> Iterator[Tensor]:
+    """For each step the last hidden states that it predicts, (rows, places, hidden size). From place i step s, counted from 0,
+    predicts that at i + 1 + s, which makes the id at i + 2 + s, by what was picked before.
+
+    `hidden`: the target's, (rows, ids, layers, hidden size). `ids`: (rows, ids), int64.
+    """
+    if isinstance(heads, MedusaHeads):
+        predicted = heads(hidden[:, :, -1].to(heads.weight.dtype))
+        for head in range(steps):
+            yield predicted[:, :, head]
+        return
+    size = ids.shape[1] - 1
+    states, cache, order = heads.fused(hidden[:, :size]), DynamicCache(), torch.arange(size, device=ids.device)
+    mask = (order <= order[:, None]) & (order > order[:, None] - heads.config.sliding_window)
+    for step in range(steps):
+        read = pad(ids[:, 1 + step :], (0, step))
+        sees = torch.zeros_like(mask, dtype=states.dtype).masked_fill(~mask, torch.finfo(states.dtype).min)
+        sees = sees[None, None].expand(len(ids), 1, -1, -1)
+        inputs = {CACHE: cache, "use_cache": True, "attention_mask": sees, "position_ids": order[None] + step}
+        states, cache = heads.step(read, states, **inputs)
+        yield heads.out(states)
+        mask = torch.cat([mask, torch.eye(size, dtype=torch.bool, device=ids.device)], dim=1)  # each step sees its own guess
+
+
+def _guesses(
+    target: Any, heads: Any, inputs: dict[str, Tensor], layers: Sequence[int], steps: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """For each step the logits of the heads' ids at all places where the target wrote the next one, (places, ids), float32; the
+    places, (rows, ids - 2 - step), bool; and the last hidden states there, predicted and the target's, (places, hidden size).
+
+    `inputs`: a batch of `xtok.drafts.examples.batch`.
+    """
+    hidden = _hidden(target, inputs, layers)
+    for step, predicted in enumerate(_unrolled(heads, hidden, inputs["input_ids"], steps)):
+        places = inputs["labels"][:, 2 + step :] != IGNORED
+        if places.any():
+            found, wanted = predicted[:, : places.shape[1]][places], hidden[:, 1 + step : -1, -1][places]
+            yield _logits(target, heads, found).float(), places, found.float(), wanted
+
+
+def _logits(target: Any, heads: Any, states: Tensor) -> Tensor:
+    """The logits that a target's frozen output embedding makes of last hidden states."""
+    if isinstance(heads, SequentialHeads):
+        return heads.logits_of(states)
+    embedding = output_embeddings(target)
+    frozen = {name: weight.detach() for name, weight in embedding.state_dict(keep_vars=True).items()}
+    return functional_call(embedding, frozen, states.to(embedding.weight.dtype))  # type: ignore[no-any-return]
+
+
+def loss_of(
+    target: Any, heads: Any, inputs: dict[str, Tensor], layers: Sequence[int], steps: int, bf16: bool = False
+) -> Tensor:
+    """The sum of the steps' losses, each with 0.8 times the weight of the one before it: a scalar. A step's loss is the
+    cross-entropy with the target's distribution, as far as that is known, and for sequential heads how far the last hidden
+    states that they predict are from the target's, in units of those.
+    """
+    device, losses = device_of(target), list[Tensor]()
+    inputs = {name: part.to(device) for name, part in inputs.items()}
+    own = _own_ids(heads, target).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        for step, (logits, places, found, wanted) in enumerate(_guesses(target, heads, inputs, layers, steps)):
+            likeliest, probabilities = (inputs[name][:, 2 + step :][places] for name in ("likeliest", "probabilities"))
+            ids = own[likeliest]
+            known = probabilities.masked_fill(ids < 0, 0.0)
+            picked = logits.gather(1, ids.clamp_min(0))
+            loss = (known * (logits.logsumexp(dim=-1, keepdim=True) - picked)).sum(dim=-1).mean()
+            if isinstance(heads, SequentialHeads):
+                unit = wanted.square().mean().sqrt()
+                loss = loss + smooth_l1_loss(found / unit, wanted / unit)
+            losses.append(_DECAY**step * loss)
+    return torch.stack(losses).sum()
+
+
+def _own_ids(heads: Any, target: Any) -> Tensor:
+    """For each of the target's ids its index among the ids that heads guess, (vocabulary,), int64; -1 for none."""
+    size = vocabulary_size(target)
+    if not isinstance(heads, SequentialHeads):
+        return torch.arange(size, dtype=torch.int64, device="cpu")
+    found = torch.full((size,), -1, dtype=torch.int64, device="cpu")
+    found[heads.ids] = torch.arange(len(heads.ids), dtype=torch.int64, device="cpu")
+    return found
+
+
+@torch.no_grad()
+def accuracies(
+    target: Any, heads: Any, rows: Sequence[Example], layers: Sequence[int], steps: int
+) -> tuple[tuple[float, ...], ...]:
+    """How often the next id was a step's likeliest one, its second, up to its fifth, (steps, 5)."""
+    right, seen = (torch.zeros(steps, size, dtype=torch.float32, device="cpu") for size in (_RANKS, 1))
+    own = _own_ids(heads, target)
+    for at in range(0, len(rows), BATCH):
+        inputs = {name: part.to(device_of(target)) for name, part in batch(rows[at : at + BATCH]).items()}
+        for step, (logits, places, _, _) in enumerate(_guesses(target, heads, inputs, layers, steps)):
+            came = own[inputs["labels"][:, 2 + step :][places].cpu()]
+            right[step] += (logits.topk(_RANKS).indices.cpu() == came[:, None]).sum(dim=0)
+            seen[step] += len(came)
     return tuple(map(tuple, (right / seen.clamp_min(1)).tolist()))

@@ -1,16 +1,13 @@
 """A draft model is made from nothing for one target, from texts that the target writes."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import inf, isqrt
-from numbers import Real
+from math import isqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +16,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from xtok.align.projection import projection
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.assisted import XTokAssisted
-from xtok.drafts.examples import IGNORED, Example, batch, training_examples
+from xtok.drafts.examples import IGNORED, batch, training_examples
 from xtok.drafts.given import without_a_model
-from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import device_of, vocabulary_size
 from xtok.models.load import Source, draft_model, load
 from xtok.models.modes import Modes, within
 from xtok.models.prompts import Chat
 from xtok.models.timing import timed
 from xtok.results.progress import busy
-from xtok.tune.answers import has_template, prompts_for, write_for
-from xtok.tune.training import BATCH, Objective, fit
+from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
+from xtok.tune.training import Objective, fit, planned
 from xtok.tune.vocabulary import small_tokenizer
 from xtok.tune.work import (
     check,
@@ -42,11 +38,8 @@ from xtok.tune.work import (
     work_of_draft,
     writing_arguments,
 )
-from xtok.tune.writing import name_of_way, save, way
+from xtok.tune.writing import name_of_way, way
 
-_WRITING = 0.4
-"""What share of the time the target writes."""
-_EPOCHS = 12
 _RATE = 2e-3
 _WINDOW = 1024
 _HEAD = 64
@@ -121,16 +114,11 @@ def make_draft(
     known = None if prompts is None else digest(prompts)
     settings = MakingSettings(name(target), known, parameters, hours, vocabulary, starts, max_new_tokens, sampled, temperature)
     check(settings, parameters=100_000, vocabulary=512, starts=1, max_new_tokens=1)
-    if not (isinstance(hours, Real) and 0 < hours < inf):
-        raise InvalidInputError(f"hours is {shown(hours)}; it must be a number above 0.")
     pair = load(target, "target")
-    if prompts is None and not has_template(pair[1]):
-        raise InvalidInputError(
-            "The target has no chat template, so it can't write questions. Give prompts: beginnings of texts as it is to write."
-        )
+    check_prompts(pair[1], prompts)
     work = work_of_draft(Path(out), settings)
     chosen = prompts_for(pair, prompts, starts, work / "apart")
-    texts = write_for(pair, chosen, 3600 * hours * _WRITING, work / "texts", **writing_arguments(settings))
+    texts = write_for(pair, chosen, 3600 * hours * WRITING, work / "texts", **writing_arguments(settings))
     counts = Counter(token for one in texts for token in one.ids)
     tokenizer = small_tokenizer(pair[1], counts, [one.text for one in texts], vocabulary)
     untrained: Any = _model(tokenizer, parameters)
@@ -139,12 +127,13 @@ def make_draft(
     model: Any = learner.model
     rows = training_examples(learner, view, texts)
     own_ids = _first_ids(view, learner.vocabulary.view, vocabulary_size(pair[0])).to(model.device)
-    plan = _plan(model, rows, own_ids, 3600 * hours * (1 - _WRITING), work / "plan.json")
+    loss = partial(loss_of, own_ids=own_ids)
+    plan = planned(model, rows, loss, 3600 * hours * (1 - WRITING), work / "plan.json")
 
     def measured() -> float:
         return per_forward(pair, (model.eval(), tokenizer), chosen.stopping, **writing_arguments(settings))[0]
 
-    objective = Objective(batch, partial(loss_of, own_ids=own_ids, bf16=plan.bf16), measured)
+    objective = Objective(batch, partial(loss, bf16=plan.bf16), measured)
     found = fit(model, rows, objective, work / "training", epochs=plan.epochs, rate=_RATE)
     model.config.use_cache = True  # the trainer switches it off
     model = model.eval().to(torch.bfloat16)
@@ -214,39 +203,6 @@ def loss_of(model: Any, inputs: dict[str, Tensor], own_ids: Tensor, bf16: bool =
     soft = -(probabilities * logs.gather(1, ids.clamp_min(0))).sum(dim=-1)
     loss: Tensor = (hard + soft).mean()
     return loss
-
-
-class _Plan(NamedTuple):
-    """How a draft is trained. `bf16`: forward passes are in bfloat16; weights are in float32."""
-
-    epochs: int
-    bf16: bool
-
-
-def _plan(model: Any, rows: Sequence[Example], own_ids: Tensor, seconds: float, file: Path) -> _Plan:
-    """How many epochs fit into the time, and in which precision steps are faster. It is saved, for another run would measure
-    something else.
-    """
-    if not file.exists():
-        with busy("timing a few steps of training"):
-            took = {bf16: _seconds_per_step(deepcopy(model), batch(rows[:BATCH]), own_ids, bf16) for bf16 in (False, True)}
-        bf16 = took[True] < took[False]
-        epochs = max(1, min(_EPOCHS, int(seconds / (took[bf16] * len(rows) / BATCH))))
-        save(file, lambda half: half.write_text(json.dumps([epochs, bf16])))
-    return _Plan(*json.loads(file.read_text()))
-
-
-def _seconds_per_step(model: Any, inputs: dict[str, Tensor], own_ids: Tensor, bf16: bool) -> float:
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs = {name: part.to(model.device) for name, part in inputs.items()}
-    spans = []
-    for _ in range(3):
-        with timed() as span, torch.enable_grad():
-            loss: Any = loss_of(model, inputs, own_ids, bf16)
-            loss.backward()
-            optimizer.step()
-        spans.append(span.seconds)
-    return min(spans)
 
 
 def _compared(

@@ -3,9 +3,11 @@
 import json
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -15,10 +17,13 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from xtok.align.projection import Projection
 from xtok.drafts.adapt import with_lora
 from xtok.drafts.examples import Example, batch
-from xtok.results.progress import console
+from xtok.models.timing import timed
+from xtok.results.progress import busy, console
 from xtok.tune.loss import guessing_loss
+from xtok.tune.writing import save
 
 _MEASURED = "tokens_per_forward"
+_EPOCHS = 12
 BATCH = 16
 """How many texts a step learns from."""
 _PATIENCE = 3
@@ -133,6 +138,38 @@ def fit(
         trainer.loss, trainer.measure = objective.loss, objective.measure
         trainer.train(resume_from_checkpoint=latest)
     return _measured(trainer.state.log_history)
+
+
+class Plan(NamedTuple):
+    """How a model is trained. `bf16`: forward passes are in bfloat16; weights are in float32."""
+
+    epochs: int
+    bf16: bool
+
+
+def planned(model: nn.Module, rows: Sequence[Example], loss: Callable[..., Tensor], seconds: float, file: Path) -> Plan:
+    """How many epochs fit into the time, and in which precision steps are faster. It is saved in `file`, for another run would
+    measure something else. `loss`: of a model and a batch, which takes `bf16`.
+    """
+    if not file.exists():
+        with busy("timing a few steps of training"):
+            took = {bf16: _seconds_per_step(deepcopy(model), rows, partial(loss, bf16=bf16)) for bf16 in (False, True)}
+        bf16 = took[True] < took[False]
+        epochs = max(1, min(_EPOCHS, int(seconds / (took[bf16] * len(rows) / BATCH))))
+        save(file, lambda half: half.write_text(json.dumps([epochs, bf16])))
+    return Plan(*json.loads(file.read_text()))
+
+
+def _seconds_per_step(model: nn.Module, rows: Sequence[Example], loss: Callable[..., Tensor]) -> float:
+    optimizer, spans = torch.optim.AdamW(model.parameters()), []
+    inputs = {name: part.to(next(model.parameters()).device) for name, part in batch(rows[:BATCH]).items()}
+    for _ in range(3):
+        with timed() as span, torch.enable_grad():
+            found: Any = loss(model, inputs)
+            found.backward()
+            optimizer.step()
+        spans.append(span.seconds)
+    return min(spans)
 
 
 class _Trainer(Trainer):

@@ -41,7 +41,6 @@ class Settings:
     learning_rate: float | None
     draft: str | None = None
     lora: bool | None = None
-    heads: int | None = None
     penalty: float = field(default=PENALTY, init=False)
 
     def measured(self, prompts: Sequence[str]) -> list[str]:
@@ -122,6 +121,9 @@ def check(settings: Any, **least: int) -> None:
     sampled: float = settings.sampled
     if not (isinstance(sampled, Real) and 0 <= sampled <= 1):
         raise InvalidInputError(f"sampled is {shown(sampled)}; it is a share of the texts, from 0 to 1.")
+    hours = getattr(settings, "hours", 1.0)
+    if not (isinstance(hours, Real) and 0 < hours < inf):
+        raise InvalidInputError(f"hours is {shown(hours)}; it must be a number above 0.")
     for name in ("temperature", "learning_rate"):
         number: float | None = getattr(settings, name, None)
         if number is not None and not (isinstance(number, Real) and 0 < number < inf):
