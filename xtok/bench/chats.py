@@ -11,7 +11,8 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch.nn.functional import cross_entropy
 
-from xtok.bench.compare import UAG, Row, row, ways
+from xtok.assisted import XTokAssisted
+from xtok.bench.compare import HEADS, HEADS_ALONE, UAG, Row, row, ways
 from xtok.bench.rows import Column
 from xtok.bench.runs import (
     ALONE,
@@ -25,6 +26,7 @@ from xtok.bench.runs import (
     uag,
     write_in_turns,
 )
+from xtok.drafts.heads import HeadsDrafter
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import Chat, prompt_ids
 
@@ -95,11 +97,18 @@ def by_kind(rows: Sequence[KindRow]) -> list[SettingsRow]:
 
 
 def compare_chats(
-    target: tuple[Any, Any], draft: tuple[Any, Any], asked: Sequence[Question], setting: Setting, *, max_new_tokens: int
+    target: tuple[Any, Any],
+    draft: tuple[Any, Any],
+    asked: Sequence[Question],
+    setting: Setting,
+    *,
+    max_new_tokens: int,
+    heads: HeadsDrafter | None = None,
 ) -> tuple[list[KindRow], list[Row]]:
     """Let every system answer each question in turn, and give a row per kind of question, of xtok, and a row per system.
 
-    xtok runs without a draft, by prompt lookup alone, by that and token recycling, by default, and by the draft alone;
+    xtok runs without a draft, by prompt lookup alone, by that and token recycling, by default, and by the draft alone; with
+    `heads`, by those with lookup and recycling, which the rows by kind are then of, and by those alone;
     transformers' universal assisted generation with its defaults and a copy of the draft. If it refuses the pair (vocabularies
     of one size), it has no row. A question's number is its seed. Raises `InvalidInputError` without questions, and for a target
     without a chat template.
@@ -108,21 +117,25 @@ def compare_chats(
     check_prompts(chats)
     arguments = {**setting.arguments, "max_new_tokens": max_new_tokens}
     calls: list[dict[str, Any]] = [{"texts": [chat], "seed": seed} for seed, chat in enumerate(chats)]
-    systems = systems_of(target, ways(target, draft), arguments)
+    xts = ways(target, draft)
+    if heads is not None:
+        xts |= {HEADS: XTokAssisted(target, heads), HEADS_ALONE: XTokAssisted(target, [heads])}
+    systems = systems_of(target, xts, arguments)
     assisted = partial(by_transformers, target, **uag(target[1], draft, None), **arguments)
     with suppress(ValueError, AttributeError):  # transformers refuses the pair, or fails on it
         assisted(texts=[first])
         systems[UAG] = assisted
     runs = write_in_turns(systems, [{"texts": [first]}, *calls], setting.title)
-    kinds = [_kind_row(kind, setting, asked, runs) for kind in dict.fromkeys(one.kind for one in asked)]
+    named = XTOK if heads is None else HEADS
+    kinds = [_kind_row(kind, setting, asked, runs, named) for kind in dict.fromkeys(one.kind for one in asked)]
     sampled = setting.arguments["do_sample"]
     surprises = _surprises(target, chats, runs) if sampled else {}
     return kinds, [replace(row(name, runs, sampled=sampled), surprise=surprises.get(name)) for name in runs]
 
 
-def _kind_row(kind: str, setting: Setting, asked: Sequence[Question], runs: dict[str, Runs]) -> KindRow:
+def _kind_row(kind: str, setting: Setting, asked: Sequence[Question], runs: dict[str, Runs], system: str) -> KindRow:
     chosen = [number for number, one in enumerate(asked) if one.kind == kind]
-    own, alone = (Runs(runs[name][number] for number in chosen) for name in (XTOK, ALONE))
+    own, alone = (Runs(runs[name][number] for number in chosen) for name in (system, ALONE))
     return KindRow(kind, setting.title, len(own), own.tokens_per_forward, own.total_speed(alone))
 
 

@@ -14,6 +14,7 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.policy.settings import Budget
 
 LOOKUP, NO_MODEL, DRAFT = "xtok, lookup alone", "xtok, lookup and recycling", "xtok, draft alone"
+HEADS, HEADS_ALONE = "xtok, heads in place of the draft", "xtok, heads alone"
 CHAIN, TREE = "xtok, chain of {}", "xtok, tree of depth {}"
 UAG, UAG_LENGTH = "UAG, its defaults", "UAG, length {}"
 LENGTHS = (1, 2, 3, 8, 20)

@@ -20,6 +20,7 @@ from xtok.cli.console import (
     read_lines,
     sources,
 )
+from xtok.pair import pair
 
 if TYPE_CHECKING:
     from xtok.bench.chats import Question
@@ -33,6 +34,9 @@ def chats(
     file: Annotated[
         Path | None,
         typer.Option("--prompts", help="A file with one question per line.", show_default="32 questions in eight kinds"),
+    ] = None,
+    heads: Annotated[
+        Path | None, typer.Option(help="A file of heads, to measure as well.", show_default="the pair's, of a named pair")
     ] = None,
     limit: LimitOption = None,
     max_new_tokens: TokensOption = 128,
@@ -50,15 +54,18 @@ def chats(
 ) -> None:
     """Questions of eight kinds as chats, on one thread: the target alone, transformers' assisted generation, and xtok."""
     from xtok.bench import chats, runs
+    from xtok.drafts.heads import HeadsDrafter
 
     settings, asked = runs.named_settings(setting, known=chats.CHAT_SETTINGS), asked_questions(file, limit)
-    pair = load_pair(*sources(named, target, draft), device, dtype)
+    models = load_pair(*sources(named, target, draft), device, dtype)
+    heads = heads or (None if named is None else pair(named).heads)
+    shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "heads": None if heads is None else HeadsDrafter(heads)}
     with runs.one_thread():
-        found = {name: chats.compare_chats(*pair, asked, way, max_new_tokens=max_new_tokens) for name, way in settings.items()}
+        found = {name: chats.compare_chats(*models, asked, way, **shared) for name, way in settings.items()}
     kinds = [row for rows, _ in found.values() for row in rows]
     by_setting = {name: rows for name, (_, rows) in found.items()}
     titles = {name: settings[name].title for name in found}
-    shape = {"threads": 1, "dtype": str(pair[0][0].dtype).removeprefix("torch."), "max_new_tokens": max_new_tokens}
+    shape = {"threads": 1, "dtype": str(models[0][0].dtype).removeprefix("torch."), "max_new_tokens": max_new_tokens}
     tables: dict[str, Sequence[Any]] = {f"xtok by kind of question, up to {max_new_tokens} tokens": chats.by_kind(kinds)}
     tables |= {titles[name]: rows for name, rows in by_setting.items()}
     print_found({**shape, "titles": titles, "kinds": kinds, "settings": by_setting}, tables, json)

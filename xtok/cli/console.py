@@ -105,6 +105,12 @@ def sources(named: str | None, target: str | None, draft: str | None) -> tuple[s
     return str(found.target), draft or str(found.draft)
 
 
+def guess_sources(named: str | None, target: str | None, draft: str | None) -> tuple[str, str | None]:
+    """As `sources`, for commands that take heads as well as a draft model: of a named pair, what guesses better."""
+    found, of_pair = sources(named, target, draft)
+    return found, of_pair if named is None or draft else str(pair(named).guesser)
+
+
 def held_out(named: str | None) -> list[str]:
     """Prompts to measure on: those of the pair that is named, or every sixth of those of the pair that ships."""
     return prompts()[::EVERY] if named is None or named == "aozora" else pair(named).prompts

@@ -19,10 +19,10 @@ from xtok.cli.console import (
     as_json,
     by_model,
     drafts_of,
+    guess_sources,
     on_the_command_line,
     read_lines,
     read_text,
-    sources,
 )
 from xtok.errors import InvalidInputError
 from xtok.pair import pair
@@ -100,7 +100,7 @@ def generate(
     first = [] if system is None else [{"role": "system", "content": system}]
     inputs = [[*first, {"role": "user", "content": text}] if chat else text for text in texts]
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **({"stop_strings": stop} if stop else {})}
-    target, draft = sources(named, target, draft)
+    target, draft = guess_sources(named, target, draft)
     from xtok.assisted import XTokAssisted
 
     xt = XTokAssisted(

@@ -16,8 +16,8 @@ from xtok.cli.console import (
     TargetOption,
     by_model,
     drafts_of,
+    guess_sources,
     on_the_command_line,
-    sources,
 )
 from xtok.errors import InvalidInputError
 
@@ -67,7 +67,7 @@ def serve(
     from xtok.cli.demo import QUESTIONS, SAMPLES
     from xtok.serving.engine import Engine
 
-    target, draft = sources(named, target, draft)
+    target, draft = guess_sources(named, target, draft)
     name = "xtok-pair" if target == OWN_TARGET else Path(target).resolve().name if Path(target).exists() else target
     if memory is not None and not isfinite(memory * 1024**3):
         raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, as 8, or leave it out for no limit.")

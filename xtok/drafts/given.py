@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xtok.drafts.base import Draft, Drafter, Request
+from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.recycling import TokenRecycling
 
@@ -34,9 +35,10 @@ def without_a_model() -> list[Draft]:
 
 
 def as_list(draft: Any, beside: Sequence[Draft]) -> list[Any]:
-    """The drafts and models that a caller gives, as a list. A single model is joined by the drafts `beside` it."""
+    """The drafts and models that a caller gives, as a list. A single model, or heads, is joined by the drafts `beside` it."""
     if draft is None:
         return []
     if isinstance(draft, list):
         return list(draft)
-    return [draft] if is_drafting(draft) else [draft, *beside]
+    is_alone = is_drafting(draft) and not isinstance(draft, HeadsDrafter)
+    return [draft] if is_alone else [draft, *beside]

@@ -21,7 +21,8 @@ def doubled(count: int) -> int:
 
 class View:
     """What a forward pass reads and writes: of the rows from `first` on, the first `seen` positions; new ids go to
-    `cache_positions`, (rows, new). `start`: the first of those, if there is one row without padding.
+    `cache_positions`, (rows, new). `new`: if there is one row, which positions are written; its
+    padding isn't.
 
     `rows`: how many the cache has at least. `capacity`: rows × positions that it may have; None for any number. `evenly`:
     whether attention has a multiple of `QUERIES` queries for each row.
@@ -30,9 +31,9 @@ class View:
     def __init__(self, rows: int, capacity: int | None, *, evenly: bool = False) -> None:
         self.rows, self.capacity, self.evenly = rows, capacity, evenly
 
-    def look(self, first: int, cache_positions: Tensor, seen: int, start: int | None) -> None:
+    def look(self, first: int, cache_positions: Tensor, seen: int, new: range | None) -> None:
         self.first, self.last = first, first + len(cache_positions)
-        self.cache_positions, self.seen, self.start = cache_positions, seen, start
+        self.cache_positions, self.seen, self.new = cache_positions, seen, new
         self.index = torch.arange(first, self.last, dtype=torch.int64, device=cache_positions.device)[:, None]
 
     def need(self, last: int, reach: int, rows: int, positions: int) -> None:
@@ -135,8 +136,9 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
 
     def _written(self, held: Tensor, states: Tensor) -> Tensor:
         view = self._view
-        if view.start is not None:
-            held.select(0, view.first).narrow(1, view.start, states.shape[2]).copy_(states[0])
+        if view.new is not None:
+            count = len(view.new)
+            held.select(0, view.first).narrow(1, view.new.start, count).copy_(states[0, :, -count:])
         else:
             index, positions = view.index.to(held.device), view.cache_positions.to(held.device)  # layers may lie elsewhere
             held[index, :, positions] = states.transpose(1, 2)

@@ -243,7 +243,8 @@ class SharedCache:
         asked = dict(zip(_rows(asks), asks, strict=True))
         rows = self._rows[first:last] + [None] * (last - max(first, len(self._rows)))  # the latter are no sequence's
         news = [NewIds() if row is None else row.new(asked.get(row.index)) for row in rows]
-        ends = [one.base + len(one.ids) + (len(one.ids) < width) for one in news]
+        new = range(news[0].base, news[0].base + len(news[0].ids)) if len(news) == 1 and not self._captures(asks) else None
+        ends = [one.base + len(one.ids) + (new is None and len(one.ids) < width) for one in news]
         nodes = max(one.nodes for one in news)
         reach = max(max(end, one.kept + nodes) for end, one in zip(ends, news, strict=True))
         seen = self._seen(asks[0]) if self._shapes is not None else reach if self._graphs is None else rounded(reach)
@@ -253,9 +254,8 @@ class SharedCache:
         if (states := _states(asks, first, len(news), width)) is not None:
             inputs["states"] = states
         if not self._captures(asks):
-            start = news[0].base if len(news) == 1 and len(news[0].ids) == width else None
             whole = self._shapes is not None and not is_wide(asks[0])  # how many rows a matrix has may change its bits
-            return self._computed(first, seen, inputs, start, None if whole else max(ask.rows for ask in asks))
+            return self._computed(first, seen, inputs, new, None if whole else max(ask.rows for ask in asks))
         assert self._graphs is not None
         return self._graphs.run((first, last, width, seen), partial(self._computed, first, seen), inputs)
 
@@ -264,16 +264,16 @@ class SharedCache:
         return self._graphs is not None and not is_wide(asks[0]) and all(layer.is_initialized for layer in self._layers)
 
     def _computed(
-        self, first: int, seen: int, inputs: Inputs, start: int | None = None, logits: int | None = None
+        self, first: int, seen: int, inputs: Inputs, new: range | None = None, logits: int | None = None
     ) -> list[Tensor]:
         """What the model computes by `inputs` and the cache alone, so that it can be captured.
 
-        `first`: the first row. `seen`, `start`: see `View`. `logits`: of how many of the last ids those are wanted; None for
+        `first`: the first row. `seen`, `new`: see `View`. `logits`: of how many of the last ids those are wanted; None for
         all.
         """
         ids, positions, cache_positions = (inputs[name] for name in ("ids", "positions", "cache_positions"))
         masks = {kind: inputs[kind] for kind in self._trees.windows}
-        self._view.look(first, cache_positions, seen, start)
+        self._view.look(first, cache_positions, seen, new)
         outputs = self._model(
             input_ids=ids,
             position_ids=positions,

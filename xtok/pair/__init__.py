@@ -23,10 +23,14 @@ HEADS = _ROOT / "heads.safetensors"
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, and a draft for it. `chats`: whether the target is tuned for chats."""
+    """A target, a draft model for it, and heads on it. `guesser`: which of the two guesses better. `chats`: whether the target
+    is tuned for chats.
+    """
 
     name: str
     draft: Path
+    heads: Path
+    guesser: Path
     chats: bool
 
     @property
@@ -46,7 +50,15 @@ class Pair:
         return prompts() if self.name == "aozora" else _lines("english.txt")
 
 
-PAIRS = {one.name: one for one in (Pair("aozora", DRAFT, chats=False), Pair("smollm2", _ROOT / "smollm2", chats=True))}
+_SMOLLM2 = _ROOT / "smollm2"
+_HEADS = _SMOLLM2 / "heads.safetensors"
+PAIRS = {
+    one.name: one
+    for one in (
+        Pair("aozora", DRAFT, HEADS, guesser=DRAFT, chats=False),
+        Pair("smollm2", _SMOLLM2, _HEADS, guesser=_HEADS, chats=True),
+    )
+}
 """All pairs, by name."""
 
 

@@ -137,13 +137,13 @@ def train_heads(
 
     def measured() -> float:
         save_heads(learner, info, now)
-        return per_forward(pair, HeadsDrafter(now), chosen.stopping, **arguments)[0]
+        return per_forward(pair, [HeadsDrafter(now)], chosen.stopping, **arguments)[0]
 
     objective = Objective(batch, partial(loss, bf16=plan.bf16), measured)
     found = fit(learner, rows, objective, work / "training", epochs=plan.epochs, rate=_RATE)
     save_heads(learner, info, now)
     with busy("measuring what was gained"):
-        after, ways = per_forward(pair, HeadsDrafter(now), chosen.kept, **arguments)
+        after, ways = per_forward(pair, [HeadsDrafter(now)], chosen.kept, **arguments)
         apart = _examples(pair, write(pair, chosen.kept, work / "kept", shows=False, **arguments))
     accuracy = accuracies(made.model, learner, apart, info.layers, steps)
     save_heads(learner, replace(info, accuracy=accuracy), now)
