@@ -32,7 +32,7 @@ DraftOption = Annotated[str | None, typer.Option(help="Hub id or path of the dra
 GuessOption = Annotated[
     str | None,
     typer.Option(
-        help='Hub id or path of the draft model, a file of heads, "lookup" for prompt lookup alone, or "none".',
+        help='Hub id or path of the draft model, a file or folder of heads, "lookup" for prompt lookup alone, or "none".',
         show_default="the pair's; for other targets, prompt lookup and token recycling",
     ),
 ]
@@ -124,7 +124,7 @@ def model_draft(target: str, draft: str | None) -> str:
             "its own, and suits others badly.",
             err=True,
         )
-    if draft is not None and draft.endswith(".safetensors"):
+    if draft is not None and _holds_heads(draft):
         raise InvalidInputError(f"{draft} holds heads, and this needs a draft model. Use xtok generate for heads.")
     return draft or OWN_DRAFT
 
@@ -139,7 +139,13 @@ def drafts_of(target: str, draft: str | None) -> Any:
         return OWN_DRAFT if target == OWN_TARGET else without_a_model()
     if draft in ("none", "lookup"):
         return None if draft == "none" else PromptLookup()
-    return HeadsDrafter(draft) if draft.endswith(".safetensors") else draft
+    return HeadsDrafter(draft) if _holds_heads(draft) else draft
+
+
+def _holds_heads(draft: str) -> bool:
+    from xtok.drafts.eagle3 import is_eagle3
+
+    return draft.endswith(".safetensors") or is_eagle3(Path(draft))
 
 
 def by_model(option: str | None) -> str | tuple[str | None, str | None] | None:

@@ -100,7 +100,8 @@ class Setup:
     @cached_property
     def hidden_layers(self) -> tuple[int, ...]:
         """After which of the target's layers drafts read hidden states."""
-        return tuple(sorted({layer for one in self.drafts if isinstance(one, HeadsDrafter) for layer in one.layers}))
+        heads = [one for one in self.drafts if isinstance(one, HeadsDrafter)]
+        return tuple(sorted({layer for one in heads for layer in one.layers_for(self.target.model)}))
 
     def positions_beside(self, positions: float = 1, *, prediction: bool = False) -> int:
         """How many cache positions a sequence of so many positions may need beside those: for guesses and padding."""

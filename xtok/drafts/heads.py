@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.base import Drafter, Request, check_request
+from xtok.drafts.eagle3 import check_eagle3, layers_of_eagle3, load_eagle3, read_eagle3
 from xtok.drafts.medusa import MedusaDrafter, MedusaHeads
-from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, load_sequential
+from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, StateHeads, load_sequential
 from xtok.errors import InvalidInputError, reason, shown
 from xtok.models.cache import device_of, output_embeddings
 from xtok.models.modes import Modes, within
@@ -43,15 +44,23 @@ class HeadsInfo:
 
 
 class HeadsDrafter:
-    """Guesses by heads that `xtok train-heads` trained for the target. One object may serve several instances and threads."""
+    """Guesses by heads that `xtok train-heads` trained for the target, or by published EAGLE-3 heads. One object may serve
+    several instances and threads.
+    """
 
     def __init__(self, file: str | PathLike[str]) -> None:
-        """Raises `InvalidInputError` for a file that holds no heads."""
+        """`file`: what `xtok train-heads` wrote, or a folder with EAGLE-3 heads in the format of speculators. Raises
+        `InvalidInputError` for what holds no heads.
+        """
+        self._made, self._eagle3 = Verdicts(self._for), None
         try:
             self.file = Path(file)
         except TypeError as error:
             raise InvalidInputError(f"The file of heads is {file!r}; give its path.") from error
         try:
+            if (self.file / "config.json").exists():
+                self._eagle3 = read_eagle3(self.file)
+                return
             with safe_open(self.file, framework="pt") as kept:
                 known = json.loads((kept.metadata() or {})["xtok"])
                 self._tensors = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118 # it can't be iterated
@@ -59,9 +68,9 @@ class HeadsDrafter:
             self.trained = HeadsInfo(**known)
             self._hidden_size = _hidden_size(self.trained, self._tensors)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            why = "it is a folder" if Path(self.file).is_dir() else reason(error)
+            is_bare = self.file.is_dir() and not (self.file / "config.json").exists()
+            why = "it is a folder" if is_bare else reason(error)
             raise InvalidInputError(f"{self.file} holds no heads: {why}. Make one with: xtok train-heads") from error
-        self._made = Verdicts(self._for)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_made"}
@@ -70,24 +79,25 @@ class HeadsDrafter:
         vars(self).update(state)
         self._made = Verdicts(self._for)
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """After which layers of the target hidden states are read."""
-        return self.trained.layers
+    def layers_for(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """After which layers of a target hidden states are read."""
+        return self.trained.layers if self._eagle3 is None else layers_of_eagle3(self._eagle3[0], model)
 
     @within(Modes())
-    def _for(self, model: PreTrainedModel) -> MedusaHeads | SequentialHeads:
+    def _for(self, model: PreTrainedModel) -> MedusaHeads | StateHeads:
         """The heads on a target's device, in its dtype."""
+        if self._eagle3 is not None:
+            return load_eagle3(*self._eagle3, model)
         if self.trained.window is not None:
-            return load_sequential(self._tensors, len(self.layers), self.trained.window, model)
+            return load_sequential(self._tensors, len(self.trained.layers), self.trained.window, model)
         made = MedusaHeads(*self._tensors["weight"].shape[:2])
         made.load_state_dict(self._tensors)
         return made.to(device_of(model), model.dtype)
 
-    def model_for(self, model: PreTrainedModel) -> SequentialHeads | None:
+    def model_for(self, model: PreTrainedModel) -> StateHeads | None:
         """What is forwarded to guess for a target: sequential heads; Medusa's need no forward pass."""
         made = self._made(model)
-        return made if isinstance(made, SequentialHeads) else None
+        return made if isinstance(made, StateHeads) else None
 
     def check(self, model: PreTrainedModel, view: TokenBytes) -> None:
         """Raises `InvalidInputError` unless the heads were trained for this target."""
@@ -95,6 +105,9 @@ class HeadsDrafter:
             raise InvalidInputError(
                 f"Heads are checked against a model and the bytes of its ids (TokenBytes); given was {shown((model, view))}."
             )
+        if self._eagle3 is not None:
+            check_eagle3(*self._eagle3, model)
+            return
         mine, found = replace(self.trained, hidden_size=self._hidden_size), described(model, view)
         for name in ("target", "hidden_size", "vocabulary"):
             if getattr(mine, name) != getattr(found, name):
@@ -109,7 +122,7 @@ class HeadsDrafter:
         if request.model is None:
             raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
         made, model, view = self._made(request.model), request.model, request.vocabulary.view
-        columns = tuple(request.hidden_layers.index(layer) for layer in self.layers)
+        columns = tuple(request.hidden_layers.index(layer) for layer in self.layers_for(model))
         keys = request.vocabulary.keys.to(device_of(model))
         if isinstance(made, MedusaHeads):
             return MedusaDrafter(made, columns[0], keys, output_embeddings(model), view, request.meter, request.shapes)

@@ -22,10 +22,52 @@ HEAD = 64
 """The size of an attention head."""
 
 
-class SequentialHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call, unused-ignore]
-    """A decoder layer that reads pairs: a hidden state of the target, and the id that was picked from it. After each pair it
-    gives logits of the next id, and a state that takes the place of the target's hidden state if that id is only guessed
-    (EAGLE, Li et al. 2024, arXiv 2401.15077; EAGLE-3, 2025, arXiv 2503.01840).
+class StateHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call, unused-ignore]
+    """What reads pairs: a hidden state of the target, and the id that was picked from it. After each pair it gives logits of
+    the next id, and a state that takes the place of the target's hidden state if that id is only guessed.
+
+    `ids`: those of the target that it has logits for, (ids,), int64, in order. `window`: how many positions are read at most.
+    """
+
+    _supports_sdpa = True
+    ids: Tensor
+    window: int
+    model: Any
+
+    def fused(self, hidden: Tensor) -> Tensor:
+        """The state of each of the target's hidden states, (…, layers, hidden size): (…, size)."""
+        raise NotImplementedError
+
+    def pairs(self, ids: Tensor, states: Tensor) -> Tensor:
+        """What the layer reads of pairs of `ids`, (rows, new), and `states`, (rows, new, size)."""
+        raise NotImplementedError
+
+    def logits_after(self, states: Tensor) -> Tensor:
+        """Logits of `ids` by states after pairs, (…, ids)."""
+        raise NotImplementedError
+
+    def step(self, ids: Tensor, states: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
+        """The states after pairs, (rows, new, size), and the cache. `inputs`: the layer's others."""
+        output = self.model(inputs_embeds=self.pairs(ids, states), **inputs)
+        return output.last_hidden_state, getattr(output, CACHE, None)
+
+    def forward(
+        self, input_ids: Tensor, states: Tensor | None = None, *, logits_to_keep: int = 0, **inputs: Any
+    ) -> CausalLMOutputWithPast:
+        """As a causal LM, of which `hidden_states` are the states. `states`: zeros if left out."""
+        for name in ("output_hidden_states", "return_dict"):
+            inputs.pop(name, None)
+        if states is None:
+            size = (*input_ids.shape, self.config.hidden_size)
+            states = torch.zeros(size, dtype=self.dtype, device=input_ids.device)
+        found, cache = self.step(input_ids, states, **inputs)
+        logits = self.logits_after(found[:, -logits_to_keep:] if logits_to_keep else found)
+        return CausalLMOutputWithPast(logits=logits, hidden_states=(found,), **{CACHE: cache})
+
+
+class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignore]
+    """A decoder layer on the target's hidden states (as in EAGLE, Li et al. 2024, arXiv 2401.15077, and EAGLE-3, 2025, arXiv
+    2503.01840), as xtok trains it.
 
     Hidden states of several layers are fused into one. Embeddings of ids are the target's, and logits are made by the rows of
     its output embedding for `ids`, the ids that it writes most. A window of positions is seen, as many as in training.
@@ -34,7 +76,6 @@ class SequentialHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
     """
 
     config_class = MistralConfig
-    _supports_sdpa = True
 
     def __init__(self, config: MistralConfig, layers: int, embedding: nn.Module, output: nn.Module, ids: Tensor) -> None:
         """`layers`: of how many layers hidden states are read. `embedding`, `output`: the target's. `ids`: (ids,), int64."""
@@ -49,7 +90,7 @@ class SequentialHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         self.out = nn.Linear(size, hidden, bias=False)
         self._targets = (embedding, weight.detach()[ids.to(weight.device)].clone())  # no weights of its own
         self.scales = nn.Buffer(torch.ones(layers, dtype=torch.float32))
-        self.ids = ids
+        self.ids, self.window = ids, int(config.sliding_window or 0)
 
     def get_input_embeddings(self) -> nn.Module:
         return self._targets[0]
@@ -58,34 +99,18 @@ class SequentialHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         return None
 
     def fused(self, hidden: Tensor) -> Tensor:
-        """The state of each of the target's hidden states, (…, layers, hidden size): (…, size)."""
         return self.fuse((hidden.to(self.fuse.weight) * self.scales[:, None]).flatten(-2))  # type: ignore[no-any-return]
 
-    def step(self, ids: Tensor, states: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
-        """The states after pairs of `states`, (rows, new, size), and `ids`, (rows, new), and the cache. `inputs`: the layer's
-        others.
-        """
+    def pairs(self, ids: Tensor, states: Tensor) -> Tensor:
         embedded = self._targets[0](ids).detach().to(states.dtype)  # the target is frozen
-        pairs = self.mix(torch.cat([self.norm_id(embedded), self.norm_state(states)], dim=-1))
-        output = self.model(inputs_embeds=pairs, **inputs)
-        return output.last_hidden_state, getattr(output, CACHE, None)
+        return self.mix(torch.cat([self.norm_id(embedded), self.norm_state(states)], dim=-1))  # type: ignore[no-any-return]
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Logits of `self.ids`, (…, ids), by last hidden states of the target as `self.out` predicts them."""
+        """Logits of `ids`, (…, ids), by last hidden states of the target as `self.out` predicts them."""
         return nn.functional.linear(hidden, self._targets[1].to(hidden.dtype))
 
-    def forward(
-        self, input_ids: Tensor, states: Tensor | None = None, *, logits_to_keep: int = 0, **inputs: Any
-    ) -> CausalLMOutputWithPast:
-        """As a causal LM, of which `hidden_states` are the states. `states`: zeros if left out."""
-        for name in ("output_hidden_states", "return_dict"):
-            inputs.pop(name, None)
-        if states is None:
-            like = self.fuse.weight
-            states = torch.zeros((*input_ids.shape, like.shape[0]), dtype=like.dtype, device=like.device)
-        found, cache = self.step(input_ids, states, **inputs)
-        logits = self.logits_of(self.out(found[:, -logits_to_keep:] if logits_to_keep else found))
-        return CausalLMOutputWithPast(logits=logits, hidden_states=(found,), **{CACHE: cache})
+    def logits_after(self, states: Tensor) -> Tensor:
+        return self.logits_of(self.out(states))
 
 
 def sequential_config(ids: int, size: int, inner: int, heads: int, groups: int, window: int) -> MistralConfig:
@@ -127,7 +152,7 @@ class SequentialDrafter(ModelDrafter):
     the pairs that are yet to be read, (pairs, layers, hidden size). `_states`: after the last pair, and after each node.
     """
 
-    heads: SequentialHeads
+    heads: StateHeads
     slot: Slot
     columns: tuple[int, ...]
     keys: Tensor
@@ -154,17 +179,13 @@ class SequentialDrafter(ModelDrafter):
             self.slot.roll_back(known)
         unread = known - self.slot.length
         self._hidden = hidden if self._hidden is None else torch.cat([self._hidden[:unread], hidden])
-        if len(self._hidden) > self._window:
+        if len(self._hidden) > self.heads.window:
             self._restart(start + len(hidden) - len(self._hidden), self._hidden)
-
-    @property
-    def _window(self) -> int:
-        return int(self.heads.config.sliding_window)
 
     def _restart(self, start: int, hidden: Tensor) -> None:
         """Forget what was read. `hidden`: of the ids from `start` on."""
         self.slot.start_anew()
-        dropped = max(0, len(hidden) - self._window)
+        dropped = max(0, len(hidden) - self.heads.window)
         self._start, self._hidden = start + dropped, hidden[dropped:]
 
     @torch.no_grad()

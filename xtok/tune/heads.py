@@ -216,7 +216,7 @@ def _unrolled(heads: Any, hidden: Tensor, ids: Tensor, steps: int) -> Iterator[T
         return
     size = ids.shape[1] - 1
     states, cache, order = heads.fused(hidden[:, :size]), DynamicCache(), torch.arange(size, device=ids.device)
-    mask = (order <= order[:, None]) & (order > order[:, None] - heads.config.sliding_window)
+    mask = (order <= order[:, None]) & (order > order[:, None] - heads.window)
     for step in range(steps):
         read = pad(ids[:, 1 + step :], (0, step))
         sees = torch.zeros_like(mask, dtype=states.dtype).masked_fill(~mask, torch.finfo(states.dtype).min)
