@@ -10,7 +10,7 @@ import pytest
 import torch
 from worlds import TREE, alone
 
-from xtok import XTokAssisted
+from xtok import HeadsDrafter, XTokAssisted
 from xtok.bench.chats import questions
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
@@ -56,9 +56,10 @@ def half(folder: Path) -> Loaded:
 
 
 @pytest.fixture(scope="module")
-def drafts() -> list[Path]:
-    """A draft that knows nothing of the target's language, and the one made for the target."""
-    return [DRAFT, *(one for one in [pair("smollm2").draft] if one.exists())]
+def drafts() -> list[Any]:
+    """A draft that knows nothing of the target's language, and the draft and the heads made for the target."""
+    found = pair("smollm2")
+    return [DRAFT, found.draft, HeadsDrafter(found.heads)]
 
 
 def test_it_computes_in_bfloat16_and_its_files_are_plain(half: Loaded, folder: Path) -> None:
@@ -89,14 +90,14 @@ def test_its_template_makes_a_chat_and_its_end_ends_an_answer(half: Loaded) -> N
 
 
 @pytest.mark.parametrize("number", range(len(CHATS)))
-def test_its_ids_are_those_of_generate(number: int, exact: Loaded, drafts: list[Path]) -> None:
+def test_its_ids_are_those_of_generate(number: int, exact: Loaded, drafts: list[Any]) -> None:
     ids = prompt_ids(exact[1], CHATS[number])
     expected = alone(exact[0], ids, **GREEDY)
     for draft in drafts:
         assert XTokAssisted(exact, draft, budget=TREE).generate(CHATS[number], **GREEDY).token_ids == expected
 
 
-def test_a_seed_is_enough(exact: Loaded, drafts: list[Path]) -> None:
+def test_a_seed_is_enough(exact: Loaded, drafts: list[Any]) -> None:
     expected = [one.token_ids for one in XTokAssisted(exact).generate(CHATS[:4], **SAMPLED)]
     for draft in drafts:
         assert [one.token_ids for one in XTokAssisted(exact, draft).generate(CHATS[:4], **SAMPLED)] == expected
@@ -104,7 +105,7 @@ def test_a_seed_is_enough(exact: Loaded, drafts: list[Path]) -> None:
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_stable_ids_are_the_same_in_bfloat16_alone_in_batches_and_with_any_draft(
-    settings: dict[str, Any], half: Loaded, drafts: list[Path]
+    settings: dict[str, Any], half: Loaded, drafts: list[Any]
 ) -> None:
     expected = [XTokAssisted(half, stable=True).generate(chat, **settings).token_ids for chat in CHATS[:4]]
     for draft in drafts:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from worlds import CHAIN, TREE, fitting, tokenizer
 
-from xtok import Budget, HeadsDrafter, XTokAssisted
+from xtok import Budget, Engine, HeadsDrafter, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.base import Context, Request
 from xtok.drafts.heads import HeadsInfo, described, save_heads
@@ -119,3 +119,23 @@ def test_heads_of_another_shape_are_refused(tmp_path: Path) -> None:
         save_file(changed, tmp_path / "other", metadata=metadata)
         with pytest.raises(InvalidInputError, match="holds no heads"):
             HeadsDrafter(tmp_path / "other")
+
+
+def test_an_engine_shares_them_between_requests_within_its_memory(file: Path) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    alone = XTokAssisted((TARGET, TOKENS))
+    xt = XTokAssisted((TARGET, TOKENS), HeadsDrafter(file), budget=TREE)
+    with Engine(xt, batch_size=3, memory=2**24) as engine:
+        waiting = [engine.submit(prompt, **asked) for prompt in PROMPTS * 2]
+        found = [one.result() for one in waiting]
+    assert [one.token_ids for one in found] == [alone.generate(prompt, **asked).token_ids for prompt in PROMPTS * 2]
+    assert all(one.stats.draft_error is None and one.stats.draft_forwards for one in found)
+
+
+def test_long_prompts_are_read_in_parts_and_by_their_end(file: Path) -> None:
+    """Of a prompt that is longer than the window, what no guess would see isn't read."""
+    prompt = "吾輩は猫である。" * 20
+    xt = XTokAssisted((TARGET, TOKENS), [HeadsDrafter(file)], budget=CHAIN)
+    generation = xt.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate(prompt, max_new_tokens=12, do_sample=False).token_ids
+    assert generation.stats.draft_error is None and generation.stats.proposed

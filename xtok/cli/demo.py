@@ -15,6 +15,7 @@ from transformers.utils import logging
 from xtok.assisted import XTokAssisted
 from xtok.bench.runs import by_transformers
 from xtok.bench.stretch import forward_seconds, stretch
+from xtok.drafts.heads import HeadsDrafter
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
 from xtok.models.prompts import Prompt
@@ -47,16 +48,17 @@ ALONE, DRAFTED = "alone", "xtok"
 REAL, SMALL, LARGE = "SmolLM2", "Japanese, as it ships", "Japanese, enlarged"
 INTRODUCTION = (
     "What you will see\n\n"
-    "A target model writes: on its own, and by xtok. There, a small model, which has another tokenizer, guesses what comes "
-    "next (the draft). So does what the text repeats (prompt lookup), and what the target held for likely before (token "
-    "recycling). One forward pass of the target checks all guesses of a round. The target picks every token itself, so both "
-    "texts must be the same, token by token: a right guess saves a forward pass, a wrong one changes nothing. The two texts "
-    "are written in turns; the clock of one stands still while the other is written. One thread.\n"
+    "A target model writes: on its own, and by xtok. There, something small guesses what comes next: a layer that reads "
+    "the target's hidden states (heads), or a model with another tokenizer (the draft). So does what the text repeats "
+    "(prompt lookup), and what the target held for likely before (token recycling). One forward pass of the target "
+    "checks all guesses of a round. The target picks every token itself, so both texts must be the same, token by token: "
+    "a right guess saves a forward pass, a wrong one changes nothing. The two texts are written in turns; the clock of "
+    "one stands still while the other is written. One thread.\n"
 )
 ENGLISH = (
     "1. A real chat model\n\n"
-    "SmolLM2-135M-Instruct (135 M parameters, bfloat16) answers questions greedily. Its draft of {parameters:.1f} M "
-    "parameters learnt from its texts, as xtok make-draft does it.\n"
+    "SmolLM2-135M-Instruct (135 M parameters, bfloat16) answers questions greedily. Its heads of {parameters:.1f} M "
+    "parameters learnt from its texts, as xtok train-heads does it.\n"
 )
 MISSING = "1. A real chat model\n\nIt is left out: {reason}\n"
 JAPANESE = (
@@ -71,9 +73,9 @@ Your own pair, by hub ids or folders:
 
   xtok inspect --target TARGET --draft DRAFT               # how well they fit
   xtok generate "…" --target TARGET --draft DRAFT --show   # a text, tinted by who guessed
-  xtok make-draft --target TARGET --out FOLDER             # if there is no small model for yours
+  xtok train-heads --target TARGET --out FILE              # if there is no small model for yours; or make-draft
 """
-TITLES = "the target alone", "by xtok, with the draft"
+TITLES = "the target alone", "by xtok"
 System = tuple[str, str]
 """Which target, and by what."""
 
@@ -126,12 +128,13 @@ def _english(console: Console) -> dict[System, list[Run]]:
     try:
         folder = real.target  # fetched at first
         with busy("loading SmolLM2"):
-            target, draft = load(folder, "target"), load(real.draft, "draft")
+            target, heads = load(folder, "target"), HeadsDrafter(real.heads)
+            model = heads.model_for(target[0])
     except InvalidInputError as error:
         console.print(MISSING.format(reason=error))
         return {}
-    console.print(ENGLISH.format(parameters=draft[0].num_parameters() / 1e6))
-    systems = {(REAL, ALONE): XTokAssisted(target), (REAL, DRAFTED): XTokAssisted(target, draft)}
+    console.print(ENGLISH.format(parameters=0 if model is None else model.num_parameters() / 1e6))
+    systems = {(REAL, ALONE): XTokAssisted(target), (REAL, DRAFTED): XTokAssisted(target, heads)}
     chats: dict[str, Prompt] = {question: [{"role": "user", "content": question}] for question in QUESTIONS}
     for xt in systems.values():
         xt.generate([{"role": "user", "content": "Hello!"}], max_new_tokens=8, do_sample=False)
@@ -231,7 +234,7 @@ def _print_summary(console: Console, runs: dict[System, list[Run]]) -> bool:
     speeds = {(target, by): seconds[target, ALONE] / own for (target, by), own in seconds.items()}
     same = {name: all(run.same for run in some) for name, some in runs.items()}
     table = Table(title="The texts above, and the Japanese ones by the target as it ships")
-    for title in ("target", "by", "tokens per forward pass", "by draft", "by other guesses", "speed", "identical"):
+    for title in ("target", "by", "tokens per forward pass", "by draft or heads", "by other guesses", "speed", "identical"):
         named = title in ("target", "by")
         table.add_column(title, justify="left" if named else "right", no_wrap=named)
     for (target, by), some in runs.items():
