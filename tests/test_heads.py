@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from pkgutil import resolve_name
@@ -37,7 +38,7 @@ from xtok.models.cache_set import CacheSet
 from xtok.models.forwards import together
 from xtok.models.load import load
 from xtok.models.stable import StableShapes
-from xtok.tune.heads import TrainedHeads, _guesses, _hidden, accuracies, loss_of
+from xtok.tune.heads import HeadsSettings, TrainedHeads, _guesses, _hidden, _untrained, accuracies, loss_of
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -257,3 +258,12 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidInputError, match=name):
             trained(tmp_path / "h", **{name: value})
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [None, 64, 100, 640, 704])
+def test_heads_of_any_size_can_be_made(size: int | None) -> None:
+    settings = HeadsSettings("a", None, "sequential", 1.0, 2, size, 10, 1, 1, 0.5, None)
+    info = replace(described(TARGET, token_bytes(TOKENS)), layers=LAYERS, window=9)
+    heads: Any = _untrained(TARGET, info, ROWS, settings)
+    assert heads.config.hidden_size == -(-(size or 32) // 64) * 64
+    assert torch.isfinite(heads(torch.tensor([[5, 6]])).logits).all()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessorList, MistralConfig, MistralModel, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.base import Context, ModelDrafter
@@ -83,7 +84,7 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
         weight: Any = output.weight
         size, hidden = config.hidden_size, weight.shape[1]
         self.fuse = nn.Linear(layers * hidden, size, bias=False)
-        self.norm_id, self.norm_state = nn.RMSNorm(hidden, eps=1e-6), nn.RMSNorm(size, eps=1e-6)
+        self.norm_id, self.norm_state = MistralRMSNorm(hidden), MistralRMSNorm(size)
         self.mix = nn.Linear(hidden + size, size, bias=False)
         self.model = MistralModel(config)
         self.model.embed_tokens = nn.Identity()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from xtok.drafts.examples import IGNORED, Example, WrittenText, batch
 from xtok.drafts.heads import LAST, HeadsDrafter, HeadsInfo, described, save_heads
 from xtok.drafts.medusa import MedusaHeads
-from xtok.drafts.sequential import SequentialHeads, sequential_config
+from xtok.drafts.sequential import HEAD, SequentialHeads, sequential_config
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import CACHE, device_of, output_embeddings, stacked, vocabulary_size
 from xtok.models.load import Source, target_model
@@ -37,7 +38,6 @@ _RANKS = 5
 _RATE = 2e-3
 _WINDOW = 512
 """How many positions sequential heads see at most; as many as the longest text that they learn if that is shorter."""
-_HEAD = 64
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def train_heads(
     settings = HeadsSettings(
         name(target), known, kind, hours, steps, size, vocabulary, starts, max_new_tokens, sampled, temperature
     )
-    check(settings, steps=1, vocabulary=64, starts=1, max_new_tokens=1, **({} if size is None else {"size": _HEAD}))
+    check(settings, steps=1, vocabulary=64, starts=1, max_new_tokens=1, **({} if size is None else {"size": HEAD}))
     if kind not in get_args(Kind):
         raise InvalidInputError(f"kind is {shown(kind)}; use one of {', '.join(map(repr, get_args(Kind)))}.")
     if Path(out).is_dir():
@@ -184,8 +184,9 @@ def _untrained(
         return MedusaHeads(settings.steps, info.hidden_size).to(device_of(model))
     counts = Counter(token for row in rows for token in row.labels.tolist() if token != IGNORED)
     ids = torch.tensor(sorted(token for token, _ in counts.most_common(settings.vocabulary)), dtype=torch.int64, device="cpu")
-    size = -(-(settings.size or info.hidden_size) // _HEAD) * _HEAD
-    config = sequential_config(len(ids), size, size, size // _HEAD, max(1, size // _HEAD // 3), info.window)
+    heads = ceil((settings.size or info.hidden_size) / HEAD)
+    size, groups = heads * HEAD, next(count for count in range(max(1, heads // 3), 0, -1) if heads % count == 0)
+    config = sequential_config(len(ids), size, size, heads, groups, info.window)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         made: Any = SequentialHeads(config, len(info.layers), model.get_input_embeddings(), output_embeddings(model), ids)
