@@ -282,7 +282,7 @@ def test_processors_that_leave_no_token_are_reported() -> None:
 
 def test_rejection_is_refused_if_the_distribution_of_a_draft_isnt_known() -> None:
     scripted = ScriptedDrafter(lambda context: [])
-    with pytest.raises(UnsupportedArgumentError, match="takes one draft model alone"):
+    with pytest.raises(UnsupportedArgumentError, match="takes one draft model, or sequential heads, alone"):
         XTokAssisted((TARGET, TOKENS), scripted, acceptance="rejection")
     with pytest.raises(InvalidInputError, match="acceptance is 'lossy'; use one of 'match', 'rejection', 'typical'"):
         XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="lossy")

@@ -1,5 +1,6 @@
 """Sequential heads: they change no text, and what they read is what the target picked, whatever rounds came before."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from worlds import CHAIN, TREE, fitting, tokenizer
 
 from xtok import Budget, Engine, HeadsDrafter, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
+from xtok.bench.sampled import chi_square
 from xtok.drafts.base import Context, Request
 from xtok.drafts.heads import HeadsInfo, described, save_heads
 from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, sequential_config
@@ -25,11 +27,11 @@ PROMPTS = ["吾輩は", "The quick brown fox", "親譲りの無鉄砲で小供�
 LAYERS = (0, 1, -1)
 
 
-def heads_file(path: Path, window: int = 8, seed: int = 0, count: int = 40) -> Path:
-    """Random heads for the target, whose guesses are as good as any."""
-    torch.manual_seed(seed)
-    ids = torch.randperm(TARGET.config.vocab_size)[:count].sort().values
-    config = sequential_config(count, 32, 48, 2, 1, window)
+def heads_file(path: Path, window: int = 8, known: set[int] | None = None) -> Path:
+    """Random heads for the target, whose guesses are as good as any. `known`: the ids that they guess; None for some."""
+    torch.manual_seed(0)
+    ids = torch.randperm(TARGET.config.vocab_size)[:40].sort().values if known is None else torch.tensor(sorted(known))
+    config = sequential_config(len(ids), 32, 48, 2, 1, window)
     made = SequentialHeads(config, len(LAYERS), TARGET.get_input_embeddings(), TARGET.get_output_embeddings(), ids)
     for weight in made.parameters():
         if weight.dim() > 1:
@@ -139,3 +141,28 @@ def test_long_prompts_are_read_in_parts_and_by_their_end(file: Path) -> None:
     generation = xt.generate(prompt, max_new_tokens=12, do_sample=False)
     assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate(prompt, max_new_tokens=12, do_sample=False).token_ids
     assert generation.stats.draft_error is None and generation.stats.proposed
+
+
+@pytest.mark.deep
+def test_rejection_draws_from_the_target_with_heads(tmp_path: Path) -> None:
+    """The joint distribution of three ids, beside the exact one."""
+    asked: dict[str, Any] = {"max_new_tokens": 3, "do_sample": True, "top_k": 3, "top_p": 1.0, "eos_token_id": None}
+    start, exact = list(TOKENS("吾輩は").input_ids), {(): 1.0}
+    for _ in range(3):
+        grown = {}
+        for ids, probability in exact.items():
+            best = TARGET(input_ids=torch.tensor([[*start, *ids]])).logits[0, -1].double().topk(3)
+            for token, share in zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True):
+                grown[(*ids, token)] = probability * share
+        exact = grown
+    heads = HeadsDrafter(heads_file(tmp_path / "h", known={token for ids in exact for token in ids}))
+    xt = XTokAssisted((TARGET, TOKENS), heads, acceptance="rejection", budget=Budget(3))
+    count, accepted, found = 1500, 0, Counter[tuple[int, ...]]()
+    for seed in range(count):
+        generation = xt.generate("吾輩は", seed=seed, **asked)
+        found[tuple(generation.token_ids)] += 1
+        accepted += generation.stats.accepted
+        assert generation.stats.draft_error is None
+    assert set(found) <= set(exact) and accepted > 30
+    expected = torch.tensor(list(exact.values())) * count
+    assert chi_square(torch.tensor([found[ids] for ids in exact]), expected) > 1e-3

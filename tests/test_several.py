@@ -352,7 +352,7 @@ def test_a_model_guesses_together_with_what_the_text_repeats_and_a_list_is_taken
 
 def test_what_takes_one_model_refuses_several() -> None:
     target = (TARGET, TOKENS)
-    with pytest.raises(UnsupportedArgumentError, match="takes one draft model alone"):
+    with pytest.raises(UnsupportedArgumentError, match="takes one draft model, or sequential heads, alone"):
         XTokAssisted(target, [OTHER, PromptLookup()], acceptance="rejection")
     with pytest.raises(InvalidInputError, match="needs one draft model that can learn, and there are 2"):
         XTokAssisted(target, [OTHER, OTHER], adapt=True)

@@ -117,10 +117,11 @@ def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *,
     """Raises `InvalidInputError` or `UnsupportedArgumentError` for drafts that can't do what is requested."""
     if any(one.model is target.model for one in models):
         raise InvalidInputError("The draft is the target itself, which can't guess sooner than it knows. Give a smaller model.")
-    if acceptance == "rejection" and given and (len(given), len(models)) != (1, 1):
+    drawing = len(models) + sum(isinstance(one, HeadsDrafter) and one.is_sequential for one in given)
+    if acceptance == "rejection" and given and (len(given), drawing) != (1, 1):
         raise UnsupportedArgumentError(
-            "acceptance='rejection' needs the distribution that guesses are drawn from, so it takes one draft model alone. "
-            "Give one, or use acceptance='match'."
+            "acceptance='rejection' needs the distribution that guesses are drawn from, so it takes one draft model, or "
+            "sequential heads, alone. Give one, or use acceptance='match'."
         )
     if adapt and len(models) != 1:
         raise InvalidInputError(f"adapt=True needs one draft model that can learn, and there are {len(models)}.")

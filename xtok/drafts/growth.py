@@ -17,8 +17,9 @@ from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree, Trie
 from xtok.models.forwards import Look, Looked, Steps
+from xtok.sampling.draws import Distribution, race
 from xtok.sampling.largest import largest
-from xtok.sampling.noise import PICK, near_exponential, states_of
+from xtok.sampling.noise import GUESS, PICK, near_exponential, states_of
 
 CHILDREN = 8
 """How many continuations of a guess are considered."""
@@ -54,10 +55,13 @@ class Path:
 
 @dataclass
 class IdPath(Path):
-    """A guess in the target's `ids`, of which `controls` many have no bytes."""
+    """A guess in the target's `ids`, of which `controls` many have no bytes. `distributions`: what they were drawn from, for
+    speculative sampling.
+    """
 
     ids: tuple[int, ...] = ()
     controls: int = 0
+    distributions: tuple[Distribution, ...] = ()
 
 
 AnyPath = TypeVar("AnyPath", bound=Path)
@@ -90,6 +94,17 @@ def noise_after(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> Te
     probabilities are the target's distribution.
     """
     return near_exponential(keys, states_of(noise_states(context, guesses), keys.device))
+
+
+def drawn(meter: Meter, context: Context, guess: IdPath, distribution: Distribution, keys: Tensor) -> tuple[int, float]:
+    """An id drawn from `distribution` after a guess, under noise by which the target doesn't draw, and its probability.
+
+    `keys`: of all ids of the target, (vocabulary,), int64.
+    """
+    with meter.timing("noise"):
+        states = states_of(noise_states(context, [guess], GUESS), keys.device)
+        index = int(race(distribution.probabilities.log()[None], keys[distribution.ids], states, 1, whole=True)[1])
+    return int(distribution.ids[index]), float(distribution.probabilities[index])
 
 
 def as_lists(meter: Meter, *parts: Tensor) -> Steps[list[list[Any]]]:

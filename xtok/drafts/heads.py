@@ -79,6 +79,11 @@ class HeadsDrafter:
         vars(self).update(state)
         self._made = Verdicts(self._for)
 
+    @property
+    def is_sequential(self) -> bool:
+        """Whether these are sequential heads, and not Medusa's."""
+        return self._eagle3 is not None or self.trained.window is not None
+
     def layers_for(self, model: PreTrainedModel) -> tuple[int, ...]:
         """After which layers of a target hidden states are read."""
         return self.trained.layers if self._eagle3 is None else layers_of_eagle3(self._eagle3[0], model)
@@ -129,7 +134,8 @@ class HeadsDrafter:
         slot = request.slots.take(made, hidden_layers=(LAST,))
         if not slot.shares:
             raise InvalidInputError(f"Heads in {model.dtype} on {model.device} failed a trial forward pass. Use another draft.")
-        return SequentialDrafter(made, slot, columns, keys, view, request.meter, request.shapes)
+        independent = request.independent and request.samples
+        return SequentialDrafter(made, slot, columns, keys, view, request.meter, request.shapes, independent)
 
 
 def _hidden_size(known: HeadsInfo, tensors: dict[str, Tensor]) -> int:

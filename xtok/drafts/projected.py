@@ -15,10 +15,10 @@ from xtok.drafts.growth import (
     IdPath,
     as_lists,
     check_numbers,
+    drawn,
     grown,
     likeliest,
     noise_after,
-    noise_states,
     tree_of,
 )
 from xtok.drafts.meter import Meter
@@ -27,8 +27,7 @@ from xtok.drafts.reader import Reader
 from xtok.drafts.tree import Tree, chain
 from xtok.models.forwards import Steps
 from xtok.models.roles import DraftModel
-from xtok.sampling.draws import Distribution, race
-from xtok.sampling.noise import GUESS, states_of
+from xtok.sampling.draws import Distribution
 
 _PENDING = 3
 """How many bytes of an unfinished character there are at most."""
@@ -36,13 +35,10 @@ _PENDING = 3
 
 @dataclass
 class _Guess(IdPath):
-    """A guess. `draft_ids`: the draft's ids for its last one. `size`: how many ids the draft has read after it.
-    `distributions`: what its ids were drawn from, for speculative sampling.
-    """
+    """A guess. `draft_ids`: the draft's ids for its last one. `size`: how many ids the draft has read after it."""
 
     draft_ids: tuple[int, ...] = ()
     size: int = 0
-    distributions: tuple[Distribution, ...] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -141,11 +137,7 @@ class ProjectedDrafter(ModelDrafter):
         """The guess continued by an id drawn from `distribution`; none if that has no ids."""
         if not len(distribution.ids):
             return []
-        keys = self.candidates.keys[distribution.ids]
-        with self.meter.timing("noise"):
-            states = states_of(noise_states(context, [guess], GUESS), keys.device)
-            index = int(race(distribution.probabilities.log()[None], keys, states, 1, whole=True)[1])
-        child = self._child(context, guess, int(distribution.ids[index]), float(distribution.probabilities[index]))
+        child = self._child(context, guess, *drawn(self.meter, context, guess, distribution, self.candidates.keys))
         return [replace(child, distributions=(*guess.distributions, distribution))]
 
     def _child(self, context: Context, guess: _Guess, token: int, probability: float) -> _Guess:

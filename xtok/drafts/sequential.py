@@ -1,7 +1,7 @@
 """Heads that guess one id after another: a decoder layer on the target's hidden states and the ids that it picked (EAGLE)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.base import Context, ModelDrafter
-from xtok.drafts.growth import SHARPNESS, IdPath, grown, likeliest, next_ids, tree_of
+from xtok.drafts.growth import SHARPNESS, IdPath, check_numbers, child, drawn, grown, likeliest, next_ids, tree_of
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.tree import Tree
+from xtok.drafts.tree import Tree, chain
 from xtok.models.cache import CACHE, device_of, output_embeddings
 from xtok.models.forwards import Answer, Ask, Slot, Steps
+from xtok.sampling.draws import Distribution
 
 HEAD = 64
 """The size of an attention head."""
@@ -147,7 +148,7 @@ def load_sequential(tensors: Mapping[str, Tensor], layers: int, window: int, mod
 @dataclass(eq=False, repr=False)
 class SequentialDrafter(ModelDrafter):
     """The drafter of one sequence. `columns`: which of the layers that the target shows are read. `keys`: of the target's ids,
-    for noise.
+    for noise. `independent`: guesses are draws of noise of their own, with their distributions, for speculative sampling.
 
     The slot in the heads holds the pairs of the ids from `_start` on, and while a tree grows those of its nodes. `_hidden`: of
     the pairs that are yet to be read, (pairs, layers, hidden size). `_states`: after the last pair, and after each node.
@@ -160,6 +161,8 @@ class SequentialDrafter(ModelDrafter):
     view: TokenBytes
     meter: Meter
     warpers: LogitsProcessorList
+    independent: bool = False
+    _failure: Exception | None = None
     _start: int = 0
     _hidden: Tensor | None = None
     _states: list[Tensor] = field(default_factory=list)
@@ -191,7 +194,17 @@ class SequentialDrafter(ModelDrafter):
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """A tree of the likeliest guesses; a chain if the budget's width is 1. None as long as no hidden state is known."""
+        """A tree of the likeliest guesses; a chain if the budget's width is 1, and always of independent draws. There are no
+        guesses as long as no hidden state is known.
+
+        What fails after a first draw is raised in the next round, as by `ProjectedDrafter`.
+        """
+        if (failure := self._failure) is not None:
+            self._failure = None
+            try:
+                raise failure
+            finally:
+                del failure  # an exception and its frames would keep each other, and caches with them, alive
         ids = context.ids[self._start + self.slot.length :]
         if self._hidden is None or not ids or len(ids) != len(self._hidden):
             return Tree()
@@ -199,7 +212,10 @@ class SequentialDrafter(ModelDrafter):
             logits = yield from self._read(list(ids), self.heads.fused(self._hidden))
             self._hidden = None
             first = (yield from self._children(context, logits, [IdPath(1.0, -1, b"")], -1, budget))[0]
-        return tree_of((yield from grown(first, budget, lambda front: self._expanded(context, front, budget))), budget)
+        guesses = yield from grown(first, budget, lambda front: self._expanded(context, front, budget))
+        if not self.independent:
+            return tree_of(guesses, budget)
+        return chain(guesses[-1].ids, guesses[-1].written, guesses[-1].distributions)
 
     def _read(self, ids: list[int], states: Tensor) -> Steps[Tensor]:
         """Read pairs. Returns the logits after the last, (1, ids)."""
@@ -219,13 +235,20 @@ class SequentialDrafter(ModelDrafter):
 
     def _expanded(self, context: Context, front: list[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
         """The continuations of some guesses, all by one forward pass."""
-        with self.meter.drafting():
-            node, parents = self.slot.branched, [guess.parent for guess in front]
-            states = torch.stack([self._states[parent + 1] for parent in parents])
-            answer = yield from self._forward(Ask(self.slot, [guess.ids[-1] for guess in front], len(front), parents, states))
-            assert answer.hidden is not None
-            self._states += answer.hidden[:, 0]
-            return (yield from self._children(context, answer.logits, front, node, budget))
+        try:
+            with self.meter.drafting():
+                return (yield from self._continued(context, front, budget))
+        except Exception as error:
+            self._failure = error.with_traceback(None)  # which would keep all tensors of the forward pass alive
+            return [[] for _ in front]
+
+    def _continued(self, context: Context, front: list[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
+        node, parents = self.slot.branched, [guess.parent for guess in front]
+        states = torch.stack([self._states[parent + 1] for parent in parents])
+        answer = yield from self._forward(Ask(self.slot, [guess.ids[-1] for guess in front], len(front), parents, states))
+        assert answer.hidden is not None
+        self._states += answer.hidden[:, 0]
+        return (yield from self._children(context, answer.logits, front, node, budget))
 
     def _children(
         self, context: Context, logits: Tensor, front: Sequence[IdPath], node: int, budget: Budget
@@ -235,8 +258,19 @@ class SequentialDrafter(ModelDrafter):
         own, probabilities = likeliest(logits.to(self.keys.device), self.warpers)
         table = self.heads.ids.to(self.keys.device)
         ids = table.expand(len(logits), -1) if own is None else table[own]
+        if self.independent:
+            check_numbers(logits, probabilities[:, :1].tolist())
+            return [[self._drawn(context, front[0], Distribution(ids[0], probabilities[0].double()), node)]]
         found = yield from next_ids(self.meter, context, front, ids, probabilities, self.keys, self.view)
         for at, children in enumerate(found, start=node):
             for one in children:
                 one.parent = at
         return [children[:1] for children in found] if budget.width == 1 else found
+
+    def _drawn(self, context: Context, guess: IdPath, distribution: Distribution, node: int) -> IdPath:
+        """The guess continued by an id that is drawn from `distribution`."""
+        kept = distribution.probabilities > 0
+        distribution = Distribution(distribution.ids[kept], distribution.probabilities[kept] / distribution.probabilities.sum())
+        token, probability = drawn(self.meter, context, guess, distribution, self.keys)
+        found = child(context, self.view, guess, probability, token)
+        return replace(found, parent=node, distributions=(*guess.distributions, distribution))
