@@ -1,6 +1,8 @@
 """Sequential heads: they change no text, and what they read is what the target picked, whatever rounds came before."""
 
+import json
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +168,64 @@ def test_rejection_draws_from_the_target_with_heads(tmp_path: Path) -> None:
     assert set(found) <= set(exact) and accepted > 30
     expected = torch.tensor(list(exact.values())) * count
     assert chi_square(torch.tensor([found[ids] for ids in exact]), expected) > 1e-3
+
+
+WILD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a layer that the target lacks": ({}, {"layers": [0, 1, 99]}),
+    "layers that are no numbers": ({}, {"layers": ["a", "b", "c"]}),
+    "a window without positions": ({}, {"window": 0}),
+    "a window that is no number": ({}, {"window": "abc"}),
+    "an id beyond the vocabulary": ({"ids": torch.tensor([10**6, *range(39)])}, {}),
+    "an id twice": ({"ids": torch.tensor([0, *range(39)])}, {}),
+    "ids that are no whole numbers": ({"ids": torch.ones(40)}, {}),
+    "a matrix that is missing": ({"model.layers.0.self_attn.q_proj.weight": None}, {}),
+    "a matrix that claims much": ({"model.layers.0.mlp.gate_proj.weight": torch.zeros(600_000, 0)}, {}),
+    "a vector for a matrix": ({"fuse.weight": torch.zeros(32)}, {}),
+}
+
+
+@pytest.mark.parametrize("what", WILD)
+def test_wild_files_are_refused_before_any_text(tmp_path: Path, what: str) -> None:
+    """Found here: some made the target's own forward pass raise, or took memory by what they claimed."""
+    changed, claimed = WILD[what]
+    with safe_open(heads_file(tmp_path / "h"), framework="pt") as kept:
+        known = json.loads(kept.metadata()["xtok"]) | claimed
+    tensors = {name: one for name, one in (load_file(tmp_path / "h") | changed).items() if one is not None}
+    save_file(tensors, tmp_path / "wild", metadata={"xtok": json.dumps(known)})
+    with pytest.raises(InvalidInputError, match="holds no heads"):
+        XTokAssisted((TARGET, TOKENS), HeadsDrafter(tmp_path / "wild"))
+
+
+def test_hidden_states_that_are_lost_cost_guesses_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found here: an error while they were collected ended the text."""
+    calls = 0
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def cat(self, parts: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls % 3 == 1:
+                raise torch.OutOfMemoryError("no memory")
+            return torch.cat(parts)
+
+    asked: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **asked).token_ids
+    monkeypatch.setattr("xtok.decoding.rounds.torch", Torch())
+    generation = XTokAssisted((TARGET, TOKENS), [HeadsDrafter(file)], budget=CHAIN).generate("吾輩は", **asked)
+    assert calls and generation.token_ids == expected and generation.stats.proposed
+
+
+def test_heads_follow_a_target_that_changes(file: Path) -> None:
+    """Found here: rows of the output embedding were copied once and for all."""
+    target = deepcopy(TARGET)
+    draft, head = HeadsDrafter(file), target.get_output_embeddings().weight
+    before = draft.model_for(target)
+    assert draft.model_for(target) is before and before is not None
+    with torch.no_grad():
+        head.mul_(2)
+    after = draft.model_for(target)
+    hidden = torch.randn(1, 32, dtype=target.dtype)
+    assert after is not None and torch.allclose(after.logits_of(hidden), 2 * before.logits_of(hidden))  # type: ignore[attr-defined]

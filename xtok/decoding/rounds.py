@@ -22,8 +22,8 @@ from xtok.models.forwards import Answer, Ask, Steps, answered, together
 from xtok.models.timing import timed
 
 _NOTHING = Tree()
-_PARTS = 2
-"""How many parts of a prompt that is read in several keep their hidden states for drafters, beside the last one."""
+_KEPT = 2048
+"""Of how many of a prompt's last ids at least hidden states are kept for drafters, if it has so many: no heads see more."""
 
 
 class Known(NamedTuple):
@@ -199,7 +199,9 @@ def _checked(sequence: Sequence, read: int, tree: Tree, checked: Answer | Except
         sequence.meter.target_replays += checked.cost.replayed
         sequence.read += read
         if checked.hidden is not None and sequence.is_reading:
-            sequence.hidden = [*sequence.hidden[-_PARTS:], checked.hidden]
+            sequence.hidden.append(checked.hidden)
+            while sum(map(len, sequence.hidden[1:])) >= _KEPT:
+                del sequence.hidden[0]
         if sequence.left or not _has_drafters(sequence):
             return []
         with sequence.meter.timing("all"):
@@ -245,9 +247,12 @@ def _hidden(sequence: Sequence, tree: Tree, checked: Answer, nodes: list[int]) -
     if checked.hidden is None:
         return None
     context = len(checked.hidden) - len(tree) - 1
-    states = checked.hidden[[context + 1 + node for node in nodes]]
     prompt, sequence.hidden = sequence.hidden, []
-    return torch.cat([*prompt[:-1], *(last[:context] for last in prompt[-1:]), states])
+    try:
+        states = checked.hidden[[context + 1 + node for node in nodes]]
+        return torch.cat([*prompt[:-1], *(last[:context] for last in prompt[-1:]), states])
+    except Exception:  # no memory, say: drafters go on with what comes next
+        return None
 
 
 @torch.no_grad()

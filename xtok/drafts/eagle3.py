@@ -10,12 +10,29 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from xtok.drafts.sequential import StateHeads
+from xtok.drafts.sequential import StateHeads, built, checked_ids
 from xtok.errors import InvalidInputError
-from xtok.models.cache import device_of, vocabulary_size
+from xtok.models.cache import device_of, ids_read, vocabulary_size
 
 _WINDOW = 2048
-"""How many positions are read at most, as in training."""
+"""Of how many of the most recent positions hidden states are kept, as many as such heads are trained with."""
+_SETTINGS = {
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+}
+"""What is read of a configuration. Others could name code, such as kernels to fetch."""
 
 
 class _Layer(LlamaDecoderLayer):  # type: ignore[no-untyped-call, unused-ignore]
@@ -50,7 +67,8 @@ class Eagle3Heads(StateHeads):  # type: ignore[no-untyped-call, unused-ignore]
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
         self.model = LlamaModel(config)
         self.model.layers[0] = _Layer(config, normed)
-        self.model.embed_tokens, self.model.norm = nn.Identity(), nn.Identity()  # a state is what the norm has not seen
+        self.model.embed_tokens = nn.Identity()
+        self.model.norm = nn.Identity()  # the next step reads the state before the final norm
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, len(ids), bias=False)
         self._embedding = (embedding,)
@@ -85,6 +103,9 @@ def read_eagle3(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
+    layers = config.get("eagle_aux_hidden_state_layer_ids")
+    if layers is not None and (not isinstance(layers, list) or len(layers) != 3):
+        raise ValueError(f"its config.json has eagle_aux_hidden_state_layer_ids {layers!r}; there should be three")
     if tensors["fc.weight"].shape != (layer["hidden_size"], 3 * layer["hidden_size"]):
         raise ValueError(f"fc.weight has shape {tuple(tensors['fc.weight'].shape)}")
     return config, tensors
@@ -101,7 +122,7 @@ def is_eagle3(folder: Path) -> bool:
 def layers_of_eagle3(config: dict[str, Any], model: PreTrainedModel) -> tuple[int, ...]:
     """After which layers of a target hidden states are read."""
     count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    return tuple(config.get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3))
+    return tuple(config.get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, max(0, count - 3)))
 
 
 def check_eagle3(config: dict[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
@@ -127,12 +148,14 @@ def load_eagle3(config: dict[str, Any], tensors: dict[str, Tensor], model: PreTr
     weights = {name: one for name, one in tensors.items() if name.startswith(("fc.", "norm.", "lm_head."))}
     weights |= {f"model.{name}": one for name, one in tensors.items() if name.startswith("layers.")}
     ids = torch.arange(len(tensors["lm_head.weight"]), dtype=torch.int64, device="cpu")
-    ids = ids + tensors["d2t"].long() if "d2t" in tensors else ids
+    ids = checked_ids(ids + tensors["d2t"] if "d2t" in tensors else ids, model)
     embedding: Any = model.get_input_embeddings()
     if "embed_tokens.weight" in tensors:
         own = tensors["embed_tokens.weight"].to(device_of(model), model.dtype)
+        if own.shape != (ids_read(model), config["transformer_layer_config"]["hidden_size"]):
+            raise ValueError(f"embed_tokens.weight has shape {tuple(own.shape)}")
         embedding = nn.Embedding(own.shape[0], own.shape[1], _weight=own, _freeze=True)
-    layer = {**config["transformer_layer_config"], "vocab_size": len(ids)}
-    made: Any = Eagle3Heads(LlamaConfig(**layer), bool(config.get("norm_before_residual")), embedding, ids)
-    made.load_state_dict(weights)
-    return made.eval().to(device_of(model), model.dtype)  # type: ignore[no-any-return]
+    layer = {name: value for name, value in config["transformer_layer_config"].items() if name in _SETTINGS}
+    made_of = LlamaConfig(**layer, vocab_size=len(ids))
+    normed = bool(config.get("norm_before_residual"))
+    return built(lambda: Eagle3Heads(made_of, normed, embedding, ids), weights, model)

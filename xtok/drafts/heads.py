@@ -52,7 +52,7 @@ class HeadsDrafter:
         """`file`: what `xtok train-heads` wrote, or a folder with EAGLE-3 heads in the format of speculators. Raises
         `InvalidInputError` for what holds no heads.
         """
-        self._made, self._eagle3 = Verdicts(self._for), None
+        self._made, self._eagle3 = Verdicts(self._for, _embeddings_of), None
         try:
             self.file = Path(file)
         except TypeError as error:
@@ -67,7 +67,7 @@ class HeadsDrafter:
             known |= {"accuracy": tuple(map(tuple, known["accuracy"])), "layers": tuple(known.get("layers", (LAST,)))}
             self.trained = HeadsInfo(**known)
             self._hidden_size = _hidden_size(self.trained, self._tensors)
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        except _UNREADABLE as error:
             is_bare = self.file.is_dir() and not (self.file / "config.json").exists()
             why = "it is a folder" if is_bare else reason(error)
             raise InvalidInputError(f"{self.file} holds no heads: {why}. Make one with: xtok train-heads") from error
@@ -77,7 +77,7 @@ class HeadsDrafter:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._made = Verdicts(self._for)
+        self._made = Verdicts(self._for, _embeddings_of)
 
     @property
     def is_sequential(self) -> bool:
@@ -112,8 +112,17 @@ class HeadsDrafter:
             )
         if self._eagle3 is not None:
             check_eagle3(*self._eagle3, model)
-            return
-        mine, found = replace(self.trained, hidden_size=self._hidden_size), described(model, view)
+        else:
+            self._check_target(described(model, view))
+        try:
+            _check_layers(self.layers_for(model), model)
+            self._made(model)
+        except _UNREADABLE as error:
+            raise InvalidInputError(f"{self.file} holds no heads for this target: {reason(error)}.") from error
+
+    def _check_target(self, found: HeadsInfo) -> None:
+        """Raises `InvalidInputError` unless the heads were trained for the target that is `found`."""
+        mine = replace(self.trained, hidden_size=self._hidden_size)
         for name in ("target", "hidden_size", "vocabulary"):
             if getattr(mine, name) != getattr(found, name):
                 raise InvalidInputError(
@@ -127,25 +136,65 @@ class HeadsDrafter:
         if request.model is None:
             raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
         made, model, view = self._made(request.model), request.model, request.vocabulary.view
-        columns = tuple(request.hidden_layers.index(layer) for layer in self.layers_for(model))
+        layers = self.layers_for(model)
+        if not set(layers) <= set(request.hidden_layers):
+            raise InvalidInputError(
+                f"hidden_layers of the request is {request.hidden_layers}; heads read those after {layers}."
+            )
+        columns = tuple(request.hidden_layers.index(layer) for layer in layers)
         keys = request.vocabulary.keys.to(device_of(model))
         if isinstance(made, MedusaHeads):
             return MedusaDrafter(made, columns[0], keys, output_embeddings(model), view, request.meter, request.shapes)
         slot = request.slots.take(made, hidden_layers=(LAST,))
         if not slot.shares:
-            raise InvalidInputError(f"Heads in {model.dtype} on {model.device} failed a trial forward pass. Use another draft.")
+            raise InvalidInputError(
+                f"Heads in {model.dtype} on {model.device} gave other logits in a tree than alone. Use another draft."
+            )
         independent = request.independent and request.samples
         return SequentialDrafter(made, slot, columns, keys, view, request.meter, request.shapes, independent)
+
+
+_UNREADABLE = (
+    OSError,
+    SafetensorError,
+    KeyError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    IndexError,
+    ZeroDivisionError,
+    ImportError,
+)
+"""What reading or building heads raises if a file holds something else."""
+
+
+def _embeddings_of(model: PreTrainedModel) -> Any:
+    """What heads share with a target: they are built anew when it was moved or changed."""
+    modules = model.get_input_embeddings(), output_embeddings(model)
+    weights = [getattr(module, "weight", None) for module in modules]
+    return model.device, [(one.data_ptr(), one._version) for one in weights if isinstance(one, Tensor) and not one.is_meta]
+
+
+def _check_layers(layers: tuple[int, ...], model: PreTrainedModel) -> None:
+    """Raises `ValueError` for layers that a target doesn't have. They are indices of transformers' `hidden_states`: 0 for the
+    embeddings, -1 for what makes logits.
+    """
+    count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    if not layers or not all(type(layer) is int and -count - 1 <= layer <= count for layer in layers):
+        raise ValueError(f"hidden states are read after layers {shown(layers)}, and the target has {count}")
 
 
 def _hidden_size(known: HeadsInfo, tensors: dict[str, Tensor]) -> int:
     """The hidden size of the target that heads were made for. Raises `KeyError` or `ValueError` unless tensors have the shapes
     of heads: memory is taken by them, and a file may claim any.
     """
-    strange = [name for name, one in tensors.items() if not one.is_floating_point() and name != "ids"]
+    strange = [name for name, one in tensors.items() if one.is_floating_point() == (name == "ids") or one.is_complex()]
     if strange:
         raise ValueError(f"{strange[0]} is of {tensors[strange[0]].dtype}")
     if known.window is not None:
+        if type(known.window) is not int or known.window < 1:
+            raise ValueError(f"window is {known.window!r}")
         hidden, count = tensors["out.weight"].shape[0], len(known.layers)
         if tensors["fuse.weight"].shape[1] != hidden * count or tensors["ids"].dim() != 1 or not len(tensors["ids"]):
             raise ValueError(f"fuse has shape {tuple(tensors['fuse.weight'].shape)}, out {tuple(tensors['out.weight'].shape)}")
@@ -161,9 +210,12 @@ def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
     """The info of heads for this target. Raises `InvalidInputError` if its output embedding doesn't take its hidden states."""
     size = int(model.config.get_text_config(decoder=True).hidden_size)
     head = output_embeddings(model)
-    if head is None or getattr(head, "in_features", None) != size:
+    weight = getattr(head, "weight", None)
+    is_plain = isinstance(weight, Tensor) and weight.is_floating_point() and not weight.is_meta
+    if head is None or getattr(head, "in_features", None) != size or not is_plain:
         raise InvalidInputError(
-            f"{type(model).__name__} has no output embedding of its hidden size, {size}, that heads could share."
+            f"{type(model).__name__} has no output embedding of its hidden size, {size}, and in floating point, that heads "
+            "could share."
         )
     digest = sha256(b"\0".join(b"\1" if piece is None else b"\2" + piece for piece in view.table)).hexdigest()
     return HeadsInfo(Path(str(model.name_or_path)).name, size, digest[:16])

@@ -1,8 +1,9 @@
 """Heads that guess one id after another: a decoder layer on the target's hidden states and the ids that it picked (EAGLE)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,11 @@ from xtok.drafts.growth import SHARPNESS, IdPath, check_numbers, child, drawn, g
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree, chain
-from xtok.models.cache import CACHE, device_of, output_embeddings
+from xtok.models.cache import CACHE, device_of, ids_read, output_embeddings, vocabulary_size
 from xtok.models.forwards import Answer, Ask, Slot, Steps
 from xtok.sampling.draws import Distribution
 
-HEAD = 64
+HEAD_DIM = 64
 """The size of an attention head."""
 
 
@@ -28,7 +29,8 @@ class StateHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
     """What reads pairs: a hidden state of the target, and the id that was picked from it. After each pair it gives logits of
     the next id, and a state that takes the place of the target's hidden state if that id is only guessed.
 
-    `ids`: those of the target that it has logits for, (ids,), int64, in order. `window`: how many positions are read at most.
+    `ids`: the target's id of each id that it has logits for, (ids,), int64. `window`: of how many of the most recent positions
+    hidden states are kept for it.
     """
 
     _supports_sdpa = True
@@ -90,9 +92,16 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
         self.model = MistralModel(config)
         self.model.embed_tokens = nn.Identity()
         self.out = nn.Linear(size, hidden, bias=False)
-        self._targets = (embedding, weight.detach()[ids.to(weight.device)].clone())  # no weights of its own
+        self._targets = (embedding, weight.detach()[ids.to(weight.device)].clone())  # in a tuple: these aren't its modules
         self.scales = nn.Buffer(torch.ones(layers, dtype=torch.float32))
         self.ids, self.window = ids, int(config.sliding_window or 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SequentialHeads":
+        """A copy that shares the target's embeddings."""
+        made = type(self).__new__(type(self))
+        memo |= {id(self): made, **{id(part): part for part in self._targets}}
+        vars(made).update(deepcopy(vars(self), memo))
+        return made
 
     def get_input_embeddings(self) -> nn.Module:
         return self._targets[0]
@@ -126,7 +135,7 @@ def sequential_config(ids: int, size: int, inner: int, heads: int, groups: int, 
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=groups,
-        head_dim=HEAD,
+        head_dim=HEAD_DIM,
         sliding_window=window,
         max_position_embeddings=2**20,
         bos_token_id=None,
@@ -137,12 +146,40 @@ def sequential_config(ids: int, size: int, inner: int, heads: int, groups: int, 
 def load_sequential(tensors: Mapping[str, Tensor], layers: int, window: int, model: PreTrainedModel) -> SequentialHeads:
     """Heads of these `tensors` for a target, on its device and in its dtype."""
     size, inner = tensors["fuse.weight"].shape[0], tensors["model.layers.0.mlp.gate_proj.weight"].shape[0]
-    heads, groups = (tensors[f"model.layers.0.self_attn.{name}_proj.weight"].shape[0] // HEAD for name in "qk")
+    heads, groups = (tensors[f"model.layers.0.self_attn.{name}_proj.weight"].shape[0] // HEAD_DIM for name in "qk")
     own = {name: tensor for name, tensor in tensors.items() if name != "ids"}
     config = sequential_config(len(tensors["ids"]), size, inner, heads, groups, window)
-    made: Any = SequentialHeads(config, layers, model.get_input_embeddings(), output_embeddings(model), tensors["ids"].long())
-    made.load_state_dict(own)
+    ids = checked_ids(tensors["ids"], model)
+    shared = model.get_input_embeddings(), output_embeddings(model)
+    return built(lambda: SequentialHeads(config, layers, *shared, ids), own, model)
+
+
+Made = TypeVar("Made", bound=StateHeads)
+
+
+def built(make: Callable[[], Made], tensors: Mapping[str, Tensor], model: PreTrainedModel) -> Made:
+    """What `make` makes, with these tensors, on the device and in the dtype of a target. Raises `ValueError` if they have other
+    names or shapes, before it takes memory for more.
+    """
+    with torch.device("meta"):
+        expected = {name: one.shape for name, one in make().state_dict().items()}
+    found = {name: one.shape for name, one in tensors.items()}
+    if wrong := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+        shapes = (tuple(one[wrong[0]]) if wrong[0] in one else None for one in (found, expected))
+        raise ValueError("{} has shape {}, and should have {}".format(wrong[0], *shapes))
+    made: Any = make()
+    made.load_state_dict(tensors)
     return made.eval().to(device_of(model), model.dtype)  # type: ignore[no-any-return]
+
+
+def checked_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
+    """Ids of a target, int64. Raises `ValueError` unless they are different ids that it reads and has logits for."""
+    size = min(vocabulary_size(model), ids_read(model))
+    if ids.dim() != 1 or ids.is_floating_point() or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size:
+        raise ValueError(f"its ids aren't all from 0 to {size - 1:,}")
+    if len(set(ids.tolist())) < len(ids):
+        raise ValueError("some of its ids are there twice")
+    return ids.long()
 
 
 @dataclass(eq=False, repr=False)

@@ -21,8 +21,8 @@ def doubled(count: int) -> int:
 
 class View:
     """What a forward pass reads and writes: of the rows from `first` on, the first `seen` positions; new ids go to
-    `cache_positions`, (rows, new). `new`: if there is one row, which positions are written; its
-    padding isn't.
+    `cache_positions`, (rows, new). `new`: in a forward pass of one row, the positions of its new ids,
+    without padding, which isn't written; None for several rows.
 
     `rows`: how many the cache has at least. `capacity`: rows × positions that it may have; None for any number. `evenly`:
     whether attention has a multiple of `QUERIES` queries for each row.

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from xtok.drafts.examples import IGNORED, Example, WrittenText, batch
 from xtok.drafts.heads import LAST, HeadsDrafter, HeadsInfo, described, save_heads
 from xtok.drafts.medusa import MedusaHeads
-from xtok.drafts.sequential import HEAD, SequentialHeads, sequential_config
+from xtok.drafts.sequential import HEAD_DIM, SequentialHeads, sequential_config
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import CACHE, device_of, output_embeddings, stacked, vocabulary_size
 from xtok.models.load import Source, target_model
@@ -116,7 +116,7 @@ def train_heads(
     settings = HeadsSettings(
         name(target), known, kind, hours, steps, size, vocabulary, starts, max_new_tokens, sampled, temperature
     )
-    check(settings, steps=1, vocabulary=64, starts=1, max_new_tokens=1, **({} if size is None else {"size": HEAD}))
+    check(settings, steps=1, vocabulary=64, starts=1, max_new_tokens=1, **({} if size is None else {"size": HEAD_DIM}))
     if kind not in get_args(Kind):
         raise InvalidInputError(f"kind is {shown(kind)}; use one of {', '.join(map(repr, get_args(Kind)))}.")
     if Path(out).is_dir():
@@ -129,6 +129,8 @@ def train_heads(
     chosen = prompts_for(pair, prompts, starts, work / "apart")
     rows = _examples(pair, write_for(pair, chosen, 3600 * hours * WRITING, work / "texts", **arguments))
     info = replace(info, layers=(LAST,) if kind == "medusa" else _layers(made.model))
+    if not rows:
+        raise InvalidInputError("The target wrote no text of two tokens. Give other prompts, or more hours.")
     if kind == "sequential":
         info = replace(info, window=min(_WINDOW, max(len(row.input_ids) for row in rows)))
     learner = _untrained(made.model, info, rows, settings)
@@ -184,15 +186,17 @@ def _untrained(
         return MedusaHeads(settings.steps, info.hidden_size).to(device_of(model))
     counts = Counter(token for row in rows for token in row.labels.tolist() if token != IGNORED)
     ids = torch.tensor(sorted(token for token, _ in counts.most_common(settings.vocabulary)), dtype=torch.int64, device="cpu")
-    heads = ceil((settings.size or info.hidden_size) / HEAD)
-    size, groups = heads * HEAD, next(count for count in range(max(1, heads // 3), 0, -1) if heads % count == 0)
+    heads = ceil((settings.size or info.hidden_size) / HEAD_DIM)
+    size, groups = heads * HEAD_DIM, next(count for count in range(max(1, heads // 3), 0, -1) if heads % count == 0)
     config = sequential_config(len(ids), size, size, heads, groups, info.window)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         made: Any = SequentialHeads(config, len(info.layers), model.get_input_embeddings(), output_embeddings(model), ids)
     made.to(device_of(model), torch.float32)
-    hidden = _hidden(model, batch(rows[:BATCH]), info.layers)
-    made.scales.copy_(hidden.square().mean(dim=(0, 1, 3)).rsqrt())
+    inputs = batch(rows[:BATCH])
+    hidden = _hidden(model, inputs, info.layers)
+    sizes = hidden.square().mean(dim=-1).sqrt()[inputs["attention_mask"].to(hidden.device) == 1]  # (ids, layers)
+    made.scales.copy_(1 / sizes.median(dim=0).values)  # a few ids, as the first, have a hundred times the others' size
     return made  # type: ignore[no-any-return]
 
 
@@ -217,15 +221,17 @@ def _unrolled(heads: Any, hidden: Tensor, ids: Tensor, steps: int) -> Iterator[T
         return
     size = ids.shape[1] - 1
     states, cache, order = heads.fused(hidden[:, :size]), DynamicCache(), torch.arange(size, device=ids.device)
-    mask = (order <= order[:, None]) & (order > order[:, None] - heads.window)
+    own = torch.zeros((size, 0), dtype=torch.bool, device=ids.device)
     for step in range(steps):
+        near = (order <= order[:, None]) & (order > order[:, None] + step - heads.window)
+        own = torch.cat([own, torch.eye(size, dtype=torch.bool, device=ids.device)], dim=1)  # each step sees its own guesses
+        mask = torch.cat([near, own[:, size:]], dim=1)
         read = pad(ids[:, 1 + step :], (0, step))
         sees = torch.zeros_like(mask, dtype=states.dtype).masked_fill(~mask, torch.finfo(states.dtype).min)
         sees = sees[None, None].expand(len(ids), 1, -1, -1)
         inputs = {CACHE: cache, "use_cache": True, "attention_mask": sees, "position_ids": order[None] + step}
         states, cache = heads.step(read, states, **inputs)
         yield heads.out(states)
-        mask = torch.cat([mask, torch.eye(size, dtype=torch.bool, device=ids.device)], dim=1)  # each step sees its own guess
 
 
 def _guesses(
@@ -298,6 +304,7 @@ def accuracies(
         inputs = {name: part.to(device_of(target)) for name, part in batch(rows[at : at + BATCH]).items()}
         for step, (logits, places, _, _) in enumerate(_guesses(target, heads, inputs, layers, steps)):
             came = own[inputs["labels"][:, 2 + step :][places].cpu()]
-            right[step] += (logits.topk(_RANKS).indices.cpu() == came[:, None]).sum(dim=0)
+            ranks = min(_RANKS, logits.shape[1])
+            right[step, :ranks] += (logits.topk(ranks).indices.cpu() == came[:, None]).sum(dim=0)
             seen[step] += len(came)
     return tuple(map(tuple, (right / seen.clamp_min(1)).tolist()))
