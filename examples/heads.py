@@ -5,8 +5,8 @@ from xtok.pair import HEADS, TARGET, prompts
 
 heads = HeadsDrafter(HEADS)
 for number, ranks in enumerate(heads.trained.accuracy, start=1):
-    print(f"head {number}: right at first guess {ranks[0]:.0%}, among five guesses {sum(ranks):.0%}")
-xt = XTokAssisted(TARGET, heads, budget=Budget(depth=4, width=8, nodes=32, schedule="constant"))
+    print(f"step {number}: the likeliest token was right in {ranks[0]:.0%}, one of the five likeliest in {sum(ranks):.0%}")
+xt = XTokAssisted(TARGET, [heads], budget=Budget(depth=5, width=4, nodes=32, schedule="constant"))
 g = xt.generate(prompts()[0], max_new_tokens=64, do_sample=False)
 same = g.token_ids == XTokAssisted(TARGET).generate(prompts()[0], max_new_tokens=64, do_sample=False).token_ids
 print(f"{g.stats.tokens_per_forward:.2f} tokens per forward of the target, the same ids: {'yes' if same else 'no'}")

@@ -191,7 +191,7 @@ def _hidden_size(known: HeadsInfo, tensors: dict[str, Tensor]) -> int:
     """
     strange = [name for name, one in tensors.items() if one.is_floating_point() == (name == "ids") or one.is_complex()]
     if strange:
-        raise ValueError(f"{strange[0]} is of {tensors[strange[0]].dtype}")
+        raise ValueError(", ".join(f"{name} is of {tensors[name].dtype}" for name in strange))
     if known.window is not None:
         if type(known.window) is not int or known.window < 1:
             raise ValueError(f"window is {known.window!r}")

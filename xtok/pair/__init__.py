@@ -18,7 +18,7 @@ DRAFT = _ROOT / "draft"
 TUNED = _ROOT / "tuned"
 """That draft, tuned on what the target writes after five of every six prompts."""
 HEADS = _ROOT / "heads.safetensors"
-"""Heads for the target, trained on what it writes after the same prompts."""
+"""Sequential heads for the target, trained on what it writes after the same prompts and openings of other paragraphs."""
 
 
 @dataclass(frozen=True)
