@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import MambaConfig
 from typer.testing import CliRunner
 from worlds import CORPUS, FAMILIES, deep, tokenizer
@@ -415,7 +417,11 @@ def test_the_demo_begins_with_questions_to_the_real_pair(
     shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
     template = "{% for m in messages %}「{{ m['content'] }}」{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
-    monkeypatch.setattr(demo, "pair", lambda _: SimpleNamespace(target=tmp_path, draft=DRAFT))
+    heads = tmp_path / "heads.safetensors"
+    with safe_open(HEADS, framework="pt") as kept:
+        known = json.loads(kept.metadata()["xtok"]) | {"target": tmp_path.name}
+    save_file(load_file(HEADS), heads, metadata={"xtok": json.dumps(known)})
+    monkeypatch.setattr(demo, "pair", lambda _: SimpleNamespace(target=tmp_path, heads=heads))
     monkeypatch.setattr(demo, "QUESTIONS", ("誰か",))
     monkeypatch.setitem(demo.ANSWERED, "max_new_tokens", 6)
     printed, _ = run("demo")

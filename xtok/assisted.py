@@ -72,9 +72,9 @@ class XTokAssisted:
         dtype: OneOrEach[Dtype] = None,
         device_map: OneOrEach[DeviceMap] = None,
     ) -> None:
-        """`draft`: a model, which guesses together with `PromptLookup()` and `TokenRecycling()`; one of those; anything with
-        `propose(context, budget)`; or a list of such, whose guesses are merged. A list is taken as it is. Drafts with the
-        target's own token ids skip the text.
+        """`draft`: a model or `HeadsDrafter(file)`, which guesses together with `PromptLookup()` and `TokenRecycling()`; one of
+        those; anything with `propose(context, budget)`; or a list of such, whose guesses are merged. A list is taken as it is.
+        Drafts with the target's own token ids skip the text.
 
         `budget`: how much is guessed in each round. None: as much as pays, by what forward passes cost and guesses gain lately.
         `Budget(depth=5, width=1, schedule="constant")`, for example, guesses chains of five draft tokens.

@@ -210,12 +210,9 @@ def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
     """The info of heads for this target. Raises `InvalidInputError` if its output embedding doesn't take its hidden states."""
     size = int(model.config.get_text_config(decoder=True).hidden_size)
     head = output_embeddings(model)
-    weight = getattr(head, "weight", None)
-    is_plain = isinstance(weight, Tensor) and weight.is_floating_point() and not weight.is_meta
-    if head is None or getattr(head, "in_features", None) != size or not is_plain:
+    if head is None or getattr(head, "in_features", None) != size:
         raise InvalidInputError(
-            f"{type(model).__name__} has no output embedding of its hidden size, {size}, and in floating point, that heads "
-            "could share."
+            f"{type(model).__name__} has no output embedding of its hidden size, {size}, that heads could share."
         )
     digest = sha256(b"\0".join(b"\1" if piece is None else b"\2" + piece for piece in view.table)).hexdigest()
     return HeadsInfo(Path(str(model.name_or_path)).name, size, digest[:16])

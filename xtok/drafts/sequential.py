@@ -84,16 +84,16 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
     def __init__(self, config: MistralConfig, layers: int, embedding: nn.Module, output: nn.Module, ids: Tensor) -> None:
         """`layers`: of how many layers hidden states are read. `embedding`, `output`: the target's. `ids`: (ids,), int64."""
         super().__init__(config)
-        weight: Any = output.weight
-        size, hidden = config.hidden_size, weight.shape[1]
+        size, hidden = config.hidden_size, int(output.in_features)  # type: ignore[arg-type]
         self.fuse = nn.Linear(layers * hidden, size, bias=False)
         self.norm_id, self.norm_state = MistralRMSNorm(hidden), MistralRMSNorm(size)
         self.mix = nn.Linear(hidden + size, size, bias=False)
         self.model = MistralModel(config)
         self.model.embed_tokens = nn.Identity()
         self.out = nn.Linear(size, hidden, bias=False)
-        self._targets = (embedding, weight.detach()[ids.to(weight.device)].clone())  # in a tuple: these aren't its modules
-        self.scales = nn.Buffer(torch.ones(layers, dtype=torch.float32))
+        self._targets = (embedding, output)  # in a tuple: these aren't its modules
+        self._rows = _rows(output, ids)
+        self.scales = nn.Buffer(torch.ones(layers, dtype=torch.float32, device="cpu"))
         self.ids, self.window = ids, int(config.sliding_window or 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SequentialHeads":
@@ -118,10 +118,21 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Logits of `ids`, (…, ids), by last hidden states of the target as `self.out` predicts them."""
-        return nn.functional.linear(hidden, self._targets[1].to(hidden.dtype))
+        if self._rows is None:
+            logits: Tensor = self._targets[1](hidden)
+            return logits[..., self.ids.to(logits.device)]
+        return nn.functional.linear(hidden, self._rows.to(hidden.dtype))
 
     def logits_after(self, states: Tensor) -> Tensor:
         return self.logits_of(self.out(states))
+
+
+def _rows(output: Any, ids: Tensor) -> Tensor | None:
+    """The rows of an output embedding for some ids, (ids, hidden size); None if it is quantised, or its weights are elsewhere."""
+    weight = output.weight
+    if type(output) is not nn.Linear or not weight.is_floating_point() or weight.is_meta:
+        return None
+    return weight.detach()[ids.to(weight.device)].clone()  # type: ignore[no-any-return]
 
 
 def sequential_config(ids: int, size: int, inner: int, heads: int, groups: int, window: int) -> MistralConfig:
