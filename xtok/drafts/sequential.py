@@ -128,7 +128,7 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
 
 
 def _rows(output: Any, ids: Tensor) -> Tensor | None:
-    """The rows of an output embedding for some ids, (ids, hidden size); None if it is quantised, or its weights are elsewhere."""
+    """The rows of an output embedding for some ids, (ids, hidden size); None if it is quantised or offloaded."""
     weight = output.weight
     if type(output) is not nn.Linear or not weight.is_floating_point() or weight.is_meta:
         return None

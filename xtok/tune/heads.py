@@ -220,7 +220,11 @@ def _unrolled(heads: Any, hidden: Tensor, ids: Tensor, steps: int) -> Iterator[T
             yield predicted[:, :, head]
         return
     size = ids.shape[1] - 1
-    states, cache, order = heads.fused(hidden[:, :size]), DynamicCache(), torch.arange(size, device=ids.device)
+    states, cache, order = (
+        heads.fused(hidden[:, :size]),
+        DynamicCache(),
+        torch.arange(size, dtype=torch.int64, device=ids.device),
+    )
     own = torch.zeros((size, 0), dtype=torch.bool, device=ids.device)
     for step in range(steps):
         near = (order <= order[:, None]) & (order > order[:, None] + step - heads.window)
