@@ -16,6 +16,7 @@ from xtok.assisted import XTokAssisted
 from xtok.bench.runs import by_transformers
 from xtok.bench.stretch import forward_seconds, stretch
 from xtok.drafts.heads import HeadsDrafter
+from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
 from xtok.models.prompts import Prompt
@@ -39,6 +40,8 @@ SAMPLES = {
 QUESTIONS = ("What causes the seasons on Earth? Answer in three sentences.", "Write a polite email that asks for a day off.")
 ANSWERED: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False}
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.3}
+ROUND = Budget(2, width=4, nodes=7, schedule="constant")
+"""What is guessed for the real pair in each round. On a CPU, eight rows cost its target little more than one."""
 BLOCKS = 140
 """By how many blocks the Japanese target is enlarged. Deep rather than wide: a forward pass of several ids then costs about
 what one of a single id costs, as it does on an accelerator."""
@@ -58,7 +61,8 @@ INTRODUCTION = (
 ENGLISH = (
     "1. A real chat model\n\n"
     "SmolLM2-135M-Instruct (135 M parameters, bfloat16) answers questions greedily. Its heads of {parameters:.1f} M "
-    "parameters learnt from its texts, as xtok train-heads does it.\n"
+    "parameters learnt from its texts, as xtok train-heads does it. In each round they and the other guesses make a tree "
+    "of 7 tokens (a fixed budget).\n"
 )
 MISSING = "1. A real chat model\n\nIt is left out: {reason}\n"
 JAPANESE = (
@@ -134,7 +138,7 @@ def _english(console: Console) -> dict[System, list[Run]]:
         console.print(MISSING.format(reason=error))
         return {}
     console.print(ENGLISH.format(parameters=0 if model is None else model.num_parameters() / 1e6))
-    systems = {(REAL, ALONE): XTokAssisted(target), (REAL, DRAFTED): XTokAssisted(target, heads)}
+    systems = {(REAL, ALONE): XTokAssisted(target), (REAL, DRAFTED): XTokAssisted(target, heads, budget=ROUND)}
     chats: dict[str, Prompt] = {question: [{"role": "user", "content": question}] for question in QUESTIONS}
     for xt in systems.values():
         xt.generate([{"role": "user", "content": "Hello!"}], max_new_tokens=8, do_sample=False)
