@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.base import Context
+from xtok.drafts.base import Context, ModelDrafter
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree, Trie
@@ -65,6 +65,26 @@ class IdPath(Path):
 
 
 AnyPath = TypeVar("AnyPath", bound=Path)
+
+
+class TreeDrafter(ModelDrafter):
+    """A drafter whose guesses grow level by level. What fails after a first draw is raised in the next round: what was drawn
+    must be judged, for to throw some draws away would change the distribution of those that are kept.
+    """
+
+    _failure: Exception | None = None
+
+    def _raise_failure(self) -> None:
+        """Raise what failed in the round before, if anything did."""
+        if (failure := self._failure) is not None:
+            self._failure = None
+            try:
+                raise failure
+            finally:
+                del failure  # an exception and its frames would keep each other, and caches with them, alive
+
+    def _fail_later(self, error: Exception) -> None:
+        self._failure = error.with_traceback(None)  # which would keep all tensors of the forward pass alive
 
 
 def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | None, Tensor]:

@@ -1,6 +1,6 @@
 """A draft model that guesses ids of the target, by its own distribution projected onto the target's vocabulary."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -8,11 +8,12 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.base import Context, ModelDrafter
+from xtok.drafts.base import Context
 from xtok.drafts.candidates import Candidates, summed
 from xtok.drafts.growth import (
     CHILDREN,
     IdPath,
+    TreeDrafter,
     as_lists,
     check_numbers,
     drawn,
@@ -42,7 +43,7 @@ class _Guess(IdPath):
 
 
 @dataclass(eq=False, repr=False)
-class ProjectedDrafter(ModelDrafter):
+class ProjectedDrafter(TreeDrafter):
     """Guesses what the target is about to pick, in ids with the bytes `target`. Each sequence has its own.
 
     The distribution of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary: an id with
@@ -60,21 +61,14 @@ class ProjectedDrafter(ModelDrafter):
     meter: Meter
     warpers: LogitsProcessorList
     independent: bool
-    _failure: Exception | None = field(default=None, init=False)
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """A tree of guesses; a chain if the budget's width is 1, and always of independent draws.
 
-        What fails after a first draw is raised in the next round: what was drawn must be judged, for to throw some draws away
-        would change the distribution of those that are kept.
+        What fails after a first draw is raised in the next round.
         """
-        if (failure := self._failure) is not None:
-            self._failure = None
-            try:
-                raise failure
-            finally:
-                del failure  # an exception and its frames would keep each other, and caches with them, alive
+        self._raise_failure()
         depth = self.reader.longest(min(budget.depth, budget.longest))
         pending = self.reader.read(context, depth + _PENDING)
         rest = self.reader.ids_of(pending) if pending else []
@@ -97,7 +91,7 @@ class ProjectedDrafter(ModelDrafter):
                 logits = yield from self._read(front)
                 return (yield from self._children(context, logits, front, chained))
         except Exception as error:
-            self._failure = error.with_traceback(None)  # which would keep all tensors of the forward pass alive
+            self._fail_later(error)
             return [[] for _ in front]
 
     def _read(self, front: list[_Guess]) -> Steps[Tensor]:

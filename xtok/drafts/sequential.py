@@ -12,8 +12,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.base import Context, ModelDrafter
-from xtok.drafts.growth import SHARPNESS, IdPath, check_numbers, child, drawn, grown, likeliest, next_ids, tree_of
+from xtok.drafts.base import Context
+from xtok.drafts.growth import SHARPNESS, IdPath, TreeDrafter, check_numbers, child, drawn, grown, likeliest, next_ids, tree_of
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree, chain
@@ -194,7 +194,7 @@ def checked_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
 
 
 @dataclass(eq=False, repr=False)
-class SequentialDrafter(ModelDrafter):
+class SequentialDrafter(TreeDrafter):
     """The drafter of one sequence. `columns`: which of the layers that the target shows are read. `keys`: of the target's ids,
     for noise. `independent`: guesses are draws of noise of their own, with their distributions, for speculative sampling.
 
@@ -210,7 +210,6 @@ class SequentialDrafter(ModelDrafter):
     meter: Meter
     warpers: LogitsProcessorList
     independent: bool = False
-    _failure: Exception | None = None
     _start: int = 0
     _hidden: Tensor | None = None
     _states: list[Tensor] = field(default_factory=list)
@@ -245,14 +244,9 @@ class SequentialDrafter(ModelDrafter):
         """A tree of the likeliest guesses; a chain if the budget's width is 1, and always of independent draws. There are no
         guesses as long as no hidden state is known.
 
-        What fails after a first draw is raised in the next round, as by `ProjectedDrafter`.
+        What fails after a first draw is raised in the next round.
         """
-        if (failure := self._failure) is not None:
-            self._failure = None
-            try:
-                raise failure
-            finally:
-                del failure  # an exception and its frames would keep each other, and caches with them, alive
+        self._raise_failure()
         ids = context.ids[self._start + self.slot.length :]
         if self._hidden is None or not ids or len(ids) != len(self._hidden):
             return Tree()
@@ -287,7 +281,7 @@ class SequentialDrafter(ModelDrafter):
             with self.meter.drafting():
                 return (yield from self._continued(context, front, budget))
         except Exception as error:
-            self._failure = error.with_traceback(None)  # which would keep all tensors of the forward pass alive
+            self._fail_later(error)
             return [[] for _ in front]
 
     def _continued(self, context: Context, front: list[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:

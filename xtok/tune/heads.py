@@ -220,16 +220,12 @@ def _unrolled(heads: Any, hidden: Tensor, ids: Tensor, steps: int) -> Iterator[T
             yield predicted[:, :, head]
         return
     size = ids.shape[1] - 1
-    states, cache, order = (
-        heads.fused(hidden[:, :size]),
-        DynamicCache(),
-        torch.arange(size, dtype=torch.int64, device=ids.device),
-    )
-    own = torch.zeros((size, 0), dtype=torch.bool, device=ids.device)
+    states, cache = heads.fused(hidden[:, :size]), DynamicCache()
+    order = torch.arange(size, dtype=torch.int64, device=ids.device)
+    own = torch.eye(size, dtype=torch.bool, device=ids.device)  # what a place guessed in an earlier step
     for step in range(steps):
         near = (order <= order[:, None]) & (order > order[:, None] + step - heads.window)
-        own = torch.cat([own, torch.eye(size, dtype=torch.bool, device=ids.device)], dim=1)  # each step sees its own guesses
-        mask = torch.cat([near, own[:, size:]], dim=1)
+        mask = torch.cat([near, *[own] * step], dim=1)
         read = pad(ids[:, 1 + step :], (0, step))
         sees = torch.zeros_like(mask, dtype=states.dtype).masked_fill(~mask, torch.finfo(states.dtype).min)
         sees = sees[None, None].expand(len(ids), 1, -1, -1)
