@@ -312,7 +312,7 @@ def test_a_residual_of_the_wrong_distribution_is_found_out(monkeypatch: pytest.M
 @pytest.mark.deep
 def test_a_guess_drawn_under_the_noise_that_judges_it_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejection needs noise of its own for guesses: with the target's, what is redrawn depends on what was rejected."""
-    monkeypatch.setattr("xtok.drafts.projected.GUESS", 0)
+    monkeypatch.setattr("xtok.drafts.growth.GUESS", 0)
     assert p_value(texts_of("rejection", seeds=SUBTLE)) < FAILS
 
 

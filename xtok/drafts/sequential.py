@@ -172,15 +172,17 @@ def built(make: Callable[[], Made], tensors: Mapping[str, Tensor], model: PreTra
     """What `make` makes, with these tensors, on the device and in the dtype of a target. Raises `ValueError` if they have other
     names or shapes, before it takes memory for more.
     """
-    with torch.device("meta"):
-        expected = {name: one.shape for name, one in make().state_dict().items()}
+    with torch.device("meta"):  # draws nothing from the caller's generator
+        made: Any = make()
+    expected = {name: one.shape for name, one in made.state_dict().items()}
     found = {name: one.shape for name, one in tensors.items()}
     if wrong := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
         shapes = (tuple(one[wrong[0]]) if wrong[0] in one else None for one in (found, expected))
         raise ValueError("{} has shape {}, and should have {}".format(wrong[0], *shapes))
-    made: Any = make()
-    made.load_state_dict(tensors)
-    return made.eval().to(device_of(model), model.dtype)  # type: ignore[no-any-return]
+    device = device_of(model)
+    made.load_state_dict({name: one.to(device, model.dtype) for name, one in tensors.items()}, assign=True)
+    made.model.rotary_emb = type(made.model.rotary_emb)(made.config).to(device)  # its buffers aren't among the tensors
+    return made.eval()  # type: ignore[no-any-return]
 
 
 def checked_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
