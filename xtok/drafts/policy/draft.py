@@ -69,8 +69,8 @@ class DraftPolicy:
     """What a draft costs and gains, and whether it is worth asking.
 
     `forward`: seconds of its forward passes. `rest`: smoothed seconds of all else that asking it takes. `seconds`: smoothed
-    seconds of asking it. `gates`: one for each batch size and range of how sure cheaper drafts are. `depth`: that of its next
-    guess, under the heuristic schedule.
+    seconds of asking it. `gates`: one for each batch size and range of how sure cheaper drafts are. `share`: of its guesses
+    that came true, how many no cheaper draft had. `depth`: that of its next guess, under the heuristic schedule.
     """
 
     forward: LatencyModel = field(default_factory=LatencyModel)
@@ -78,6 +78,7 @@ class DraftPolicy:
     seconds: float = 0.0
     calibration: Calibration = field(default_factory=Calibration)
     gates: dict[tuple[int, int], Gate] = field(default_factory=dict)
+    share: float = 1.0
     depth: int | None = None
     _asked: int = 0
 
@@ -92,13 +93,17 @@ class DraftPolicy:
             self.gates[size, degree] = Gate() if nearest is None else Gate(self.gates[nearest].balance)
         return self.gates[size, degree]
 
-    def learn(self, one: Proposal, block: Sequence[int], slowness: float) -> float:
+    def learn(self, one: Proposal, block: Sequence[int], path: Sequence[int], slowness: float) -> float:
         """Take in a proposal. Returns its seconds, as they usually are.
 
-        `slowness`: how much slower the machine is at present; 0 to go by nominal latencies alone.
+        `block`, `path`: of the outcome. `slowness`: how much slower the machine is at present; 0 to go by nominal latencies
+        alone.
         """
         assert one.tree is not None
         right = one.tree.path_of(block)
+        if right:
+            share = len(one.own.intersection(path)) / len(right)
+            self.share += SHARE * (min(1.0, share) - self.share)
         self.calibration.learn(one.tree, right, ended=len(right) == len(block))
         for cost in one.drafted:
             if slowness and not one.first and cost.rows <= _FEW * cost.texts:

@@ -37,10 +37,11 @@ class Gate:
     def judge(self, gained: float, others: Sequence["Gate"] = ()) -> bool:
         """Take in a round by how many picks were gained. Returns whether that closed the gate.
 
-        `others`: gates of the same draft. All together may lose no more than one may, and pause as the one that pauses longest.
+        `others`: gates of the same draft. All together may lose no more than one may until they close, and pause as the one
+        that pauses longest.
         """
         self.trial, self.balance = False, min(_GAIN, self.balance + gained)
-        closes = self.balance < 0 and self.balance + sum(min(0.0, one.balance) for one in others) < -_LOSS
+        closes = self.balance < 0 and self.balance + sum(min(0.0, one.balance) for one in others if not one._pause) < -_LOSS
         if closes:
             lost = max(_TRIAL, -gained)
             longest = max(one._pause for one in (self, *others))

@@ -9,6 +9,10 @@ from xtok.drafts.policy.policy import Batch, Policy
 from xtok.drafts.policy.settings import Budget
 
 
+_DOUBT = 1.4
+"""How many times its cost a level must be expected to bring: the best of several options is best by luck, too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftBudget(Budget):
     """A budget for one guess of one draft in a round: the caller's limits, and no more than pays by what a policy knows of it.
@@ -41,14 +45,14 @@ class DraftBudget(Budget):
             if not most or not self.draft.forward.at(1):
                 return 0
             rate, row = self.policy.rate(self.sequences), self.policy.price_of_row(self.sequences)
-            onward = max(self.draft.calibration.onward, 0.6 * self.is_trial)
+            onward = max(self.draft.calibration.onward * self.draft.share, 0.6 * self.is_trial)
             taken = self.unread + level
             free = self.policy.padded(self.sequences, taken) - taken
             gains = [self._believed(one) * onward - row * (path >= free) for path, one in enumerate(probabilities[:most])]
             forward = self.draft.forward.at
 
             def worth(count: int) -> float:
-                return sum(gains[:count]) - rate * forward(count * self.sequences)
+                return sum(gains[:count]) - _DOUBT * rate * forward(count * self.sequences)
 
             best = max(range(1, most + 1), key=worth)
             return best if worth(best) > 0 else 0

@@ -238,7 +238,7 @@ class Policy:
         """Take in what drafts proposed. Returns the usual seconds of each."""
         slowness = self.shared.slowness if self.reads_clock else 0.0
         return [
-            0.0 if each.tree is None else draft.learn(each, one.block, slowness)
+            0.0 if each.tree is None else draft.learn(each, one.block, one.path, slowness)
             for draft, each in zip(one.drafts or self.drafts, one.proposals, strict=False)
         ]
 
