@@ -151,9 +151,9 @@ def test_a_draft_is_left_alone_when_cheaper_ones_are_sure_and_asked_when_they_ar
         sure = 0.9 * (step % 2)
         on = policy.asks(1, sure, Batch())
         asked[sure] += on
-        cheap = Proposal(tree, rest=1e-6, own=frozenset([0])) if sure else Proposal(Tree(), rest=1e-6)
+        cheap = Proposal(tree, rest=1e-6, own=frozenset([0]), expected=0.9) if sure else Proposal(Tree(), rest=1e-6)
         own = frozenset[int]() if sure else frozenset([0])
-        expensive = Proposal(tree, sure, [Cost(1, 0.4)], own=own) if on else Proposal()
+        expensive = Proposal(tree, sure, [Cost(1, 0.4)], own=own, expected=0.9 * len(own)) if on else Proposal()
         block, path = ([1, 2], [0]) if sure or on else ([1], [])
         rows = 1 + bool(sure or on)
         policy.observe(
@@ -170,7 +170,7 @@ def test_reading_a_long_prompt_is_no_reason_to_leave_a_draft_alone() -> None:
     for generation in range(3):
         for turn in range(20):
             took = 30.0 if turn == 0 else 1e-4
-            asked = Proposal(tree, 0.0, (), took, turn == 0, frozenset([0]))
+            asked = Proposal(tree, 0.0, (), took, turn == 0, frozenset([0]), 0.9)
             assert policy.asks(0, 0.0, Batch()), (generation, turn)
             policy.observe(Batch(judged=True), [Outcome(2, 2, took, [asked], [1, 5], [0])], 1.0 + took)
 

@@ -181,7 +181,8 @@ class Session:
         block, proposals = committed[confirmed:], self.proposals
         if self._first is not None and not confirmed:  # all that was guessed comes after what is wrong
             tree, proposals = Tree(), [Proposal()] * len(proposals)
-        right = tree.path_of(block)
+        believed, right = self._believed(tree), tree.path_of(block)
+        proposals = [replace(one, expected=sum(believed[node] for node in one.own)) for one in proposals]
         self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
         if limit.schedule == "heuristic" and block:
             self._adjust(limit.depth, block, proposals)

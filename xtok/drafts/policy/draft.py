@@ -34,7 +34,7 @@ class Proposal:
     `tree`: its guess; None if it wasn't asked, or failed. `sure`: how probable the likeliest guess of cheaper drafts was.
     `drafted`: what each of its forward passes took. `rest`: the seconds of all else that it took. `first`: whether it was asked
     for the first time in a sequence, when it also reads the prompt: its time then is no measure of a round. `own`: the nodes of
-    the round's tree that no cheaper draft guessed.
+    the round's tree that no cheaper draft guessed. `expected`: how many of them were believed to come true.
     """
 
     tree: Tree | None = None
@@ -43,6 +43,7 @@ class Proposal:
     rest: float = 0.0
     first: bool = False
     own: frozenset[int] = frozenset()
+    expected: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ _CREDIT = 1.0
 """How many picks more a new gate may lose, so that bad luck in the first rounds doesn't close it."""
 _TRIAL = 0.25
 """How many picks may be lost in trials of what was given up, before it is given up again."""
+_REMEMBERS = 0.98
+"""What a round keeps of its weight in the correction of expectations when the next one comes."""
 _PAUSE = 16
 """For how many rounds a gate stays closed at first, at the least."""
 _AT_FIRST, _TRIALS = 0.1, 0.01
@@ -28,6 +30,19 @@ class Gate:
     wait: int = 0
     trial: bool = False
     _pause: float = 0.0
+    _right: float = 4.0
+    _expected: float = 4.0
+
+    def gain(self, right: float, expected: float) -> float:
+        """What a guess brought: the mean of how many of its ids came true and how many were to be expected.
+
+        Expectations vary less than what came of them, so fewer rounds are needed to judge. They are corrected if what came true
+        was less than expected on the average. In a trial only what came true counts.
+        """
+        self._right = _REMEMBERS * self._right + right
+        self._expected = _REMEMBERS * self._expected + expected
+        usual = expected * min(1.0, self._right / self._expected)
+        return right if self.trial else (right + usual) / 2
 
     def asks(self) -> bool:
         """Count a round. Returns whether the gate is open in it."""

@@ -221,7 +221,8 @@ class Policy:
                     key = id(draft), degree_of(each.sure)
                     judged[key] = draft, each.sure
                     without.setdefault(key, [*nodes])[i] -= len(each.own)
-                    gained[key] += len(each.own.intersection(one.path)) / count - rate * spent
+                    right = len(each.own.intersection(one.path))
+                    gained[key] += draft.gate(batch.sequences, each.sure).gain(right, each.expected) / count - rate * spent
         on_trial, lost = False, 0.0
         for key, (draft, sure) in judged.items():
             gate = draft.gate(batch.sequences, sure)
