@@ -35,7 +35,7 @@ test-vllm:
 
 bench-vllm:
 	PYTHON="$(PYTHON)" sh tests/vllm/environment.sh "$(VLLM)"
-	if [ -d "$(VLLM)" ]; then "$(VLLM)/bin/python" tests/vllm/figures.py; fi
+	if [ -d "$(VLLM)" ]; then for pair in aozora smollm2; do "$(VLLM)/bin/python" tests/vllm/figures.py $$pair; done; fi
 
 test-page: $(INSTALLED)
 	sh tests/chromium.sh

@@ -1,12 +1,22 @@
-"""The examples and the guide's own draft run as they stand."""
+"""The examples and the guide's own draft run as they stand, and what deploys the server fits it."""
 
+import json
+import re
 import runpy
+import shlex
+from configparser import ConfigParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from prometheus_client import generate_latest
+from typer.main import get_command
 from worlds import TREE, fitting, mostly_deep, tokenizer
 
 from xtok import Budget, Context, Tree, XTokAssisted, chain
+from xtok.cli.commands import app
+from xtok.serving.http.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 QUICK = [("hugging_face", "yes"), ("engine", "one text was cancelled"), ("prompt_lookup", "tokens per forward")]
@@ -45,3 +55,43 @@ def test_the_guides_own_draft_is_a_draft() -> None:
         generation.token_ids == XTokAssisted((model, tokens)).generate("吾輩は", max_new_tokens=20, do_sample=False).token_ids
     )
     assert generation.stats.proposed > 0
+
+
+SERVING = ROOT / "examples" / "serving"
+
+
+def read_yaml(name: str) -> Any:
+    return yaml.safe_load((SERVING / name).read_text(encoding="utf-8"))
+
+
+def test_options_of_deployments_are_those_of_serve() -> None:
+    unit = ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(SERVING / "xtok.service")
+    known = {name for one in get_command(app).commands["serve"].params for name in one.opts}  # type: ignore[attr-defined]
+    program, command, *from_unit = shlex.split(unit["Service"]["ExecStart"])
+    assert (Path(program).name, command) == ("xtok", "serve")
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", (SERVING / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    given = [*from_unit, *json.loads(entry)[2:], *read_yaml("compose.yaml")["services"]["xtok"]["command"]]
+    assert {option for option in given if option.startswith("-")} <= known
+
+
+def test_what_deployments_name_is_there() -> None:
+    services = read_yaml("compose.yaml")["services"]
+    mounted = [volume.split(":")[0] for one in services.values() for volume in one.get("volumes", ())]
+    assert all((SERVING / path).exists() for path in mounted if path.startswith("."))
+    assert (SERVING / services["xtok"]["build"]["context"] / services["xtok"]["build"]["dockerfile"]).is_file()
+    (job,) = read_yaml("prometheus.yaml")["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["xtok:8000"]}]
+    copied = re.findall(r"^COPY (.*) \S+$", (SERVING / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert copied and all((ROOT / name).exists() for line in copied for name in line.split())
+
+
+def test_the_dashboard_shows_metrics_that_the_server_has() -> None:
+    board = json.loads((SERVING / "grafana" / "dashboards" / "xtok.json").read_text(encoding="utf-8"))
+    shown = {name for panel in board["panels"] for one in panel["targets"] for name in re.findall(r"xtok_\w+", one["expr"])}
+    served = generate_latest(Metrics(lambda: None).registry).decode()
+    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", served, re.MULTILINE))
+    names = {f"{name}_bucket" if kind == "histogram" else name for name, kind in kinds.items()}
+    assert len(shown) >= 8
+    assert shown <= names

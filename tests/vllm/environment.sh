@@ -34,7 +34,12 @@ for one in needed:
         print(one)
 PYTHON
 "$folder/bin/python" -m pip install --quiet --requirement "$wheels/requirements.txt" torch==2.13.0 \
-    "rich>=13" "sentencepiece>=0.2" "typer>=0.16" "hypothesis>=6.100" "pytest>=8" "scipy>=1.13"
+    "gguf>=0.10" "rich>=13" "sentencepiece>=0.2" "typer>=0.16" "hypothesis>=6.100" "pytest>=8" "scipy>=1.13"
 "$folder/bin/python" -m pip install --quiet --no-deps "$wheels"/*.whl
 "$folder/bin/python" -m pip install --quiet --no-deps --editable .
+# what vLLM's suffix decoding needs; built with what is installed, for it asks for another torch
+"$folder/bin/python" -m pip install --quiet ninja cmake nanobind==2.9.2 wheel
+if ! PATH="$folder/bin:$PATH" "$folder/bin/python" -m pip install --quiet --no-deps --no-build-isolation arctic-inference==0.1.1; then
+    echo "arctic-inference 0.1.1 can't be built here: vLLM's suffix decoding is left out."
+fi
 rm -r "$wheels"

@@ -1,12 +1,16 @@
-"""What xtok makes of vLLM on this machine: tokens per second alone, with vLLM's own ngram lookup, and with xtok, in turns.
+"""vLLM alone, with its own ways to guess, and with xtok, in turns: `make bench-vllm`, or `figures.py aozora|smollm2`.
 
-`make bench-vllm`. Target: that of the pair that ships, in the shape of one of 420 M parameters, so that a forward of it takes
-about 30 times as long as one of the draft. Requests come as others end, so that as many run all the time; all ways have
-the same prompts. Tokens per step that was guessed for are by vLLM's own counters.
+"aozora": the bundled Japanese target in the shape of one of 420 M parameters, so that a forward pass of it takes about 30 times
+as long as one of the draft. "smollm2": SmolLM2-135M-Instruct, asked the questions of `xtok bench chats`. New requests are added
+as others end, so the number of running requests stays the same; all ways have the same prompts. Tokens per step with
+guesses are by vLLM's own counters.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from itertools import islice, product
+from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -15,27 +19,31 @@ from typing import Any, NamedTuple
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 
-from xtok.bench.widen import SERVED, shaped
-from xtok.pair import DRAFT, TARGET, prompts
+from xtok.bench.chats import as_chats, questions
+from xtok.bench.widen import SERVED, shaped, widened
+from xtok.pair import DRAFT, TARGET, pair, prompts
 
 SHAPE = SERVED._replace(blocks=32)
 LONGEST, NEW_TOKENS, TURNS = 8, 64, 3
-REQUESTS = {1: 4, 8: 24, 32: 80}
-"""How many run at a time, and how many come in all in a turn."""
+REQUESTS = {1: 4, 8: 24}
+"""How many run at a time, and how many there are in a turn."""
 SETTINGS = {"greedy": 1.0, "greedy, penalty 1.2": 1.2}
-WAYS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "xtok": {
-        "speculative_config": {
-            "method": "custom_class",
-            "model": "xtok.serving.vllm.XTokProposer",
-            "num_speculative_tokens": LONGEST,
-        },
-        "additional_config": {"xtok": {"draft": str(DRAFT)}},
-    },
-    # it imports what vLLM can't start another engine beside, so it comes last
-    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": LONGEST, "prompt_lookup_min": 2}},
-}
+
+
+def ways(draft: Path, for_vllm: Path) -> dict[str, dict[str, Any]]:
+    """The ways to guess, and vLLM's settings for each. `for_vllm`: the draft in a form that vLLM's own attention takes."""
+    longest = {"num_speculative_tokens": LONGEST}
+    custom = {"method": "custom_class", "model": "xtok.serving.vllm.XTokProposer"}
+    shared_strings = {"method": "draft_model", "model": str(for_vllm), "use_heterogeneous_vocab": True}
+    found: dict[str, dict[str, Any]] = {
+        "alone": {},
+        "xtok": {"speculative_config": {**custom, **longest}, "additional_config": {"xtok": {"draft": str(draft)}}},
+        "`use_heterogeneous_vocab`": {"speculative_config": {**shared_strings, "num_speculative_tokens": LONGEST // 2}},
+    }
+    if find_spec("arctic_inference"):  # it remembers no earlier requests, as prompts come again in this measurement
+        found["suffix"] = {"speculative_config": {"method": "suffix", "suffix_decoding_max_cached_requests": 0, **longest}}
+    # ngram imports what vLLM can't start another engine beside, so it comes last
+    return found | {"ngram": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 2, **longest}}}
 
 
 class Turn(NamedTuple):
@@ -46,16 +54,16 @@ class Turn(NamedTuple):
     accepted_length: float
 
 
-def engine(folder: str, way: str) -> LLM:
+def engine(folder: Path, way: dict[str, Any]) -> LLM:
     return LLM(
-        folder,
+        str(folder),
         dtype="bfloat16",
         enforce_eager=True,
         disable_log_stats=False,
         max_model_len=512,
         max_num_seqs=32,
         kv_cache_memory_bytes=1 << 29,
-        **WAYS[way],
+        **way,
     )
 
 
@@ -93,9 +101,9 @@ def counted(llm: LLM) -> tuple[float, float]:
     return drafts, accepted
 
 
-def measured(llms: dict[str, LLM], running: int, penalty: float) -> dict[str, list[Turn]]:
+def measured(llms: dict[str, LLM], texts: Sequence[str], running: int, penalty: float) -> dict[str, list[Turn]]:
     """The ways in turns, on the same texts."""
-    texts, found = prompts(), {way: list[Turn]() for way in llms}
+    found = {way: list[Turn]() for way in llms}
     for number, (way, llm) in product(range(TURNS), llms.items()):
         first = number * REQUESTS[running]
         mine = [texts[(first + i) % len(texts)] for i in range(REQUESTS[running])]
@@ -111,20 +119,39 @@ def lines(found: dict[str, list[Turn]], setting: str, running: int) -> Iterator[
         yield f"| {setting} | {running} | {way} | {rate:.1f} | {ratio:.2f} | {per_step:.2f} | {length:.2f} |"
 
 
-def main() -> None:
+def aozora(folder: Path) -> tuple[Path, Path, Path, list[str]]:
+    """The bundled target, enlarged, its draft, that draft with heads of 64 columns, and prompts. Both are saved in a folder."""
+    own, draft = ((AutoModelForCausalLM.from_pretrained(one), AutoTokenizer.from_pretrained(one)) for one in (TARGET, DRAFT))
+    # vLLM keeps both models' keys and values in blocks of one size, so the draft gets as many heads as the target
+    wider = widened(draft[0], SHAPE.hidden, SHAPE.heads, draft[0].config.intermediate_size), draft[1]
+    for name, parts in (("target", shaped(own, SHAPE)), ("draft", wider)):
+        for part in parts:
+            part.save_pretrained(folder / name)
+    return folder / "target", DRAFT, folder / "draft", prompts()
+
+
+def smollm2(_: Path) -> tuple[Path, Path, Path, list[str]]:
+    """SmolLM2-135M-Instruct, its draft, and questions in its chat template."""
+    real = pair("smollm2")
+    tokenizer: Any = AutoTokenizer.from_pretrained(real.target)
+    chats = as_chats(tokenizer, [one.text for one in questions()])
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return real.target, real.draft, real.draft, texts
+
+
+def main(name: str) -> None:
     with TemporaryDirectory() as folder:
-        pair = AutoModelForCausalLM.from_pretrained(TARGET), AutoTokenizer.from_pretrained(TARGET)
-        for part in shaped(pair, SHAPE):
-            part.save_pretrained(folder)
-        llms = {way: engine(folder, way) for way in WAYS}
+        target, draft, for_vllm, texts = {"aozora": aozora, "smollm2": smollm2}[name](Path(folder))
+        llms = {way: engine(target, settings) for way, settings in ways(draft, for_vllm).items()}
     for llm in llms.values():
-        turn(llm, prompts()[-2:], 1, 1.0)
-    print("| setting | requests at a time | | tokens/s | × alone | tokens per step | accepted length |")
+        turn(llm, texts[-2:], 1, 1.0)
+    print(f"{name}: {', '.join(llms)}")
+    print("| setting | requests at a time | | tokens/s | × alone | tokens per step | with guesses |")
     print("|---|---|---|---|---|---|---|")
     for (setting, penalty), running in product(SETTINGS.items(), REQUESTS):
-        for line in lines(measured(llms, running, penalty), setting, running):
+        for line in lines(measured(llms, texts, running, penalty), setting, running):
             print(line, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -56,7 +56,7 @@ PAIRS = {
     one.name: one
     for one in (
         Pair("aozora", DRAFT, HEADS, guesser=DRAFT, chats=False),
-        Pair("smollm2", _SMOLLM2, _HEADS, guesser=_HEADS, chats=True),
+        Pair("smollm2", _SMOLLM2 / "draft", _HEADS, guesser=_HEADS, chats=True),
     )
 }
 """All pairs, by name."""

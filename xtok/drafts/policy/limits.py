@@ -8,7 +8,6 @@ from xtok.drafts.policy.draft import DraftPolicy
 from xtok.drafts.policy.policy import Batch, Policy
 from xtok.drafts.policy.settings import Budget
 
-
 _DOUBT = 1.4
 """How many times its cost a level must be expected to bring: the best of several options is best by luck, too."""
 
