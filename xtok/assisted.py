@@ -28,7 +28,7 @@ from xtok.models.cache import CACHE
 from xtok.models.cache_set import CacheSet
 from xtok.models.load import Source
 from xtok.models.modes import current, within
-from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach
+from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Quantization
 from xtok.models.probe import traits
 from xtok.models.prompts import Chat, KnownPrompt, Prompt, is_several
 from xtok.models.roles import Target
@@ -71,6 +71,8 @@ class XTokAssisted:
         device: OneOrEach[Device] = None,
         dtype: OneOrEach[Dtype] = None,
         device_map: OneOrEach[DeviceMap] = None,
+        quantization_config: OneOrEach[Quantization] = None,
+        attn_implementation: OneOrEach[str] = None,
     ) -> None:
         """`draft`: a model or `HeadsDrafter(file)`, which guesses together with `PromptLookup()` and `TokenRecycling()`; one of
         those; anything with `propose(context, budget)`; or a list of such, whose guesses are merged. A list is taken as it is.
@@ -109,7 +111,8 @@ class XTokAssisted:
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
         drafts', such as `device=("cuda:0", "cpu")`. By default, models have the precision of their configurations
         (`dtype="auto"`), the target is on the best device there is, and drafts are beside it. `device_map="auto"` spreads a
-        model over several devices, by accelerate.
+        model over several devices, by accelerate. `quantization_config` and `attn_implementation`, likewise for both or as a
+        pair, are passed on to transformers' `from_pretrained`. A model that is loaded already must be as these say.
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """

@@ -162,7 +162,7 @@ def load_pair(target: str, draft: str | None, device: str | None, dtype: str | N
     from xtok.models.load import load
     from xtok.models.placement import placements
 
-    places = placements(by_model(device), by_model(dtype), None)
+    places = placements(by_model(device), by_model(dtype))
     named = model_draft(target, draft)
     big = load(target, "target", places[0])
     return big, load(named, "draft", places[1], device_of(big[0]))

@@ -202,7 +202,7 @@ def _target(named: str | None, target: str | None, device: str | None, dtype: st
     from xtok.models.load import load
     from xtok.models.placement import placements
 
-    return load(sources(named, target, None)[0], "target", placements(by_model(device), by_model(dtype), None)[0])
+    return load(sources(named, target, None)[0], "target", placements(by_model(device), by_model(dtype))[0])
 
 
 def _lines(path: Path) -> list[str]:
