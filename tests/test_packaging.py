@@ -33,7 +33,7 @@ reveal_type(xt.generate(["text", "text"]))
 reveal_type(xt.generate(texts))
 reveal_type(xt.generate(("text", "text")))
 reveal_type(xt.generate([{"role": "user", "content": "text"}]))
-reveal_type(xt.generate(chat))
+reveal_type(xt.generate(chat, do_sample=True, temperature=0.8, seed=7, stop_strings=["."], batch_size=1))
 reveal_type(xt.generate([chat, chat]))
 reveal_type(xt.generate("text").stats.tokens_per_forward)
 reveal_type(xt.generate("text").token_ids)
@@ -62,6 +62,8 @@ assisted(Repeats())
 XTokAssisted((model, tokenizer), Counts())
 XTokAssisted(5)
 xt.generate(5)
+xt.generate(prompt="text", temperature="hot")  # a fault
+xt.stream(prompt="text", max_tokens=3)  # a fault
 """
 GENERATION, LIST = "xtok.results.generation.Generation", "list[xtok.results.generation.Generation]"
 REVEALED = [
@@ -114,8 +116,8 @@ def test_a_users_own_script_passes_a_strict_type_checker(whole: bool, tmp_path: 
 
 
 def wrong() -> list[int]:
-    """The lines of the script whose argument is of a wrong type."""
-    return [number for number, line in enumerate(SCRIPT.splitlines(), start=1) if line.endswith("(5)")]
+    """The lines of the script that have an argument of a wrong name or type."""
+    return [number for number, line in enumerate(SCRIPT.splitlines(), start=1) if line.endswith(("(5)", "a fault"))]
 
 
 @pytest.fixture(scope="module")

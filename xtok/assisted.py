@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from threading import local
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -36,6 +36,11 @@ from xtok.results.generation import Generation, finished
 from xtok.results.outputs import as_transformers, columns
 from xtok.results.progress import advanced
 from xtok.results.trace import Token, WrittenRound, as_committed, round_tokens, written_round
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from xtok.decoding.keywords import GenerateArguments, TextArguments
 
 T = TypeVar("T")
 BATCH = 8
@@ -169,11 +174,13 @@ class XTokAssisted:
         return made
 
     @overload
-    def generate(self, prompt: str | Chat | abc.Sequence[int] | Tensor, **arguments: Any) -> Generation: ...
+    def generate(  # type: ignore[overload-overlap] # a text is a sequence of texts, too
+        self, prompt: str | Chat | abc.Sequence[int] | Tensor, **arguments: "Unpack[GenerateArguments]"
+    ) -> Generation: ...
     @overload
-    def generate(self, prompt: abc.Sequence[Prompt], **arguments: Any) -> list[Generation]: ...
+    def generate(self, prompt: abc.Sequence[Prompt], **arguments: "Unpack[GenerateArguments]") -> list[Generation]: ...
     @overload
-    def generate(self, prompt: abc.Mapping[str, Any], **arguments: Any) -> Generation: ...
+    def generate(self, prompt: abc.Mapping[str, Any], **arguments: "Unpack[GenerateArguments]") -> Generation: ...
     @within()
     def generate(self, prompt: Any, **arguments: Any) -> Generation | list[Generation]:
         """Answer a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, a tensor of shape (n,) or
@@ -213,7 +220,7 @@ class XTokAssisted:
             self._run(requests, caches, batch_size, streamer, progress=shown)
         return self.last if many or len(requests) > 1 else self.last[0]
 
-    def stream(self, prompt: Prompt, **arguments: Any) -> Generator[str, None, Generation]:
+    def stream(self, prompt: Prompt, **arguments: "Unpack[TextArguments]") -> Generator[str, None, Generation]:
         """Yield the new text in pieces as they are committed, never half a character. Joined, they are `generate(...).text`.
 
         The generator returns (`StopIteration.value`) what `generate` returns.
@@ -223,20 +230,22 @@ class XTokAssisted:
             if piece := "".join(token.text for token in tokens):
                 yield piece
 
-        return self._streamed(prompt, arguments, pieces)
+        return self._streamed(prompt, dict(arguments), pieces)
 
-    def stream_tokens(self, prompt: Prompt, **arguments: Any) -> Generator[Token, None, Generation]:
+    def stream_tokens(self, prompt: Prompt, **arguments: "Unpack[TextArguments]") -> Generator[Token, None, Generation]:
         """Yield the new tokens as they are committed, each with who guessed it: `generate(...).tokens`, returned likewise."""
-        return self._streamed(prompt, arguments, lambda _, tokens: iter(tokens))
+        return self._streamed(prompt, dict(arguments), lambda _, tokens: iter(tokens))
 
-    def stream_rounds(self, prompt: Prompt | KnownPrompt, **arguments: Any) -> Generator[WrittenRound, None, Generation]:
+    def stream_rounds(
+        self, prompt: Prompt | KnownPrompt, **arguments: "Unpack[TextArguments]"
+    ) -> Generator[WrittenRound, None, Generation]:
         """Yield each round as it is committed, with all that was guessed: `generate(...).written`, returned likewise."""
         view, names = self.target.vocabulary.view, (*self.names, PREDICTION)
 
         def rounds(one: Round, tokens: list[Token]) -> Iterator[WrittenRound]:
             yield written_round(one, tokens, names, lambda token: view[token] or b"")
 
-        return self._streamed(prompt, arguments, rounds)
+        return self._streamed(prompt, dict(arguments), rounds)
 
     def _streamed(
         self, prompt: Prompt | KnownPrompt, arguments: dict[str, Any], show: Callable[[Round, list[Token]], Iterator[T]]
