@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.decoding.arguments import check_arguments, check_batch, check_rows, check_streamer
 from xtok.decoding.assemble import assemble, name_of
+from xtok.decoding.keywords import GenerateArguments, TextArguments
 from xtok.decoding.prepare import Prepared, by_row, completed, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Round, Sequence
@@ -30,7 +31,7 @@ from xtok.models.load import Source
 from xtok.models.modes import current, within
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Quantization
 from xtok.models.probe import traits
-from xtok.models.prompts import Chat, KnownPrompt, Prompt, is_several
+from xtok.models.prompts import KnownPrompt, Prompt, is_several
 from xtok.models.roles import Target
 from xtok.results.generation import Generation, finished
 from xtok.results.outputs import as_transformers, columns
@@ -39,8 +40,6 @@ from xtok.results.trace import Token, WrittenRound, as_committed, round_tokens, 
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from xtok.decoding.keywords import GenerateArguments, TextArguments
 
 T = TypeVar("T")
 BATCH = 8
@@ -174,13 +173,9 @@ class XTokAssisted:
         return made
 
     @overload
-    def generate(  # type: ignore[overload-overlap] # a text is a sequence of texts, too
-        self, prompt: str | Chat | abc.Sequence[int] | Tensor, **arguments: "Unpack[GenerateArguments]"
-    ) -> Generation: ...
+    def generate(self, prompt: Prompt, **arguments: "Unpack[GenerateArguments]") -> Generation: ...  # type: ignore[overload-overlap]
     @overload
     def generate(self, prompt: abc.Sequence[Prompt], **arguments: "Unpack[GenerateArguments]") -> list[Generation]: ...
-    @overload
-    def generate(self, prompt: abc.Mapping[str, Any], **arguments: "Unpack[GenerateArguments]") -> Generation: ...
     @within()
     def generate(self, prompt: Any, **arguments: Any) -> Generation | list[Generation]:
         """Answer a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, a tensor of shape (n,) or
@@ -190,17 +185,14 @@ class XTokAssisted:
         `tools`, `enable_thinking`, and whatever `chat_template_kwargs` holds, are passed to the templates of chats. Of an
         encoding, ids and attention mask are read.
 
-        `arguments` are those of transformers' `generate`, among them `streamer`, `stop_strings`, `logits_processor` and
-        `stopping_criteria`. `split_special_tokens=True` reads control tokens written out in a text as plain text.
-        `seed`, with `do_sample=True` (it is refused for greedy texts): the ids depend on target, prompt, settings and seed
-        alone, not on the draft or on what else is in the list. The same prompt again, in a list or by `num_return_sequences`,
-        gives further, independent texts.
+        `arguments`, beside these, are those of transformers' `generate`. `split_special_tokens=True` reads control tokens
+        written out in a text as plain text. `seed`, with `do_sample=True` (it is refused for greedy texts): the ids depend on
+        target, prompt, settings and seed alone, not on the draft or on what else is in the list. The same prompt again, in a
+        list or by `num_return_sequences`, gives further, independent texts.
 
         `prediction`: text that the answer is likely to contain, such as a document that is to be edited. It is guessed from, as
-        by OpenAI's Predicted Outputs, and changes no id.
-
-        `batch_size`: how many prompts of a list share forward passes; as one ends, the next begins, and ids don't depend on it.
-        `progress`: a bar on stderr; None: if that is a terminal.
+        by OpenAI's Predicted Outputs, and changes no id. `batch_size`: how many prompts of a list share forward passes; ids
+        don't depend on it. `progress`: a bar on stderr; None: if that is a terminal.
 
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
@@ -210,8 +202,7 @@ class XTokAssisted:
         check_batch(batch_size, progress)
         check_streamer(streamer, several=many)
         requests = prepare(self.setup, list(prompt) if many else [prompt], arguments)
-        if streamer is not None:
-            check_streamer(streamer, several=len(requests) > 1)
+        check_streamer(streamer, several=len(requests) > 1)
         batch_size = min(batch_size, len(requests))
         shown = progress or (progress is None and len(requests) > 1 and sys.stderr.isatty())
         with self.setup.caches.lent(batch_size, current()) as caches:
