@@ -392,7 +392,12 @@ def test_what_isnt_installed_is_reported_together_with_how_to_install_it(
 ) -> None:
     for module in ("tune.work", "drafts.adapt"):
         monkeypatch.setattr(f"xtok.{module}.find_spec", lambda name: None)
-    with forwards(OTHER) as seen, pytest.raises(InvalidInputError, match=r"needs .*pip install 'xtok\[tune\]'"):
+    with (
+        forwards(OTHER) as seen,
+        pytest.raises(
+            InvalidInputError, match=r"needs .*pip install 'xtok\[tune\]' \(in a checkout: pip install '\.\[tune\]'\)"
+        ),
+    ):
         check()
     assert not seen
 

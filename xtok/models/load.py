@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_file
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
-from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
+from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, install, reason
 from xtok.models.cache import context_window, ids_read, vocabulary_size
 from xtok.models.continues import check_continues, check_rolls_back
 from xtok.models.gguf import is_gguf, load_gguf, read_gguf, tokenizer_of
@@ -232,9 +232,9 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
         module = _needed(error)
         if module is None:  # as transformers raises it, in words
             raise InvalidInputError(f"The {role} {source} can't be loaded: {reason(error)}.") from error
-        package = "'xtok[ja]'" if module in ("fugashi", "unidic_lite") else module.replace("_", "-")
+        remedy = install("ja") if module in ("fugashi", "unidic_lite") else f"pip install {module.replace('_', '-')}"
         raise InvalidInputError(
-            f"The {role} {source} needs {module}, which isn't installed. Install it with: pip install {package}"
+            f"The {role} {source} needs {module}, which isn't installed. Install it with: {remedy}"
         ) from error
     except Exception as error:  # files make no sense in many ways, and each has its own
         remedy = (_TRUST if "trust_remote_code" in str(error) else _MEND).format(role=role)
