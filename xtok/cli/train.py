@@ -130,12 +130,12 @@ def tune_draft(
             learning_rate=learning_rate,
             lora=lora,
         )
-    typer.echo(
-        f"{out}: tokens per forward of the target, on prompts kept apart: {done.after:.2f} with it, {done.before:.2f} with the "
-        f"draft as it was ({done.texts} texts learnt)."
-    )
+    figures = f"{done.after:.2f} tokens per forward pass of the target with it, {done.before:.2f} with the draft as it was"
+    typer.echo(f"{out}: on prompts kept apart, {figures} ({done.texts} texts learnt).")
     for way, (before, after) in done.ways.items():
         typer.echo(f"  {way}: {after:.2f}, before {before:.2f}")
+    if round(done.after, 2) <= round(done.before, 2):
+        typer.echo("Nothing was gained. Keep the draft as it was, or give more prompts, of the kind that you will use.")
 
 
 class _StepRow(NamedTuple):
