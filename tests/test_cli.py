@@ -168,8 +168,27 @@ def test_another_target_without_a_draft_says_what_guesses(tmp_path: Path) -> Non
     text, printed = run("generate", "吾輩は", "--target", str(tmp_path), *few)
     assert text == run("generate", "吾輩は", *few)[0]
     assert printed.startswith("xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do)")
-    assert "no --draft was given, so the small Japanese model" in run("inspect", "--target", str(tmp_path))[1]
-    assert "no --draft" not in run("inspect", "--target", str(tmp_path), "--draft", str(DRAFT))[1]
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect", "tune-draft", "bench batches", "bench drafters", "bench chats", "bench contexts"]
+)
+@pytest.mark.parametrize(
+    ("given", "reported"),
+    [
+        (("--target", "{}"), "There is no draft model for {}. Give a hub id or path as --draft; xtok make-draft makes one"),
+        (("--target", "{}", "--draft", "lookup"), '--draft is "lookup", and this needs a draft model. Give a hub id or path.'),
+    ],
+)
+def test_what_needs_a_draft_model_takes_none_of_its_own_for_another_target(
+    command: str, given: tuple[str, ...], reported: str, tmp_path: Path
+) -> None:
+    """Found here: the small Japanese draft that ships was measured, and tuned, beside any target."""
+    target, out = tmp_path / "target", str(tmp_path / "draft")
+    shutil.copytree(TARGET, target)
+    more = ("--prompts", str(TARGET.parent / "prompts.txt"), "--out", out) if command == "tune-draft" else ()
+    _, printed = run(*command.split(), *(one.format(target) for one in given), *more, code=1)
+    assert reported.format(target) in printed
 
 
 @pytest.mark.parametrize("asked", [["--help"], *deep(["inspect", "--json"])], ids=" ".join)

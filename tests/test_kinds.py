@@ -89,6 +89,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {
             **dict.fromkeys(["target", "acceptance", "posterior_threshold", "posterior_alpha", "adapt"], ""),
             **dict.fromkeys(["budget", "compile", "device", "dtype", "device_map"], "None"),
+            **dict.fromkeys(["quantization_config", "attn_implementation"], "None"),
             "draft": "None []",
         },
     ),

@@ -33,7 +33,7 @@ reveal_type(xt.generate(["text", "text"]))
 reveal_type(xt.generate(texts))
 reveal_type(xt.generate(("text", "text")))
 reveal_type(xt.generate([{"role": "user", "content": "text"}]))
-reveal_type(xt.generate(chat))
+reveal_type(xt.generate(chat, do_sample=True, temperature=0.8, seed=7, stop_strings=["."], batch_size=1))
 reveal_type(xt.generate([chat, chat]))
 reveal_type(xt.generate("text").stats.tokens_per_forward)
 reveal_type(xt.generate("text").token_ids)
@@ -62,6 +62,8 @@ assisted(Repeats())
 XTokAssisted((model, tokenizer), Counts())
 XTokAssisted(5)
 xt.generate(5)
+xt.generate(prompt="text", temperature="hot")  # a fault
+xt.stream(prompt="text", max_tokens=3)  # a fault
 """
 GENERATION, LIST = "xtok.results.generation.Generation", "list[xtok.results.generation.Generation]"
 REVEALED = [
@@ -114,8 +116,8 @@ def test_a_users_own_script_passes_a_strict_type_checker(whole: bool, tmp_path: 
 
 
 def wrong() -> list[int]:
-    """The lines of the script whose argument is of a wrong type."""
-    return [number for number, line in enumerate(SCRIPT.splitlines(), start=1) if line.endswith("(5)")]
+    """The lines of the script that have an argument of a wrong name or type."""
+    return [number for number, line in enumerate(SCRIPT.splitlines(), start=1) if line.endswith(("(5)", "a fault"))]
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +152,32 @@ def test_an_editable_install_is_a_path_and_no_import_hook(source: Path) -> None:
     (name,) = (name for name in wheel.namelist() if ".dist-info/" not in name)
     assert name.endswith(".pth")
     assert wheel.read(name).decode().strip() == str(source)
+
+
+def make(folder: Path, *arguments: str) -> str:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    return subprocess.run(["make", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_demonstration_installs_no_tools_of_developers_and_uses_them_if_they_are_there(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    asked = make(tmp_path, "--dry-run", "demo")
+    assert '".[gguf]"' in asked
+    assert "dev" not in asked
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "demo").touch()
+    assert make(tmp_path, "--dry-run", "demo") == ".venv/bin/python -m xtok demo\n"
+    assert '".[dev]"' in make(tmp_path, "--dry-run", "test")
+    (tmp_path / ".venv" / "installed").touch()
+    (tmp_path / ".venv" / "demo").unlink()
+    assert make(tmp_path, "--dry-run", "demo") == ".venv/bin/python -m xtok demo\n"
+
+
+def test_cleaning_leaves_nothing_that_was_made(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in (".venv", ".venv-lowest", ".venv-docs", "site", "build", "xtok.egg-info"):
+        (tmp_path / name).mkdir()
+    make(tmp_path, "clean")
+    assert [file.name for file in tmp_path.iterdir()] == ["Makefile"]

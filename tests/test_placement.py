@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, QuantoConfig
 from typer.testing import CliRunner
 from worlds import deep, mostly_deep
 
@@ -72,10 +72,38 @@ def places(xt: XTokAssisted) -> list[tuple[str, torch.dtype]]:
         ({"dtype": (None, "float16"), "device": ("cpu", None)}, (torch.float32, torch.float16)),
         ({"dtype": "float64", "device_map": "cpu"}, (torch.float64, torch.float64)),
         ({"device_map": ({"": "cpu"}, None)}, (torch.float32, torch.float32)),
+        ({"dtype": ("bf16", "fp16")}, (torch.bfloat16, torch.float16)),
     ],
 )
 def test_models_given_as_paths_are_placed_as_requested(how: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> None:
     assert places(XTokAssisted(TARGET, DRAFT, **how)) == [("cpu", dtype) for dtype in dtypes]
+
+
+def test_attention_and_quantisation_are_passed_on_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    xt = XTokAssisted(TARGET, DRAFT, attn_implementation=("eager", None))
+    assert [model.config._attn_implementation for model in xt.setup.models] == ["eager", "sdpa"]
+    how, given, loaded = QuantoConfig(weights="int8"), list[Any](), AutoModelForCausalLM.from_pretrained
+
+    def loads(source: Any, quantization_config: Any = None, **arguments: Any) -> Any:
+        given.append(quantization_config)
+        return loaded(source, **arguments)
+
+    monkeypatch.setattr("xtok.models.load.AutoModelForCausalLM.from_pretrained", loads)
+    XTokAssisted(TARGET, DRAFT, quantization_config=(how, None))
+    assert given == [how, None]
+
+
+def test_what_quantisation_needs_and_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.quantizers.quantizer_quanto.is_optimum_quanto_available", lambda: False)
+    with pytest.raises(InvalidInputError, match=r"The target \S+ can't be loaded: .*optimum-quanto"):
+        XTokAssisted(TARGET, quantization_config=QuantoConfig(weights="int8"))
+
+
+def test_a_loaded_model_may_be_said_to_be_what_it_is() -> None:
+    target, draft = load(TARGET, dtype=torch.bfloat16), load(DRAFT)
+    named = XTokAssisted(target, draft, dtype=("bfloat16", "float32"), device="cpu", attn_implementation="sdpa")
+    assert places(named) == [("cpu", torch.bfloat16), ("cpu", torch.float32)]
+    assert places(XTokAssisted(target, DRAFT, dtype="bf16")) == [("cpu", torch.bfloat16)] * 2
 
 
 def test_a_model_is_in_the_precision_that_its_configuration_says(tmp_path: Path) -> None:

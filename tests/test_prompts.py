@@ -94,7 +94,11 @@ def test_arguments_of_a_chat_reach_the_drafts_template() -> None:
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a message without a role": ([{"content": "a"}], {}, r"Message 1 of the chat has no role.*'role': 'user'"),
     "a role that is no text": ([*CHAT, {"role": 5, "content": "a"}], {}, r"Message 2 of the chat has no role"),
-    "a message that is no list": (CHAT[0], {}, r"A prompt is dict\..*a list of messages"),
+    "a message that is no list": (
+        CHAT[0],
+        {},
+        r"The prompt is one message, \{'role': .*Put it in a list: generate\(\[message\]\)",
+    ),
     "tools for a text": (PROMPT, {"tools": [weather]}, r"tools is for chats, and the prompt is a text"),
     "thinking for ids": ([5, 6], {"enable_thinking": True}, r"enable_thinking is for chats, and the prompt is token ids"),
     "what is no set of arguments": (CHAT, {"chat_template_kwargs": ["mood"]}, r"chat_template_kwargs is \['mood'\]"),
@@ -116,7 +120,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "one number": (torch.tensor(5), {}, r"whole numbers"),
     "a mask of another length": ({"input_ids": [5, 6], "attention_mask": [1]}, {}, r"attention_mask.*1.*2"),
     "pictures": ({"input_ids": [5, 6], "pixel_values": [1]}, {}, r"pixel_values"),
-    "ids beside a text": ([5, PROMPT], {}, r"A prompt is int"),
+    "ids beside a text": ([5, PROMPT], {}, r"The prompt is 5\. Pass a text"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, TARGET, TOKENS, Recorder, forwards
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessorList, QuantoConfig
 from worlds import TREE, alone, model
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
@@ -199,15 +199,30 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"device_map is 3; give 'auto'",
     ),
-    "a device for a loaded target": (
-        lambda: XTokAssisted(PAIR, device="cpu"),
+    "a dtype for a loaded target": (
+        lambda: XTokAssisted(PAIR, dtype="bfloat16"),
         InvalidInputError,
-        r"The target is loaded already, so device=cpu can't be honoured\. Place it before .* device=\(None, 'cuda'\)",
+        r"The target is loaded already, on cpu in torch\.float64, so dtype=torch\.bfloat16 can't .* device=\(None, 'cuda'\)",
     ),
     "a dtype for a loaded draft": (
         lambda: XTokAssisted(SAVED, [PromptLookup(), (OTHER, BYTES)], dtype=(None, "float16")),
         InvalidInputError,
-        r"The draft is loaded already, so dtype=torch\.float16 can't be honoured.* device=\('cuda', None\)",
+        r"The draft is loaded already, .* so dtype=torch\.float16 can't be honoured.* device=\('cuda', None\)",
+    ),
+    "quantisation of a loaded target": (
+        lambda: XTokAssisted(PAIR, quantization_config=QuantoConfig()),
+        InvalidInputError,
+        r"The target is loaded already, .* so quantization_config=QuantoConfig",
+    ),
+    "quantisation that is none": (
+        lambda: XTokAssisted(SAVED, quantization_config="4bit"),
+        InvalidInputError,
+        r"quantization_config is '4bit'; give one of transformers' quantisation configurations",
+    ),
+    "an attention that transformers lacks": (
+        lambda: XTokAssisted(SAVED, attn_implementation="none"),
+        InvalidInputError,
+        r"attn_implementation='none' can't be used by the target .*Use sdpa, or eager\.",
     ),
     "a device for no draft": (
         lambda: XTokAssisted(SAVED, PromptLookup(), device=("cpu", "cpu"), dtype=(None, "float32")),
@@ -377,7 +392,12 @@ def test_what_isnt_installed_is_reported_together_with_how_to_install_it(
 ) -> None:
     for module in ("tune.work", "drafts.adapt"):
         monkeypatch.setattr(f"xtok.{module}.find_spec", lambda name: None)
-    with forwards(OTHER) as seen, pytest.raises(InvalidInputError, match=r"needs .*pip install 'xtok\[tune\]'"):
+    with (
+        forwards(OTHER) as seen,
+        pytest.raises(
+            InvalidInputError, match=r"needs .*pip install 'xtok\[tune\]' \(in a checkout: pip install '\.\[tune\]'\)"
+        ),
+    ):
         check()
     assert not seen
 

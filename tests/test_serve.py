@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from copy import deepcopy
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -836,9 +837,26 @@ def test_the_log_has_a_line_for_each_request_and_no_texts(server: Server, caplog
     assert (first["request"], first["status"], first["user"], first["stream"]) == ("mine-1", 200, "someone", False)
     assert first["completion_tokens"] == second["completion_tokens"] == 5
     assert (first["finish_reasons"], third["status"]) == (["length"], 400)
+    assert third["error"] == "nonsense isn't supported. Leave it out."
+    assert all(datetime.fromisoformat(line["time"]).utcoffset() == timedelta(0) for line in lines)
     assert answer.json()["id"] == "cmpl-mine-1"
     assert answer.json()["choices"][0]["text"] not in json.dumps([first, second], ensure_ascii=False)
     assert TEXTS[0] not in "".join(map(str, (first, second, third)))
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_the_log_quotes_a_prompt_that_is_refused_only_if_texts_are_logged(
+    texts: bool, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server.service, "logs_texts", texts)
+    monkeypatch.setattr(CHAT_TOKENS, "chat_template", "{{ raise_exception(messages[0]['content']) }}")
+    with caplog.at_level(logging.INFO, logger="xtok.serving.http"):
+        answer = server.ask("chat/completions", messages=[{"role": "user", "content": "秘密"}])
+        wait_for(lambda: bool(caplog.messages))
+    (line,) = map(json.loads, caplog.messages)
+    assert (answer.status_code, line["status"]) == (400, 400)
+    assert ("秘密" in line["error"]) == texts
+    assert texts or line["error"] == "messages: InvalidInputError"
 
 
 def test_the_log_has_texts_if_requested(caplog: pytest.LogCaptureFixture) -> None:

@@ -147,6 +147,7 @@ def test_a_page_has_the_whole_trace_and_needs_nothing_else(draft: str) -> None:
     checked = Checked(page)
     data, script = checked.held["script"]
     assert json.loads(data)["trace"] == generation.to_dict()
+    assert json.loads(data)["trace"]["prompt"] == generation.prompt == "a < b & c\n<script>"
     assert "import" not in script and "export" not in script
     assert checked.held["pre"] == [MARKUP]
     assert not checked.loads

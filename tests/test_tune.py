@@ -25,7 +25,7 @@ from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.drafts.examples import IGNORED, WrittenText, batch, training_examples
 from xtok.errors import InvalidInputError
 from xtok.models.load import draft_model, load
-from xtok.tune import split
+from xtok.tune import Tuned, split
 from xtok.tune.loss import guessing_loss
 from xtok.tune.training import TrainingSettings, train
 from xtok.tune.work import per_forward
@@ -329,10 +329,23 @@ def test_the_command_tunes_and_prints_what_was_gained(tmp_path: Path) -> None:
         (folder / name).write_text("\n".join(some), encoding="utf-8")
     out = tmp_path / "draft"
     asked = ["--max-new-tokens", "12", "--starts", "1", "--epochs", "1"]
-    printed = "".join(run("tune-draft", "--prompts", str(folder), "--out", str(out), *asked))
-    assert "epoch" not in printed  # progress is for terminals
-    assert "tokens per forward of the target" in printed
+    printed, progress = run("tune-draft", "--prompts", str(folder), "--out", str(out), *asked)
+    assert re.search(r"the target writes: 1 of \d\n", progress)  # a line in a pipe, where a terminal has a bar
+    assert re.search(r"\nepoch 1: \d\.\d\d tokens per forward\nmeasuring what was gained …\n", progress)
+    assert "tokens per forward pass of the target" in printed
     assert json.loads((out / "config.json").read_text())["model_type"] == "gpt_neox"
+
+
+@pytest.mark.parametrize(("after", "ends"), [(2.193, True), (2.1, True), (2.5, False)])
+def test_the_command_says_if_nothing_was_gained(
+    after: float, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found here: it ended with "2.19 with it, 2.19 with the draft as it was"."""
+    found = Tuned(tmp_path, 3, 2.19, after, (2.19, after), {"greedy": (2.19, after)})
+    monkeypatch.setattr("xtok.tune.tune_draft", lambda *_, **__: found)
+    (tmp_path / "prompts.txt").write_text("吾輩は", encoding="utf-8")
+    printed = run("tune-draft", "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "draft"))[0]
+    assert ("Nothing was gained" in printed.splitlines()[-1]) == ends
 
 
 # the ways of picking

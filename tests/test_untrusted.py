@@ -545,7 +545,11 @@ def test_any_budget_is_kept_to_or_refused(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["budget", "acceptance", "posterior_threshold", "posterior_alpha", "draft", "device", "dtype", "device_map"]
+    "name",
+    [
+        *("budget", "acceptance", "posterior_threshold", "posterior_alpha", "draft"),
+        *("device", "dtype", "device_map", "quantization_config", "attn_implementation"),
+    ],
 )
 @pytest.mark.parametrize("value", [5, "x y", {}, math.nan, object(), [None], b"x", "\0", "\ud800", "", "/", 1e300])
 def test_settings_that_make_no_sense_are_refused_in_words(name: str, value: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from threading import local
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.decoding.arguments import check_arguments, check_batch, check_rows, check_streamer
 from xtok.decoding.assemble import assemble, name_of
+from xtok.decoding.keywords import GenerateArguments, TextArguments
 from xtok.decoding.prepare import Prepared, by_row, completed, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Round, Sequence
@@ -28,14 +29,17 @@ from xtok.models.cache import CACHE
 from xtok.models.cache_set import CacheSet
 from xtok.models.load import Source
 from xtok.models.modes import current, within
-from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach
+from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Quantization
 from xtok.models.probe import traits
-from xtok.models.prompts import Chat, KnownPrompt, Prompt, is_several
+from xtok.models.prompts import KnownPrompt, Prompt, is_several
 from xtok.models.roles import Target
 from xtok.results.generation import Generation, finished
 from xtok.results.outputs import as_transformers, columns
 from xtok.results.progress import advanced
 from xtok.results.trace import Token, WrittenRound, as_committed, round_tokens, written_round
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 BATCH = 8
@@ -71,6 +75,8 @@ class XTokAssisted:
         device: OneOrEach[Device] = None,
         dtype: OneOrEach[Dtype] = None,
         device_map: OneOrEach[DeviceMap] = None,
+        quantization_config: OneOrEach[Quantization] = None,
+        attn_implementation: OneOrEach[str] = None,
     ) -> None:
         """`draft`: a model or `HeadsDrafter(file)`, which guesses together with `PromptLookup()` and `TokenRecycling()`; one of
         those; anything with `propose(context, budget)`; or a list of such, whose guesses are merged. A list is taken as it is.
@@ -109,7 +115,8 @@ class XTokAssisted:
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
         drafts', such as `device=("cuda:0", "cpu")`. By default, models have the precision of their configurations
         (`dtype="auto"`), the target is on the best device there is, and drafts are beside it. `device_map="auto"` spreads a
-        model over several devices, by accelerate.
+        model over several devices, by accelerate. `quantization_config` and `attn_implementation`, likewise for both or as a
+        pair, are passed on to transformers' `from_pretrained`. A model that is loaded already must be as these say.
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
@@ -166,11 +173,9 @@ class XTokAssisted:
         return made
 
     @overload
-    def generate(self, prompt: str | Chat | abc.Sequence[int] | Tensor, **arguments: Any) -> Generation: ...
+    def generate(self, prompt: Prompt, **arguments: "Unpack[GenerateArguments]") -> Generation: ...  # type: ignore[overload-overlap]
     @overload
-    def generate(self, prompt: abc.Sequence[Prompt], **arguments: Any) -> list[Generation]: ...
-    @overload
-    def generate(self, prompt: abc.Mapping[str, Any], **arguments: Any) -> Generation: ...
+    def generate(self, prompt: abc.Sequence[Prompt], **arguments: "Unpack[GenerateArguments]") -> list[Generation]: ...
     @within()
     def generate(self, prompt: Any, **arguments: Any) -> Generation | list[Generation]:
         """Answer a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, a tensor of shape (n,) or
@@ -180,17 +185,14 @@ class XTokAssisted:
         `tools`, `enable_thinking`, and whatever `chat_template_kwargs` holds, are passed to the templates of chats. Of an
         encoding, ids and attention mask are read.
 
-        `arguments` are those of transformers' `generate`, among them `streamer`, `stop_strings`, `logits_processor` and
-        `stopping_criteria`. `split_special_tokens=True` reads control tokens written out in a text as plain text.
-        `seed`, with `do_sample=True` (it is refused for greedy texts): the ids depend on target, prompt, settings and seed
-        alone, not on the draft or on what else is in the list. The same prompt again, in a list or by `num_return_sequences`,
-        gives further, independent texts.
+        `arguments`, beside these, are those of transformers' `generate`. `split_special_tokens=True` reads control tokens
+        written out in a text as plain text. `seed`, with `do_sample=True` (it is refused for greedy texts): the ids depend on
+        target, prompt, settings and seed alone, not on the draft or on what else is in the list. The same prompt again, in a
+        list or by `num_return_sequences`, gives further, independent texts.
 
         `prediction`: text that the answer is likely to contain, such as a document that is to be edited. It is guessed from, as
-        by OpenAI's Predicted Outputs, and changes no id.
-
-        `batch_size`: how many prompts of a list share forward passes; as one ends, the next begins, and ids don't depend on it.
-        `progress`: a bar on stderr; None: if that is a terminal.
+        by OpenAI's Predicted Outputs, and changes no id. `batch_size`: how many prompts of a list share forward passes; ids
+        don't depend on it. `progress`: a bar on stderr; None: if that is a terminal.
 
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
@@ -200,8 +202,7 @@ class XTokAssisted:
         check_batch(batch_size, progress)
         check_streamer(streamer, several=many)
         requests = prepare(self.setup, list(prompt) if many else [prompt], arguments)
-        if streamer is not None:
-            check_streamer(streamer, several=len(requests) > 1)
+        check_streamer(streamer, several=len(requests) > 1)
         batch_size = min(batch_size, len(requests))
         shown = progress or (progress is None and len(requests) > 1 and sys.stderr.isatty())
         with self.setup.caches.lent(batch_size, current()) as caches:
@@ -210,7 +211,7 @@ class XTokAssisted:
             self._run(requests, caches, batch_size, streamer, progress=shown)
         return self.last if many or len(requests) > 1 else self.last[0]
 
-    def stream(self, prompt: Prompt, **arguments: Any) -> Generator[str, None, Generation]:
+    def stream(self, prompt: Prompt, **arguments: "Unpack[TextArguments]") -> Generator[str, None, Generation]:
         """Yield the new text in pieces as they are committed, never half a character. Joined, they are `generate(...).text`.
 
         The generator returns (`StopIteration.value`) what `generate` returns.
@@ -220,20 +221,22 @@ class XTokAssisted:
             if piece := "".join(token.text for token in tokens):
                 yield piece
 
-        return self._streamed(prompt, arguments, pieces)
+        return self._streamed(prompt, dict(arguments), pieces)
 
-    def stream_tokens(self, prompt: Prompt, **arguments: Any) -> Generator[Token, None, Generation]:
+    def stream_tokens(self, prompt: Prompt, **arguments: "Unpack[TextArguments]") -> Generator[Token, None, Generation]:
         """Yield the new tokens as they are committed, each with who guessed it: `generate(...).tokens`, returned likewise."""
-        return self._streamed(prompt, arguments, lambda _, tokens: iter(tokens))
+        return self._streamed(prompt, dict(arguments), lambda _, tokens: iter(tokens))
 
-    def stream_rounds(self, prompt: Prompt | KnownPrompt, **arguments: Any) -> Generator[WrittenRound, None, Generation]:
+    def stream_rounds(
+        self, prompt: Prompt | KnownPrompt, **arguments: "Unpack[TextArguments]"
+    ) -> Generator[WrittenRound, None, Generation]:
         """Yield each round as it is committed, with all that was guessed: `generate(...).written`, returned likewise."""
         view, names = self.target.vocabulary.view, (*self.names, PREDICTION)
 
         def rounds(one: Round, tokens: list[Token]) -> Iterator[WrittenRound]:
             yield written_round(one, tokens, names, lambda token: view[token] or b"")
 
-        return self._streamed(prompt, arguments, rounds)
+        return self._streamed(prompt, dict(arguments), rounds)
 
     def _streamed(
         self, prompt: Prompt | KnownPrompt, arguments: dict[str, Any], show: Callable[[Round, list[Token]], Iterator[T]]

@@ -39,6 +39,11 @@ def reason(error: BaseException) -> str:
     return text.rstrip(".: ")
 
 
+def install(extra: str) -> str:
+    """How to install what one of the extras of `pyproject.toml` holds."""
+    return f"pip install 'xtok[{extra}]' (in a checkout: pip install '.[{extra}]')"
+
+
 def shown(value: object) -> str:
     """A value as messages show it: shortened if it is long."""
     written = repr(value)

@@ -1,6 +1,6 @@
 """The target alone, transformers' universal assisted generation (UAG), and xtok, side by side in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -8,7 +8,19 @@ from typing import Annotated, Any
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
-from xtok.bench.runs import ALONE, NONE, XTOK, Runs, Setting, by_transformers, check_prompts, systems_of, uag, write_in_turns
+from xtok.bench.runs import (
+    ALONE,
+    NONE,
+    XTOK,
+    Runs,
+    Setting,
+    System,
+    by_transformers,
+    check_prompts,
+    systems_of,
+    uag,
+    write_in_turns,
+)
 from xtok.drafts.given import without_a_model
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.policy.settings import Budget
@@ -16,8 +28,10 @@ from xtok.drafts.policy.settings import Budget
 LOOKUP, NO_MODEL, DRAFT = "xtok, lookup alone", "xtok, lookup and recycling", "xtok, draft alone"
 HEADS, HEADS_ALONE = "xtok, heads in place of the draft", "xtok, heads alone"
 CHAIN, TREE = "xtok, chain of {}", "xtok, tree of depth {}"
-UAG, UAG_LENGTH = "UAG, its defaults", "UAG, length {}"
+UAG, UAG_LENGTH, THEIR_LOOKUP = "UAG, its defaults", "UAG, length {}", "transformers' prompt lookup"
 LENGTHS = (1, 2, 3, 8, 20)
+_LOOKED_UP = 10
+"""How many tokens transformers' prompt lookup guesses at a time."""
 _TIME = "where the time goes"
 _SURPRISE = "nats per id, by the target's own distribution at temperature 1; draws from it have about as many as it alone."
 
@@ -51,7 +65,7 @@ class Row:
 
 def compare(
     target: tuple[Any, Any],
-    draft: tuple[Any, Any],
+    draft: tuple[Any, Any] | None,
     prompts: Sequence[str],
     setting: Setting,
     *,
@@ -62,7 +76,8 @@ def compare(
     """Generate every prompt by every system in turn, and give a row per system.
 
     xtok runs without a draft, by prompt lookup alone, by that and token recycling, by default, by the draft alone, and by that
-    in chains and trees of `guess_length` draft tokens. UAG runs with its defaults, with constant guesses of `guess_length`, and
+    in chains and trees of `guess_length` draft tokens. Without a draft model, those that need none run, beside transformers'
+    prompt lookup. UAG runs with its defaults, with constant guesses of `guess_length`, and
     with those of the length that is fastest on three of the prompts. If it refuses the pair (vocabularies of one size), it has
     no rows. A prompt's number is its seed. Raises `InvalidInputError` without prompts.
     """
@@ -71,33 +86,45 @@ def compare(
     calls = [{"texts": [prompt], "seed": seed} for seed, prompt in enumerate(prompts)]
     chain = Budget(guess_length, width=1, schedule="constant")
     tree = Budget(guess_length, width=4, nodes=32, schedule="constant")
-    fixed = {CHAIN.format(guess_length): chain, TREE.format(guess_length): tree}
+    fixed = {CHAIN.format(guess_length): chain, TREE.format(guess_length): tree} if draft else {}
     xts = ways(target, draft) | {name: XTokAssisted(target, [draft], budget=budget) for name, budget in fixed.items()}
     systems = systems_of(target, xts, arguments)
+    if draft is None:
+        systems[THEIR_LOOKUP] = partial(by_transformers, target, prompt_lookup_num_tokens=_LOOKED_UP, **arguments)
+    else:
+        systems |= _assisted(target, draft, calls, guess_length, setting.title, arguments)
+    runs = write_in_turns(systems, [calls[0], *calls * repeats], setting.title)
+    return [row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
+
+
+def _assisted(
+    target: Any, draft: Any, calls: Sequence[Mapping[str, Any]], guess_length: int, title: str, arguments: Mapping[str, Any]
+) -> dict[str, System]:
+    """UAG with its defaults, with guesses of that length, and of the length that is fastest on three calls; nothing if
+    transformers refuses the pair.
+    """
     lengths = {UAG: None, **{UAG_LENGTH.format(length): length for length in sorted({guess_length, *LENGTHS})}}
     assisted = {
         name: partial(by_transformers, target, **uag(target[1], draft, length), **arguments) for name, length in lengths.items()
     }
     try:
-        tried = write_in_turns(assisted, [calls[0], *calls[:3]], f"lengths of guesses, {setting.title}")
+        tried = write_in_turns(assisted, [calls[0], *calls[:3]], f"lengths of guesses, {title}")
     except ValueError:  # transformers refuses the pair
-        pass
-    else:
-        best = min(list(lengths)[1:], key=lambda name: sum(run.seconds / run.tokens for run in tried[name]))
-        systems |= {name: assisted[name] for name in lengths if name in (UAG, UAG_LENGTH.format(guess_length), best)}
-    runs = write_in_turns(systems, [calls[0], *calls * repeats], setting.title)
-    return [row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
+        return {}
+    best = min(list(lengths)[1:], key=lambda name: sum(run.seconds / run.tokens for run in tried[name]))
+    return {name: assisted[name] for name in lengths if name in (UAG, UAG_LENGTH.format(guess_length), best)}
 
 
 def ways(target: Any, draft: Any) -> dict[str, XTokAssisted]:
-    """Xtok without a draft, and with as much guessed as pays by lookup, with recycling, with all, and by the draft alone."""
-    return {
+    """Xtok without a draft, and with as much guessed as pays by lookup, with recycling, with all, and by the draft alone. The
+    last two need a draft, which may be None.
+    """
+    found = {
         NONE: XTokAssisted(target),
         LOOKUP: XTokAssisted(target, PromptLookup()),
         NO_MODEL: XTokAssisted(target, without_a_model()),
-        XTOK: XTokAssisted(target, draft),
-        DRAFT: XTokAssisted(target, [draft]),
     }
+    return found if draft is None else {**found, XTOK: XTokAssisted(target, draft), DRAFT: XTokAssisted(target, [draft])}
 
 
 def row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:

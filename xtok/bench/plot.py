@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from xtok.bench.compare import Row
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, install
 from xtok.pair import DRAFT, TARGET
 
 _COLOURS = {"target": "#4c78a8", "draft": "#f58518", "guess": "#eeca3b", "align": "#54a24b", "pick": "#9d9da1"}
@@ -42,7 +42,7 @@ def check_drawable(path: Path) -> None:
     if not path.parent.is_dir():
         raise InvalidInputError(f"There is no folder {path.parent} for the picture. Make it, or choose another.")
     if find_spec("matplotlib") is None:
-        raise InvalidInputError("Drawing needs matplotlib. Install it with: pip install 'xtok[plot]'")
+        raise InvalidInputError(f"Drawing needs matplotlib. Install it with: {install('plot')}")
 
 
 def _draw_speeds(chart: Any, heading: str, rows: Sequence[Row]) -> None:

@@ -108,7 +108,7 @@ def by_transformers(
 
 def by_xtok(xt: XTokAssisted, texts: Sequence[Prompt], *, size: int = 1, seed: int = 0, **arguments: Any) -> Written:
     """Texts by xtok."""
-    seeded = {"seed": seed} if arguments["do_sample"] else {}
+    seeded: dict[str, Any] = {"seed": seed} if arguments["do_sample"] else {}
     with timed() as span:
         made = xt.generate(list(texts), batch_size=size, progress=False, **seeded, **arguments)
     stats = [one.stats for one in made]

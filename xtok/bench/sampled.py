@@ -13,13 +13,13 @@ from xtok.bench.rows import Column
 from xtok.bench.runs import PLAIN, System, by_transformers, by_xtok, check_prompts, uag, write_in_turns
 from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.policy.settings import Budget
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, install
 from xtok.models.prompts import prompt_ids
 
 try:
     from scipy.stats import chisquare
 except ImportError as error:
-    raise InvalidInputError("This benchmark needs SciPy. Install it with: pip install 'xtok[bench]'") from error
+    raise InvalidInputError(f"This benchmark needs SciPy. Install it with: {install('bench')}") from error
 
 _LEAST = 5.0
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)

@@ -33,7 +33,9 @@ from xtok.cli.console import (
     TargetOption,
     held_out,
     load_pair,
+    load_target,
     model_draft,
+    needs_no_model,
     on_the_command_line,
     print_found,
     read_lines,
@@ -56,7 +58,13 @@ def compare_systems(
     ctx: typer.Context,
     named: PairOption = None,
     target: TargetOption = None,
-    draft: DraftOption = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help='Hub id or path of the draft model, or "lookup" for prompt lookup and token recycling alone.',
+            show_default="the pair's; for other targets, lookup",
+        ),
+    ] = None,
     file: PromptsOption = None,
     limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
@@ -105,26 +113,34 @@ def compare_systems(
     if tune and (file is not None or named not in (None, "aozora")):
         texts, others = texts[::2], texts[1::2]
     target, draft = sources(named, target, draft)
-    pair = load_pair(target, draft, device, dtype)
-    narrow, pair = pair[1], pairs.with_vocabularies(pair, vocabularies)
-    pair = pairs.enlarged(pair, ratio, large)
-    drafts = {"as it is": pair[1]}
-    if tune:  # before its vocabulary is enlarged, for a model of an enlarged one can't be saved
-        model, tokenizer = pairs.tuned(pair[0], pair[1] if vocabularies is None else narrow, others)
-        own = model.to(pair[1][0].device, pair[1][0].dtype), tokenizer
-        drafts["fine-tuned"] = own if vocabularies is None else stretch.with_vocabulary(*own, vocabularies[1])
-    drafts |= pairs.useless_drafts(*pair) if useless else {}
+    drafts: dict[str, Any]
+    if needs_no_model(target, draft):
+        for_models = {"tune": tune, "useless": useless, "ratio": ratio, "large": large, "vocabularies": vocabularies}
+        if unused := [f"--{name}" for name, value in for_models.items() if value]:
+            raise InvalidInputError(f"{', '.join(unused)} has no effect without a draft model. Give one as --draft.")
+        big, drafts = load_target(target, device, dtype), {"that needs no model": None}
+    else:
+        pair = load_pair(target, draft, device, dtype)
+        narrow, pair = pair[1], pairs.with_vocabularies(pair, vocabularies)
+        pair = pairs.enlarged(pair, ratio, large)
+        big, drafts = pair[0], {"as it is": pair[1]}
+        if tune:  # before its vocabulary is enlarged, for a model of an enlarged one can't be saved
+            model, tokenizer = pairs.tuned(big, pair[1] if vocabularies is None else narrow, others)
+            own = model.to(pair[1][0].device, pair[1][0].dtype), tokenizer
+            drafts["fine-tuned"] = own if vocabularies is None else stretch.with_vocabulary(*own, vocabularies[1])
+        drafts |= pairs.useless_drafts(*pair) if useless else {}
     shape = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
     found = {
-        name: {kind: compare.compare(pair[0], one, texts[:limit], way, **shape) for kind, one in drafts.items()}
+        name: {kind: compare.compare(big, one, texts[:limit], way, **shape) for kind, one in drafts.items()}
         for name, way in settings.items()
     }
     tables = {
         f"{settings[name].title}, the draft {kind}": rows for name, by_kind in found.items() for kind, rows in by_kind.items()
     }
     if plot is not None:
-        picture.draw(tables, picture.title(target, draft or OWN_DRAFT, pair[0][0], ratio, large), plot)
-    seconds = runs.seconds_of(lambda: XTokAssisted(*pair))
+        named_draft = draft or (OWN_DRAFT if target == OWN_TARGET else "lookup")
+        picture.draw(tables, picture.title(target, named_draft, big[0], ratio, large), plot)
+    seconds = runs.seconds_of(lambda: XTokAssisted(big, next(iter(drafts.values()))))
     titles = {name: way.title for name, way in settings.items()}
     print_found({"build_seconds": seconds, "titles": titles, "settings": found}, tables, json)
     if not json:

@@ -28,7 +28,9 @@ TargetOption = Annotated[
         help="Hub id or path (a folder, a .gguf file) of the model whose output you want.", show_default="the one that ships"
     ),
 ]
-DraftOption = Annotated[str | None, typer.Option(help="Hub id or path of the draft model.", show_default="the pair's")]
+DraftOption = Annotated[
+    str | None, typer.Option(help="Hub id or path of the draft model.", show_default="the pair's; needed for other targets")
+]
 GuessOption = Annotated[
     str | None,
     typer.Option(
@@ -117,16 +119,21 @@ def held_out(named: str | None) -> list[str]:
 
 
 def model_draft(target: str, draft: str | None) -> str:
-    """The draft of a command that needs a model. Raises `InvalidInputError` for heads."""
+    """The draft of a command that needs a model. Raises `InvalidInputError` if none is named, or something else."""
     if draft is None and target != OWN_TARGET:
-        typer.echo(
-            "xtok: no --draft was given, so the small Japanese model that ships is the draft. It was trained for no target but "
-            "its own, and suits others badly.",
-            err=True,
+        raise InvalidInputError(
+            f"There is no draft model for {target}. Give a hub id or path as --draft; xtok make-draft makes one for any target."
         )
+    if draft in ("none", "lookup"):
+        raise InvalidInputError(f'--draft is "{draft}", and this needs a draft model. Give a hub id or path.')
     if draft is not None and _holds_heads(draft):
         raise InvalidInputError(f"{draft} holds heads, and this needs a draft model. Use xtok generate for heads.")
     return draft or OWN_DRAFT
+
+
+def needs_no_model(target: str, draft: str | None) -> bool:
+    """Whether only what needs no model is to guess: prompt lookup is named, or nothing for a target without a draft."""
+    return draft == "lookup" or (draft is None and target != OWN_TARGET)
 
 
 def drafts_of(target: str, draft: str | None) -> Any:
@@ -156,13 +163,21 @@ def by_model(option: str | None) -> str | tuple[str | None, str | None] | None:
     return target, draft
 
 
+def load_target(target: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
+    """A target and its tokenizer, placed as the options say. Errors are those of `load`."""
+    from xtok.models.load import load
+    from xtok.models.placement import placements
+
+    return load(target, "target", placements(by_model(device), by_model(dtype))[0])
+
+
 def load_pair(target: str, draft: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
     """Target and draft, each with its tokenizer, placed as the options say. Errors are those of `load` and `model_draft`."""
     from xtok.models.cache import device_of
     from xtok.models.load import load
     from xtok.models.placement import placements
 
-    places = placements(by_model(device), by_model(dtype), None)
+    places = placements(by_model(device), by_model(dtype))
     named = model_draft(target, draft)
     big = load(target, "target", places[0])
     return big, load(named, "draft", places[1], device_of(big[0]))

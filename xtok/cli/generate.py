@@ -113,7 +113,7 @@ def generate(
         )
     if json:
         for text, answer in zip(texts, xt.generate(inputs, **arguments), strict=True):
-            typer.echo(as_json({"prompt": text, **answer.to_dict()}, indent=None))
+            typer.echo(as_json(answer.to_dict() | {"prompt": text}, indent=None))
         return
     if show:
         _show(xt, inputs[0], arguments)

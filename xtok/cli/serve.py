@@ -19,7 +19,7 @@ from xtok.cli.console import (
     guess_sources,
     on_the_command_line,
 )
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, install
 
 
 @on_the_command_line()
@@ -62,7 +62,7 @@ def serve(
         from xtok.serving.http.protocol import Limits
         from xtok.serving.http.service import Service
     except ImportError as error:
-        raise InvalidInputError("Serving needs further packages. Install them with: pip install 'xtok[serve]'") from error
+        raise InvalidInputError(f"Serving needs further packages. Install them with: {install('serve')}") from error
     from xtok.assisted import XTokAssisted
     from xtok.cli.demo import QUESTIONS, SAMPLES
     from xtok.serving.engine import Engine

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -13,8 +13,8 @@ from xtok.cli.console import (
     DtypeOption,
     PairOption,
     TargetOption,
-    by_model,
     load_pair,
+    load_target,
     on_the_command_line,
     read_lines,
     resumable,
@@ -77,7 +77,7 @@ def make_draft(
     with resumable():
         texts, count = None if prompts_from is None else _lines(prompts_from), _parameters(parameters)
         done = make_draft(
-            _target(named, target, device, dtype),
+            load_target(sources(named, target, None)[0], device, dtype),
             out,
             texts,
             parameters=count,
@@ -130,12 +130,12 @@ def tune_draft(
             learning_rate=learning_rate,
             lora=lora,
         )
-    typer.echo(
-        f"{out}: tokens per forward of the target, on prompts kept apart: {done.after:.2f} with it, {done.before:.2f} with the "
-        f"draft as it was ({done.texts} texts learnt)."
-    )
+    figures = f"{done.after:.2f} tokens per forward pass of the target with it, {done.before:.2f} with the draft as it was"
+    typer.echo(f"{out}: on prompts kept apart, {figures} ({done.texts} texts learnt).")
     for way, (before, after) in done.ways.items():
         typer.echo(f"  {way}: {after:.2f}, before {before:.2f}")
+    if round(done.after, 2) <= round(done.before, 2):
+        typer.echo("Nothing was gained. Keep the draft as it was, or give more prompts, of the kind that you will use.")
 
 
 class _StepRow(NamedTuple):
@@ -174,7 +174,7 @@ def train_heads(
     with resumable():
         texts = None if prompts_from is None else _lines(prompts_from)
         done = train_heads(
-            _target(named, target, device, dtype),
+            load_target(sources(named, target, None)[0], device, dtype),
             out,
             texts,
             kind=kind,  # type: ignore[arg-type] # which is checked there
@@ -195,14 +195,6 @@ def train_heads(
         f"{out}: {done.after:.2f} tokens per forward of the target on prompts kept apart; {done.parameters / 1e6:.1f} M "
         f"parameters, {done.texts:,} texts of {done.tokens:,} tokens were learnt."
     )
-
-
-def _target(named: str | None, target: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    """The target that --pair or --target names, and its tokenizer. Errors are those of `sources` and `load`."""
-    from xtok.models.load import load
-    from xtok.models.placement import placements
-
-    return load(sources(named, target, None)[0], "target", placements(by_model(device), by_model(dtype), None)[0])
 
 
 def _lines(path: Path) -> list[str]:

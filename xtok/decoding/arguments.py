@@ -118,7 +118,7 @@ def listed_texts(name: str, given: Any) -> list[str]:
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raises what can be raised before transformers has prepared anything."""
     refused = {
-        "assistant_model": "The draft is the one that XTokAssisted was made with.",
+        "assistant_model": "Pass it as the draft: XTokAssisted(target, draft).",
         "custom_generate": "XTokAssisted is the decoding method.",
         "inputs_embeds": "The draft needs a text. Pass a prompt.",
         "inputs": "Pass the ids as the prompt, or use target.generate(inputs, custom_generate=xt).",
@@ -171,6 +171,8 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int)
     """Raises `UnsupportedArgumentError` for what can't give exactly what the target alone gives."""
     mode = config.get_generation_mode()
     faults = {
+        "prompt_lookup_num_tokens and assistant_early_exit are not supported. Pass what guesses to XTokAssisted, such as "
+        "XTokAssisted(target, PromptLookup())": mode is GenerationMode.ASSISTED_GENERATION,
         f"generation mode {mode.value!r} (num_beams={config.num_beams}) is not supported. Use greedy search or sampling": (
             mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         ),

@@ -44,6 +44,8 @@ def assemble(
     device: Any,
     dtype: Any,
     device_map: Any,
+    quantization_config: Any,
+    attn_implementation: Any,
 ) -> Setup:
     """Arguments and errors are those of `XTokAssisted`."""
     _check_settings(budget, acceptance, adapt=adapt, compile=compile, stable=stable)
@@ -56,7 +58,7 @@ def assemble(
     budget = budget or Budget()
     chains_only = acceptance == "rejection" or budget.width == 1
     given = as_list(draft, beside=[] if chains_only else without_a_model())
-    places = placements(device, dtype, device_map)
+    places = placements(device, dtype, device_map, quantization_config, attn_implementation)
     _check_places(target, given, places)
     loaded = target_model(target, places[0])
     beside = traits(loaded.model).device

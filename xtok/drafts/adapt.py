@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.examples import Example, WrittenText, batch, training_examples
-from xtok.errors import DraftFailedWarning, InvalidInputError, reason, warn
+from xtok.errors import DraftFailedWarning, InvalidInputError, install, reason, warn
 from xtok.models.modes import Modes, within
 from xtok.models.roles import DraftModel
 
@@ -47,7 +47,7 @@ class Adapter:
     def __init__(self, draft: DraftModel, target: TokenBytes) -> None:
         """`target`: its tokenizer. Raises `InvalidInputError` if peft is not installed."""
         if find_spec("peft") is None:
-            raise InvalidInputError("adapt=True needs peft. Install it with: pip install 'xtok[tune]'")
+            raise InvalidInputError(f"adapt=True needs peft. Install it with: {install('tune')}")
         self.draft = replace(draft, model=deepcopy(draft.model))
         self._target = target
         self._learner = with_lora(_sharing_weights(draft.model), _RANK).eval()

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, install
 
 _PASS = "Or load it with transformers, check its tokenizer, and pass the pair (model, tokenizer) as {role}."
 _WORDS = frozenset({"gpt-2", "phi-2", "mpt", "olmo"})
@@ -47,7 +47,7 @@ def check_installed() -> None:
     """Raises `InvalidInputError` if something is missing that reads GGUF files."""
     if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
         raise InvalidInputError(
-            f"GGUF files need {' and '.join(missing)}, which isn't installed. Install with: pip install 'xtok[gguf]'"
+            f"GGUF files need {' and '.join(missing)}, which isn't installed. Install with: {install('gguf')}"
         )
     if find_spec("transformers.integrations.gguf") is None:
         raise InvalidInputError("GGUF files need transformers 5.19 or later. Install it with: pip install -U transformers")

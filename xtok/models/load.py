@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_file
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
-from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
+from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, install, reason
 from xtok.models.cache import context_window, ids_read, vocabulary_size
 from xtok.models.continues import check_continues, check_rolls_back
 from xtok.models.gguf import is_gguf, load_gguf, read_gguf, tokenizer_of
@@ -51,20 +51,20 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
     if isinstance(source, (str, PathLike)):
         with _loading(source, role):
             config = _checked(source, role)
+            _check_placed(source, config, place, role)
             if is_gguf(source):
                 read = read_gguf(source, role)
                 tokenizer = tokenizer_of(read, role)
-                model, found = load_gguf(read, config, dtype=place.dtype or read.dtype, device_map=place.device_map)
+                model, found = load_gguf(read, config, **{"dtype": read.dtype, **place.arguments()})
             else:
                 _check_weights(source, config, role)
                 tokenizer = _tokenizer(source, role)
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     source,
-                    dtype=place.dtype or "auto",
-                    device_map=place.device_map,
                     weights_only=True,
                     trust_remote_code=False,
                     output_loading_info=True,
+                    **{"dtype": "auto", **place.arguments()},
                 )
                 model, found = loaded
             if missing := sorted(found["missing_keys"]):  # which transformers makes up at random
@@ -121,13 +121,41 @@ def _is_pair(source: Any) -> bool:
 
 
 def check_places(source: Any, role: str, place: Placement) -> None:
-    """Raises `InvalidInputError` if a loaded model is to be put somewhere: those handed in are never changed."""
-    if _is_pair(source) and place != DEFAULT:
+    """Raises `InvalidInputError` if a loaded model would have to be changed: those handed in never are."""
+    if _is_pair(source) and not _is_placed(source[0], place):
         other = "('cuda', None)" if role == "draft" else "(None, 'cuda')"
         raise InvalidInputError(
-            f"The {role} is loaded already, so {place} can't be honoured. Place it before you hand it in; a setting of the "
-            f"other model alone is a pair, the target's and the drafts', such as device={other}."
+            f"The {role} is loaded already, on {source[0].device} in {source[0].dtype}, so {place} can't be honoured. Place it "
+            f"before you hand it in; a setting of the other model alone is a pair, the target's and the drafts', such as "
+            f"device={other}."
         )
+
+
+def _is_placed(model: PreTrainedModel, place: Placement) -> bool:
+    """Whether a loaded model is already as requested."""
+    has = Placement(
+        device=place.device and model.device,
+        dtype=place.dtype and model.dtype,
+        attn_implementation=place.attn_implementation and model.config._attn_implementation,
+    )
+    return has == place and (place.device is None or not hasattr(model, "hf_device_map"))
+
+
+def _check_placed(source: str | PathLike[str], config: Any, place: Placement, role: str) -> None:
+    """Raises `InvalidInputError` if a model can't be loaded as requested."""
+    if is_gguf(source) and place.quantization_config is not None:
+        raise InvalidInputError(
+            f"The {role} {source} is dequantised when it is loaded, so quantization_config can't be honoured. Leave it out."
+        )
+    if place.attn_implementation is not None:
+        try:
+            with torch.device("meta"):
+                from_config(config, attn_implementation=place.attn_implementation, trust_remote_code=False)
+        except (ImportError, ValueError) as error:
+            raise InvalidInputError(
+                f"attn_implementation={place.attn_implementation!r} can't be used by the {role} {source}: {reason(error)}. Use "
+                "sdpa, or eager."
+            ) from error
 
 
 def _move(model: Any, device: torch.device, source: str | PathLike[str], role: str) -> None:
@@ -202,11 +230,11 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
         raise InvalidInputError(f"The {role} {source} {fault}") from error
     except ImportError as error:
         module = _needed(error)
-        if module is None:
-            raise
-        package = "'xtok[ja]'" if module in ("fugashi", "unidic_lite") else module.replace("_", "-")
+        if module is None:  # as transformers raises it, in words
+            raise InvalidInputError(f"The {role} {source} can't be loaded: {reason(error)}.") from error
+        remedy = install("ja") if module in ("fugashi", "unidic_lite") else f"pip install {module.replace('_', '-')}"
         raise InvalidInputError(
-            f"The {role} {source} needs {module}, which isn't installed. Install it with: pip install {package}"
+            f"The {role} {source} needs {module}, which isn't installed. Install it with: {remedy}"
         ) from error
     except Exception as error:  # files make no sense in many ways, and each has its own
         remedy = (_TRUST if "trust_remote_code" in str(error) else _MEND).format(role=role)

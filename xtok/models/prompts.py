@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from xtok.errors import InvalidInputError, PromptWarning, warn
+from xtok.errors import InvalidInputError, PromptWarning, shown, warn
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -84,8 +84,10 @@ def prompt_ids(
     elif isinstance(prompt, str):
         ids = _text_ids(tokenizer, prompt, split_special_tokens)
     else:
+        if isinstance(prompt, Mapping) and "role" in prompt:
+            raise InvalidInputError(f"The prompt is one message, {shown(prompt)}. Put it in a list: generate([message]).")
         raise InvalidInputError(
-            f"A prompt is {type(prompt).__name__}. Pass a text, a list of messages (role, content), token ids, a tokenizer's "
+            f"The prompt is {shown(prompt)}. Pass a text, a list of messages (role, content), token ids, a tokenizer's "
             "encoding, or a list of those."
         )
     ids = ids or [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]

@@ -19,6 +19,7 @@ from xtok.results.trace import Committed, Token, WrittenRound, round_tokens, wri
 class Generation:
     """What a prompt was answered with.
 
+    `prompt`: its text as the target read it, a chat in its template, without control tokens.
     `finish_reason` is "length" if a limit of length or time ended the text, else "stop". `seed` gives the texts of a call
     again, with any draft or none; it is None for greedy ones. `scores`, `logits`: (1, vocabulary) for each new id, if
     `return_dict_in_generate` and `output_scores` or `output_logits` ask for them. `drafts`: names, to which the indices in
@@ -36,6 +37,7 @@ class Generation:
     drafts: tuple[str, ...] = ()
     pieces: tuple[bytes, ...] = ()
     guess_bytes: Mapping[int, bytes] = field(default_factory=dict)
+    prompt: str = ""
 
     def __repr__(self) -> str:
         counts = f"{len(self.token_ids)} tokens, {self.stats.target_forwards} target forwards, {self.finish_reason!r}"
@@ -64,6 +66,7 @@ class Generation:
         A round's `guessed` is a tree: a guess's `parent` is the number of an earlier one, or -1. `right`: numbers of guesses.
         """
         return {
+            "prompt": self.prompt,
             "text": self.text,
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
@@ -88,7 +91,9 @@ class Generation:
         Path(file).write_text(json.dumps(self.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
 
     def to_html(self) -> str:
-        """A page for a browser, in one file: the text tinted by who guessed it, each round's guesses, near-ties, the counts."""
+        """A page for a browser, in one file: the prompt, the text tinted by who guessed it, its speed, each round's guesses, near-ties,
+        and the counts.
+        """
         return page(self.to_dict())
 
     def _repr_html_(self) -> str:
@@ -114,5 +119,6 @@ def finished(sequence: Sequence) -> Generation:
         logits=sequence.picker.logits,
         drafts=sequence.drafts,
         pieces=tuple(text.pieces),
+        prompt=text.data[: text.prompt_size].decode(errors="replace"),
         guess_bytes={token: text.view[token] or b"" for one in sequence.rounds for token in one.tree.tokens},
     )

@@ -1,33 +1,56 @@
-"""Progress bars on stderr, if that is a terminal."""
+"""Progress on stderr: bars on a terminal, lines in a pipe or a file."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import Progress
 
 Item = TypeVar("Item")
 
 
-def console() -> Console:
-    """A console on stderr for progress. It shows nothing if stderr is a pipe or a file."""
-    return Console(stderr=True, quiet=not sys.stderr.isatty())
-
-
-def bar(items: Iterable[Item], what: str) -> Iterable[Item]:
-    """The items, and a bar that shows how many are left, if stderr is a terminal."""
-    return track(items, what, console=Console(stderr=True), transient=True) if sys.stderr.isatty() else items
+def bar(items: Sequence[Item], what: str) -> Iterable[Item]:
+    """The items, and a bar that shows how many are left."""
+    with advanced(what, len(items)) as advance:
+        for item in items:
+            yield item
+            advance(1)
 
 
 @contextmanager
 def advanced(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar, and a function that advances it by a count."""
+    """A bar, and a function that advances it by a count; in a pipe or a file, a line after each tenth."""
+    if not sys.stderr.isatty():
+        yield _by_tenths(what, total)
+        return
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)
 
 
+def _by_tenths(what: str, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        before, done = done, done + count
+        if done * 10 // total > before * 10 // total:
+            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+
+    return advance
+
+
 def busy(what: str) -> AbstractContextManager[object]:
-    return console().status(what)
+    """A sign that something goes on, on a terminal alone."""
+    return Console(stderr=True, quiet=not sys.stderr.isatty()).status(what)
+
+
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """What goes on for minutes: as `busy`, and a line in a pipe or a file."""
+    if not sys.stderr.isatty():
+        print(f"{what} …", file=sys.stderr, flush=True)
+    with busy(what):
+        yield

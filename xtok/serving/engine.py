@@ -9,7 +9,7 @@ from threading import Condition, Thread
 from time import perf_counter
 from traceback import walk_stack, walk_tb
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xtok.assisted import XTokAssisted
 from xtok.decoding.arguments import check_batch
@@ -25,6 +25,11 @@ from xtok.models.shapes import CHUNK
 from xtok.results.generation import finished
 from xtok.serving.memory import Memory
 from xtok.serving.ticket import Ticket
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from xtok.decoding.keywords import TextArguments
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Engine:
         atexit.register(self.close, cancel=True)
 
     @within()
-    def submit(self, prompt: Prompt | KnownPrompt, **arguments: Any) -> Ticket:
+    def submit(self, prompt: Prompt | KnownPrompt, **arguments: "Unpack[TextArguments]") -> Ticket:
         """Hand in one prompt, and go on at once. What a prompt may be, and `arguments`, are those of `xt.generate`.
 
         `max_time` counts from here. Logits processors and stopping criteria that keep a state are for one request: give each
@@ -104,7 +109,7 @@ class Engine:
         """
         if arguments.get("streamer") is not None:
             raise UnsupportedArgumentError("streamer can't be used here. Iterate over the ticket, for pieces of text.")
-        prepared = prepare_one(self._setup, prompt, arguments)
+        prepared = prepare_one(self._setup, prompt, dict(arguments))
         entry = _Entry(Ticket(self._wake), prepared, None if self._memory is None else self._memory.limit(prepared))
         with self._changed:
             if self._closing:

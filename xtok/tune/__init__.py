@@ -20,7 +20,7 @@ from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load
 from xtok.models.modes import Modes, within
-from xtok.results.progress import busy
+from xtok.results.progress import stage
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.make import Made, make_draft
 from xtok.tune.training import TrainingSettings, train
@@ -110,7 +110,7 @@ def tune_draft(
     def measured(model: PreTrainedModel, texts: Sequence[str] = stopping) -> tuple[float, dict[str, float]]:
         return per_forward(pair, (model, learner.vocabulary.tokenizer), settings.measured(texts), **writing_arguments(settings))
 
-    with busy("measuring the draft as it is"):
+    with stage("measuring the draft as it is"):
         first, _ = measured(learner.model)
     copy: Any = deepcopy(learner.model)
     trained: Any
@@ -123,7 +123,7 @@ def tune_draft(
         TrainingSettings(epochs, learning_rate, lora),
     )
     model = trained.to(learner.model.dtype) if max(found) > first else learner.model
-    with busy("measuring what was gained"):
+    with stage("measuring what was gained"):
         before, after = (measured(one, kept)[1] for one in (learner.model, model))
     ways = {way: (before[way], after[way]) for way in before}
     result = Tuned(Path(out), len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)

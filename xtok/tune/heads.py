@@ -25,7 +25,7 @@ from xtok.models.cache import CACHE, device_of, output_embeddings, stacked, voca
 from xtok.models.load import Source, target_model
 from xtok.models.modes import Modes, within
 from xtok.models.prompts import prompt_ids
-from xtok.results.progress import busy
+from xtok.results.progress import stage
 from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
 from xtok.tune.training import BATCH, Objective, fit, planned
 from xtok.tune.work import check, check_installed, check_out, digest, name, per_forward, work_folder, writing_arguments
@@ -144,7 +144,7 @@ def train_heads(
     objective = Objective(batch, partial(loss, bf16=plan.bf16), measured)
     found = fit(learner, rows, objective, work / "training", epochs=plan.epochs, rate=_RATE)
     save_heads(learner, info, now)
-    with busy("measuring what was gained"):
+    with stage("measuring what was gained"):
         after, ways = per_forward(pair, [HeadsDrafter(now)], chosen.kept, **arguments)
         apart = _examples(pair, write(pair, chosen.kept, work / "kept", shows=False, **arguments))
     accuracy = accuracies(made.model, learner, apart, info.layers, steps)

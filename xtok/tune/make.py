@@ -23,7 +23,7 @@ from xtok.models.load import Source, draft_model, load
 from xtok.models.modes import Modes, within
 from xtok.models.prompts import Chat
 from xtok.models.timing import timed
-from xtok.results.progress import busy
+from xtok.results.progress import stage
 from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
 from xtok.tune.training import Objective, fit, planned
 from xtok.tune.vocabulary import small_tokenizer
@@ -137,7 +137,7 @@ def make_draft(
     found = fit(model, rows, objective, work / "training", epochs=plan.epochs, rate=_RATE)
     model.config.use_cache = True  # the trainer switches it off
     model = model.eval().to(torch.bfloat16)
-    with busy("measuring what the draft brings"):
+    with stage("measuring what the draft brings"):
         ways = _compared(pair, (model, tokenizer), chosen.kept, writing_arguments(settings))
     made = Made(Path(out), sum(weight.numel() for weight in model.parameters()), len(rows), counts.total(), tuple(found), ways)
     finish(model, tokenizer, _card(settings, made), made.path, work)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -18,7 +20,7 @@ from xtok.align.projection import Projection
 from xtok.drafts.adapt import with_lora
 from xtok.drafts.examples import Example, batch
 from xtok.models.timing import timed
-from xtok.results.progress import busy, console
+from xtok.results.progress import stage
 from xtok.tune.loss import guessing_loss
 from xtok.tune.writing import save
 
@@ -124,7 +126,7 @@ def fit(
         use_cpu=device.type == "cpu",
         dataloader_pin_memory=device.type == "cuda",
     )
-    bar = Progress(console=console(), transient=True)
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with bar, torch.enable_grad(), torch.random.fork_rng():  # the trainer seeds torch when it is made
         trainer = _Trainer(
             model=model,
@@ -152,7 +154,7 @@ def planned(model: nn.Module, rows: Sequence[Example], loss: Callable[..., Tenso
     measure something else. `loss`: of a model and a batch, which takes `bf16`.
     """
     if not file.exists():
-        with busy("timing a few steps of training"):
+        with stage("timing a few steps of training"):
             took = {bf16: _seconds_per_step(deepcopy(model), rows, partial(loss, bf16=bf16)) for bf16 in (False, True)}
         bf16 = took[True] < took[False]
         epochs = max(1, min(_EPOCHS, int(seconds / (took[bf16] * len(rows) / BATCH))))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from xtok.assisted import XTokAssisted
 from xtok.decoding.arguments import listed_texts
 from xtok.drafts.policy.settings import Budget
-from xtok.errors import InvalidInputError, shown
+from xtok.errors import InvalidInputError, install, shown
 from xtok.models.load import Source
 from xtok.models.prompts import Chat
 from xtok.tune.writing import PENALTY, beginnings, name_of_way, save, way
@@ -107,7 +107,7 @@ def check_out(given: Any) -> None:
 def check_installed(*packages: str) -> None:
     """Raises `InvalidInputError` if a package is missing."""
     if not all(map(find_spec, packages)):
-        raise InvalidInputError(f"Training needs {' and '.join(packages)}. Install with: pip install 'xtok[tune]'")
+        raise InvalidInputError(f"Training needs {' and '.join(packages)}. Install with: {install('tune')}")
 
 
 def check(settings: Any, **least: int) -> None:

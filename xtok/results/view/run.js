@@ -47,6 +47,7 @@ export class Run {
 
   ends(end, seconds) {
     this.end = end;
+    if (this.kind === "trace" && end.prompt) this.text.before(element("p", { class: "prompt" }, end.prompt));
     this.seconds = seconds;
     this.count();
   }

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from xtok.errors import EngineFullError
 from xtok.results.page import TINTS, VIEW
 from xtok.serving.http.completions import complete, prepared, sse_data
-from xtok.serving.http.middleware import authenticated, body_of, context_of, error_response, failure, logged
+from xtok.serving.http.middleware import authenticated, body_of, context_of, error_response, failure, log_refusal, logged
 from xtok.serving.http.protocol import B, Chat, ChatRace, Completion, CompletionRace, RequestError, read
 from xtok.serving.http.race import race, race_options, runs_of, steps
 from xtok.serving.http.service import Service, full
@@ -35,7 +35,7 @@ _CLIENT_CLOSED_REQUEST = 499
 def app_of(service: Service, *, key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
     """An ASGI application. `key`: the API key of `/v1`. `origins`: other sites whose pages may send requests (CORS)."""
     app = FastAPI(title="xtok", docs_url=None, redoc_url=None, openapi_url=None)
-    _add_errors(app)
+    _add_errors(app, service)
     _add_operations(app, service)
     _add_models(app, service)
     _add(app, service, "/v1/completions", Completion, complete)
@@ -50,9 +50,10 @@ def app_of(service: Service, *, key: str | None = None, origins: Sequence[str] =
     return app
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(RequestError)
-    async def refuse(_: Request, error: RequestError) -> Response:
+    async def refuse(request: Request, error: RequestError) -> Response:
+        log_refusal(context_of(request), error, texts=service.logs_texts)
         return error_response(error)
 
     @app.exception_handler(HTTPException)

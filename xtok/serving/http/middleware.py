@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from hmac import compare_digest
 from time import perf_counter
 from typing import Any
@@ -55,6 +56,13 @@ def failure(context: RequestContext, error: Exception) -> RequestError:
     return RequestError(f"{type(error).__name__} ended the text. See the server's log.", status=500, kind="server_error")
 
 
+def log_refusal(context: RequestContext, refused: RequestError, *, texts: bool) -> None:
+    """Note why a request is refused. `texts`: whether the log may quote prompts, as errors of xtok may."""
+    error = refused.body["error"]
+    quotes = error["param"] in ("prompt", "messages", "prediction") and refused.__cause__ is not None
+    context.log["error"] = error["message"] if texts or not quotes else f"{error['param']}: {type(refused.__cause__).__name__}"
+
+
 def error_response(refused: RequestError) -> JSONResponse:
     return JSONResponse(refused.body, refused.status, refused.headers)
 
@@ -90,7 +98,15 @@ def logged(app: ASGIApp) -> ASGIApp:
             context.on_end()
             if not scope["path"].startswith(_UNLOGGED):
                 took = round(perf_counter() - context.start, 6)
-                line = {"request": context.id, "method": scope["method"], "path": scope["path"], **context.log, "seconds": took}
+                now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+                line = {
+                    "time": now,
+                    "request": context.id,
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    **context.log,
+                    "seconds": took,
+                }
                 LOG.info(json.dumps(line, ensure_ascii=True))
 
     return wrapped
