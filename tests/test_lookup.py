@@ -8,13 +8,14 @@ from itertools import pairwise
 from random import Random
 from threading import Event
 from time import sleep
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from worlds import examples, tokenizer
+from worlds import TREE, examples, fitting, tokenizer
 
-from xtok import Budget, Context, PromptLookup, Tree
+from xtok import Budget, Context, PromptLookup, Tree, XTokAssisted
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
@@ -22,6 +23,7 @@ from xtok.drafts.base import Request
 from xtok.drafts.corpus import Corpus
 from xtok.drafts.given import as_draft
 from xtok.drafts.lookup import Belief, Lookup
+from xtok.drafts.memory import TextMemory
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.draft import DraftPolicy
 from xtok.drafts.policy.policy import Policy
@@ -116,7 +118,7 @@ def test_a_corpus_is_continued_at_the_positions_where_most_bytes_agree(texts: li
         return next((i for i in range(min(cut, len(data), 32)) if text[cut - 1 - i] != data[-1 - i]), min(cut, len(data), 32))
 
     most = max((common(*place) for place in places), default=0)
-    agreeing, found = Corpus(texts).continuations(data, 20, 8)
+    agreeing, found = Corpus([text.encode() for text in texts]).continuations(data, 20, 8)
     assert agreeing == most
     expected = {text[cut : cut + 20] for text, cut in places if common(text, cut) == most}
     assert all(text in expected for text, _ in found)
@@ -129,7 +131,7 @@ def test_a_corpus_compares_a_number_of_positions_that_hardly_grows_with_it() -> 
     looks = {}
     for size in (1_000, 100_000):
         random = Random(0)
-        corpus = Corpus(["".join(chr(0x3042 + random.randrange(60)) for _ in range(size))])
+        corpus = Corpus(["".join(chr(0x3042 + random.randrange(60)) for _ in range(size)).encode()])
         original, calls = corpus._at, []
 
         def counted(index: int, size: int, calls: list[int] = calls, original: object = original) -> bytes:
@@ -275,3 +277,55 @@ def test_a_drafter_is_shown_the_carried_token_as_if_it_were_committed() -> None:
     assert list(shown[0].ids) == [5, 6, 7, 8]
     assert shown[0].data == view.to_bytes([5, 6, 7, 8])
     assert tree.tokens == (8, *range(20, 51)), "as many as there is room for after it"
+
+
+@examples(100)
+@given(
+    texts=st.lists(st.text(alphabet="あいab", min_size=1, max_size=400), min_size=1, max_size=12),
+    end=st.text("あいab", max_size=12),
+)
+def test_a_memory_is_looked_up_as_a_corpus_of_the_latest_texts_and_keeps_within_its_size(texts: list[str], end: str) -> None:
+    memory, small = TextMemory(1 << 20), TextMemory(1 << 12)
+    for text in texts:
+        memory.add(text.encode())
+        small.add(text.encode())
+        assert small.size <= 1 << 12
+    agreeing, found = memory.continuations(end.encode(), 20, 8)
+    most, expected = Corpus([text.encode() for text in texts]).continuations(end.encode(), 20, 8)
+    assert agreeing == most
+    assert bool(found) == bool(expected)
+    assert sum(share for _, share in found) <= 1 + 1e-9
+
+
+def test_a_memory_forgets_the_oldest_text_first_and_takes_in_a_grown_text_once() -> None:
+    memory = TextMemory(1 << 16)
+    random = Random(1)
+    texts = [bytes(random.randrange(97, 123) for _ in range(3000)) for _ in range(6)]
+    for text in texts:
+        memory.add(text)
+    assert memory.continuations(texts[0][:2000], 20, 1)[0] < 8
+    assert memory.continuations(texts[-1][:2000], 20, 1) == (32, [(texts[-1][2000:2020], 1.0)])
+    before = memory.size
+    memory.add(texts[-1] + b"and more")
+    assert before < memory.size < before + 6 * 3000
+
+
+def test_what_an_earlier_sequence_generated_is_guessed_from_and_changes_no_id() -> None:
+    tokens = tokenizer("byte-level BPE")
+    model = fitting(tokens, "Llama", 0)
+    plain = XTokAssisted((model, tokens), [PromptLookup()], budget=TREE)
+    lookup = PromptLookup(memory=1 << 20)
+    xt = XTokAssisted((model, tokens), [lookup], budget=TREE)
+    asked = {"max_new_tokens": 40, "do_sample": False}
+    first, again = xt.generate("吾輩は猫である。", **asked), xt.generate("吾輩は猫である。", **asked)
+    assert first.token_ids == again.token_ids == plain.generate("吾輩は猫である。", **asked).token_ids
+    assert again.stats.target_forwards < first.stats.target_forwards
+    assert pickle.loads(pickle.dumps(lookup))._size == 1 << 20
+    assert repr(lookup) == "PromptLookup(memory=1048576)"
+    assert lookup.without_memory()._memory is None
+
+
+@pytest.mark.parametrize("wrong", [-1, 5, True, 1e6, "16M", None])
+def test_a_memory_that_makes_no_sense_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidInputError, match="memory"):
+        PromptLookup(memory=wrong)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_DEPTH = 32
+DEPTH = 32
 """How many bytes before a position are compared."""
 _LOOKED = 16
 """How many positions are considered if many agree."""
@@ -23,20 +23,36 @@ class Corpus:
     A look-up takes time in proportion to the logarithm of the corpus' size; making the index takes a few sorts.
     """
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._data = _GAP.join([b"", *(text.encode(errors="replace") for text in texts), b""])
+    BYTES_PER_BYTE = 6
+    """How many bytes texts and their index take for each byte of text."""
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        """`texts`: in UTF-8; less than 2 GiB together."""
+        self._data = _GAP.join([b"", *texts, b""])
         self._reversed = self._data[::-1]
-        self._positions = _sorted_suffixes(np.frombuffer(self._reversed, dtype=np.uint8))
+        self._positions = _sorted_suffixes(np.frombuffer(self._reversed, dtype=np.uint8)).astype(np.int32)
+
+    def __len__(self) -> int:
+        """How many bytes the texts have, with those that separate them."""
+        return len(self._data)
+
+    def __contains__(self, text: bytes) -> bool:
+        """Whether a text, or a part of one, is among them."""
+        return text in self._data
+
+    @property
+    def texts(self) -> list[bytes]:
+        return self._data[1:-1].split(_GAP)
 
     def continuations(self, end: bytes, size: int, count: int) -> tuple[int, list[tuple[bytes, float]]]:
         """How many of the last bytes of `end` occur, and the likeliest `count` continuations of that, of at most `size` bytes,
         each with the share of occurrences that it follows.
         """
-        wanted = end[-_DEPTH:][::-1]
+        wanted = end[-DEPTH:][::-1]
         agreeing = self._agreeing(wanted)
         if not agreeing:
             return 0, []
-        first, last = (self._insertion(wanted[:agreeing] + tail) for tail in (b"", b"\xff" * _DEPTH))
+        first, last = (self._insertion(wanted[:agreeing] + tail) for tail in (b"", b"\xff" * DEPTH))
         positions = self._positions[np.unique(np.linspace(first, last - 1, min(_LOOKED, last - first)).astype(np.int64))]
         starts = [len(self._data) - int(position) for position in positions]
         found = [self._data[start : start + size].partition(_GAP)[0] for start in starts]
@@ -56,11 +72,11 @@ class Corpus:
 
     def _at(self, index: int, size: int) -> bytes:
         start = int(self._positions[index])
-        return self._reversed[start : start + min(size, _DEPTH)]
+        return self._reversed[start : start + min(size, DEPTH)]
 
 
 def _sorted_suffixes(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """The indices of all suffixes, sorted by their first `_DEPTH` bytes, by prefix doubling (Manber, Myers 1990)."""
+    """The indices of all suffixes, sorted by their first `DEPTH` bytes, by prefix doubling (Manber, Myers 1990)."""
     known = 8
     keys = np.zeros(len(data), dtype=np.uint64)
     padded = np.pad(data, (0, known))
@@ -71,7 +87,7 @@ def _sorted_suffixes(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> "np.
         steps = np.diff(keys[order], prepend=keys[order[:1]]) != 0
         ranks = np.empty(len(data), dtype=np.uint64)
         ranks[order] = np.cumsum(steps)
-        if known >= _DEPTH or bool(steps[1:].all()):
+        if known >= DEPTH or bool(steps[1:].all()):
             return order
         following = np.zeros(len(data), dtype=np.uint64)
         following[: max(0, len(data) - known)] = ranks[known:] + np.uint64(1)

@@ -1,6 +1,7 @@
 """Prompt lookup: guesses what followed the same text before. It needs no model."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -8,6 +9,7 @@ from xtok.align.continuation import Continuation
 from xtok.align.encoding import Encoder
 from xtok.drafts.base import Context, Request, check_request
 from xtok.drafts.corpus import Corpus
+from xtok.drafts.memory import TextMemory
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.repeats import Repeats
 from xtok.drafts.tree import Tree, Trie, chain
@@ -21,6 +23,8 @@ _WEIGHT = 4
 """So many observations weigh as much as the assumption."""
 _LEAST = 0.01
 """Ids that are less probable aren't guessed."""
+_SMALLEST = 1 << 16
+"""The smallest memory, in bytes: much less would hold no text of a usual length."""
 _BYTES = 8
 """How many bytes an id of the target is assumed to have at most."""
 
@@ -30,17 +34,26 @@ class PromptLookup:
     lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding). It needs no model and next to no time.
 
     `corpus`: texts that the target may quote, such as retrieved documents. They are looked up by their bytes, so that any
-    tokenizer will do, and in a time that hardly depends on their size. One object may serve several instances and threads.
+    tokenizer will do, and in a time that hardly depends on their size. `memory`: how many bytes may be taken by earlier
+    sequences, prompts and outputs, in which is looked up as well; about a sixth of that is text, and the oldest is forgotten
+    first. Then the speed of a text depends on what others generated before, though its tokens don't. One object may serve
+    several instances and threads.
     """
 
-    def __init__(self, corpus: Sequence[str] = ()) -> None:
-        """Raises `InvalidInputError` unless `corpus` is a list of texts."""
+    def __init__(self, corpus: Sequence[str] = (), *, memory: int = 0) -> None:
+        """Raises `InvalidInputError` unless `corpus` is a list of texts and `memory` a number of bytes."""
         texts = list(corpus) if isinstance(corpus, Iterable) else [None]
         if isinstance(corpus, (str, bytes, Mapping)) or not all(isinstance(text, str) for text in texts):
             raise InvalidInputError(
                 f"corpus is {type(corpus).__name__}; it must be a list of texts: PromptLookup(corpus=[text, …])."
             )
+        if not isinstance(memory, int) or isinstance(memory, bool) or (memory and memory < _SMALLEST):
+            raise InvalidInputError(
+                f"memory is {memory!r}; it must be 0 or a whole number of bytes from {_SMALLEST} on: "
+                "PromptLookup(memory=16 * 2**20)."
+            )
         self._texts = [str(text) for text in texts if text]
+        self._size, self._memory = memory, TextMemory(memory) if memory else None
         self._index: Corpus | None = None
         self._lock = Lock()
 
@@ -49,19 +62,28 @@ class PromptLookup:
         """The index of the corpus, which is made at its first use, by one thread; None without a corpus."""
         with self._lock:
             if self._index is None and self._texts:
-                self._index = Corpus(self._texts)
+                self._index = Corpus([text.encode(errors="replace") for text in self._texts])
             return self._index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy indexes the corpus anew: a lock can't be copied."""
-        return type(self), (self._texts,)
+        """A copy indexes the corpus anew, and remembers nothing: a lock can't be copied."""
+        return partial(type(self), memory=self._size), (self._texts,)
 
     def __repr__(self) -> str:
-        return f"PromptLookup({f'a corpus of {len(self._texts)} texts' if self._texts else ''})"
+        corpus = [f"a corpus of {len(self._texts)} texts"] if self._texts else []
+        return f"PromptLookup({', '.join([*corpus, *([f'memory={self._size}'] if self._size else [])])})"
 
     def start(self, request: Request) -> "Lookup":
         check_request(request)
-        return Lookup(self.index, request.vocabulary.encoder)
+        return Lookup(self.index, request.vocabulary.encoder, memory=self._memory)
+
+    def without_memory(self) -> "PromptLookup":
+        """The same, but for what earlier sequences generated."""
+        if self._memory is None:
+            return self
+        other = PromptLookup(self._texts)
+        other._index = self.index
+        return other
 
 
 class Prediction:
@@ -71,7 +93,7 @@ class Prediction:
 
     def __init__(self, text: str) -> None:
         self._data = text.encode(errors="replace")
-        self._corpus = Corpus([text])
+        self._corpus = Corpus([self._data])
 
     def start(self, request: Request) -> "Lookup":
         return Lookup(self._corpus, request.vocabulary.encoder, self._data)
@@ -79,17 +101,21 @@ class Prediction:
 
 class Lookup:
     """The drafter of `PromptLookup` and `Prediction` for one sequence. `encoder`: that of the target. `prediction`: the bytes
-    of the text that is expected, if there is one: then only that is guessed from, and `corpus` is that text alone.
+    of the text that is expected, if there is one: then only that is guessed from, and `corpus` is that text alone. `memory`:
+    what remembers the text when it has ended, for later ones.
     """
 
-    def __init__(self, corpus: Corpus | None, encoder: Encoder, prediction: bytes | None = None) -> None:
-        self._corpus = corpus
+    def __init__(
+        self, corpus: Corpus | None, encoder: Encoder, prediction: bytes | None = None, memory: TextMemory | None = None
+    ) -> None:
+        self._corpora = [one for one in (corpus, memory) if one is not None]
+        self._memory = memory
         self._prediction = prediction
         self._continuation = Continuation(encoder)
         self._view = encoder.view
         self._repeats = Repeats()
         self._shown: tuple[int, int | None] = (0, None)
-        self._beliefs = Belief(), Belief()
+        self._beliefs = [Belief() for _ in range(1 + len(self._corpora))]
 
     def propose(self, context: Context, budget: Budget) -> Tree:
         """The continuations after earlier occurrences of the text's end, as branches; those of the longest ones first."""
@@ -101,9 +127,14 @@ class Lookup:
         trie = Trie()
         if self._prediction is None:
             self._mix(trie, self._repeated(ids, budget), self._beliefs[0])
-        if self._corpus is not None:
-            self._mix(trie, self._found(self._corpus, context, budget), self._beliefs[1])
+        for corpus, belief in zip(self._corpora, self._beliefs[1:], strict=True):
+            self._mix(trie, self._found(corpus, context, budget), belief)
         return trie.best(budget.verified)
+
+    def ends(self, data: bytes) -> None:
+        """Remember the whole text, if there is a memory."""
+        if self._memory is not None:
+            self._memory.add(data)
 
     @staticmethod
     def _mix(trie: Trie, found: list[tuple[list[int], int, float]], belief: "Belief") -> None:
@@ -127,7 +158,7 @@ class Lookup:
         found = repeats.followers(budget.width, ids[-1])
         return [(repeats.continuation(position, budget.longest, ids[-1]), agreeing, 1.0) for position, agreeing in found]
 
-    def _found(self, corpus: Corpus, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
+    def _found(self, corpus: Corpus | TextMemory, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
         """Continuations in the corpus, as for `_mix`; of a text that is the beginning of the prediction, the rest of that."""
         new = context.data[context.prompt_size :]
         if self._prediction is not None and self._prediction.startswith(new):

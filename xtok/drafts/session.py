@@ -197,7 +197,13 @@ class Session:
                 draft.depth = max(1, (draft.depth or depth) + (2 if full else -1))
 
     def close(self) -> None:
-        """Let go of the drafters, and of what they hold."""
+        """Show the whole text to drafters that have `ends`, and let go of all, and of what they hold."""
+        for draft, drafter in enumerate(self._drafters):
+            if callable(ends := getattr(drafter, "ends", None)):
+                try:
+                    ends(self._text.data)
+                except Exception as error:
+                    self._fails(draft, error)
         self._drafters = [None for _ in self._drafters]
 
     def _own(self, draft: int, limit: Budget, sure: float, batch: Batch) -> Budget | None:
