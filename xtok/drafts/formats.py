@@ -12,8 +12,8 @@ from xtok.errors import InvalidInputError
 
 _LEAST = 0.1
 """Tokens that are less probable aren't added to a guess."""
-_DOUBT = 0.5
-"""So many more occurrences than were seen are assumed, of which none had the same next token."""
+_DISCOUNT = 0.5
+"""How much less each next token counts than it was seen, so that one of many is improbable (absolute discounting)."""
 _ONWARD = 0.6
 """How probable a node is taken to be after its parent, if a drafter doesn't say."""
 
@@ -78,27 +78,31 @@ class FormatDrafter:
 
     def propose(self, context: Context, budget: Budget) -> Tree:
         """What is forced next, or followed the same before."""
-        tree = self.fit(context, Tree(), budget.longest)
+        tree = self._grown(context, Tree(), budget.longest, begins=True)
         return tree.likeliest(budget.verified(sorted(tree.probabilities, reverse=True)))
 
     def fit(self, context: Context, tree: Tree, longest: int) -> Tree:
-        """A guess of another drafter after `context` without what the format forbids, and with what it forces after each node.
-
-        No added node is deeper than `longest`.
+        """A guess of another drafter after `context` without what the format forbids, and with what it forces after each node
+        that is left. No added node is deeper than `longest`.
         """
+        return self._grown(context, tree, longest, begins=False) if tree else tree
+
+    def _grown(self, context: Context, tree: Tree, longest: int, *, begins: bool) -> Tree:
+        """A tree fitted to the format. `begins`: whether nodes are added at its root, too."""
         self._follow(context.ids[self._prompt_length :])
         start, found = len(self._ids), list[_Node]()
         children = defaultdict[int, list[int]](list)
         for node, parent in enumerate(tree.parents):
             children[parent].append(node)
-        waiting = self._after(_Node(-1, -1, -1, 1.0, -1), -1, tree, children, longest)
+        root = _Node(-1, -1, -1, 1.0, -1)
+        waiting = [one for one in self._after(root, -1, tree, children, longest) if begins or one.given is not None]
         while waiting:
-            node = waiting.pop()
-            self._back_to(start + node.depth)
-            if self._push(node.token):
-                found.append(node)
-                waiting += self._after(node, len(found) - 1, tree, children, longest)
-        probabilities = () if tree and not tree.probabilities else tuple(node.probability for node in found)
+            one = waiting.pop()
+            self._back_to(start + one.depth)
+            if self._push(one.token):
+                found.append(one)
+                waiting += self._after(one, len(found) - 1, tree, children, longest)
+        probabilities = () if tree and not tree.probabilities else tuple(one.probability for one in found)
         return Tree(tuple(one.token for one in found), tuple(one.parent for one in found), tree.guess, (), probabilities)
 
     def _after(self, node: _Node, index: int, tree: Tree, children: dict[int, list[int]], longest: int) -> list[_Node]:
@@ -121,8 +125,7 @@ class FormatDrafter:
         latest = self._latest(len(self._symbols))
         for known in (latest, latest[:1]):
             if (followers := self._followers.get(known)) is not None:
-                total = followers.total() + _DOUBT
-                return {token: count / total for token, count in followers.items()}
+                return {token: (count - _DISCOUNT) / followers.total() for token, count in followers.items()}
         return {}
 
     def _latest(self, end: int) -> tuple[int | None, ...]:

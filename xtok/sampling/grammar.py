@@ -64,24 +64,34 @@ class GrammarGuide:
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
         self._mask: bytes | None = None
+        self._before_end: Any = None
 
     def push(self, token: int) -> bool:
         """Add a token to the text, if the grammar allows it. Returns whether it does."""
-        mask = self._allowed()
+        mask = b"" if self._before_end is not None else self._allowed()
         byte = token >> 3
         if byte >= len(mask) or not mask[byte] >> (token & 7) & 1:
             return False
+        is_end, before = self._matcher.is_stopped(), self._matcher.deep_copy() if self._matcher.is_accepting() else None
         self._mask = None
-        return bool(self._matcher.consume_token(token))
+        self._matcher.consume_token(token)
+        if is_end or self._matcher.stop_reason() == "EndOfSentence":
+            self._before_end = before
+        return True
 
     def pop(self, tokens: int) -> None:
         """Take the last tokens off the text."""
-        if tokens:
-            self._matcher.rollback(tokens)
-            self._mask = None
+        if not tokens:
+            return
+        if self._before_end is not None:  # LLMatcher.rollback doesn't restore what was before the end of text
+            self._matcher, self._before_end, tokens = self._before_end, None, tokens - 1
+        self._matcher.rollback(tokens)
+        self._mask = None
 
     def forced(self) -> list[int]:
         """The tokens with which any text goes on, as the tokenizer cuts them, as far as that is certain."""
+        if self._before_end is not None:
+            return []
         if self._matcher.is_stopped():
             return np.flatnonzero(_unpacked(self._allowed())).tolist()[:1]
         tokens: list[int] = self._matcher.compute_ff_tokens()
