@@ -23,6 +23,7 @@ QUICK = [("hugging_face", "yes"), ("engine", "one text was cancelled"), ("prompt
 EXAMPLES = [
     *QUICK,
     ("quickstart", "yes"),
+    ("json_schema", "yes"),
     ("streaming", "。"),
     ("several_drafts", "yes"),
     ("heads", "yes"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from xtok.results.generation import Generation
     from xtok.results.stats import Stats
     from xtok.results.trace import Token, WrittenRound
+    from xtok.sampling.grammar import Grammar
     from xtok.serving.drafting import DraftedText, DraftEngine
     from xtok.serving.engine import Engine, EngineStats
     from xtok.serving.ticket import Ticket
@@ -32,6 +33,7 @@ __all__ = [
     "Engine",
     "EngineStats",
     "Generation",
+    "Grammar",
     "HeadsDrafter",
     "Made",
     "PromptLookup",
@@ -70,6 +72,7 @@ _HOMES = {
     "xtok.decoding.sequence": ("Round",),
     "xtok.results.stats": ("Stats",),
     "xtok.results.trace": ("Token", "WrittenRound"),
+    "xtok.sampling.grammar": ("Grammar",),
     "xtok.drafts.tree": ("Tree", "chain"),
     "xtok.tune": ("Made", "TrainedHeads", "Tuned", "make_draft", "train_heads", "tune_draft"),
 }

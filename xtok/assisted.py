@@ -19,7 +19,7 @@ from xtok.decoding.keywords import GenerateArguments, TextArguments
 from xtok.decoding.prepare import Prepared, by_row, completed, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Round, Sequence
-from xtok.decoding.setup import PREDICTION, Acceptance
+from xtok.decoding.setup import Acceptance
 from xtok.decoding.start import start
 from xtok.drafts.adapt import Adapter
 from xtok.drafts.base import Draft, Drafter
@@ -217,7 +217,7 @@ class XTokAssisted:
         The generator returns (`StopIteration.value`) what `generate` returns.
         """
 
-        def pieces(_: Round, tokens: list[Token]) -> Iterator[str]:
+        def pieces(_: Round, tokens: list[Token], drafts: abc.Sequence[str]) -> Iterator[str]:
             if piece := "".join(token.text for token in tokens):
                 yield piece
 
@@ -225,21 +225,24 @@ class XTokAssisted:
 
     def stream_tokens(self, prompt: Prompt, **arguments: "Unpack[TextArguments]") -> Generator[Token, None, Generation]:
         """Yield the new tokens as they are committed, each with who guessed it: `generate(...).tokens`, returned likewise."""
-        return self._streamed(prompt, dict(arguments), lambda _, tokens: iter(tokens))
+        return self._streamed(prompt, dict(arguments), lambda _, tokens, drafts: iter(tokens))
 
     def stream_rounds(
         self, prompt: Prompt | KnownPrompt, **arguments: "Unpack[TextArguments]"
     ) -> Generator[WrittenRound, None, Generation]:
         """Yield each round as it is committed, with all that was guessed: `generate(...).written`, returned likewise."""
-        view, names = self.target.vocabulary.view, (*self.names, PREDICTION)
+        view = self.target.vocabulary.view
 
-        def rounds(one: Round, tokens: list[Token]) -> Iterator[WrittenRound]:
-            yield written_round(one, tokens, names, lambda token: view[token] or b"")
+        def rounds(one: Round, tokens: list[Token], drafts: abc.Sequence[str]) -> Iterator[WrittenRound]:
+            yield written_round(one, tokens, drafts, lambda token: view[token] or b"")
 
         return self._streamed(prompt, dict(arguments), rounds)
 
     def _streamed(
-        self, prompt: Prompt | KnownPrompt, arguments: dict[str, Any], show: Callable[[Round, list[Token]], Iterator[T]]
+        self,
+        prompt: Prompt | KnownPrompt,
+        arguments: dict[str, Any],
+        show: Callable[[Round, list[Token], abc.Sequence[str]], Iterator[T]],
     ) -> Generator[T, None, Generation]:
         """What is to be shown of each round. Arguments are checked at once; a round runs when the caller asks for it, under the
         modes of this call.
@@ -253,7 +256,7 @@ class XTokAssisted:
                 with within(modes):
                     sequence = start(self.setup, request, caches)
                 for one, tokens in round_tokens(as_committed(sequence, modes), sequence.drafts):
-                    yield from show(one, tokens)
+                    yield from show(one, tokens, sequence.drafts)
                 with within(modes):
                     _LAST.given[self] = [finished(sequence)]
                 return self.last[0]

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from xtok.decoding import accept
 from xtok.decoding.prepare import as_generate
-from xtok.decoding.setup import PREDICTION, Acceptance, Setup, named, padding, warn_unstable
+from xtok.decoding.setup import FORMAT, PREDICTION, Acceptance, Setup, named, padding, warn_unstable
 from xtok.drafts.adapt import Adapter
 from xtok.drafts.base import Draft
 from xtok.drafts.given import as_draft, as_list, is_drafting, without_a_model
@@ -80,7 +80,7 @@ def assemble(
     return Setup(
         target=loaded,
         drafts=drafts,
-        names=named([name_of(models[i].model if i in models else one) for i, one in enumerate(given)], PREDICTION),
+        names=named([name_of(models[i].model if i in models else one) for i, one in enumerate(given)], FORMAT, PREDICTION),
         budget=budget,
         rejection_budget=rejection_budget,
         acceptance=acceptance,

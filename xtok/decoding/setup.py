@@ -25,8 +25,8 @@ from xtok.models.shapes import rounded
 from xtok.models.stable import StableShapes
 
 Acceptance = Literal["match", "rejection", "typical"]
-PREDICTION = "prediction"
-"""The name, in a trace, of what guesses from the text that the caller expects."""
+FORMAT, PREDICTION = "format", "prediction"
+"""The names, in a trace, of what guesses by the format that a text is held to, and from the text that the caller expects."""
 _UNSTABLE = (
     "{} computes in {}, so the last bits of its logits depend on what else is in a forward pass, and its forward passes can't "
     "have fixed shapes. The reason: {} The same call gives the same text, unless a draft learns between calls; but if the "
@@ -156,9 +156,9 @@ def warn_unstable(target: Target, error: XTokError, *, stable: bool | None) -> N
     warn(_UNSTABLE.format(type(target.model).__name__, target.model.dtype, error), UnstableWarning)
 
 
-def named(drafts: Iterable[str], reserved: str) -> tuple[str, ...]:
-    """Names of drafts, numbered if they would be alike; none is `reserved`."""
+def named(drafts: Iterable[str], *reserved: str) -> tuple[str, ...]:
+    """Names of drafts, numbered if they would be alike; none is among the `reserved`."""
     found: list[str] = []
     for name in drafts:
-        found.append(name if name not in (*found, reserved) else f"{name} ({len(found) + 1})")
+        found.append(name if name not in (*found, *reserved) else f"{name} ({len(found) + 1})")
     return tuple(found)

@@ -1,5 +1,7 @@
 """From a request to a sequence: it gets its slot in the target's cache, its picker, and what starts its drafters."""
 
+from collections import abc
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -7,8 +9,9 @@ from xtok.align.text import SequenceText
 from xtok.decoding.pick import Picker
 from xtok.decoding.prepare import Prepared
 from xtok.decoding.sequence import Sequence
-from xtok.decoding.setup import PREDICTION, Setup
-from xtok.drafts.base import Request
+from xtok.decoding.setup import FORMAT, PREDICTION, Setup
+from xtok.drafts.base import Draft, Request
+from xtok.drafts.formats import FormatDraft
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget
@@ -35,7 +38,8 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
         varies = half and not (request.shapes is not None and slot.fixed)
         judged = request.noise is not None and setup.accept is not None
         meter = Meter(chains_only=not branches, exact=not judged and not varies, shared_forwards=slot.shares)
-        policy = _policy(setup, request, varies=varies) if guesses else None
+        own = _own_drafts(request, judged=judged) if guesses else {}
+        policy = _policy(setup, own, varies=varies) if guesses else None
         budget = _budget(setup, judged=judged, branches=branches)
         recorded = request.recorded("output_scores"), request.recorded("output_logits")
         text = SequenceText(vocabulary.view, request.unpadded)
@@ -58,11 +62,11 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
             budget=budget,
             deepest=slot.limit,
             meter=meter,
-            drafting=partial(_session, setup, request, meter, slots, policy) if policy else None,
+            drafting=partial(_session, setup, request, meter, slots, policy, [*own.values()]) if policy else None,
             policy=policy,
             adapter=setup.adapter,
             seed=request.seed,
-            drafts=(*setup.names, PREDICTION) if request.prediction else setup.names,
+            drafts=(*setup.names, *own),
         )
     except BaseException:
         slots.leave()
@@ -75,15 +79,28 @@ def _budget(setup: Setup, *, judged: bool, branches: bool) -> Budget:
     return setup.budget if branches else replace(setup.budget, width=1)
 
 
-def _policy(setup: Setup, request: Prepared, *, varies: bool) -> Policy:
+def _own_drafts(request: Prepared, *, judged: bool) -> dict[str, Draft]:
+    """The drafts of one sequence alone, by name. A format takes no part if guesses are judged by probabilities: to drop some
+    would change the distribution of the others.
+    """
+    guides = [make for one in request.processors if callable(make := getattr(one, "guide", None))]
+    own: dict[str, Draft] = {}
+    if guides and not judged:
+        own[FORMAT] = FormatDraft(partial(guides[0], request.ids[0].tolist()), len(request.unpadded))
+    return own if request.prediction is None else {**own, PREDICTION: request.prediction}
+
+
+def _policy(setup: Setup, own: Collection[str], *, varies: bool) -> Policy:
     """Sequences share what all of the instance learn of costs and gains; unless that, by the shapes of forward passes, might
     change the text of a call that is repeated (it `varies`: bits depend on shapes).
     """
     policy = setup.policy_without_a_clock() if varies and setup.stable is not False else setup.policy
-    return policy if request.prediction is None else policy.with_draft()
+    for _ in own:
+        policy = policy.with_draft()
+    return policy
 
 
-def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy: Policy) -> Session:
+def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy: Policy, own: abc.Sequence[Draft]) -> Session:
     given = Request(
         setup.target.vocabulary,
         meter,
@@ -100,6 +117,4 @@ def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy
     drafts = list(setup.drafts)
     if not policy.reads_clock:  # what others taught it would change what this one guesses, and so shapes
         drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
-    if request.prediction is not None:
-        drafts.append(request.prediction)
-    return Session(drafts, given, policy, request.unpadded, request.noise)
+    return Session([*drafts, *own], given, policy, request.unpadded, request.noise)

@@ -226,13 +226,23 @@ class Session:
                     guess = yield from drafter.guess(context, limit)
                 else:
                     guess = drafter.propose(context, limit)
-                tree = _sound(guess)
-                tree = tree.within(limit.longest).likeliest(limit.nodes)
+                tree = self._fitted(draft, context, _sound(guess).within(limit.longest), limit.longest)
+                tree = tree.likeliest(limit.nodes)
         except Exception as error:
             return self._fails(draft, error)
         if not all(0 <= token < self._size for token in tree.tokens):
             tree = Tree()
         return Proposal(tree, sure, drafted, took.seconds - sum(one.share for one in drafted), first)
+
+    def _fitted(self, draft: int, context: Context, tree: Tree, longest: int) -> Tree:
+        """A guess of a draft, fitted by other drafters that have `fit`: those of a format."""
+        for other, drafter in enumerate(self._drafters):
+            if other != draft and callable(fit := getattr(drafter, "fit", None)):
+                try:
+                    tree = _sound(fit(context, tree, longest)).within(longest)
+                except Exception as error:
+                    self._fails(other, error)
+        return tree
 
     def _fails(self, draft: int, error: Exception) -> Proposal:
         self._drafters[draft] = None

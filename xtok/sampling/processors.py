@@ -10,6 +10,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
+from xtok.sampling.grammar import Grammar
+
 _WARPERS = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
@@ -21,7 +23,8 @@ _WARPERS = (
 )
 CUTS: tuple[Any, ...] = (logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper, logits_process.MinPLogitsWarper)
 """These cut a distribution by its scores alone: they keep the ids from some score on."""
-_ADDS = (
+_ADDS: tuple[Any, ...] = (
+    Grammar,
     logits_process.MinLengthLogitsProcessor,
     logits_process.MinNewTokensLengthLogitsProcessor,
     logits_process.NoBadWordsLogitsProcessor,

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xtok.sampling.grammar import Grammar, GrammarError, allowed_ids, in_one_line
 from xtok.serving.http.compiling import check_compiles
+
+__all__ = ["Grammar", "GrammarError", "Penalties", "Picked", "Record", "matcher_of"]
 
 _TRIED = 8
 """How many ids of a text are tried to see whether llguidance can follow a grammar."""
-_SHOWN = 150
-"""How many characters of the beginning and of the end of an error of llguidance are shown."""
 
 
 class Picked(NamedTuple):
@@ -68,28 +69,6 @@ class Penalties:
         return scores - counts * self._frequency - (counts > 0) * self._presence
 
 
-class Grammar:
-    """Lets pass what a grammar allows. `matcher`: llguidance's, of this text alone; `start`: how many ids the prompt has."""
-
-    def __init__(self, matcher: Any, start: int) -> None:
-        self._matcher, self._read = matcher, start
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """`ids`: (1, length). `scores`: (1, vocabulary). Raises `GrammarError` if the grammar can't be followed further."""
-        for token in ids[0, self._read :].tolist():
-            self._matcher.consume_token(token)
-        self._read = ids.shape[1]
-        allowed = _allowed(self._matcher)
-        forbidden = np.ones(scores.shape[-1], dtype=bool)  # logits may be more than the tokenizer has ids
-        size = min(len(allowed), len(forbidden))
-        forbidden[:size] = allowed[:size] == 0
-        return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -torch.inf)
-
-
-class GrammarError(ValueError):
-    """A schema that llguidance can't follow."""
-
-
 def matcher_of(tokenizer: Any, end: int | None, schema: Any) -> Any:
     """The matcher that llguidance makes of a JSON schema, at the beginning of a text. Each text needs its own `deep_copy`.
 
@@ -103,29 +82,15 @@ def matcher_of(tokenizer: Any, end: int | None, schema: Any) -> Any:
     try:
         check_compiles(grammar)
     except ValueError as error:
-        raise GrammarError(_in_one_line(str(error))) from None
+        raise GrammarError(in_one_line(str(error))) from None
     matcher = LLMatcher(read, grammar)
     tried = matcher.deep_copy()
     for _ in range(_TRIED):
-        allowed = np.flatnonzero(_allowed(tried))
+        allowed = np.flatnonzero(allowed_ids(tried))
         if tried.is_stopped() or not len(allowed):
             break
         tried.consume_token(int(allowed[0]))
     return matcher
-
-
-def _allowed(matcher: Any) -> Any:
-    """Which ids may come next, 1 or 0 for each id of the tokenizer. Raises `GrammarError` if the grammar can't be followed."""
-    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-    if matcher.is_error():
-        raise GrammarError(_in_one_line(matcher.get_error()))
-    return allowed
-
-
-def _in_one_line(error: str) -> str:
-    """What llguidance says is wrong, without its state and the grammar, and without the middle of what is long."""
-    line = " ".join(error.partition("\n<state>")[0].split())
-    return line if len(line) <= 2 * _SHOWN else f"{line[:_SHOWN]} … {line[-_SHOWN:]}"
 
 
 @lru_cache(maxsize=8)

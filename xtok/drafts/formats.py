@@ -1,0 +1,177 @@
+"""Guesses by a format that the target is held to, such as a JSON schema: what it forces, and nothing that it forbids."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from xtok.drafts.base import Context, Request, check_request
+from xtok.drafts.policy.settings import Budget
+from xtok.drafts.tree import Tree
+from xtok.errors import InvalidInputError
+
+_LEAST = 0.1
+"""Tokens that are less probable aren't added to a guess."""
+_DISCOUNT = 0.5
+"""How much less each next token counts than it was seen, so that one of many is improbable (absolute discounting)."""
+_ONWARD = 0.6
+"""How probable a node is taken to be after its parent, if a drafter doesn't say."""
+
+
+class Guide(Protocol):
+    """What a format says of the text that may follow. A logits processor that holds a text to a format may have a method
+    `guide(prompt)`, which makes one from the prompt's ids, padding included.
+
+    It is asked for guesses alone. What is picked goes by the processor, so a guide that is wrong costs speed only.
+    """
+
+    def push(self, token: int) -> bool:
+        """Add a token to the text, if the format allows it. Returns whether it does."""
+
+    def pop(self, tokens: int) -> None:
+        """Take that many tokens off the end of the text."""
+
+    def forced(self) -> Sequence[int]:
+        """The tokens with which any text goes on, as far as that is certain; empty if it isn't."""
+
+
+@dataclass(frozen=True)
+class FormatDraft:
+    """A draft for one sequence that is held to a format. `guide` makes its guide; `prompt_length`: how many ids come before."""
+
+    guide: Callable[[], Guide]
+    prompt_length: int
+
+    def start(self, request: Request) -> "FormatDrafter":
+        check_request(request)
+        return FormatDrafter(self.guide(), self.prompt_length)
+
+
+class _Node(NamedTuple):
+    """A token that is to be guessed. `parent`: its parent in the new tree. `depth`: how many tokens are before it in the guess.
+    `given`: its node in the tree that is fitted, if it is in there.
+    """
+
+    token: int
+    parent: int
+    depth: int
+    probability: float
+    given: int | None
+
+
+class FormatDrafter:
+    """Guesses what a format forces, and between such runs what was there before: separators and white space. It also fits the
+    guesses of other drafters to the format.
+
+    For that, a text is a sequence of symbols: its tokens, but each run of forced ones is one symbol, None. What followed one or
+    two symbols so far is guessed to follow them again.
+    """
+
+    def __init__(self, guide: Guide, prompt_length: int) -> None:
+        self._guide = guide
+        self._prompt_length = prompt_length
+        self._ids: list[int] = []
+        self._symbols: list[int | None] = []
+        self._run: list[int] | None = None
+        self._learnt = 0
+        self._followers: defaultdict[tuple[int | None, ...], Counter[int]] = defaultdict(Counter)
+
+    def propose(self, context: Context, budget: Budget) -> Tree:
+        """What is forced next, or followed the same before."""
+        tree = self._grown(context, Tree(), budget.longest, begins=True)
+        return tree.likeliest(budget.verified(sorted(tree.probabilities, reverse=True)))
+
+    def fit(self, context: Context, tree: Tree, longest: int) -> Tree:
+        """A guess of another drafter after `context` without what the format forbids, and with what it forces after each node
+        that is left. No added node is deeper than `longest`.
+        """
+        return self._grown(context, tree, longest, begins=False) if tree else tree
+
+    def _grown(self, context: Context, tree: Tree, longest: int, *, begins: bool) -> Tree:
+        """A tree fitted to the format. `begins`: whether nodes are added at its root, too."""
+        self._follow(context.ids[self._prompt_length :])
+        start, found = len(self._ids), list[_Node]()
+        children = defaultdict[int, list[int]](list)
+        for node, parent in enumerate(tree.parents):
+            children[parent].append(node)
+        root = _Node(-1, -1, -1, 1.0, -1)
+        waiting = [one for one in self._after(root, -1, tree, children, longest) if begins or one.given is not None]
+        while waiting:
+            one = waiting.pop()
+            self._back_to(start + one.depth)
+            if self._push(one.token):
+                found.append(one)
+                waiting += self._after(one, len(found) - 1, tree, children, longest)
+        probabilities = () if tree and not tree.probabilities else tuple(one.probability for one in found)
+        return Tree(tuple(one.token for one in found), tuple(one.parent for one in found), tree.guess, (), probabilities)
+
+    def _after(self, node: _Node, index: int, tree: Tree, children: dict[int, list[int]], longest: int) -> list[_Node]:
+        """What is to be guessed after a node, which was pushed last. `index`: its own in the new tree."""
+        run, depth = self._forced(), node.depth + 1
+        expected = {run[0]: 1.0} if run else self._expected()
+        found = list[_Node]()
+        for child in children[node.given] if node.given is not None else ():
+            token = tree.tokens[child]
+            own = tree.probabilities[child] if tree.probabilities else node.probability * _ONWARD
+            probability = max(own, node.probability * expected.pop(token, 0.0))
+            found.append(_Node(token, index, depth, probability, child))
+        for token, share in expected.items():
+            if depth < longest and node.probability * share >= _LEAST:
+                found.append(_Node(token, index, depth, node.probability * share, None))
+        return found
+
+    def _expected(self) -> dict[int, float]:
+        """What followed the latest symbols so far, with its share."""
+        latest = self._latest(len(self._symbols))
+        for known in (latest, latest[:1]):
+            if (followers := self._followers.get(known)) is not None:
+                return {token: (count - _DISCOUNT) / followers.total() for token, count in followers.items()}
+        return {}
+
+    def _latest(self, end: int) -> tuple[int | None, ...]:
+        """The two symbols before `end`, the last first."""
+        found = list[int | None]()
+        for i in range(end - 1, -1, -1):
+            if self._symbols[i] is not None or found[-1:] != [None]:
+                found.append(self._symbols[i])
+            if len(found) == 2:
+                break
+        return tuple(found)
+
+    def _follow(self, ids: Sequence[int]) -> None:
+        """Go to the end of the new ids, and learn from them. The last may not be committed yet. Raises `InvalidInputError`."""
+        same, least = self._learnt, min(len(ids), len(self._ids))
+        while same < least and self._ids[same] == ids[same]:
+            same += 1
+        self._back_to(same)
+        for token in ids[same:]:
+            if not self._push(token):
+                raise InvalidInputError(f"A format's guide forbids the id {token}, which was picked.")
+        for i in range(self._learnt, len(ids) - 1):
+            if (symbol := self._symbols[i]) is not None:
+                latest = self._latest(i)
+                for known in {latest, latest[:1]}:
+                    self._followers[known][symbol] += 1
+        self._learnt = max(self._learnt, len(ids) - 1)
+
+    def _forced(self) -> list[int]:
+        if self._run is None:
+            self._run = list(self._guide.forced())
+        return self._run
+
+    def _push(self, token: int) -> bool:
+        run = self._forced()
+        if not self._guide.push(token):
+            return False
+        is_forced = run[:1] == [token]
+        self._ids.append(token)
+        self._symbols.append(None if is_forced else token)
+        self._run = run[1:] if is_forced and len(run) > 1 else None
+        return True
+
+    def _back_to(self, size: int) -> None:
+        """Take tokens off until so many are left."""
+        if len(self._ids) > size:
+            self._guide.pop(len(self._ids) - size)
+            del self._ids[size:], self._symbols[size:]
+            self._run = None
