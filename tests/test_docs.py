@@ -189,7 +189,7 @@ def test_the_benchmarks_are_short() -> None:
 
 
 def test_the_draft_of_the_quick_start_gets_something_right_where_it_is_shown() -> None:
-    """Found here: of the eight tokens whose sources are printed, none was guessed. The budget is fixed, so that no time counts."""
+    """Found here: none of the eight tokens whose sources are printed was guessed. With a fixed budget no time counts."""
     shown = re.search(r'xt\.generate\("(.+?)"', "".join(blocks(ROOT / "docs" / "index.md", "python")))
     assert shown is not None
     xt = xtok.XTokAssisted(pair.TARGET, pair.DRAFT, budget=xtok.Budget(5, width=4, schedule="constant"))

@@ -1,20 +1,24 @@
-"""What is said of a pair before its weights are loaded, and which of several drafts is measured to be best."""
+"""What is said of a pair by a short measurement, and which of several drafts is measured to be best."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_cli import run
 from transformers import LlamaConfig
 from worlds import CORPUS, tokenizer
 
 from xtok.align.fit import Fit, fit
-from xtok.align.verdict import verdict
 from xtok.bench import runs
+from xtok.bench import verdict as bench_verdict
 from xtok.bench.drafters import compare_drafts
 from xtok.bench.runs import Written
+from xtok.bench.verdict import Counted, Timed, Verdict, verdict
 from xtok.cli import inspect
 from xtok.models.load import from_config, load, parameters
 from xtok.pair import DRAFT, TARGET, TUNED, prompts
@@ -27,33 +31,72 @@ def english() -> Fit:
     return fit(tokenizer("byte-level BPE"), tokenizer("WordPiece"), ["龘龘龘龘龘龘龘龘龘 the fox"])
 
 
+def judged(draft: float, whole: float, accepted: list[int], guessed: int = 5) -> Verdict:
+    """Of times where a forward pass of the target, and a token of it alone, take 10 ms."""
+    return verdict(Timed(0.01, draft, 0.01, whole), [Counted(guessed, one) for one in accepted], 8)
+
+
 @pytest.mark.parametrize(
-    ("found", "share", "word", "reported"),
+    ("draft", "whole", "accepted", "reported"),
     [
-        (SAME, 0.01, "good", "more than 1.0% of what is guessed is right, and make the target at most 5.7 times as fast"),
-        (SAME, 0.1, "usable", "more than 10% of what is guessed is right, and make the target at most 4.0 times"),
-        (SAME, 0.5, "poor", "more than 50% of what is guessed"),
-        (SAME, 2.0, "poor", "guessing costs more than it can ever save"),
-        (english(), 0.001, "poor", "of the target's tokens"),
+        (
+            0.001,
+            0.015,
+            [5, 5],
+            "costs 10% of the target's forward pass (1.0 of 10.0 ms): break-even at 10% acceptance, measured 100% (10 of 10",
+        ),
+        (0.001, 0.015, [5, 5], "it pays, about 4.00 times the speed of the target alone"),
+        (
+            0.0027,
+            0.025,
+            [0, 1, 0, 2],
+            "27% of the target's forward pass (2.7 of 10.0 ms): break-even at 30% acceptance, measured 50% (2 of 4",
+        ),
+        (
+            0.0027,
+            0.025,
+            [0] * 7 + [1],
+            "break-even at 30% acceptance, measured 12% (1 of 8 tokens on 8 prompts): it won't pay. In the best",
+        ),
+        (
+            0.012,
+            0.07,
+            [1, 0],
+            "guessing costs more than it can ever save, measured 50% (1 of 2 tokens on 8 prompts): it won't pay",
+        ),
     ],
 )
-def test_a_verdict_is_a_sentence_that_follows_from_sizes_and_tokenizers(
-    found: Fit, share: float, word: str, reported: str
+def test_a_verdict_follows_from_measured_times_and_acceptance(
+    draft: float, whole: float, accepted: list[int], reported: str
 ) -> None:
-    judged = verdict(found, 1_000_000, round(1_000_000 * share))
-    assert judged.word == word
-    assert judged.sentence.startswith(f"{word.capitalize()}: a forward of the draft reads ")
-    assert reported in judged.sentence
-    assert judged.sentence.count(". ") == 0
-    assert judged.sentence.endswith(".")
+    assert reported in judged(draft, whole, accepted).sentence
 
 
-def test_a_draft_token_with_more_bytes_pays_sooner() -> None:
-    characters, words = tokenizer("characters"), tokenizer("byte-level BPE")
-    text = ["the quick brown fox jumps over the lazy dog"]
-    long, short = fit(characters, words, text), fit(words, characters, text)
-    assert verdict(long, 100, 10).break_even < 0.1 < verdict(short, 100, 10).break_even
-    assert verdict(long, 100, 10).ceiling > verdict(short, 100, 10).ceiling
+def test_a_draft_that_is_never_right_is_never_said_to_pay() -> None:
+    """Found here: pairs were called good by their sizes, of which the draft got nothing right."""
+    found = judged(1e-6, 0.0101, [0] * 40)
+    assert found.speed < 1 < found.best
+    assert "measured 0% (0 of 40 tokens on 8 prompts): it won't pay" in found.sentence
+    silent = verdict(Timed(0.01, 0.001, 0.01, 0.01), [], 1)
+    assert silent.sentence.endswith("guessed nothing on 1 prompt: it won't pay.")
+
+
+@given(
+    st.floats(1e-4, 1),
+    st.floats(1e-4, 1),
+    st.floats(1e-4, 1),
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), min_size=1),
+)
+def test_guesses_pay_just_if_more_of_them_are_accepted_than_break_even(
+    draft: float, alone: float, whole: float, rounds: list[tuple[int, int]]
+) -> None:
+    counted = [Counted(guessed, min(guessed, accepted)) for guessed, accepted in rounds]
+    found = verdict(Timed(alone, draft, alone, whole), counted, 3)
+    assert found.accepted <= found.guessed
+    assert found.speed <= found.best
+    share = found.accepted / found.guessed
+    assert (found.speed > 1) == (share > found.break_even) or share == pytest.approx(found.break_even)
+    assert ("it pays" in found.sentence) == (found.speed > 1 and found.break_even < 1)
 
 
 def test_the_share_that_a_draft_can_write_is_counted_in_tokens_of_the_target() -> None:
@@ -73,23 +116,62 @@ def test_rows_that_are_only_looked_up_are_not_read_by_a_forward(tied: bool) -> N
     assert parameters(model) == block + 8 + 100 * 8
 
 
-def test_inspect_says_first_what_to_expect_without_any_weights(tmp_path: Path) -> None:
+def test_inspect_measures_acceptance_before_it_says_that_a_draft_pays() -> None:
+    reported, _ = run("inspect", "--limit", "2")
+    target, draft, empty, sentence, *_ = reported.splitlines()
+    assert (target, draft, empty) == (f"target: {TARGET}", f"draft: {DRAFT}", "")
+    assert re.fullmatch(
+        r"Draft costs \d+% of the target's forward pass .*, measured \d+% \(\d+ of \d+ tokens on \d prompts?\): .*", sentence
+    )
+    found = json.loads(run("inspect", "--limit", "2", "--json", "--dtype", "float32", "--device", "cpu")[0])
+    assert found["verdict"]["prompts"] <= 2
+    assert 0 <= found["verdict"]["accepted"] <= found["verdict"]["guessed"]
+    assert found["verdict"]["sentence"].startswith("Draft costs")
+    assert (found["name"], found["target_name"]) == (str(DRAFT), str(TARGET))
+
+
+def test_without_weights_inspect_knows_sizes_alone_and_promises_nothing(tmp_path: Path) -> None:
     for source in (TARGET, DRAFT):
         shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("*.safetensors"))
-    reported, _ = run("inspect", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"))
-    assert reported.startswith("Poor: a forward of the draft reads 27% of the weights")
-    found = json.loads(run("inspect", "--json")[0])
-    assert found["verdict"]["word"] == "poor"
-    assert found["verdict"]["sentence"] == reported.splitlines()[0]
-    assert found["writable"] == 1
+    asked = ("inspect", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--no-weights")
+    reported, _ = run(*asked)
+    assert re.search(r"reads \d+\.\d% \(1,\d{3},\d{3} of 5,\d{3},\d{3}\) of the parameters", reported)
+    assert "Whether guesses pay depends on how many are accepted" in reported
+    assert "verdict" not in json.loads(run(*asked, "--json")[0])
+    for option in (["--measure"], ["--limit", "2"], ["--dtype", "float32"], ["--device", "cpu"]):
+        assert f"{option[0]} has no effect with --no-weights" in run(*asked, *option, code=1)[1]
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_another_target_is_measured_on_texts_that_it_writes_itself(
+    chats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found here: any target was judged by Japanese prose."""
+    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
+    if chats:
+        template = "{% for message in messages %}問：{{ message['content'] }}\n答：{% endfor %}"
+        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    asked: list[Any] = []
+    judge = bench_verdict.judge
+    monkeypatch.setattr(
+        bench_verdict,
+        "judge",
+        lambda target, drafts, prompts, **more: asked.extend(prompts) or judge(target, drafts, prompts[:1], **more),
+    )
+    assert "measured" in run("inspect", "--target", str(tmp_path), "--draft", str(DRAFT))[0]
+    texts = [one[0]["content"] if chats else one for one in asked]
+    assert 2 < len(texts) <= inspect.MEASURED
+    assert not set(texts) & set(prompts())
+    assert bench_verdict.own_texts(load(str(tmp_path), "target"), inspect.MEASURED)[:2] == texts[:2]  # the same each time
 
 
 def test_inspect_judges_several_drafts() -> None:
-    reported, _ = run("inspect", "--draft", str(DRAFT), "--draft", str(TARGET))
-    assert reported.count("Poor: ") == 2
-    assert reported.count("can ever save") == 1
-    found = json.loads(run("inspect", "--draft", str(DRAFT), "--draft", str(TARGET), "--json")[0])
+    both = ("inspect", "--draft", str(DRAFT), "--draft", str(TARGET), "--limit", "1")
+    reported, _ = run(*both)
+    assert reported.count("Draft costs ") == 2
+    found = json.loads(run(*both, "--json")[0])
     assert [one["name"] for one in found] == [str(DRAFT), str(TARGET)]
+    assert found[1]["verdict"]["accepted"] == found[1]["verdict"]["guessed"] > 0  # it guesses as it picks
 
 
 def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +187,7 @@ def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, 
     reported, _ = run("inspect", *both)
     assert "measured on 2 prompts" in reported
     assert "Best here: " in reported or "The target alone is fastest here." in reported
-    assert "--limit has no effect without --measure" in run("inspect", "--limit", "2", code=1)[1]
+    assert plain["right"] <= plain["guessed"]
 
 
 def test_the_fastest_draft_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ class Side:
     `family`, `normalizer`: what kind of tokenizer it is. `vocabulary`: how many ids it has. `byte_strings`: how many different
     byte strings its ids decode to; `shared`: the share of them that the other side has too. `single_bytes`: how many of the 256
     byte values have an id; `missing_bytes`: how many of `UTF8_BYTES` have none. `window`: how many tokens its model was made
-    for; None if that is unknown. On the sample: `tokens_per_character`. `mid_character`: the share of tokens that end inside
-    one. `unwritable`, `rewritten`: the characters without ids, and those that the normalizer replaces. `altered_texts`: how
-    many texts don't come back.
+    for; None if that is unknown. On the sample: `tokens`, `tokens_per_character`. `mid_character`: the share of tokens that
+    end inside one. `unwritable`, `rewritten`: the characters without ids, and those that the normalizer replaces.
+    `altered_texts`: how many texts don't come back.
     """
 
     family: str
@@ -37,6 +37,7 @@ class Side:
     shared: float
     single_bytes: int
     missing_bytes: int
+    tokens: int
     tokens_per_character: float
     mid_character: float
     unwritable: tuple[str, ...]
@@ -116,6 +117,7 @@ def _side(
         shared=len(own & other) / max(1, len(own)),
         single_bytes=sum(bytes([byte]) in own for byte in range(256)),
         missing_bytes=sum(bytes([byte]) not in own for byte in UTF8_BYTES),
+        tokens=tokens,
         tokens_per_character=tokens / sum(map(len, texts)),
         mid_character=sum(_mid_characters(view, ids) for ids in encoded) / tokens,
         unwritable=unwritable,
@@ -197,7 +199,8 @@ def _losses(target: Side, draft: Side) -> Iterator[str]:
         )
     if draft.mid_character >= _WORTH_MENTIONING:
         yield (
-            f"{draft.mid_character:.0%} of the draft's tokens end inside a character: "
+            f"{draft.mid_character:.0%} of the draft's tokens ({draft.mid_character * draft.tokens:.0f} of {draft.tokens}) end "
+            "inside a character: "
             "a guess that ends so loses that last character."
         )
     yield from _window_losses(target, draft)

@@ -83,6 +83,8 @@ class DraftRow:
     prompts: int
     tokens_per_forward: Annotated[float, Column(form=".2f")]
     accepted: Annotated[float, Column("acceptance rate", form=".0%")]
+    right: Annotated[int, Column("accepted tokens", of="guessed")]
+    guessed: int
     speed: Annotated[float, Column(form=".2f", note="the target alone has 1.")]
 
 
@@ -102,5 +104,5 @@ def compare_drafts(
     for name, own in runs.items():
         proposed, accepted = (sum(getattr(one, kind) for one in own.stats) for kind in ("proposed", "accepted"))
         rate = accepted / proposed if proposed else 0.0
-        rows.append(DraftRow(name, len(own), own.tokens_per_forward, rate, own.speed(alone)))
+        rows.append(DraftRow(name, len(own), own.tokens_per_forward, rate, accepted, proposed, own.speed(alone)))
     return sorted(rows, key=lambda row: -row.speed)

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-_WIDTH, _TITLE = 140, 12
-"""How wide tables may be, and how wide the title of a column is before it is wrapped."""
+_WIDTH, _TITLE, _NAME = 140, 12, 60
+"""How wide tables may be, and how wide the title of a column, and a text in it, are before they are wrapped."""
 
 
 class Column(NamedTuple):
@@ -86,9 +86,12 @@ def _print(title: str, grid: list[tuple[str, bool, list[str]]], markdown: bool) 
         typer.echo(f"{title}\n\n" * bool(title) + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
         return
     table = Table(title=title)
-    for name, text, _ in grid:
+    for name, text, cells in grid:
         table.add_column(
-            "\n".join(wrap(name, _TITLE, break_long_words=False)), justify="left" if text else "right", no_wrap=text
+            "\n".join(wrap(name, _TITLE, break_long_words=False)),
+            justify="left" if text else "right",
+            no_wrap=text and max(map(len, cells), default=0) <= _NAME,
+            overflow="fold",
         )
     for line in zip(*(cells for *_, cells in grid), strict=True):
         table.add_row(*line)

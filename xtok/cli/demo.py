@@ -75,7 +75,7 @@ JAPANESE = (
 OWN = """
 Your own pair, by hub ids or folders:
 
-  xtok inspect --target TARGET --draft DRAFT               # how well they fit
+  xtok inspect --target TARGET --draft DRAFT               # whether the draft pays
   xtok generate "…" --target TARGET --draft DRAFT --show   # a text, tinted by who guessed
   xtok train-heads --target TARGET --out FILE              # if there is no small model for yours; or make-draft
 """

@@ -1,17 +1,22 @@
 """`xtok inspect`: how well drafts fit a target, from tokenizers and configurations, or measured."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from xtok.bench.rows import Column, print_tables
 from xtok.cli.console import (
+    OWN_TARGET,
+    DeviceOption,
+    DtypeOption,
     JsonOption,
     PairOption,
     TargetOption,
     as_json,
+    by_model,
     model_draft,
     on_the_command_line,
     read_text,
@@ -23,9 +28,10 @@ from xtok.results.progress import busy
 
 if TYPE_CHECKING:
     from xtok.align.fit import Fit, Side
-    from xtok.align.verdict import Verdict
     from xtok.bench.drafters import DraftRow
+    from xtok.bench.verdict import Verdict
     from xtok.models.load import Described
+    from xtok.models.prompts import Prompt
 
 GUESS_LENGTH = 5
 MEASURED, MEASURED_TOKENS = 8, 32
@@ -41,60 +47,129 @@ def inspect(
         typer.Option(help="Hub id or path of a draft model. May be given again.", show_default="the pair's"),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="A sample in UTF-8, one text per line.", show_default="held-out prompts")
+        Path | None,
+        typer.Option(
+            help="A sample in UTF-8, such as your prompts, one text per line.",
+            show_default="the pair's prompts; of other targets, texts that they write",
+        ),
     ] = None,
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights/--no-weights", help="Load the models, and measure on the sample, for some seconds, whether guesses pay."
+        ),
+    ] = True,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Also load the weights, and measure which draft is best on lines of the sample.")
+        bool, typer.Option("--measure", help="Also measure which draft is fastest on lines of the sample, to their ends.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="On how many lines to measure.", show_default=str(MEASURED))] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="On how many lines to measure at most.", show_default=str(MEASURED))
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Say how well models fit, before any generation. Reads tokenizers and configurations; weights only for --measure."""
-    if limit is not None and not measure:
-        raise InvalidInputError("--limit has no effect without --measure. Give both.")
+    """Say whether a draft pays for a target, and how well their tokenizers fit."""
+    for name, given in {"measure": measure, "limit": limit, "device": device, "dtype": dtype}.items():
+        if given and not weights:
+            raise InvalidInputError(f"--{name} has no effect with --no-weights. Give one of them.")
     target, of_pair = sources(named, target, None)
-    given: list[str | None] = list(draft) if draft else [of_pair]
-    drafts = list(dict.fromkeys(model_draft(target, one) for one in given))
+    given_drafts: list[str | None] = list(draft) if draft else [of_pair]
+    drafts = list(dict.fromkeys(model_draft(target, one) for one in given_drafts))
     from xtok.models.load import load_without_weights
 
+    lines = None if text is None else read_text(text).splitlines(keepends=True)
     with busy("reading tokenizers"):
         own = load_without_weights(target, "target")
-        texts = pair(named or "aozora").prompts if text is None else read_text(text).splitlines(keepends=True)
-        found = {one: _fit_and_verdict(own, load_without_weights(one, "draft"), texts) for one in drafts}
-    if not json:
-        for name, (fitting, judged) in found.items():
-            if len(found) > 1:
-                typer.echo(typer.style(f"\n{name}", bold=True))
-            typer.echo(judged.sentence)
-            _print_fit(fitting)
-    lines = [line.rstrip("\r\n") for line in texts if line.strip()]
-    rows = _measured(target, drafts, lines[: limit or MEASURED]) if measure else []
+        described = {one: load_without_weights(one, "draft") for one in drafts}
+    models = _loaded(target, drafts, device, dtype) if weights else None
+    with busy("reading the sample"):
+        texts, chats = (lines, False) if lines is not None else _sample(named, target, models and models[0])
+        fits = {one: _fit(own, found, texts) for one, found in described.items()}
+    asked = [line.rstrip("\r\n") for line in texts if line.strip()][: limit or MEASURED]
+    judged = _judged(models, asked, chats) if models else {}
+    rows = _measured(models, asked) if models and measure else []
     if json:
-        measured = {row.draft: {"measured": asdict(row)} for row in rows}
-        fits = [
-            {"name": name, **asdict(fitting), "verdict": asdict(judged), **measured.get(name, {})}
-            for name, (fitting, judged) in found.items()
-        ]
-        typer.echo(as_json(fits[0] if len(fits) == 1 else fits))
-    elif rows:
+        typer.echo(as_json(_as_json(target, fits, judged, rows)))
+        return
+    typer.echo(f"target: {target}")
+    for name, fitting in fits.items():
+        typer.echo(typer.style(f"draft: {name}\n", bold=len(fits) > 1))
+        typer.echo(judged[name].sentence if judged else _by_sizes(own, described[name]))
+        _print_fit(fitting)
+    if rows:
         _print_measured(rows)
 
 
-def _fit_and_verdict(target: "Described", draft: "Described", texts: list[str]) -> "tuple[Fit, Verdict]":
+def _sample(named: str | None, target: str, model: Any) -> tuple[list[str], bool]:
+    """Texts in the target's language, and whether they are questions: the pair's, or texts that the target writes itself.
+
+    Of a target that isn't loaded, or writes nothing, those of all pairs.
+    """
+    if named is not None and pair(named).chats:
+        from xtok.bench.chats import questions
+
+        return [one.text for one in questions()], True
+    if named is not None or target == OWN_TARGET:
+        return pair(named or "aozora").prompts, False
+    from xtok.bench.verdict import own_texts
+
+    if model is not None and (texts := own_texts(model, MEASURED)):
+        return texts, getattr(model[1], "chat_template", None) is not None
+    return [*pair("aozora").prompts, *pair("smollm2").prompts], False
+
+
+def _fit(target: "Described", draft: "Described", texts: Sequence[str]) -> "Fit":
     from xtok.align.fit import fit
-    from xtok.align.verdict import verdict
 
-    found = fit(target.tokenizer, draft.tokenizer, texts, target_window=target.window, draft_window=draft.window)
-    return found, verdict(found, target.parameters, draft.parameters)
+    return fit(target.tokenizer, draft.tokenizer, texts, target_window=target.window, draft_window=draft.window)
 
 
-def _measured(target: str, drafts: list[str], texts: list[str]) -> "list[DraftRow]":
+def _by_sizes(target: "Described", draft: "Described") -> str:
+    share = f"{draft.parameters / target.parameters:.1%} ({draft.parameters:,} of {target.parameters:,})"
+    return (
+        f"A forward pass of the draft reads {share} of the parameters that one of the target reads. Whether guesses pay "
+        "depends on how many are accepted: leave out --no-weights to measure it."
+    )
+
+
+def _loaded(target: str, drafts: Sequence[str], device: str | None, dtype: str | None) -> tuple[Any, dict[str, Any]]:
+    """The target, and the drafts by name, placed as the options say."""
+    from xtok.models.cache import device_of
+    from xtok.models.load import load
+    from xtok.models.placement import placements
+
+    places = placements(by_model(device), by_model(dtype))
+    big = load(target, "target", places[0])
+    return big, {one: load(one, "draft", places[1], device_of(big[0])) for one in drafts}
+
+
+def _judged(models: tuple[Any, dict[str, Any]], texts: Sequence[str], chats: bool) -> "dict[str, Verdict]":
+    from xtok.bench.chats import as_chats
+    from xtok.bench.runs import SETTINGS
+    from xtok.bench.verdict import judge
+
+    prompts: Sequence[Prompt] = as_chats(models[0][1], texts) if chats else list(texts)
+    setting = SETTINGS["greedy" if chats else "penalty"]  # greedy continuations repeat themselves, which flatters drafts
+    with busy("measuring"):
+        return judge(*models, prompts, max_new_tokens=MEASURED_TOKENS, **setting.arguments)
+
+
+def _measured(models: tuple[Any, dict[str, Any]], texts: Sequence[str]) -> "list[DraftRow]":
     """The drafts, the fastest first."""
     from xtok.bench.drafters import compare_drafts
-    from xtok.models.load import load
 
-    loaded = {one: load(one, "draft") for one in drafts}
-    return compare_drafts(load(target, "target"), loaded, texts, max_new_tokens=MEASURED_TOKENS)
+    return compare_drafts(*models, texts, max_new_tokens=MEASURED_TOKENS)
+
+
+def _as_json(target: str, fits: "dict[str, Fit]", judged: "dict[str, Verdict]", rows: "list[DraftRow]") -> Any:
+    measured = {row.draft: {"measured": asdict(row)} for row in rows}
+    verdicts = {name: {"verdict": asdict(one)} for name, one in judged.items()}
+    found = [
+        {"name": name, "target_name": target, **asdict(fitting), **verdicts.get(name, {}), **measured.get(name, {})}
+        for name, fitting in fits.items()
+    ]
+    return found[0] if len(found) == 1 else found
 
 
 def _print_measured(rows: "list[DraftRow]") -> None:
@@ -126,17 +201,18 @@ def _print_fit(found: "Fit") -> None:
 
 
 def _cells(side: "Side", found: "Fit") -> dict[str, str]:
+    inside = round(side.mid_character * side.tokens)
     return {
         "family": side.family,
         "normalizer": side.normalizer,
-        "vocabulary": str(side.vocabulary),
-        "different byte strings": str(side.byte_strings),
-        "… that the other has": f"{side.shared:.1%}",
+        "vocabulary": f"{side.vocabulary:,}",
+        "different byte strings": f"{side.byte_strings:,}",
+        "byte strings that the other has, too": f"{side.shared:.1%} ({found.shared:,} of {side.byte_strings:,})",
         "single bytes": f"{side.single_bytes} of 256",
-        "tokens per character": f"{side.tokens_per_character:.2f}",
-        "… ending inside one": f"{side.mid_character:.1%}",
+        "tokens per character": f"{side.tokens_per_character:.2f} ({side.tokens:,} in {found.characters:,})",
+        "tokens that end inside a character": f"{side.mid_character:.1%} ({inside:,} of {side.tokens:,})",
         "unwritable characters": str(len(side.unwritable)),
         "rewritten characters": str(len(side.rewritten)),
         "altered texts": f"{side.altered_texts} of {found.texts}",
-        "context window": "unknown" if side.window is None else f"{side.window} ≈ {side.reach:.0f} characters",
+        "context window": "unknown" if side.window is None else f"{side.window:,} tokens, about {side.reach:,.0f} characters",
     }

@@ -1,0 +1,157 @@
+"""Whether a draft model pays for a target: what guessing costs, and how much of it is right, measured on a short sample."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from xtok.assisted import XTokAssisted
+from xtok.bench.runs import check_prompts
+from xtok.drafts.policy.settings import Budget
+from xtok.models.prompts import Prompt, prompt_ids
+from xtok.models.timing import timed
+from xtok.results.generation import Generation
+
+GUESS = 5
+"""How many draft tokens are guessed in each round of the sample."""
+_SECONDS = 10.0
+"""After so many seconds no further prompt is begun."""
+_WRITTEN = 48
+"""How many tokens a text has that the target writes as a sample."""
+
+
+class Counted(NamedTuple):
+    """A round of the sample: ids of the target that were guessed, and how many of them were accepted."""
+
+    guessed: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds: of a forward pass of each model, of a token of the target alone, and of a round with `GUESS` draft tokens. The
+    latter two are of whole generations, whatever they do besides.
+    """
+
+    target: float
+    draft: float
+    alone: float
+    round: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether guesses of a draft model pay, in chains.
+
+    `cost`: seconds of the draft's forward pass ÷ those of the target's. `depth`: how many draft tokens a guess has, of 1 to
+    `GUESS` the number that is fastest. `guessed`, `accepted`: ids of the target, in guesses of that depth, on `prompts`
+    prompts. `break_even`: the share that must be accepted for guessing to pay. `speed`: expected, where the target alone
+    has 1. `best`: the speed if every guess is accepted. `sentence`: all of that in words.
+    """
+
+    prompts: int
+    cost: float
+    depth: int
+    guessed: int
+    accepted: int
+    break_even: float
+    speed: float
+    best: float
+    sentence: str = ""
+
+
+def judge(
+    target: tuple[Any, Any], drafts: Mapping[str, Any], prompts: Sequence[Prompt], *, max_new_tokens: int, **arguments: Any
+) -> dict[str, Verdict]:
+    """Generate a few of the prompts by the target alone and with each draft, for some seconds, and judge the drafts.
+
+    `target`, `drafts`: models with their tokenizers. `arguments`: those of `generate`. Raises `InvalidInputError` without
+    prompts.
+    """
+    check_prompts(prompts)
+    found = {}
+    for name, draft in drafts.items():
+        alone = XTokAssisted(target)
+        drafted = XTokAssisted(target, [draft], budget=Budget(GUESS, width=1, schedule="constant"))
+        samples, spent = list[tuple[Generation, Generation, Generation]](), 0.0
+        for prompt in [prompts[0], *prompts]:  # the first time, shapes are tried and kernels chosen
+            with timed() as span:
+                first = alone.generate(prompt, **arguments, max_new_tokens=1)
+                whole, guessed = (xt.generate(prompt, **arguments, max_new_tokens=max_new_tokens) for xt in (alone, drafted))
+            samples.append((first, whole, guessed))
+            spent += span.seconds
+            if spent > _SECONDS and len(samples) > 1:
+                break
+        found[name] = verdict(_times(samples[1:]), _rounds(samples[1:]), len(samples) - 1)
+    return found
+
+
+def verdict(times: Timed, rounds: Sequence[Counted], prompts: int) -> Verdict:
+    """What follows from measured times and rounds.
+
+    A round of fewer draft tokens is taken to cost as much less, and to have the first of the ids that were guessed.
+    """
+    extra = max(0.0, times.round / times.alone - 1)
+    found = (_at(depth, extra, times, rounds, prompts) for depth in range(1, GUESS + 1))
+    best = max(found, key=lambda one: one.speed)
+    return replace(best, sentence=_sentence(times, best))
+
+
+def _at(depth: int, extra: float, times: Timed, rounds: Sequence[Counted], prompts: int) -> Verdict:
+    """The verdict for guesses of that depth. `extra`: what a round of `GUESS` costs more than a token of the target alone."""
+    cut = [-(-one.guessed * depth // GUESS) for one in rounds]
+    guessed, accepted = sum(cut), sum(min(one.accepted, few) for one, few in zip(rounds, cut, strict=True))
+    count, more = max(1, len(rounds)), extra * depth / GUESS
+    speed, best = ((1 + ids / count) / (1 + more) for ids in (accepted, guessed))
+    break_even = more * count / guessed if guessed else 1.0
+    return Verdict(prompts, times.draft / times.target, depth, guessed, accepted, break_even, speed, best)
+
+
+def _sentence(times: Timed, found: Verdict) -> str:
+    milliseconds, sample = f"{1000 * times.draft:.1f} of {1000 * times.target:.1f} ms", _counted(found.prompts, "prompt")
+    price = f"Draft costs {found.cost:.0%} of the target's forward pass ({milliseconds})"
+    if not found.guessed:
+        return f"{price}, and guessed nothing on {sample}: it won't pay."
+    share = f"measured {found.accepted / found.guessed:.0%} ({found.accepted} of {found.guessed} tokens on {sample})"
+    if found.break_even >= 1:
+        return f"{price}: guessing costs more than it can ever save, {share}: it won't pay."
+    pays = f"it pays, about {found.speed:.2f} times the speed of the target alone" if found.speed > 1 else "it won't pay"
+    return (
+        f"{price}: break-even at {found.break_even:.0%} acceptance, {share}: {pays}. In the best case, with every guess of "
+        f"{_counted(found.depth, 'draft token')} accepted, the speed is {found.best:.2f} times that of the target alone."
+    )
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
+def _rounds(samples: Sequence[tuple[Generation, Generation, Generation]]) -> list[Counted]:
+    rounds = (one for *_, drafted in samples for one in drafted.rounds)
+    return [Counted(one.proposed, one.accepted) for one in rounds if one.proposed]
+
+
+def _times(samples: Sequence[tuple[Generation, Generation, Generation]]) -> Timed:
+    """What a token and a round take after the prompt, which `first`, a text of one token, has read as well: medians."""
+    found = list[tuple[float, ...]]()
+    for first, alone, drafted in ([one.stats for one in some] for some in samples):
+        tokens, rounds = (max(1, one.target_forwards - 1) for one in (alone, drafted))
+        target = (alone.seconds_target - first.seconds_target) / tokens
+        draft = drafted.seconds_draft_forwards / max(1, drafted.draft_forwards)
+        found.append((target, draft, (alone.seconds - first.seconds) / tokens, (drafted.seconds - first.seconds) / rounds))
+    least = 1e-9  # clocks of some systems tick coarsely
+    return Timed(*(max(median(some), least) for some in zip(*found, strict=True)))
+
+
+def own_texts(target: tuple[Any, Any], count: int) -> list[str]:
+    """Texts that the target writes itself, sampled: questions of a user, if it has a chat template."""
+    _, tokenizer = target
+    if getattr(tokenizer, "chat_template", None) is not None:
+        begun = str(tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False)).partition("\0")[0]
+        ids = tokenizer(begun, add_special_tokens=False).input_ids
+    elif tokenizer.bos_token_id is tokenizer.eos_token_id is None:
+        return []  # there is nothing to begin with
+    else:
+        ids = prompt_ids(tokenizer, "")
+    written = XTokAssisted(target).generate([ids] * count, do_sample=True, seed=0, max_new_tokens=_WRITTEN, progress=False)
+    return list(dict.fromkeys(text for one in written if (text := one.text.strip())))
