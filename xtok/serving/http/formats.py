@@ -63,7 +63,7 @@ REASONING_FORMATS = {
     "mistral": ("[THINK]", "[/THINK]"),
     "qwen3": ("<think>", "</think>"),
 }
-"""What opens and closes reasoning, by vLLM's names of parsers. A text for deepseek_r1 begins with reasoning in any case."""
+"""What opens and closes reasoning, by vLLM's names of parsers. Whether the prompt has opened it already is seen by its end."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,10 @@ AUTO = Parsers()
 
 @dataclass(frozen=True)
 class Format:
-    """How one target writes. `own`: the tokenizer's response template, which says all. `reasons_first`: in any case."""
+    """How one target writes. `own`: the tokenizer's response template, which says all."""
 
     calls: CallFormat | None = None
     reasoning: tuple[str, str] | None = None
-    reasons_first: bool = False
     own: Mapping[str, Any] | None = None
 
     def template(self, with_calls: bool) -> dict[str, Any] | None:
@@ -99,11 +98,10 @@ class Format:
         if self.own is not None:
             left = {name: one for name, one in self.own["fields"].items() if with_calls or name != "tool_calls"}
             return {**self.own, "fields": left}
-        fields: dict[str, Any] = {"content": {"content": "text"}}
+        fields: dict[str, Any] = {"content": {}}
         if self.reasoning is not None:
-            opening, closing = map(re.escape, self.reasoning)
-            twice = rf"{opening}(?:\s*{opening})?"  # the prompt may have opened it already
-            fields["reasoning_content"] = {"open_pattern": twice, "close_pattern": rf"\s*{closing}", "content": "text"}
+            opening, closing = self.reasoning
+            fields["reasoning_content"] = {"open": opening, "close_pattern": rf"\s*{re.escape(closing)}"}
         if with_calls and self.calls is not None:
             fields["tool_calls"] = self.calls.field
         return {"start_anchor_pattern": "^", "fields": fields} if len(fields) > 1 else None
@@ -118,11 +116,7 @@ class Format:
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether the text that follows a prompt begins within reasoning."""
-        if self.reasoning is None:
-            return False
-        return prompt.rstrip().endswith(self.reasoning[0]) or (
-            self.reasons_first and not prompt.rstrip().endswith(self.reasoning[1])
-        )
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -137,7 +131,7 @@ def format_of(tokenizer: Any, parsers: Parsers) -> Format:
     own = getattr(tokenizer, "response_template", None) if parsers == AUTO else None
     calls = _calls_of(written) if parsers.calls == "auto" else parsers.calls
     reasoning = _reasoning_of(written) if parsers.reasoning == "auto" else parsers.reasoning
-    return Format(CALL_FORMATS.get(calls), REASONING_FORMATS.get(reasoning), parsers.reasoning == "deepseek_r1", own)
+    return Format(CALL_FORMATS.get(calls), REASONING_FORMATS.get(reasoning), own)
 
 
 def _calls_of(template: str) -> str:
