@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
+from xtok.align.tokenbytes import TokenBytes
 from xtok.assisted import XTokAssisted
 from xtok.errors import EngineClosedError, EngineFullError
 from xtok.results.generation import Generation
@@ -176,10 +177,24 @@ class PendingAnswer:
     def usage(self) -> dict[str, Any]:
         return usage(self._submissions, list(self._ended.values()), self._body.n or 1)
 
+    def reasoning_tokens(self) -> int:
+        """How many tokens the reasoning has, if texts begin with it; what marks it isn't counted."""
+        sizes = [len(one.text("reasoning").encode()) for one in self._written]
+        return sum(_count(self._view, self._ended[choice].token_ids, sizes[choice]) for choice in self._ended)
+
     def timings(self) -> dict[str, float]:
         assert self._first is not None and self._done is not None
         until_first, generating = self._first - self._context.start, self._done - self._first
         return timings(self.read, list(self._ended.values()), until_first, generating)
+
+
+def _count(view: TokenBytes, ids: Sequence[int], size: int) -> int:
+    """How many ids have the first `size` bytes."""
+    found = 0
+    while size > 0 and found < len(ids):
+        size -= len(view[ids[found]] or b"")
+        found += 1
+    return found
 
 
 def sse_data(event: dict[str, Any]) -> str:

@@ -212,13 +212,22 @@ class ChatRace(Chat, Race):
     """`POST /v1/race/chat/completions`."""
 
 
-def read(kind: type[B], data: bytes) -> B:
-    """The body of a request. Raises `RequestError`, with the field's name, for what can't be honoured."""
+F = TypeVar("F", bound=Fields)
+
+
+def fields_of(kind: type[F], given: bytes | dict[str, Any]) -> F:
+    """JSON as fields of a kind. Raises `RequestError`, with the field's name, for what they can't be."""
     try:
-        body = kind.model_validate_json(data)
+        fields = kind.model_validate_json(given) if isinstance(given, bytes) else kind.model_validate(given)
     except ValidationError as error:
         raise _refusal(error) from None
-    _refuse_unknown(body)
+    _refuse_unknown(fields)
+    return fields
+
+
+def read(kind: type[B], given: bytes | dict[str, Any]) -> B:
+    """The body of a request. Raises `RequestError`, with the field's name, for what can't be honoured."""
+    body = fields_of(kind, given)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is for streams. Leave it out, or set stream to true.", "stream_options")
     if (size := sum(map(len, body.stops))) > STOPS:

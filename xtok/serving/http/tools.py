@@ -14,6 +14,7 @@ from xtok.serving.http.reading import Marked, Reader
 
 _ENDING = 16
 """How many ids at the end of a prompt may open its answer's reasoning."""
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _THOUGHT = "thought: /(?s:.*)/"
 
 
@@ -82,7 +83,8 @@ def call_grammar(body: Chat, known: Format, opened: bool, controls: Mapping[str,
 
 
 def _schema(function: Mapping[str, Any]) -> Any:
-    return function.get("parameters") or {"type": "object"}
+    """The schema of a function's arguments, which are written with the spaces that chat templates write."""
+    return {"x-guidance": _SPACES, **(function.get("parameters") or {"type": "object"})}
 
 
 def _thought(closing: str, controls: Mapping[str, int]) -> list[str]:
