@@ -242,6 +242,17 @@ def test_a_latency_model_finds_a_jump() -> None:
     assert latency.at(12) > 0.055
 
 
+def test_rounds_that_take_now_long_and_now_short_do_not_mislead_for_ever() -> None:
+    """Found by a server on a busy machine: predictions fell to 0, and dividing by them ended all texts."""
+    policy, size = Policy([]), BatchSize()
+    size.rounds.add(14, 0.012)
+    for _ in range(2000):
+        for seconds in (0.010, 0.002, 0.011):
+            policy._measure(size, 1, seconds, is_pure=True)
+    assert 0.001 < size.rounds.at(1) * policy.shared.slowness < 0.012
+    assert size.rounds.at(1) > 0.0001
+
+
 @pytest.mark.parametrize("first", [1.0, 12.0])
 def test_a_hiccup_in_a_first_measurement_is_soon_forgotten(first: float) -> None:
     """Found by review: a first forward of so many rows that took long kept guesses from being made ever after."""

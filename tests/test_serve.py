@@ -56,7 +56,14 @@ ROOT = Path(__file__).parents[1]
 CHAT_TOKENS = deepcopy(TOKENS)
 CHAT_TOKENS.chat_template = TEMPLATE
 ALONE = XTokAssisted((LM, CHAT_TOKENS))
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def tools(**schemas: dict[str, Any]) -> list[Any]:
+    """Functions that may be called, with the schemas of their arguments."""
+    return [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()]
+
+
+TOOLS = tools(look={"type": "object", "properties": {}})
 
 
 class Server:
@@ -557,7 +564,13 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
     ({**CHAT, "max_completion_tokens": 65}, "max_completion_tokens"),
     ({**CHAT, "top_logprobs": 3}, "top_logprobs"),
-    ({**CHAT, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({**CHAT, "tool_choice": "required"}, "tool_choice"),
+    ({**CHAT, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "hear"}}}, "tool_choice"),
+    ({**CHAT, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({**CHAT, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({**CHAT, "tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
+    ({**CHAT, "tools": [{"type": "web_search"}]}, "tools"),
+    *(({**CHAT, "tools": tools(a=schema), "tool_choice": "required"}, "tools") for schema in ENDLESS),
     ({**CHAT, "functions": []}, "functions"),
     ({**CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({**CHAT, "chat_template_kwargs": {"tokenize": False}}, "messages"),
@@ -606,7 +619,11 @@ def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     "body",
-    [{"prompt": "名前" * 2}, {"messages": [{"role": "user", "content": "名前" * 2}]}, {**CHAT, "tools": [{"a": ["名前" * 2]}]}],
+    [
+        {"prompt": "名前" * 2},
+        {"messages": [{"role": "user", "content": "名前" * 2}]},
+        {**CHAT, "tools": [{**TOOLS[0], "a": ["名前" * 2]}]},
+    ],
 )
 def test_a_prompt_that_is_too_long_in_any_case_is_not_read(monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]) -> None:
     """Found by a hostile trial: others waited for seconds while a prompt of 4 MB was read, only to be refused."""

@@ -48,6 +48,12 @@ def serve(
     max_seconds: Annotated[
         float, typer.Option(min=0, help="The most seconds for a text, waiting included; 0 for no limit.")
     ] = 600.0,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="How calls of tools are read: hermes, llama3_json, mistral, qwen3_coder, auto, or none.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="How reasoning is read: qwen3, deepseek_r1, mistral, auto, or none.")
+    ] = "auto",
     log_texts: Annotated[bool, typer.Option("--log-texts", help="Also write prompts and texts to the log.")] = False,
     drain_seconds: Annotated[
         int, typer.Option(min=0, help="How many seconds running requests may continue after SIGTERM.")
@@ -59,6 +65,7 @@ def serve(
     """Serve texts over HTTP, by OpenAI's API. Ends by SIGTERM or Ctrl-C."""
     try:
         from xtok.serving.http.command import run
+        from xtok.serving.http.formats import Parsers
         from xtok.serving.http.protocol import Limits
         from xtok.serving.http.service import Service
     except ImportError as error:
@@ -73,8 +80,10 @@ def serve(
         raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, as 8, or leave it out for no limit.")
     size = None if memory is None else int(memory * 1024**3)
     shown = list(SAMPLES)[::-1] if target == OWN_TARGET else list(QUESTIONS) if named == "smollm2" else []
+    parsers = Parsers(tool_call_parser, reasoning_parser)
+    limits = Limits(max_tokens, max_body, max_seconds or None)
     run(
-        Service(name, Limits(max_tokens, max_body, max_seconds or None), prompts=shown, logs_texts=log_texts),
+        Service(name, limits, prompts=shown, logs_texts=log_texts, parsers=parsers),
         lambda: XTokAssisted(target, drafts_of(target, draft), device=by_model(device), dtype=by_model(dtype), stable=stable),
         lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size),
         host=host,

@@ -23,6 +23,10 @@ _SPACING = 64
 """After how many rounds with guesses there is one without, which is measured, at the latest."""
 _MIXED = 16
 """Of so many rounds that do other work as well the shortest is taken for one that doesn't, if there is none."""
+_SLOWEST = 16.0
+"""How many times slower or faster a machine may get. Without a limit, rounds that take now 2 and now 10 ms drive it up for ever,
+and latencies down to 0.
+"""
 WITHOUT_A_MODEL = 0.01
 """What a draft without a model is taken to cost if no clock may be read, as a share of the target's forward pass."""
 
@@ -258,7 +262,8 @@ class Policy:
             return
         if size.rounds.knows(rows):
             ratio = seconds / (self.shared.slowness * size.rounds.at(rows))
-            self.shared.slowness *= 1 + 3 * SHARE * (min(2.0, max(0.5, ratio)) - 1)
+            slowness = self.shared.slowness * (1 + 3 * SHARE * (min(2.0, max(0.5, ratio)) - 1))
+            self.shared.slowness = min(_SLOWEST, max(1 / _SLOWEST, slowness))
         size.rounds.add(rows, seconds / self.shared.slowness)
 
     def seconds(self, sequences: int, rows: float) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 from xtok.align.tokenbytes import TokenBytes
 from xtok.results.generation import Generation
 from xtok.serving.http.processors import Picked
+from xtok.serving.http.reading import Part, Written
 from xtok.serving.http.requests import Submission
 
 
@@ -25,13 +26,13 @@ class Answer:
         kind = f"chat.completion{'.chunk' if is_chunk else ''}" if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
-    def choice(self, index: int, text: str, picked: list[Picked] | None, finish_reason: str) -> dict[str, Any]:
+    def choice(self, index: int, written: Written, picked: list[Picked] | None, finish_reason: str) -> dict[str, Any]:
         """A whole text. `picked` is None if nothing is recorded."""
-        content = {"message": {"role": "assistant", "content": text, "error_response": None}} if self.chat else {"text": text}
+        content = {"message": _message(written)} if self.chat else {"text": written.text("content")}
         return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
 
     def delta(
-        self, index: int, delta: dict[str, str], picked: list[Picked] | None = None, finish_reason: str | None = None
+        self, index: int, delta: dict[str, Any], picked: list[Picked] | None = None, finish_reason: str | None = None
     ) -> dict[str, Any]:
         content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
@@ -43,7 +44,7 @@ class Answer:
             content = [
                 {**self._entry(one.id, one.logprob), "top_logprobs": [self._entry(*pair) for pair in one.top]} for one in picked
             ]
-            return {"content": content, "error_response": None}
+            return {"content": content, "refusal": None}
         return {
             "tokens": [self.text_of(one.id)[0] for one in picked],
             "token_logprobs": [one.logprob for one in picked],
@@ -54,6 +55,24 @@ class Answer:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self.text_of(token)
         return {"token": text, "logprob": logprob, "bytes": list(data)}
+
+
+def _message(written: Written) -> dict[str, Any]:
+    content, reasoning = written.text("content"), written.text("reasoning")
+    calls = [call_of(part) for part in written.calls]
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    return message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def delta_of(part: Part, calls: int) -> dict[str, Any]:
+    """What a chunk of a chat says. `calls`: how many there were before."""
+    if part.kind == "call":
+        return {"tool_calls": [{"index": calls, **call_of(part)}]}
+    return {"content" if part.kind == "content" else "reasoning_content": part.text}
+
+
+def call_of(part: Part) -> dict[str, Any]:
+    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
 
 
 def token_text(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, bytes]]:

@@ -19,8 +19,10 @@ from xtok.errors import EngineFullError
 from xtok.results.page import TINTS, VIEW
 from xtok.serving.http.completions import complete, prepared, sse_data
 from xtok.serving.http.middleware import authenticated, body_of, context_of, error_response, failure, log_refusal, logged
-from xtok.serving.http.protocol import B, Chat, ChatRace, Completion, CompletionRace, RequestError, read
+from xtok.serving.http.protocol import B, Chat, ChatRace, Completion, CompletionRace, RequestError, fields_of, read
 from xtok.serving.http.race import race, race_options, runs_of, steps
+from xtok.serving.http.respond import respond
+from xtok.serving.http.responses import Responses
 from xtok.serving.http.service import Service, full
 
 _SENDING = 20.0
@@ -40,6 +42,7 @@ def app_of(service: Service, *, key: str | None = None, origins: Sequence[str] =
     _add_models(app, service)
     _add(app, service, "/v1/completions", Completion, complete)
     _add(app, service, "/v1/chat/completions", Chat, complete)
+    _add_responses(app, service)
     _add_races(app, service)
     _add_page(app)
     if key is not None:
@@ -107,6 +110,15 @@ def _add_races(app: FastAPI, service: Service) -> None:
 
     _add(app, service, "/v1/race/completions", CompletionRace, _raced)
     _add(app, service, "/v1/race/chat/completions", ChatRace, _raced)
+
+
+def _add_responses(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        service.ready()
+        body = fields_of(Responses, await body_of(request, service.limits.body))
+        _check_model(service, body.model)
+        return await respond(service, request, body)
 
 
 def _add(app: FastAPI, service: Service, path: str, kind: type[B], answer: Callable[..., Awaitable[Response]]) -> None:

@@ -13,15 +13,17 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
+from xtok.align.tokenbytes import TokenBytes
 from xtok.assisted import XTokAssisted
 from xtok.errors import EngineClosedError, EngineFullError
 from xtok.results.generation import Generation
 from xtok.serving.engine import Engine
-from xtok.serving.http.answers import Answer, timings, token_text, usage
+from xtok.serving.http.answers import Answer, delta_of, timings, token_text, usage
 from xtok.serving.http.events import Event, events
 from xtok.serving.http.middleware import context_of, failure, unless_disconnected
 from xtok.serving.http.processors import Picked
 from xtok.serving.http.protocol import Body, Chat, Completion, Limits, RequestError
+from xtok.serving.http.reading import Part, Written
 from xtok.serving.http.requests import Submission, submissions_of
 from xtok.serving.http.service import LATER, Service, full
 from xtok.serving.ticket import Ticket
@@ -32,20 +34,26 @@ R = TypeVar("R")
 
 async def complete(service: Service, request: Request, body: Completion | Chat) -> Response:
     """The response to a request. Raises `RequestError` before anything is sent."""
-    xt, engine = service.ready()
-    submissions = await prepared(service, request, body, submissions_of, xt)
-    answer = _PendingAnswer(service, request, body, submissions, xt)
-    await run_in_threadpool(_submit, engine, submissions, context_of(request).tickets)
-    context_of(request).on_end = answer.finish
-    service.metrics.prompt_tokens.inc(answer.read)
+    answer = await started(service, request, body)
     if body.stream:
         return EventSourceResponse(answer.streamed(), sep="\n")
     return JSONResponse(await unless_disconnected(request, answer.whole))
 
 
+async def started(service: Service, request: Request, body: Completion | Chat) -> "PendingAnswer":
+    """The answer to a request whose texts were submitted. Raises `RequestError`."""
+    xt, engine = service.ready()
+    submissions = await prepared(service, request, body, partial(submissions_of, parsers=service.parsers), xt)
+    answer = PendingAnswer(service, request, body, submissions, xt)
+    await run_in_threadpool(_submit, engine, submissions, context_of(request).tickets)
+    context_of(request).on_end = answer.finish
+    service.metrics.prompt_tokens.inc(answer.read)
+    return answer
+
+
 async def prepared(service: Service, request: Request, body: Body, prepare: Callable[[Any, T, Limits], R], models: T) -> R:
     """Runs `prepare` in a thread, one of a few if it needs a grammar. Raises `ClientDisconnect` if the client disconnects."""
-    limiter = service.compiling if body.has_format else None
+    limiter = service.compiling if body.needs_grammar else None
     work = partial(prepare, body, models, service.limits)
     prepared: R = await unless_disconnected(request, partial(to_thread.run_sync, work, limiter=limiter))
     return prepared
@@ -64,7 +72,7 @@ def _submit(engine: Engine, submissions: Sequence[Submission], tickets: list[Tic
         raise RequestError(str(error)) from error
 
 
-class _PendingAnswer:
+class PendingAnswer:
     """The answer to a request while its sequences are generated."""
 
     def __init__(
@@ -75,6 +83,7 @@ class _PendingAnswer:
         name = f"{'chatcmpl' if chat else 'cmpl'}-{self._context.id}"
         self._answer = Answer(name, service.name, int(time()), chat, token_text(self._view, xt.tokenizer))
         self._records = submissions[0].record is not None
+        self._written = [Written() for _ in submissions]
         self._ended: dict[int, Generation] = {}
         self._first: float | None = None
         self._done: float | None = None
@@ -87,19 +96,18 @@ class _PendingAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """OpenAI's object of all texts. Raises `RequestError` if one of them fails."""
-        texts, picked = [""] * len(self._submissions), [list[Picked]() for _ in self._submissions]
+        picked = [list[Picked]() for _ in self._submissions]
         try:
-            async with aclosing(self._events()) as found:
+            async with aclosing(self.events()) as found:
                 async for event in found:
-                    texts[event.choice] += event.text
                     picked[event.choice] += event.picked
         except Exception as error:
             raise failure(self._context, error) from error
         choices = [
-            self._answer.choice(index, text, picked[index] if self._records else None, self._ended[index].finish_reason)
-            for index, text in enumerate(texts)
+            self._answer.choice(index, written, picked[index] if self._records else None, self._finish_reason(index))
+            for index, written in enumerate(self._written)
         ]
-        return self._answer.body(choices, usage=self._usage(), timings=self._timings())
+        return self._answer.body(choices, usage=self.usage(), timings=self.timings())
 
     async def streamed(self) -> AsyncIterator[str]:
         """The data of OpenAI's events, to the last."""
@@ -113,7 +121,7 @@ class _PendingAnswer:
 
     def finish(self) -> None:
         """Counts sequences that didn't end, when the request is over, and completes the line of the log."""
-        ended, tokens = list(self._ended.values()), self._usage()["completion_tokens"]
+        ended, tokens = list(self._ended.values()), self.usage()["completion_tokens"]
         if self._first is not None and self._done is not None:
             self._service.metrics.answers(self._done - self._context.start, self._done - self._first, tokens)
         elif left := len(self._submissions) - len(ended):
@@ -134,36 +142,59 @@ class _PendingAnswer:
         chunk, delta = partial(self._answer.body, is_chunk=True), self._answer.delta
         for index in range(len(self._submissions)) if self._answer.chat else ():
             yield chunk([delta(index, {"role": "assistant", "content": ""})], **more)
-        async with aclosing(self._events()) as found:
+        async with aclosing(self.events()) as found:
             async for event in found:
-                if event.text or event.picked:
-                    picked = event.picked if self._records else None
-                    yield chunk([delta(event.choice, {"content": event.text}, picked)], **more)
+                picked, calls = event.picked if self._records else None, len(self._written[event.choice].calls)
+                calls -= sum(part.kind == "call" for part in event.parts)
+                for part in event.parts or ([Part("content", "")] if picked else []):
+                    yield chunk([delta(event.choice, delta_of(part, calls), picked)], **more)
+                    picked, calls = [] if self._records else None, calls + (part.kind == "call")
                 if event.ended is not None:
-                    timed = more if self._done is None else {**more, "timings": self._timings()}
-                    yield chunk([delta(event.choice, {}, finish_reason=event.ended.finish_reason)], **timed)
+                    timed = more if self._done is None else {**more, "timings": self.timings()}
+                    yield chunk([delta(event.choice, {}, finish_reason=self._finish_reason(event.choice))], **timed)
         if self._body.includes_usage:
-            yield chunk([], usage=self._usage())
+            yield chunk([], usage=self.usage())
 
-    async def _events(self) -> AsyncGenerator[Event, None]:
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """What comes of all texts; it is counted, too."""
         async with aclosing(events(self._submissions, self._context.tickets, self._view)) as found:
             async for event in found:
                 if self._first is None:
                     self._first = perf_counter()
                     self._service.metrics.time_to_first_token.observe(self._first - self._context.start)
+                for part in event.parts:
+                    self._written[event.choice].add(part)
                 if event.ended is not None:
                     self._ended[event.choice] = event.ended
                     self._service.metrics.ends(event.ended)
                     self._done = perf_counter() if len(self._ended) == len(self._submissions) else None
                 yield event
 
-    def _usage(self) -> dict[str, int]:
+    def _finish_reason(self, choice: int) -> str:
+        reason: str = self._ended[choice].finish_reason
+        return "tool_calls" if reason == "stop" and self._written[choice].calls else reason
+
+    def usage(self) -> dict[str, Any]:
         return usage(self._submissions, list(self._ended.values()), self._body.n or 1)
 
-    def _timings(self) -> dict[str, float]:
+    def reasoning_tokens(self) -> int:
+        """How many tokens the reasoning has, if texts begin with it; what marks it isn't counted."""
+        sizes = [len(one.text("reasoning").encode()) for one in self._written]
+        return sum(_count(self._view, self._ended[choice].token_ids, sizes[choice]) for choice in self._ended)
+
+    def timings(self) -> dict[str, float]:
         assert self._first is not None and self._done is not None
         until_first, generating = self._first - self._context.start, self._done - self._first
         return timings(self.read, list(self._ended.values()), until_first, generating)
+
+
+def _count(view: TokenBytes, ids: Sequence[int], size: int) -> int:
+    """How many ids have the first `size` bytes."""
+    found = 0
+    while size > 0 and found < len(ids):
+        size -= len(view[ids[found]] or b"")
+        found += 1
+    return found
 
 
 def sse_data(event: dict[str, Any]) -> str:

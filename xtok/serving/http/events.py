@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 from xtok.align.text import utf8_decoder
 from xtok.align.tokenbytes import TokenBytes
 from xtok.results.generation import Generation
-from xtok.serving.http.processors import Picked, Record
+from xtok.serving.http.processors import Picked
+from xtok.serving.http.reading import Marked, Part
 from xtok.serving.http.requests import Submission
 from xtok.serving.ticket import Ticket
 
 
 class Event(NamedTuple):
-    """A further piece of text number `choice`, what was `picked` for it if recorded, and at last the whole generation."""
+    """What further text number `choice` says, what was `picked` for it if recorded, and at last the whole generation."""
 
     choice: int
-    text: str
+    parts: list[Part]
     picked: list[Picked]
     ended: Generation | None = None
 
@@ -73,7 +74,7 @@ def borders(stop: str) -> list[int]:
 class _Shown:
     """Gives what was picked together with the text that it decodes to."""
 
-    def __init__(self, picked: list[Picked], view: TokenBytes) -> None:
+    def __init__(self, picked: list[Picked], view: TokenBytes | Marked) -> None:
         self._picked, self._view, self._decoder = picked, view, utf8_decoder()
         self._sent = self._size = self._characters = 0
 
@@ -96,7 +97,7 @@ async def events(submissions: Sequence[Submission], tickets: Sequence[Ticket], v
 
     async def follow(choice: int) -> None:
         try:
-            async for event in _events(choice, submissions[choice].record, tickets[choice], Cut(stops), view):
+            async for event in _events(choice, submissions[choice], tickets[choice], Cut(stops), view):
                 queue.put_nowait(event)
         except Exception as error:
             queue.put_nowait(error)
@@ -115,17 +116,20 @@ async def events(submissions: Sequence[Submission], tickets: Sequence[Ticket], v
             task.cancel()
 
 
-async def _events(choice: int, record: Record | None, ticket: Ticket, cut: Cut, view: TokenBytes) -> AsyncIterator[Event]:
+async def _events(choice: int, one: Submission, ticket: Ticket, cut: Cut, view: TokenBytes) -> AsyncIterator[Event]:
     """Those of one text. If picks are recorded, the last one is with the pick after it, so a piece waits for the next one."""
-    late, shown = "", _Shown([] if record is None else record.picked, view)
+    record, reader, marked = one.record, one.reader, one.marked
+    late, shown = "", _Shown([] if record is None else record.picked, marked or view)
     pieces: Any = aiter(ticket)
     async with aclosing(pieces):
         async for piece in pieces:
+            piece = piece if marked is None else marked.text()
             late, piece = (late, piece) if record is None else (piece, late)
             if text := cut.add(piece):
-                yield Event(choice, text, shown.until(cut.size))
+                yield Event(choice, reader.read(text), shown.until(cut.size))
     ended = ticket.result()
     if record is not None:
         record.end(ended.token_ids[-1])
+    late += "" if marked is None else marked.text(final=True)
     text = cut.add(late, final=True)
-    yield Event(choice, text, shown.until(cut.size if cut.found else inf), ended)
+    yield Event(choice, [*reader.read(text), *reader.end()], shown.until(cut.size if cut.found else inf), ended)

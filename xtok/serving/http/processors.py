@@ -1,5 +1,6 @@
 """Logits processors that OpenAI's API needs and transformers lacks. Each is for one sequence."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from json import dumps
 from typing import Any, NamedTuple
@@ -79,18 +80,40 @@ def matcher_of(tokenizer: Any, end: int | None, schema: Any) -> Any:
 
     read = _read_by_llguidance(tokenizer, end)
     grammar: str = LLMatcher.grammar_from_json_schema(dumps(schema))
+    _check(grammar)
+    matcher = LLMatcher(read, grammar)
+    _try(matcher.deep_copy())
+    return matcher
+
+
+def matcher_of_calls(tokenizer: Any, end: int | None, grammars: tuple[str, str], schemas: Sequence[Any]) -> Any:
+    """The same of a grammar in Lark. `grammars`: the one, and the same without ids, by which it is seen whether it compiles.
+    `schemas`: those in it, of which ids are tried.
+    """
+    from llguidance import LLMatcher
+
+    read = _read_by_llguidance(tokenizer, end)
+    grammar, plain = map(LLMatcher.grammar_from_lark, grammars)
+    _check(plain)
+    for schema in schemas:
+        _try(LLMatcher(read, LLMatcher.grammar_from_json_schema(dumps(schema))))
+    return LLMatcher(read, grammar)
+
+
+def _check(grammar: str) -> None:
     try:
         check_compiles(grammar)
     except ValueError as error:
         raise GrammarError(in_one_line(str(error))) from None
-    matcher = LLMatcher(read, grammar)
-    tried = matcher.deep_copy()
+
+
+def _try(matcher: Any) -> None:
+    """Raises `GrammarError` if a grammar can't be followed for a few ids."""
     for _ in range(_TRIED):
-        allowed = np.flatnonzero(allowed_ids(tried))
-        if tried.is_stopped() or not len(allowed):
+        allowed = np.flatnonzero(allowed_ids(matcher))
+        if matcher.is_stopped() or not len(allowed):
             break
-        tried.consume_token(int(allowed[0]))
-    return matcher
+        matcher.consume_token(int(allowed[0]))
 
 
 @lru_cache(maxsize=8)

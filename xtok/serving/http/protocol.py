@@ -1,5 +1,6 @@
 """What clients send and what they get instead of an answer: OpenAI's fields, checked, and its error object."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -119,8 +120,13 @@ class Body(Fields):
 
     @property
     def has_format(self) -> bool:
-        """Whether a grammar has to be compiled."""
+        """Whether texts are held to a response format."""
         return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether a grammar has to be compiled."""
+        return self.has_format
 
     @property
     def includes_usage(self) -> bool:
@@ -134,6 +140,34 @@ class Completion(Body):
     logprobs: Top | None = None
 
 
+_FUNCTION_NAME = re.compile(r"[\w.-]{1,64}")
+
+
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise ValueError('tools are functions: {"type": "function", "function": {"name": …, "parameters": …}}')
+    if not (isinstance(name := function.get("name"), str) and _FUNCTION_NAME.fullmatch(name)):
+        raise ValueError("the name of a function has from 1 to 64 letters, digits, and _-.")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise ValueError("parameters of a function are a JSON schema, which is an object")
+    return tool
+
+
+Tool = Annotated[dict[str, Any], AfterValidator(_check_tool)]
+
+
+class FunctionName(Fields):
+    name: str
+
+
+class ToolChoice(Fields):
+    """A function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Chat(Body):
     """`POST /v1/chat/completions`."""
 
@@ -141,9 +175,26 @@ class Chat(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
-    tools: Items[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: Items[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def offers_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forced(self) -> list[dict[str, Any]]:
+        """The functions of which one must be called, none if that is up to the target."""
+        functions = [tool["function"] for tool in self.tools or ()]
+        if isinstance(self.tool_choice, ToolChoice):
+            return [one for one in functions if one["name"] == self.tool_choice.function.name][:1]
+        return functions if self.tool_choice == "required" else []
+
+    @property
+    def needs_grammar(self) -> bool:
+        return bool(self.forced) or self.has_format
 
 
 class Race(Body):
@@ -161,13 +212,22 @@ class ChatRace(Chat, Race):
     """`POST /v1/race/chat/completions`."""
 
 
-def read(kind: type[B], data: bytes) -> B:
-    """The body of a request. Raises `RequestError`, with the field's name, for what can't be honoured."""
+F = TypeVar("F", bound=Fields)
+
+
+def fields_of(kind: type[F], given: bytes | dict[str, Any]) -> F:
+    """JSON as fields of a kind. Raises `RequestError`, with the field's name, for what they can't be."""
     try:
-        body = kind.model_validate_json(data)
+        fields = kind.model_validate_json(given) if isinstance(given, bytes) else kind.model_validate(given)
     except ValidationError as error:
         raise _refusal(error) from None
-    _refuse_unknown(body)
+    _refuse_unknown(fields)
+    return fields
+
+
+def read(kind: type[B], given: bytes | dict[str, Any]) -> B:
+    """The body of a request. Raises `RequestError`, with the field's name, for what can't be honoured."""
+    body = fields_of(kind, given)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is for streams. Leave it out, or set stream to true.", "stream_options")
     if (size := sum(map(len, body.stops))) > STOPS:
@@ -208,5 +268,9 @@ def _check_chat(body: Chat) -> None:
         )
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
+    if body.tool_choice not in (None, "auto", "none") and not body.forced:
+        raise RequestError("tool_choice needs tools, and a function that is one of them.", "tool_choice")
+    if body.forced and body.has_format:
+        raise RequestError("response_format can't hold a text that has to be a call. Leave out one.", "tool_choice")
     if "chat_template" in (body.chat_template_kwargs or {}):
         raise RequestError("chat_template can't be set by a request, because a template is a program.", "chat_template_kwargs")

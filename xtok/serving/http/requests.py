@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from json import JSONDecodeError, loads
 from typing import Any
 
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from xtok.assisted import XTokAssisted
@@ -13,8 +13,11 @@ from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError
 from xtok.models.cache import context_window, vocabulary_size
 from xtok.models.prompts import KnownPrompt, Prompt, is_several, prompt_ids
+from xtok.serving.http.formats import AUTO, Format, Parsers, format_of
 from xtok.serving.http.processors import Grammar, Penalties, Record, matcher_of
 from xtok.serving.http.protocol import MOST, Body, Chat, Completion, Limits, RequestError
+from xtok.serving.http.reading import Marked, Reader
+from xtok.serving.http.tools import format_for, matcher_of_tools, reader_of
 
 COMPLETION_TOKENS = 16
 """How many new tokens a completion has if the request doesn't say: OpenAI's default. A chat has as many as fit."""
@@ -24,18 +27,23 @@ COLDEST = 1e-3
 
 @dataclass(frozen=True)
 class Submission:
-    """One sequence to generate. `arguments`: those of `Engine.submit`, for this sequence alone."""
+    """One sequence to generate. `arguments`: those of `Engine.submit`, for this sequence alone. `reader`: reads its text, in
+    which `marked`, if it is there, writes out control tokens.
+    """
 
     prompt: KnownPrompt
     arguments: dict[str, Any]
     stops: list[str]
     record: Record | None
+    reader: Reader
+    marked: Marked | None = None
 
 
-def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) -> list[Submission]:
+def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, parsers: Parsers = AUTO) -> list[Submission]:
     """The sequences of a request: `n` for each prompt, in order, number i with `seed` + i. Raises `RequestError`."""
     field = "messages" if isinstance(body, Chat) else "prompt"
     template, matcher = _template(body), _matcher(body, xt)
+    known = format_for(body, format_of(xt.tokenizer, parsers)) if isinstance(body, Chat) else Format()
     predicted = "" if body.prediction is None else _joined(body.prediction.content, "prediction")
     same: dict[str, Any] = {"stop_strings": body.stops or None, **_sampling(body)}
     if template:
@@ -52,12 +60,17 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits) ->
         except InvalidInputError as error:
             raise RequestError(str(error), field) from error
         lengths = _lengths(body, xt, len(ids), limits)
+        if isinstance(body, Chat) and body.forced:
+            matcher = matcher_of_tools(body, known, xt, ids)
         for number in range(body.n or 1):
             record = _record(body)
             arguments = {**same, **lengths, **_processors(body, xt, record, len(ids), matcher)}
             if body.seed is not None and body.temperature != 0:  # a greedy text is the same for any seed
                 arguments["seed"] = (body.seed + number) % 2**64
-            found.append(Submission(KnownPrompt(prompt, ids), arguments, body.stops, record))
+            reader, marked = reader_of(body, known, xt, ids) if isinstance(body, Chat) else (Reader(), None)
+            if marked is not None:
+                arguments["stopping_criteria"] = StoppingCriteriaList([marked])
+            found.append(Submission(KnownPrompt(prompt, ids), arguments, body.stops, record, reader, marked))
     return found
 
 

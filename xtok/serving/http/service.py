@@ -10,6 +10,7 @@ from anyio import CapacityLimiter
 from xtok.assisted import XTokAssisted
 from xtok.errors import EngineFullError
 from xtok.serving.engine import Engine
+from xtok.serving.http.formats import Parsers
 from xtok.serving.http.metrics import Metrics
 from xtok.serving.http.protocol import Limits, RequestError
 from xtok.serving.http.race import RaceQueue
@@ -23,7 +24,9 @@ LATER = {"Retry-After": "1"}
 
 @dataclass
 class Service:
-    """What is served: an engine, once it is there. `error`: why there will be none. `prompts`: what the page suggests."""
+    """What is served: an engine, once it is there. `error`: why there will be none. `prompts`: what the page suggests.
+    `parsers`: how chats are read.
+    """
 
     name: str
     limits: Limits = field(default_factory=Limits)
@@ -31,6 +34,7 @@ class Service:
     engine: Engine | None = None
     prompts: Sequence[str] = ()
     logs_texts: bool = False
+    parsers: Parsers = field(default_factory=Parsers)
     error: BaseException | None = None
     race_queue: RaceQueue = field(default_factory=RaceQueue)
     created: int = field(default_factory=lambda: int(time()))

@@ -1,0 +1,156 @@
+"""OpenAI's Responses API, asked by OpenAI's own client: the texts and calls are those of the same chat."""
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import openai
+import pytest
+from test_serve import Server, check_error, serving
+from test_tools import CALL, CHATS, LM, TOKENS, TOOLS, writes  # noqa: F401  (a fixture)
+
+from xtok import PromptLookup, XTokAssisted
+from xtok.serving.http.protocol import Limits, fields_of
+from xtok.serving.http.responses import Responses, chat_of
+
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+ASKED: Any = {"model": "tiny", "input": "天気は", "temperature": 0, "max_output_tokens": 200}
+WRITTEN = f"<think>\n見よう。</think>\n\n待て。<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(XTokAssisted((LM, TOKENS), PromptLookup())) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client() as one:
+        yield one
+
+
+def answered(client: openai.OpenAI, streamed: bool, **more: Any) -> Any:
+    """The response; a streamed one as the client puts it together from its events, and as its last event has it."""
+    if not streamed:
+        return client.responses.create(**{**ASKED, **more})
+    events: list[Any] = list(client.responses.create(**{**ASKED, **more}, stream=True))
+    response = events[-1].response
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == f"response.{response.status}"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == response.output_text
+    assert [event.item for event in events if event.type == "response.output_item.done"] == response.output
+    if response.status == "completed":
+        with client.responses.stream(**{**ASKED, **more}) as stream:
+            assert stream.get_final_response().output_text == response.output_text
+    return response
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_text_is_that_of_the_same_chat(client: openai.OpenAI, streamed: bool) -> None:
+    chat = [{"role": "system", "content": "猫として"}, {"role": "user", "content": "天気は"}]
+    truth = client.chat.completions.create(model="tiny", messages=chat, temperature=1, seed=3, max_tokens=9)  # type: ignore[arg-type]
+    settings = {"temperature": 1, "max_output_tokens": 9, "extra_body": {"seed": 3}, "metadata": {"a": "b"}}
+    response = answered(client, streamed, instructions="猫として", **settings)
+    assert response.output_text == truth.choices[0].message.content
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.output[0].status == "incomplete"
+    assert truth.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (truth.usage.prompt_tokens, 9)
+    assert (response.model, response.instructions, response.metadata, response.store) == ("tiny", "猫として", {"a": "b"}, False)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_reasoning_text_and_calls_are_items(client: openai.OpenAI, writes: Any, streamed: bool) -> None:  # noqa: F811
+    writes(WRITTEN)
+    response = answered(client, streamed, tools=FLAT)
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert response.output[0].content[0].text == "見よう。"
+    assert response.output_text == "待て。"
+    assert [(item.name, json.loads(item.arguments)) for item in response.output[2:]] == [("weather", {"city": "京都"})] * 2
+    assert len({item.id for item in response.output} | {item.call_id for item in response.output[2:]}) == 6
+    assert response.status == "completed"
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+
+
+def test_output_is_input_of_the_next_request(client: openai.OpenAI, writes: Any) -> None:  # noqa: F811
+    writes(WRITTEN)
+    first = answered(client, False, tools=FLAT)
+    results = [{"type": "function_call_output", "call_id": item.call_id, "output": "晴れ"} for item in first.output[2:]]
+    given = [{"role": "user", "content": "天気は"}, *(item.to_dict() for item in first.output), *results]
+    writes("晴れだ")
+    assert answered(client, False, tools=FLAT, input=given).output_text == "晴れだ"
+    chat = chat_of(fields_of(Responses, json.dumps({"input": given, "instructions": "猫"}).encode()))
+    roles = ["system", "user", "assistant", "tool", "tool"]
+    assert [message["role"] for message in chat.messages] == roles
+    assert (chat.messages[2]["content"], chat.messages[2]["reasoning_content"]) == ("待て。", "見よう。")
+    assert [call["id"] for call in chat.messages[2]["tool_calls"]] == [item.call_id for item in first.output[2:]]
+
+
+def test_texts_are_held_to_formats_and_calls_are_forced() -> None:
+    held: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": ["猫", "犬"]}}}
+    short = [{"type": "function", "name": "f", "parameters": {"enum": [{"n": 1}]}}]
+    tokens = deepcopy(TOKENS)
+    tokens.chat_template = CHATS.replace("<think>", "")
+    with serving(XTokAssisted((LM, tokens))) as one, one.client() as client:
+        assert json.loads(answered(client, False, text=held).output_text) in ("猫", "犬")
+        for choice in ("required", {"type": "function", "name": "f"}):
+            (call,) = answered(client, True, tools=short, tool_choice=choice, parallel_tool_calls=False).output
+            assert (call.name, json.loads(call.arguments)) == ("f", {"n": 1})
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_text_that_fails_is_reported(client: openai.OpenAI, writes: Any, streamed: bool, monkeypatch: Any) -> None:  # noqa: F811
+    def fails(self: Any, text: str) -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("xtok.serving.http.reading.Reader.read", fails)
+    if streamed:
+        *_, last = client.responses.create(**ASKED, stream=True)
+        assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+        assert "RuntimeError" in last.response.error.message
+        assert "secret" not in last.response.error.message
+    else:
+        with pytest.raises(openai.InternalServerError, match="RuntimeError"):
+            answered(client, False)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"store": True}, "store"),
+    ({"background": True}, "background"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"include": ["reasoning.encrypted_content"]}, "include"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"reasoning": {"effort": "low"}}, "reasoning"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"max_output_tokens": 10_000}, "max_output_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": FLAT, "tool_choice": {"type": "function", "name": "none"}}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"input": []}, "input"),
+    ({"input": "a" * 60_000}, "input"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0"),
+    ({"input": [{"role": "user"}]}, "input.0"),
+    ({"input": [{"type": "function_call", "name": "a", "call_id": "1", "arguments": "{"}]}, "input"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=lambda one: str(one)[:40])
+def test_what_is_not_kept_is_refused_by_the_fields_name(server: Server, body: dict[str, Any], param: str) -> None:
+    for streamed in (False, True):
+        check_error(server.ask("responses", **{"input": "a", "stream": streamed, **body}), 400, param)
+    assert server.ask("responses/resp_1").status_code in (404, 405)
+
+
+def test_limits_are_those_of_chats() -> None:
+    with serving(XTokAssisted((LM, TOKENS)), limits=Limits(tokens=4), key="k") as one:
+        assert one.ask("responses", input="a").status_code == 401
+        with one.client(api_key="k") as client:
+            assert client.responses.create(model="tiny", input="a").usage.output_tokens == 4  # type: ignore[union-attr]

@@ -1,0 +1,346 @@
+"""Calls of tools and reasoning, in chats and responses: what the target writes comes back as what it means."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import openai
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_batches import WIDE
+from test_serve import Server, serving, tools
+from transformers import PreTrainedTokenizerFast
+from worlds import examples, fitting, tokenizer
+
+from xtok import PromptLookup, XTokAssisted
+from xtok.errors import InvalidInputError
+from xtok.serving.http import requests
+from xtok.serving.http.formats import CALL_FORMATS, Format, Parsers, format_of
+from xtok.serving.http.reading import Part, Reader, Written
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+TOOLS = tools(weather=CITY, 天気={"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"const": 7}}})
+THINK = ("<think>", "</think>")
+CALL = '{"name": "weather", "arguments": {"city": "京都"}}'
+NO_JSON = '{"name": "a", "arguments": {"b": NaN}}'
+OWN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|says|>",
+    "fields": {
+        "thinking": {"open": "<|thinks|>", "close": "<|/thinks|>"},
+        "tool_calls": {
+            "open_pattern": r"<\|calls\|>(?P<name>\w+)",
+            "close": "<|/calls|>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<|end|>"},
+    },
+}
+"""A response template as a tokenizer may have it."""
+
+READ: list[tuple[str, str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
+    ("hermes", "", "今日は。 a < b\n", ("今日は。 a < b\n", "", [])),
+    ("hermes", "", f"<tool_call>\n{CALL}\n</tool_call>", ("", "", [("weather", {"city": "京都"})])),
+    (
+        "hermes",
+        "",
+        f"見る。\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL.replace('京都', 'b')}\n</tool_call>\n",
+        ("見る。", "", [("weather", {"city": "京都"}), ("weather", {"city": "b"})]),
+    ),
+    (
+        "hermes",
+        "",
+        f"<think>\nどこ？ <tool_call>\n</think>\n\n京都だ。<tool_call>{CALL}</tool_call>",
+        ("京都だ。", "どこ？ <tool_call>", [("weather", {"city": "京都"})]),
+    ),
+    ("hermes", "<think>\n", "うむ\n</think>\n\nはい", ("はい", "うむ", [])),
+    ("hermes", "", "<tool_call>\nno\n</tool_call> と", ("<tool_call>\nno\n</tool_call> と", "", [])),
+    ("hermes", "", '<tool_call>{"name": "a", "arguments": {"b"', ('<tool_call>{"name": "a", "arguments": {"b"', "", [])),
+    ("hermes", "", '<tool_call>{"name": "a", "arguments": "{}"}', ("", "", [("a", {})])),
+    ("hermes", "", f"<tool_call>{NO_JSON}</tool_call>", (f"<tool_call>{NO_JSON}</tool_call>", "", [])),
+    ("llama3_json", "", '{"name": "weather", "parameters": {"city": "a"}}', ("", "", [("weather", {"city": "a"})])),
+    ("llama3_json", "", '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b"}', ("", "", [("a", {}), ("b", {})])),
+    ("llama3_json", "", '{"answer": 5} です', ('{"answer": 5} です', "", [])),
+    ("llama3_json", "", 'はい {"name": "a"}', ('はい {"name": "a"}', "", [])),
+    ("mistral", "", f"[TOOL_CALLS] [{CALL}, {CALL}]", ("", "", [("weather", {"city": "京都"})] * 2)),
+    ("mistral", "", '待て[TOOL_CALLS]a[ARGS]{"b": 1}[TOOL_CALLS]c{}', ("待て", "", [("a", {"b": 1}), ("c", {})])),
+    (
+        "qwen3_coder",
+        "",
+        "<tool_call>\n<function=weather>\n<parameter=city>\n京都\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        ("", "", [("weather", {"city": "京都", "days": 3})]),
+    ),
+    ("own", "a<|says|>", '<|thinks|>う<|/thinks|>は<|calls|>a{"b": 1}<|/calls|><|end|>', ("は", "う", [("a", {"b": 1})])),
+    ("own", "a<|says|><|thinks|>", "う<|/thinks|>は", ("は", "う", [])),
+    ("own", "<|says|>", "は<|calls|>a{b<|/calls|>い<|end|>", ("は<|calls|>a{b<|/calls|>い<|end|>", "", [])),
+]
+
+
+def reader_for(name: str, prompt: str, **more: Any) -> Reader:
+    known = Format(own=OWN) if name == "own" else Format(CALL_FORMATS[name], THINK)
+    return Reader(known.template(True), known.prefix(prompt), TOOLS, **more)
+
+
+def written(reader: Reader, pieces: Sequence[str]) -> Written:
+    found = Written()
+    for part in [part for piece in pieces for part in reader.read(piece)] + reader.end():
+        found.add(part)
+    return found
+
+
+def said(found: Written) -> tuple[str, str, list[tuple[str, Any]]]:
+    return found.text("content"), found.text("reasoning"), [(call.name, json.loads(call.text)) for call in found.calls]
+
+
+@pytest.mark.parametrize(("name", "prompt", "text", "expected"), READ, ids=lambda one: one[:24] if isinstance(one, str) else "")
+def test_a_text_is_read_as_what_it_means_whatever_its_pieces(name: str, prompt: str, text: str, expected: Any) -> None:
+    for size in (1, 2, 3, 7, len(text)):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert said(written(reader_for(name, prompt), pieces)) == expected
+
+
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    CALL,
+    "{",
+    "}",
+    "\n",
+    " ",
+    "<",
+    "猫",
+]
+
+
+@examples(400)
+@given(st.sampled_from([*CALL_FORMATS, "own"]), st.lists(st.sampled_from([*MARKS, *OWN["fields"]]), max_size=8), st.data())
+def test_whole_and_streamed_texts_say_the_same(name: str, marks: list[str], data: st.DataObject) -> None:
+    text = "".join(marks)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert said(written(reader_for(name, ""), pieces)) == said(written(reader_for(name, ""), [text]))
+
+
+@examples(200)
+@given(st.text(max_size=30))
+def test_a_text_without_marks_is_content_to_the_character(text: str) -> None:
+    assert said(written(reader_for("hermes", ""), [text])) == (text, "", [])
+    assert written(Reader(), [text]).parts == ([Part("content", text)] if text else [])
+
+
+def test_no_more_calls_are_reported_than_may_be() -> None:
+    found = written(reader_for("hermes", "", most=1), [f"<tool_call>{CALL}</tool_call>" * 3])
+    assert len(found.calls) == 1
+    assert len({call.id for call in written(reader_for("hermes", ""), [f"<tool_call>{CALL}</tool_call>" * 3]).calls}) == 3
+    assert re.fullmatch("[a-z0-9]{9}", found.calls[0].id)  # templates of Mistral take no others
+
+
+TEMPLATES = {
+    "{{ '<tool_call>' }}<function=": "qwen3_coder",
+    '<tool_call>\n{"name"': "hermes",
+    "[TOOL_CALLS][": "mistral",
+    "tool_calls '\"parameters\": '": "llama3_json",
+    "{{ message.content }}": "none",
+}
+
+
+@pytest.mark.parametrize(("template", "name"), TEMPLATES.items())
+def test_formats_are_known_by_the_chat_template(template: str, name: str) -> None:
+    tokens = deepcopy(tokenizer("byte-level BPE"))
+    tokens.chat_template = template + "<think>"
+    assert format_of(tokens, Parsers()).calls == CALL_FORMATS.get(name)
+    assert format_of(tokens, Parsers()).reasoning == THINK
+    assert format_of(tokens, Parsers("none", "none")) == Format()
+    tokens.response_template = OWN
+    assert format_of(tokens, Parsers()).own == OWN
+    assert format_of(tokens, Parsers("mistral")) == Format(CALL_FORMATS["mistral"], THINK)
+
+
+def test_a_parser_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="--tool-call-parser is 'gpt'; give auto, none, hermes"):
+        Parsers("gpt")
+    with pytest.raises(InvalidInputError, match="--reasoning-parser is 'gpt'"):
+        Parsers(reasoning="gpt")
+
+
+CONTROLS = ["[TOOL_CALLS]", "<|says|>", "<|thinks|>", "<|/thinks|>", "<|calls|>", "<|/calls|>", "<|end|>"]
+CHATS = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for message in messages %}{{ message.role }}:"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function.name }} {{ call.function.arguments.city }}</tool_call>"
+    "{% endfor %}{{ '\\n' }}{% endfor %}assistant:{{ ending }}"
+)
+
+
+def made(template: str = CHATS) -> tuple[Any, PreTrainedTokenizerFast]:
+    """A target whose tokenizer has control tokens to write calls with, and a chat template."""
+    tokens = deepcopy(tokenizer("byte-level BPE"))
+    tokens.add_special_tokens({"additional_special_tokens": CONTROLS})
+    tokens.chat_template = template
+    return fitting(tokens, "Llama", 0, dtype=torch.float32, window=WIDE), tokens
+
+
+LM, TOKENS = made()
+
+
+class Writes:
+    """A processor by which the target writes one text, and ends."""
+
+    def __init__(self, text: str, start: int) -> None:
+        self._ids, self._start = [*TOKENS(text, add_special_tokens=False).input_ids, TOKENS.eos_token_id], start
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        found = torch.full_like(scores, -torch.inf)
+        found[:, self._ids[min(ids.shape[1] - self._start, len(self._ids) - 1)]] = 0.0
+        return found
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the text that the target writes in place of its own."""
+    real = requests._processors
+
+    def set_text(text: str) -> None:
+        def processors(body: Any, xt: Any, record: Any, start: int, matcher: Any) -> dict[str, Any]:
+            found = real(body, xt, record, start, matcher)
+            found["logits_processor"].insert(0, Writes(text, start))
+            return found
+
+        monkeypatch.setattr(requests, "_processors", processors)
+
+    return set_text
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(XTokAssisted((LM, TOKENS), PromptLookup())) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client() as one:
+        yield one
+
+
+QUESTION: Any = {"model": "tiny", "messages": [{"role": "user", "content": "天気は"}], "temperature": 0, "max_tokens": 200}
+
+
+def asked(client: openai.OpenAI, streamed: bool, **more: Any) -> tuple[Any, str]:
+    """The message of an answer, put together as OpenAI's client does it, and how it ended."""
+    if not streamed:
+        choice = client.chat.completions.create(**{**QUESTION, **more}).choices[0]
+        return choice.message, choice.finish_reason
+    with client.chat.completions.stream(**{**QUESTION, **more}) as stream:
+        choice = stream.get_final_completion().choices[0]
+    return choice.message, choice.finish_reason
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_calls_and_reasoning_reach_the_client(client: openai.OpenAI, writes: Any, streamed: bool) -> None:
+    writes(f"<think>\n見よう。</think>\n\n待て。<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>")
+    message, reason = asked(client, streamed, tools=TOOLS)
+    assert (message.content, message.reasoning_content, reason) == ("待て。", "見よう。", "tool_calls")
+    assert [(call.type, call.function.name, call.function.arguments) for call in message.tool_calls] == [
+        ("function", "weather", '{"city": "京都"}')
+    ] * 2
+    assert len(asked(client, streamed, tools=TOOLS, parallel_tool_calls=False)[0].tool_calls) == 1
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):  # nothing may be called, so it is text
+        message, reason = asked(client, streamed, **more)
+        assert (message.content.count("<tool_call>"), message.tool_calls, reason) == (2, None, "stop")
+
+
+def test_a_call_alone_has_no_content_and_a_text_no_calls(client: openai.OpenAI, writes: Any) -> None:
+    writes(f"<tool_call>\n{CALL}\n</tool_call>")
+    message, _ = asked(client, False, tools=TOOLS)
+    assert message.content is None
+    writes("晴れ")
+    message, reason = asked(client, False, tools=TOOLS)
+    assert (message.content, message.tool_calls, reason) == ("晴れ", None, "stop")
+
+
+def test_a_call_that_is_cut_off_is_text(client: openai.OpenAI, writes: Any) -> None:
+    writes(f"<tool_call>\n{CALL}\n</tool_call>")
+    message, reason = asked(client, False, tools=TOOLS, max_tokens=12)
+    assert message.content.startswith("<tool_call>")
+    assert (message.tool_calls, reason) == (None, "length")
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", ["mistral", "own"])
+def test_control_tokens_mark_calls(writes: Any, streamed: bool, name: str) -> None:
+    tokens = deepcopy(TOKENS)
+    tokens.chat_template += (
+        "[TOOL_CALLS]<|says|>" if name == "own" else "{# [TOOL_CALLS] #}{{ '' if true else '[TOOL_CALLS]' }}"
+    )
+    tokens.chat_template = tokens.chat_template.replace("<tool_call>", "<call>")
+    tokens.response_template = OWN if name == "own" else None
+    writes(f"は[TOOL_CALLS][{CALL}]" if name == "mistral" else 'は<|calls|>weather{"city": "京都"}<|/calls|><|end|>')
+    with serving(XTokAssisted((LM, tokens))) as one, one.client() as client:
+        message, reason = asked(client, streamed, tools=TOOLS, logprobs=True, stop=["猫"])
+    assert (message.content, reason, len(message.tool_calls)) == ("は", "tool_calls", 1)
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "京都"}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_log_probabilities_of_a_chat_with_calls_are_those_of_all_ids(client: openai.OpenAI, writes: Any, n: int) -> None:
+    writes(f"待て<tool_call>{CALL}</tool_call>")
+    count = len(Writes(f"待て<tool_call>{CALL}</tool_call>", 0)._ids)
+    whole = client.chat.completions.create(**QUESTION, tools=TOOLS, logprobs=True, n=n)
+    chunks = list(client.chat.completions.create(**QUESTION, tools=TOOLS, logprobs=True, n=n, stream=True))
+    for choice in whole.choices:
+        found = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        streamed = [one.token for part in found if part.logprobs for one in part.logprobs.content]
+        assert [one.token for one in choice.logprobs.content] == streamed
+        assert len(streamed) == count
+        assert [call.index for part in found for call in part.delta.tool_calls or ()] == [0]
+
+
+def test_what_was_called_goes_back_through_the_template(client: openai.OpenAI, writes: Any, server: Server) -> None:
+    writes(f"<think>見る</think><tool_call>{CALL}</tool_call>")
+    message, _ = asked(client, False, tools=TOOLS)
+    chat = [*QUESTION["messages"], message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "晴れ"}]
+    writes("晴れだ")
+    found = client.chat.completions.create(**{**QUESTION, "messages": chat}, tools=TOOLS)
+    seen = "weather 天気 user:天気は\nassistant:<think>見る</think><tool_call>weather 京都</tool_call>\ntool:晴れ\nassistant:"
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == len(TOKENS(seen, add_special_tokens=False).input_ids)
+    assert found.choices[0].message.content == "晴れだ"
+
+
+FORCED: dict[str, tuple[str, str]] = {
+    "hermes": ("<tool_call>", "<think>"),
+    "mistral": ("[TOOL_CALLS]", "[THINK]"),
+    "llama3_json": ('tool_calls "parameters": ', "-"),
+    "qwen3_coder": ("<tool_call><function=", "-"),
+    "none": ("-", "-"),
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", FORCED)
+def test_a_target_that_must_call_does(streamed: bool, name: str) -> None:
+    short = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"], "$defs": {"N": {"enum": [7, 8]}}}
+    given = tools(a={**short, "additionalProperties": False}, 二={**short, "additionalProperties": False})
+    tokens = deepcopy(TOKENS)
+    tokens.chat_template = "{{ messages[0].content }}" + "{# " + "".join(FORCED[name]) + " #}"
+    sampled = {"temperature": 1.0, "seed": 5, "max_tokens": 600, "tools": given, "frequency_penalty": 2.0}
+    with serving(XTokAssisted((LM, tokens), PromptLookup())) as one, one.client() as client:
+        required, reason = asked(client, streamed, tool_choice="required", parallel_tool_calls=False, **sampled)
+        named, _ = asked(client, streamed, tool_choice={"type": "function", "function": {"name": "二"}}, **sampled)
+    assert (reason, len(required.tool_calls), len(named.tool_calls)) == ("tool_calls", 1, 1)
+    assert required.tool_calls[0].function.name in ("a", "二")
+    assert named.tool_calls[0].function.name == "二"
+    assert json.loads(named.tool_calls[0].function.arguments)["n"] in (7, 8)
+    assert not required.content

@@ -1,0 +1,146 @@
+"""How models write reasoning and calls of tools: as response templates, by which transformers parses texts."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from xtok.errors import InvalidInputError
+
+
+class CallFormat(NamedTuple):
+    """How calls are written. `field`: the field `tool_calls` of a response template. `markers`: what may be control tokens.
+
+    `call`: what a call looks like, with NAME and ARGUMENTS in it; `around`: what is written before and after all calls;
+    `separator`: what is written between two, None if there can't be two.
+    """
+
+    field: Mapping[str, Any]
+    markers: tuple[str, ...]
+    call: str = ""
+    around: tuple[str, str] = ("", "")
+    separator: str | None = None
+
+
+_JSON = {"content": "text", "repeats": True}
+"""Calls as JSON, which is parsed by `xtok.serving.http.reading`, so that what is malformed can be shown as text."""
+CALL_FORMATS = {
+    "hermes": CallFormat(
+        {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", **_JSON},
+        ("<tool_call>", "</tool_call>"),
+        call='<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+        separator="\n",
+    ),
+    "llama3_json": CallFormat(
+        {"open_pattern": r"<\|python_tag\|>|^\s*(?=\{)", **_JSON},
+        ("<|python_tag|>",),
+        call='{"name": "NAME", "parameters": ARGUMENTS}',
+    ),
+    "mistral": CallFormat(
+        {"open": "[TOOL_CALLS]", **_JSON},
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        call='{"name": "NAME", "arguments": ARGUMENTS}',
+        around=("[TOOL_CALLS][", "]"),
+        separator=", ",
+    ),
+    "qwen3_coder": CallFormat(
+        {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        ("<tool_call>", "</tool_call>"),
+    ),
+}
+"""By vLLM's names of parsers."""
+FORCED = CallFormat({"open_pattern": r"\s*(?=\{)", **_JSON}, (), call=CALL_FORMATS["llama3_json"].call)
+"""How calls are forced if no grammar is there for how the target writes them."""
+REASONING_FORMATS = {
+    "deepseek_r1": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "qwen3": ("<think>", "</think>"),
+}
+"""What opens and closes reasoning, by vLLM's names of parsers. Whether the prompt has opened it already is seen by its end."""
+
+
+@dataclass(frozen=True)
+class Parsers:
+    """Which parsers a server uses: names of the formats above, "none", or "auto". Raises `InvalidInputError` for others."""
+
+    calls: str = "auto"
+    reasoning: str = "auto"
+
+    def __post_init__(self) -> None:
+        for option, name, known in (
+            ("--tool-call-parser", self.calls, CALL_FORMATS),
+            ("--reasoning-parser", self.reasoning, REASONING_FORMATS),
+        ):
+            if name not in ("auto", "none", *known):
+                raise InvalidInputError(f"{option} is {name!r}; give auto, none, {', '.join(known)}.")
+
+
+AUTO = Parsers()
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one target writes. `own`: the tokenizer's response template, which says all."""
+
+    calls: CallFormat | None = None
+    reasoning: tuple[str, str] | None = None
+    own: Mapping[str, Any] | None = None
+
+    def template(self, with_calls: bool) -> dict[str, Any] | None:
+        """The response template, None if there is nothing to parse. `with_calls`: whether tools may be called."""
+        if self.own is not None:
+            left = {name: one for name, one in self.own["fields"].items() if with_calls or name != "tool_calls"}
+            return {**self.own, "fields": left}
+        fields: dict[str, Any] = {"content": {}}
+        if self.reasoning is not None:
+            opening, closing = self.reasoning
+            fields["reasoning_content"] = {"open": opening, "close_pattern": rf"\s*{re.escape(closing)}"}
+        if with_calls and self.calls is not None:
+            fields["tool_calls"] = self.calls.field
+        return {"start_anchor_pattern": "^", "fields": fields} if len(fields) > 1 else None
+
+    def prefix(self, prompt: str) -> str:
+        """What the parser reads before the text: all of the prompt for the tokenizer's own template, else the beginning of
+        reasoning if the prompt ends with it.
+        """
+        if self.own is not None:
+            return prompt
+        return self.reasoning[0] if self.reasoning and self.opens_reasoning(prompt) else ""
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Whether the text that follows a prompt begins within reasoning."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What may be control tokens. Only they are parsed, unless the template is the tokenizer's own."""
+        return (*(self.calls.markers if self.calls else ()), *(self.reasoning or ()))
+
+
+def format_of(tokenizer: Any, parsers: Parsers) -> Format:
+    """By the parsers' names. "auto" means by the tokenizer's own response template, else by what its chat template writes."""
+    given = getattr(tokenizer, "chat_template", None) or ""
+    written = "\n".join(given.values()) if isinstance(given, Mapping) else str(given)
+    own = getattr(tokenizer, "response_template", None) if parsers == AUTO else None
+    calls = _calls_of(written) if parsers.calls == "auto" else parsers.calls
+    reasoning = _reasoning_of(written) if parsers.reasoning == "auto" else parsers.reasoning
+    return Format(CALL_FORMATS.get(calls), REASONING_FORMATS.get(reasoning), own)
+
+
+def _calls_of(template: str) -> str:
+    if "<tool_call>" in template:
+        return "qwen3_coder" if "<function=" in template else "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    return "llama3_json" if "tool_calls" in template and '"parameters": ' in template else "none"
+
+
+def _reasoning_of(template: str) -> str:
+    return next((name for name in ("qwen3", "mistral") if REASONING_FORMATS[name][0] in template), "none")

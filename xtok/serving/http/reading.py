@@ -1,0 +1,198 @@
+"""Reading a text while it is written: reasoning, calls of tools, and what else it says."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from json import JSONDecoder, dumps
+from typing import Any, Literal, NamedTuple
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from xtok.align.text import utf8_decoder
+from xtok.align.tokenbytes import TokenBytes
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field of reasoning in response templates."""
+_CALLS = "tool_calls"
+_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+"""A name before the arguments, as newer models of Mistral write a call."""
+_BETWEEN = re.compile(r"(?:[\s;,]|\[TOOL_CALLS\]|<\|python_tag\|>)*")
+
+
+class Part(NamedTuple):
+    """A further piece of what a text says. Of a call, which comes whole, `text` is the arguments, in JSON."""
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str
+    name: str = ""
+    id: str = ""
+
+
+class Written:
+    """What a text says so far, in order. `parts`: pieces of the same kind are in one."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+
+    def add(self, part: Part) -> None:
+        if self.parts and part.kind == self.parts[-1].kind != "call":
+            part = part._replace(text=self.parts.pop().text + part.text)
+        self.parts.append(part)
+
+    def text(self, kind: Literal["content", "reasoning"]) -> str:
+        return "".join(part.text for part in self.parts if part.kind == kind)
+
+    @property
+    def calls(self) -> list[Part]:
+        return [part for part in self.parts if part.kind == "call"]
+
+
+class Reader:
+    """Reads one text by a response template; without one, all of it is content.
+
+    `prefix`: what the template has to see of the prompt. `tools`: those offered, for the types of their arguments.
+    `most`: how many calls are reported. Calls that are malformed are content.
+    """
+
+    def __init__(
+        self, template: dict[str, Any] | None = None, prefix: str = "", tools: Sequence[Any] = (), most: int | None = None
+    ) -> None:
+        self._parser: Any = None
+        self._opens: Any = None
+        if template is not None:
+            loaded = load_response_template(template)
+            self._opens = loaded.fields[_CALLS].open_re if _CALLS in loaded.fields else None
+            self._parser = ResponseParser(loaded, prefix=prefix, tools=list(tools))
+        self._skips_space = bool(prefix)
+        self._read: list[str] = []
+        self._start: int | None = None  # where the call begins that is being read
+        self._left = most
+
+    def read(self, text: str) -> list[Part]:
+        """What a further piece of text says. It is parsed by characters, so that a malformed call is known to the character."""
+        found = list[Part]()
+        for index, character in enumerate(text if self._parser is not None else ""):
+            self._read.append(character)
+            found += self._parsed(lambda character=character: self._parser.feed(character))  # type: ignore[misc]
+            if self._parser is None:
+                text = text[index + 1 :]
+                break
+        if self._parser is None and text:
+            found.append(Part("content", text))
+        return _joined(found)
+
+    def end(self) -> list[Part]:
+        """What is left when the text has ended."""
+        return _joined(self._parsed(lambda: self._parser.finalize()[1])) if self._parser is not None else []
+
+    def _parsed(self, parse: Callable[[], list[dict[str, Any]]]) -> list[Part]:
+        try:
+            return [part for event in parse() for part in self._parts(event)]
+        except Exception:  # a tokenizer's own template can't parse it: from here on, it is text
+            self._parser = None
+            return [Part("content", self._since_start() if self._start is not None else self._read[-1])]
+
+    def _parts(self, event: dict[str, Any]) -> Iterator[Part]:
+        field, kind = event["field"], event["type"]
+        if field == _CALLS:
+            yield from self._call(event)
+        elif kind == "region_chunk":
+            text = event["text"].lstrip() if self._skips_space else event["text"]
+            self._skips_space = self._skips_space and not text
+            if text and (field == "content" or field in _REASONING):
+                yield Part("content" if field == "content" else "reasoning", text)
+        elif field in _REASONING:
+            self._skips_space = True
+
+    def _call(self, event: dict[str, Any]) -> Iterator[Part]:
+        if event["type"] == "region_open":
+            self._start = max((one.start() for one in self._opens.finditer("".join(self._read))), default=0)
+        elif event["type"] == "region_close":
+            try:
+                calls = [Part("call", text, name, uuid4().hex[:9]) for name, text in calls_of(event["value"])]
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+                calls = [Part("content", self._since_start())]
+            else:
+                self._skips_space = True
+                calls = calls[: self._left]
+                self._left = None if self._left is None else self._left - len(calls)
+            self._start = None
+            yield from calls
+
+    def _since_start(self) -> str:
+        return "".join(self._read[self._start :])
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Neighbours of the same kind in one."""
+    found = list[Part]()
+    for kind, several in groupby(parts, lambda part: part.kind):
+        same = list(several)
+        found += same if kind == "call" else [Part(kind, "".join(part.text for part in same))]
+    return found
+
+
+def calls_of(value: Any) -> Iterator[tuple[str, str]]:
+    """The names of calls, with their arguments in JSON, as response templates give them or as models write them. Raises
+    `AttributeError`, `KeyError`, `RecursionError`, `TypeError` or `ValueError` for what is none.
+    """
+    value = list(_values(value)) if isinstance(value, str) else value
+    for one in value if isinstance(value, list) else [value]:
+        function = one.get("function", one)
+        name, given = function["name"], function.get("arguments", function.get("parameters", {}))
+        if not (isinstance(name, str) and name and isinstance(given, dict | str)):
+            raise ValueError(f"{name!r} can't be called with {given!r}")
+        text = given if isinstance(given, str) else dumps(given, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half a character can't be sent
+        yield name, text
+
+
+def _values(text: str) -> Iterator[Any]:
+    """The JSON values of a text, one after another, those of lists one by one. Raises `ValueError`."""
+    position = _end_of(_BETWEEN, text, 0)
+    if position == len(text):
+        raise ValueError("there is no call")
+    while position < len(text):
+        named = _NAMED.match(text, position)
+        value, end = JSONDecoder().raw_decode(text, named.end() if named else position)
+        yield from [{"name": named[1], "arguments": value}] if named else value if isinstance(value, list) else [value]
+        position = _end_of(_BETWEEN, text, end)
+
+
+def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
+    found = pattern.match(text, position)
+    return found.end() if found else position
+
+
+class Marked(StoppingCriteria):
+    """Follows the ids of one text, for its text with some control tokens written out. It stops nothing.
+
+    `view`: the bytes of ids; `names`: those of the control tokens; `start`: how many ids the prompt has.
+    """
+
+    def __init__(self, view: TokenBytes, names: Mapping[int, bytes], start: int) -> None:
+        self._view, self._names, self._read, self._sent = view, names, start, 0
+        self._ids: list[int] = []
+        self._decoder = utf8_decoder()
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """`input_ids`: (1, length). Called when an id is committed."""
+        rows: Tensor = input_ids
+        self._ids += rows[0, self._read :].tolist()
+        self._read = rows.shape[1]
+        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+
+    def __getitem__(self, token: int) -> bytes:
+        """The bytes of an id."""
+        return self._names.get(token) or self._view[token] or b""
+
+    def text(self, *, final: bool = False) -> str:
+        """The whole characters that came since the last call."""
+        new = self._ids[self._sent :]
+        self._sent += len(new)
+        return self._decoder.decode(b"".join(self[token] for token in new), final)
