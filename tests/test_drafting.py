@@ -52,6 +52,9 @@ class Speaker:
     def branched(self) -> int:
         return len(self.paths)
 
+    def adopt(self, ids: Sequence[int]) -> int:
+        return 0
+
     def start_anew(self) -> None:
         self.trunk, self.paths = tuple[int, ...](), tuple[tuple[int, ...], ...]()
 

@@ -16,6 +16,7 @@ from copy import deepcopy
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import httpx
 import openai
@@ -120,10 +121,16 @@ class Server:
 
 @contextmanager
 def serving(
-    xt: XTokAssisted | None = None, *, limits: Limits | None = None, batch_size: int = 4, queue: int = 1024, **more: Any
+    xt: XTokAssisted | None = None,
+    *,
+    limits: Limits | None = None,
+    batch_size: int = 4,
+    queue: int = 1024,
+    prefix_cache: bool = True,
+    **more: Any,
 ) -> Iterator[Server]:
     xt = xt or XTokAssisted((LM, CHAT_TOKENS), MADE["several"](), budget=TREE)
-    engine = Engine(xt, batch_size=batch_size, queue=queue)
+    engine = Engine(xt, batch_size=batch_size, queue=queue, prefix_cache=prefix_cache)
     try:
         with Server(Service(NAME, limits or Limits(), xt, engine), **more) as server:
             yield server
@@ -268,13 +275,14 @@ def test_a_stream_ends_with_figures_and_done(server: Server) -> None:
     assert len({(chunk["id"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
     read = sum(len(prompt_ids(TOKENS, prompt)) for prompt in asked["prompt"])
     assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == {"prompt_tokens": read, "completion_tokens": 28, "total_tokens": read + 28}
+    counts = {"prompt_tokens": read, "completion_tokens": 28, "total_tokens": read + 28}
+    assert chunks[-1]["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": ANY}}
     assert [name for name in chunks[-2] if name not in chunks[0]] == ["timings"]
     reported = chunks[-2]["timings"]
     assert (reported["prompt_n"], reported["predicted_n"]) == (read, 28)
     assert 0 <= reported["draft_n_accepted"] <= reported["draft_n"]
     whole = server.ask(**{**asked, "stream": False, "stream_options": None}).json()
-    assert whole["usage"] == chunks[-1]["usage"]
+    assert {name: whole["usage"][name] for name in counts} == counts
     assert whole["timings"].keys() == reported.keys()
 
 
@@ -917,6 +925,21 @@ def test_metrics_count_what_the_drafts_did() -> None:
     assert sums[1] >= found["timings"]["draft_n"] > 0
     assert sums[1] >= sums[2] >= found["timings"]["draft_n_accepted"]
     assert {name for name in reported if 'draft="prompt lookup"' in name}
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_client_learns_how_much_of_its_prompts_was_not_read_again(keeps: bool) -> None:
+    with serving(ALONE, prefix_cache=keeps) as one:
+        found = [one.ask(prompt=prompt, max_tokens=5).json() for prompt in (TEXTS[0], TEXTS[0], [TEXTS[1], TEXTS[0]])]
+        reported = one.metrics()
+    size, other = (len(prompt_ids(TOKENS, prompt)) for prompt in TEXTS[:2])
+    begin = next(
+        i for i, pair in enumerate(zip(*(prompt_ids(TOKENS, one) for one in TEXTS[:2]), strict=False)) if len({*pair}) > 1
+    )
+    hits = [0, size - 1, begin + size - 1] if keeps else [0, 0, 0]
+    assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found] == hits
+    assert reported["xtok_prefix_cache_queries_total"] == 3 * size + other
+    assert reported["xtok_prefix_cache_hits_total"] == sum(hits)
 
 
 LONG = 3000

@@ -299,6 +299,7 @@ class Untried(StableShapes):
     def __init__(self) -> None: ...
 
     tolerance = 0.0
+    chunk = 128
 
     def _agrees(self, rows: int, width: int, seen: int, *, share: float = 1.0) -> bool:
         return True

@@ -43,6 +43,9 @@ def serve(
     memory: Annotated[
         float | None, typer.Option(min=0, help="The most GiB for the KV caches of all texts.", show_default="no limit")
     ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Whether a text takes over what others have read.")
+    ] = True,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens of a text.")] = 4096,
     max_body: Annotated[int, typer.Option(min=1, help="The most bytes of a request.")] = 4 * 1024**2,
     max_seconds: Annotated[
@@ -85,7 +88,7 @@ def serve(
     run(
         Service(name, limits, prompts=shown, logs_texts=log_texts, parsers=parsers),
         lambda: XTokAssisted(target, drafts_of(target, draft), device=by_model(device), dtype=by_model(dtype), stable=stable),
-        lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size),
+        lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size, prefix_cache=prefix_cache),
         host=host,
         port=port,
         key=api_key,

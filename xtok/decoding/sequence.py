@@ -61,9 +61,10 @@ class Sequence:
 
     `ids`: what processors and criteria read, (1, length), padding included. `text`: the ids without padding, and their bytes.
     `deepest`: how many positions the target has, if that is known. `slots`: its slots in all models. `drafting`: starts its
-    drafters, if it has any. `drafts`: their names. `read`: how many of its ids were forwarded. `hidden`: the target's hidden
-    states of the prompt's ids, the most recent parts of it, until drafters take them. `outcome`: what became of the latest
-    round's guess. `error`: what ended it, if `finish_reason` is "error".
+    drafters, if it has any. `drafts`: their names. `read`: how many of its ids the slot holds; `adopted`: how many
+    of those other sequences read. `hidden`: the target's hidden states of the prompt's other ids, the most recent parts of it,
+    until drafters take them. `outcome`: what became of the latest round's guess. `error`: what ended it, if `finish_reason` is
+    "error".
     """
 
     slot: Slot
@@ -83,6 +84,7 @@ class Sequence:
     drafts: tuple[str, ...] = ()
     rounds: list[Round] = field(default_factory=list)
     read: int = 0
+    adopted: int = 0
     hidden: list[Tensor] = field(default_factory=list)
     outcome: Outcome | None = None
     finish_reason: str | None = None
@@ -134,7 +136,7 @@ class Sequence:
         self.finish_reason = self.finish_reason or reason
         if (session := vars(self).get("session")) is not None:
             session.close()
-        self.slots.leave()
+        self.slots.leave(keep=self.finish_reason in ("stop", "length"))
         if isinstance(self.slot, CachedModel):
             self.slot.stop_recording()
 

@@ -112,6 +112,8 @@ class Reader:
 
     def logits(self, rows: int, rest: Sequence[int] = ()) -> Steps[Tensor]:
         """The draft's logits after each of the last `rows` ids of the text followed by `rest`, (rows, vocabulary)."""
+        if not self._slot.forwards and not self._slot.length:
+            self._held = self._slot.adopt(self._ids[self._start :])
         held = min(self._held, self.size + len(rest) - rows)
         if not self._slot.roll_back(held):
             self._slot.start_anew()

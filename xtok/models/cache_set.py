@@ -23,11 +23,19 @@ _SNAPSHOTS = 16
 class CacheSet:
     """The shared caches of sequences that run together, one for each model."""
 
-    def __init__(self, rows: int = 1, capacity: Mapping[PreTrainedModel, int] | None = None, *, captures: bool = False) -> None:
+    def __init__(
+        self,
+        rows: int = 1,
+        capacity: Mapping[PreTrainedModel, int] | None = None,
+        *,
+        captures: bool = False,
+        keeps: bool = False,
+    ) -> None:
         """`rows`: how many sequences there will be at a time. `capacity`: rows × positions that the cache of each model may
-        have; None for any number. `captures`: whether forward passes are captured if a model allows it.
+        have; None for any number. `captures`: whether forward passes are captured if a model allows it. `keeps`: whether later
+        sequences may take over what earlier ones read.
         """
-        self._rows, self._capacity, self._captures = rows, capacity, captures
+        self._rows, self._capacity, self._captures, self._keeps = rows, capacity, captures, keeps
         self._caches: dict[PreTrainedModel, SharedCache] = {}
 
     def of(self, model: PreTrainedModel, known: Traits, *, hidden_layers: Sequence[int], shapes: Shapes | None) -> SharedCache:
@@ -41,6 +49,7 @@ class CacheSet:
                 capacity=None if self._capacity is None else self._capacity[model],
                 shapes=shapes,
                 graphs=Graphs() if self._captures and takes_graphs(model) else None,
+                keeps=self._keeps,
             )
         return self._caches[model]
 
@@ -49,6 +58,11 @@ class CacheSet:
         self._caches = {model: cache for model, cache in self._caches.items() if cache.state and cache.state == state_of(model)}
         for cache in self._caches.values():
             cache.empty()
+
+    def forget(self) -> None:
+        """Keep nothing of sequences that have ended."""
+        for cache in self._caches.values():
+            cache.forget()
 
 
 class CachePool:
@@ -75,12 +89,15 @@ class CachePool:
 
 
 class Slots:
-    """The cache slots of one sequence, one in each model that takes part."""
+    """The cache slots of one sequence, one in each model that takes part. `adopts`: whether they may take over what other
+    sequences read.
+    """
 
     def __init__(self, caches: CacheSet | None = None, most: int | None = None) -> None:
         """`most`: how many positions the sequence may have in a model, beside guesses; None for as many as it needs."""
         self._caches, self._most = caches or CacheSet(), most
         self._taken: list[Slot] = []
+        self.adopts = True
 
     def take(
         self,
@@ -97,10 +114,11 @@ class Slots:
         if not known.shares:
             return cached_model(model, new_cache(model), hidden_layers=hidden_layers, snapshots=_SNAPSHOTS)
         cache = self._caches.of(model, known, hidden_layers=hidden_layers, shapes=shapes)
-        self._taken.append(cache.join(self._most))
+        self._taken.append(cache.join(self._most, adopts=self.adopts))
         return self._taken[-1]
 
-    def leave(self) -> None:
+    def leave(self, *, keep: bool = False) -> None:
+        """Leave them all. `keep`: other sequences may take over what they hold."""
         for slot in self._taken:
-            slot.leave()
+            slot.leave(keep=keep)
         self._taken.clear()

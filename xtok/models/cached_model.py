@@ -83,7 +83,7 @@ class CachedModel(Slot):
     def server(self) -> "CachedModel":
         return self
 
-    def leave(self) -> None:
+    def leave(self, *, keep: bool = False) -> None:
         """Does nothing, since it serves one sequence."""
 
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:

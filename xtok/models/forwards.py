@@ -81,8 +81,14 @@ class Slot(Protocol):
     def start_anew(self) -> None:
         """Forget everything."""
 
-    def leave(self) -> None:
-        """Leave the slot to another sequence."""
+    def adopt(self, ids: Sequence[int]) -> int:
+        """Hold as much of the beginning of `ids`, which are to be read, as another sequence has read or is reading, but never
+        all. Returns how many of them; none if that isn't known. For a slot that holds nothing.
+        """
+        return 0
+
+    def leave(self, *, keep: bool = False) -> None:
+        """Leave the slot to another sequence. `keep`: what it holds may be adopted."""
 
 
 class Parent(IntEnum):

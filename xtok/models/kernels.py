@@ -9,6 +9,9 @@ from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.traits import attention_of
 
+_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""What peft's layers are switched by."""
+
 
 def kernel_state(model: PreTrainedModel) -> tuple[Any, ...]:
     """All that a model's bits depend on besides its weights and the machine."""
@@ -28,6 +31,15 @@ def kernel_state(model: PreTrainedModel) -> tuple[Any, ...]:
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     settings = [*attention, *halves, *libraries, *rounding, autocast]
     return device, model.dtype, attention_of(model), torch.get_num_threads(), *settings
+
+
+def model_state(model: PreTrainedModel) -> tuple[Any, ...]:
+    """All that what a model computes depends on: the above, which weights it has, how often they were written to, and which
+    adapters are active.
+    """
+    weights = ((id(one), None if one.is_inference() else one._version) for one in model.parameters())
+    switches = (str([vars(one).get(name) for name in _SWITCHES]) for one in model.modules() if _SWITCHES[0] in vars(one))
+    return *kernel_state(model), *weights, *switches
 
 
 def check_threads(device: torch.device) -> None:

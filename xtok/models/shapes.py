@@ -1,6 +1,9 @@
 """Few shapes of forward passes, so that few have to be tried, and captured."""
 
+from collections.abc import Sequence
 from math import ceil
+
+from xtok.models.prefixes import Read
 
 CHUNK = 512
 """How many ids of a prompt are forwarded at once."""
@@ -17,6 +20,11 @@ class Shapes:
     def tolerance(self) -> float:
         """By how much, in logits, the best id after a node at another index than its depth is to beat the second."""
         return 0.0
+
+    @property
+    def chunk(self) -> int:
+        """How many ids of a prompt are forwarded at once, a power of two."""
+        return CHUNK
 
     def refresh(self) -> None:
         """Look at what a caller may have changed since."""
@@ -42,8 +50,16 @@ class Shapes:
         Of a prompt powers of two, down from a whole chunk, so that none crosses a position from which more are read.
         """
         if prompt > USUAL:
-            return min(CHUNK, 1 << (prompt - 1).bit_length() - 1)
+            return min(self.chunk, 1 << (prompt - 1).bit_length() - 1)
         return min(new, USUAL, self.seen(length + 1) - length)
+
+    def planned(self, ids: Sequence[int]) -> list[Read]:
+        """What each position of a prompt is read from."""
+        found = list[Read]()
+        while left := len(ids) - len(found):
+            size = self.takes(len(found), left, left)
+            found += [(token, size if size > USUAL else 0) for token in ids[len(found) :][:size]]
+        return found
 
     def guesses(self, length: int, new: int) -> int:
         """How many nodes of a tree can follow `length` kept ids and so many new ones within the widest forward pass, and

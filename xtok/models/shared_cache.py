@@ -5,10 +5,9 @@ a roll-back is a smaller length, a sliding window is a mask, and a sequence that
 copied except when the cache grows, and when a branch wins.
 """
 
-import sys
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby, repeat
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,80 +16,19 @@ from transformers import Cache, PreTrainedModel
 
 from xtok.models import timing
 from xtok.models.cache import CACHE, stacked
-from xtok.models.forwards import Answer, Ask, Parent, wait_for
+from xtok.models.forwards import Answer, Ask, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
 from xtok.models.groups import grouped, is_wide
-from xtok.models.layers import Layer, View, doubled
-from xtok.models.masks import NewIds, Trees
-from xtok.models.shapes import CHUNK, Shapes, rounded
+from xtok.models.layers import doubled
+from xtok.models.masks import NewIds
+from xtok.models.rows import Rows
+from xtok.models.shapes import Shapes, rounded
+from xtok.models.shared_slot import SharedSlot
 from xtok.models.timing import Cost
 from xtok.models.traits import Traits, read
 
 
-class SharedSlot:
-    """A sequence's row in a shared cache; `Slot` says what it does.
-
-    `moves`: which positions of the row, kept nodes of a tree, are yet to move, and to which.
-    """
-
-    shares = True
-    chunk: int | None = CHUNK
-
-    def __init__(self, server: "SharedCache", index: int, limit: int | None, shapes: Shapes | None = None) -> None:
-        self.server = server
-        self.index = index
-        self.limit = limit
-        self._shapes = shapes
-        self.fixed = shapes is not None
-        self.device, self.vocabulary = server.device, server.vocabulary
-        self.length = self.branched = self.forwards = 0
-        self.moves: list[tuple[int, int]] = []
-
-    @property
-    def tolerance(self) -> float:
-        return 0.0 if self._shapes is None else self._shapes.tolerance
-
-    @property
-    def held(self) -> int:
-        """How many positions of the row are taken."""
-        return self.length + self.branched
-
-    def takes(self, new: int, prompt: int) -> int:
-        return min(new, CHUNK) if self._shapes is None else self._shapes.takes(self.length, new, prompt)
-
-    def guesses(self, new: int) -> int:
-        return sys.maxsize if self._shapes is None else self._shapes.guesses(self.length, new)
-
-    def new(self, ask: Ask | None) -> NewIds:
-        """What `ask` adds to the row; nothing if there is none."""
-        if ask is None:
-            return NewIds(self.held, self.length, nodes=self.branched)
-        kept = len(ask.ids) - len(ask.parents)
-        parents = [*[Parent.KEPT] * kept, *ask.parents]
-        return NewIds(self.held, self.length + kept, ask.ids, parents, self.branched + len(ask.parents))
-
-    def take(self, ask: Ask) -> None:
-        """Count what was forwarded."""
-        self.length += len(ask.ids) - len(ask.parents)
-        self.branched += len(ask.parents)
-        self.forwards += 1
-
-    def keep(self, path: Sequence[int]) -> None:
-        self.moves += [(self.length + node, self.length + place) for place, node in enumerate(path) if node != place]
-        self.roll_back(self.length + len(path))
-
-    def roll_back(self, length: int) -> bool:
-        self.length, self.branched = length, 0
-        return True
-
-    def start_anew(self) -> None:
-        self.roll_back(0)
-
-    def leave(self) -> None:
-        self.server.leave(self)
-
-
-class SharedCache:
+class SharedCache(Rows):
     """A model, and one KV cache for the sequences that it forwards together.
 
     Law: a sequence's logits are those that it has alone, within rounding, whatever other rows hold; with `shapes` in every bit,
@@ -107,48 +45,20 @@ class SharedCache:
         capacity: int | None = None,
         shapes: Shapes | None = None,
         graphs: Graphs | None = None,
+        keeps: bool = False,
     ) -> None:
         """`known`: the model's traits. `rows`: how many there are from the beginning. `capacity`: rows × positions, as long as
         their sequences need no more; None for any number. `shapes`: those that forward passes are to have; None for what each
-        needs. `graphs`: what captures forward passes, which then have few shapes, too.
+        needs. `graphs`: what captures forward passes, which then have few shapes, too. `keeps`: whether rows that sequences
+        leave keep what they hold for later ones, until they or their memory are needed.
         """
         known = known or read(model)
-        self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
-        self._model, self._shapes, self._graphs = model, shapes, graphs
-        self._view = View(rows, capacity, evenly=shapes is not None)
-        self._layers = list(map(Layer, repeat(self._view, len(known.layers))))
+        super().__init__(known, rows, capacity, shapes, keeps=keeps)
+        self._model, self._graphs = model, graphs
         self._cache = Cache(layers=list(self._layers))
-        self._trees = Trees(known.windows, known.dtype, self.device)
         self.state = None if graphs is None else state_of(model)
-        self._keeps = known.supports_logits_to_keep
+        self._keeps_logits = known.supports_logits_to_keep
         self._hidden_layers = tuple(hidden_layers)
-        self._rows: list[SharedSlot | None] = []
-        self._used: list[int] = []  # up to which position each row may hold something
-
-    def join(self, most: int | None = None) -> SharedSlot:
-        """A row for a sequence: one that another left, or a further one.
-
-        `most`: how many positions it may have beside guesses, if that is less than the model was made for.
-        """
-        if None not in self._rows:
-            self._rows.append(None)
-            self._used += [0] * (len(self._rows) - len(self._used))
-        index = self._rows.index(None)
-        limit = min((size for size in (self._window, most) if size), default=None)
-        slot = self._rows[index] = SharedSlot(self, index, limit, self._shapes)
-        return slot
-
-    def leave(self, row: SharedSlot) -> None:
-        if row.index < len(self._rows) and self._rows[row.index] is row:
-            self._rows[row.index] = None
-
-    def empty(self) -> None:
-        self._rows.clear()
-
-    @property
-    def _parts(self) -> list[Tensor]:
-        """Keys and values of each layer, (rows, heads, positions, size); none before the first forward pass."""
-        return [part for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
 
     @property
     def position_bytes(self) -> int:
@@ -241,6 +151,7 @@ class SharedCache:
         Returns their logits, (rows, new, vocabulary), and hidden states, (rows, new, layers, size), if they are shown.
         """
         asked = dict(zip(_rows(asks), asks, strict=True))
+        self._vacate(first, last)
         rows = self._rows[first:last] + [None] * (last - max(first, len(self._rows)))  # the latter are no sequence's
         news = [NewIds() if row is None else row.new(asked.get(row.index)) for row in rows]
         new = range(news[0].base, news[0].base + len(news[0].ids)) if len(news) == 1 and not self._captures(asks) else None
@@ -283,53 +194,13 @@ class SharedCache:
             **{CACHE: self._cache},
             **({"output_hidden_states": True} if self._hidden_layers else {}),
             **({"states": inputs["states"]} if "states" in inputs else {}),
-            **({"logits_to_keep": logits} if self._keeps and logits is not None else {}),
+            **({"logits_to_keep": logits} if self._keeps_logits and logits is not None else {}),
         )
         return [outputs.logits, *([stacked(outputs, self._hidden_layers)] if self._hidden_layers else [])]
 
-    def _grow(self, rows: int, positions: int) -> None:
-        """Let the cache have so many rows and positions at least. What was captured knows its former memory."""
-        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
-        if self._graphs is not None and any(self._view.shape(*part.shape[::2]) != part.shape[::2] for part in self._parts):
+    def _on_growth(self) -> None:
+        if self._graphs is not None:  # what was captured knows the former memory
             self._graphs.clear()
-        for layer in self._layers:
-            layer.grow()
-
-    def _clear(self, first: int, ends: Sequence[int], seen: int) -> None:
-        """Empty what others left after the `ends` of rows, as far as it is read: NaN would be seen through any mask."""
-        self._used += [0] * (first + len(ends) - len(self._used))
-        for index, end in enumerate(ends, start=first):
-            if end < min(self._used[index], seen):
-                for part in self._parts:
-                    part[index : index + 1, :, end : self._used[index]].zero_()  # a failed forward pass may have left less
-                self._used[index] = end
-            self._used[index] = max(self._used[index], end)
-
-    def _settle(self) -> None:
-        """Move the nodes of branches that won to the positions where they are kept."""
-        moves = [(row.index, *move) for row in self._rows if row is not None for move in row.moves]
-        if moves:
-            rows, sources, targets = torch.tensor(moves, dtype=torch.int64, device=self.device).T
-            for part in self._parts:  # layers may be on other devices
-                row, source, target = (indices.to(part.device) for indices in (rows, sources, targets))
-                part[row, :, target] = part[row, :, source]
-        for row in self._rows:
-            if row is not None:
-                row.moves.clear()
-
-    def _close_gaps(self) -> None:
-        """Move the last rows to rows that were left, so that no forward pass runs over empty ones."""
-        self._settle()
-        while None in self._rows:
-            row = self._rows.pop()
-            if row is not None:
-                used = self._used[row.index]  # which stays: the row holds what it held
-                gap = self._rows.index(None)
-                for part in self._parts:
-                    if used and row.index < len(part):  # a failed forward pass may have left it without memory
-                        part[gap, :, :used].copy_(part[row.index, :, :used])
-                self._trees.copy(row.index, gap)
-                self._rows[gap], self._used[gap], row.index = row, max(used, self._used[gap]), gap
 
 
 def _states(asks: Sequence[Ask], first: int, rows: int, width: int) -> Tensor | None:

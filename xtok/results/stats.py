@@ -30,6 +30,8 @@ class Stats:
     If it is above twice what forward passes of several rows and of one differ in, the ids are surely the target's own. None if
     that isn't known: under processors that cut a distribution or are of unknown kinds, and if guesses are accepted by a
     distribution.
+
+    `cached_tokens`: how many of the prompt's tokens an engine didn't read again, since it keeps what earlier requests read.
     """
 
     new_tokens: int
@@ -51,6 +53,7 @@ class Stats:
     accepted_by_draft: tuple[int, ...] = ()
     min_margin: float | None = None
     near_ties: tuple[NearTie, ...] | None = None
+    cached_tokens: int = 0
 
     @property
     def tokens_per_forward(self) -> float:
@@ -85,4 +88,5 @@ def stats(sequence: Sequence) -> Stats:
         accepted_by_draft=tuple(meter.accepted_by_draft),
         min_margin=picker.margin,
         near_ties=picker.near_ties,
+        cached_tokens=sequence.adopted,
     )

@@ -19,6 +19,7 @@ from xtok.decoding.sequence import Sequence
 from xtok.decoding.start import start
 from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache_set import CacheSet
+from xtok.models.kernels import model_state
 from xtok.models.modes import current, within
 from xtok.models.prompts import KnownPrompt, Prompt
 from xtok.models.shapes import CHUNK
@@ -70,10 +71,23 @@ class Engine:
                 print(ticket.result().text)
     """
 
-    def __init__(self, xt: XTokAssisted, *, batch_size: int = 16, queue: int = 1024, memory: int | None = None) -> None:
+    def __init__(
+        self,
+        xt: XTokAssisted,
+        *,
+        batch_size: int = 16,
+        queue: int = 1024,
+        memory: int | None = None,
+        prefix_cache: bool = True,
+    ) -> None:
         """`queue`: how many requests may wait. `memory`: how many bytes the KV caches of all sequences and models may have, in
         each model sequences × positions of the longest × bytes of a position. A request that might need more than all of it is
         refused; one that there is no room for beside those that run waits, and with it those that came later.
+
+        `prefix_cache`: rows of the caches that no request needs keep what requests have read that ended well, those that were
+        used most recently, and a request doesn't read again what it begins with in common with one of those or with one that
+        runs. Ids stay the same: with fixed shapes (`stable`) only those parts of prompts count that it would read in the same
+        shapes, and in half precision without them nothing is taken over, unless `stable=False` allows other bits.
 
         Raises `InvalidInputError` for settings that make no sense, and `UnsupportedModelError` if memory can't be bounded.
         """
@@ -82,6 +96,8 @@ class Engine:
         check_batch(batch_size, None)
         if not isinstance(queue, int) or isinstance(queue, bool) or queue < 0:
             raise InvalidInputError(f"queue is {queue!r}; it must be a whole number, 0 or more.")
+        if not isinstance(prefix_cache, bool):
+            raise InvalidInputError(f"prefix_cache is {prefix_cache!r}; it must be True or False.")
         self._setup = xt.setup
         self._batch_size, self._queue = batch_size, queue
         self._changed = Condition()
@@ -91,7 +107,8 @@ class Engine:
         room = None
         if self._memory is not None:
             room = {model: count * self._memory.positions for model, count in Counter(self._setup.models).items()}
-        self._caches = CacheSet(batch_size, room, captures=self._setup.captures)
+        self._caches = CacheSet(batch_size, room, captures=self._setup.captures, keeps=prefix_cache)
+        self._target_state = prefix_cache and model_state(self._setup.target.model)
         self._closing, self._modes = False, current()
         self._tokens = self._forwards = 0
         self._seconds, self._started = 0.0, 0.0
@@ -190,6 +207,7 @@ class Engine:
                     self._seconds += perf_counter() - self._started
                 self._deliver(committed)
         except BaseException as error:  # it is no fault of one sequence, so all that run end in it, even if it is an exit
+            self._caches.forget()
             for sequence in self._sequences():
                 sequence.fail(error)
             self._deliver({})
@@ -201,18 +219,33 @@ class Engine:
         with self._changed:
             self._changed.wait_for(lambda: self._running or self._waiting or self._closing)
             self._drop_cancelled()
-            new, reading = list[_Entry](), sum(len(one.unread()) for one in self._sequences() if one.is_reading)
-            while self._waiting and reading < CHUNK and self._has_room(self._waiting[0]):
-                new.append(self._waiting.popleft())
-                self._running.append(new[-1])
-                reading += min(CHUNK, new[-1].prepared.ids.shape[1])
-        if self._setup.captures and new and len(new) == len(self._running):  # models may have been changed while nothing ran
-            self._caches.empty()
-        for entry in new:
+        if not self._running:  # models may have been changed since something ran
+            self._refresh()
+        new = list[_Entry]()
+        while (entry := self._next()) is not None:
+            new.append(entry)
             if (error := self._failed_start(entry)) is not None:
                 self._end(entry, error)
         self._started = perf_counter()
         return [entry.sequence for entry in new if entry.sequence is not None]
+
+    def _next(self) -> _Entry | None:
+        """Take the request that waits longest, if it can start now."""
+        with self._changed:
+            reading = sum(len(one.unread()) for one in self._sequences() if one.is_reading)
+            if not self._waiting or reading >= CHUNK or not self._has_room(self._waiting[0]):
+                return None
+            self._running.append(self._waiting.popleft())
+            return self._running[-1]
+
+    def _refresh(self) -> None:
+        """Drop from the caches what other weights, or other kernels, have computed."""
+        if self._setup.captures:
+            self._caches.empty()
+        state = self._target_state and model_state(self._setup.target.model)
+        if state != self._target_state:
+            self._caches.forget()
+            self._target_state = state
 
     def _sequences(self) -> list[Sequence]:
         return [entry.sequence for entry in self._running if entry.sequence is not None]

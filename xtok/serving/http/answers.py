@@ -91,9 +91,17 @@ def token_text(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, b
 
 
 def usage(submissions: Sequence[Submission], ended: Sequence[Generation], n: int) -> dict[str, Any]:
-    """How many tokens there were, of prompts, each counted once, and of texts; and how many of a prediction were right."""
+    """How many tokens there were, of prompts, each counted once, and of texts; how many of the prompts' weren't read again;
+    and how many of a prediction were right.
+    """
     read, written = sum(len(one.prompt.ids) for one in submissions[::n]), sum(len(one.token_ids) for one in ended)
-    counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    kept = {"cached_tokens": sum(one.stats.cached_tokens for one in ended[::n])}
+    counts = {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": kept,
+    }
     if not submissions[0].arguments.get("prediction"):
         return counts
     accepted, guessed = (sum(column) for column in zip((0, 0), *map(_prediction_counts, ended), strict=True))

@@ -166,7 +166,7 @@ class PendingAnswer:
                     self._written[event.choice].add(part)
                 if event.ended is not None:
                     self._ended[event.choice] = event.ended
-                    self._service.metrics.ends(event.ended)
+                    self._service.metrics.ends(event.ended, len(self._submissions[event.choice].prompt.ids))
                     self._done = perf_counter() if len(self._ended) == len(self._submissions) else None
                 yield event
 
@@ -175,7 +175,7 @@ class PendingAnswer:
         return "tool_calls" if reason == "stop" and self._written[choice].calls else reason
 
     def usage(self) -> dict[str, Any]:
-        return usage(self._submissions, list(self._ended.values()), self._body.n or 1)
+        return usage(self._submissions, [self._ended[index] for index in sorted(self._ended)], self._body.n or 1)
 
     def reasoning_tokens(self) -> int:
         """How many tokens the reasoning has, if texts begin with it; what marks it isn't counted."""

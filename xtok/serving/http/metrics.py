@@ -21,6 +21,8 @@ class Metrics:
         self._gauge("num_requests_waiting", "Texts that wait.", lambda: getattr(stats(), "waiting", 0))
         self._gauge("cache_positions", "Positions in the target's cache.", lambda: getattr(stats(), "positions", 0))
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache.")
+        self._hits = self._counter("prefix_cache_hits", "Those of them that weren't read again.")
         self._generated = self._counter("generation_tokens", "New tokens.")
         self.ended = self._counter("request_success", "Texts by what ended them.", "finished_reason")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From a request to its first text.", _LONG)
@@ -39,8 +41,10 @@ class Metrics:
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"xtok_{name}", help_text, buckets=buckets, registry=self.registry)
 
-    def ends(self, text: Generation) -> None:
-        """Count a text that has ended."""
+    def ends(self, text: Generation, read: int) -> None:
+        """Count a text that has ended. `read`: how many tokens its prompt has."""
+        self._queries.inc(read)
+        self._hits.inc(text.stats.cached_tokens)
         self._generated.inc(len(text.token_ids))
         self.ended.labels(text.finish_reason).inc()
         rounds, guessed, accepted = Counts[int | None](), Counts[int | None](), Counts[int | None]()
