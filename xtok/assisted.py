@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from threading import local
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 T = TypeVar("T")
+Show: TypeAlias = Callable[[Round, list[Token], abc.Sequence[str]], Iterator[T]]
 BATCH = 8
 """How many sequences of a list are generated at a time."""
 
@@ -55,8 +56,7 @@ class XTokAssisted:
     greedy ids are very likely those of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how
     fast they come.
 
-    One instance may serve several threads. The models and tokenizers handed in are never changed. `setup`: what its sequences
-    share, for engines and benchmarks.
+    One instance may serve several threads. Models and tokenizers are never changed. `setup`: what all sequences share.
     """
 
     @within()
@@ -239,10 +239,7 @@ class XTokAssisted:
         return self._streamed(prompt, dict(arguments), rounds)
 
     def _streamed(
-        self,
-        prompt: Prompt | KnownPrompt,
-        arguments: dict[str, Any],
-        show: Callable[[Round, list[Token], abc.Sequence[str]], Iterator[T]],
+        self, prompt: Prompt | KnownPrompt, arguments: dict[str, Any], show: "Show[T]"
     ) -> Generator[T, None, Generation]:
         """What is to be shown of each round. Arguments are checked at once; a round runs when the caller asks for it, under the
         modes of this call.

@@ -1,6 +1,7 @@
 """What the commands share: options, drafts and pairs by name, texts from files and stdin, output, and errors in one line."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -147,6 +148,21 @@ def drafts_of(target: str, draft: str | None) -> Any:
     if draft in ("none", "lookup"):
         return None if draft == "none" else PromptLookup()
     return HeadsDrafter(draft) if _holds_heads(draft) else draft
+
+
+def remembering(draft: Any, size: str | None) -> Any:
+    """What guesses, with so many bytes of memory, as 16M, in prompt lookup. Raises `InvalidInputError` if there is no lookup."""
+    from xtok.drafts.given import as_list, without_a_model
+    from xtok.drafts.lookup import PromptLookup
+
+    if size is None:
+        return draft
+    if not (found := re.fullmatch(r"(\d+)([KMG]?)", size.upper())):
+        raise InvalidInputError(f"--remember is {size!r}; give a number of bytes, as 16M.")
+    if draft is None:
+        raise InvalidInputError("--remember has no effect with --draft none. Leave one of them out.")
+    bound = int(found[1]) << 10 * " KMG".index(found[2] or " ")
+    return [PromptLookup(memory=bound) if isinstance(one, PromptLookup) else one for one in as_list(draft, without_a_model())]
 
 
 def _holds_heads(draft: str) -> bool:

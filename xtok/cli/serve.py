@@ -18,6 +18,7 @@ from xtok.cli.console import (
     drafts_of,
     guess_sources,
     on_the_command_line,
+    remembering,
 )
 from xtok.errors import InvalidInputError, install
 
@@ -46,6 +47,14 @@ def serve(
     prefix_cache: Annotated[
         bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Whether a text takes over what others have read.")
     ] = True,
+    remember: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes, as 16M, in which earlier prompts and texts are remembered and looked up. The speed of a text then "
+            "depends on those of other clients.",
+            show_default="nothing",
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens of a text.")] = 4096,
     max_body: Annotated[int, typer.Option(min=1, help="The most bytes of a request.")] = 4 * 1024**2,
     max_seconds: Annotated[
@@ -83,11 +92,12 @@ def serve(
         raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, as 8, or leave it out for no limit.")
     size = None if memory is None else int(memory * 1024**3)
     shown = list(SAMPLES)[::-1] if target == OWN_TARGET else list(QUESTIONS) if named == "smollm2" else []
+    drafts = remembering(drafts_of(target, draft), remember)
     parsers = Parsers(tool_call_parser, reasoning_parser)
     limits = Limits(max_tokens, max_body, max_seconds or None)
     run(
         Service(name, limits, prompts=shown, logs_texts=log_texts, parsers=parsers),
-        lambda: XTokAssisted(target, drafts_of(target, draft), device=by_model(device), dtype=by_model(dtype), stable=stable),
+        lambda: XTokAssisted(target, drafts, device=by_model(device), dtype=by_model(dtype), stable=stable),
         lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size, prefix_cache=prefix_cache),
         host=host,
         port=port,

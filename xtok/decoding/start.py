@@ -12,6 +12,7 @@ from xtok.decoding.sequence import Sequence
 from xtok.decoding.setup import FORMAT, PREDICTION, Setup
 from xtok.drafts.base import Draft, Request
 from xtok.drafts.formats import FormatDraft
+from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget
@@ -121,4 +122,5 @@ def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy
     drafts = list(setup.drafts)
     if not policy.reads_clock:  # what others taught it would change what this one guesses, and so shapes
         drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
+        drafts = [one.without_memory() if isinstance(one, PromptLookup) else one for one in drafts]
     return Session([*drafts, *own], given, policy, request.unpadded, request.noise)

@@ -127,7 +127,8 @@ class Trials:
             parents += [-1, *range(len(ids), len(ids) + len(chain) - 1)][: len(chain)]
             ids += chain
         (answer,) = slot.server.serve([Ask(slot, ids, len(ids), parents)])
-        return answer.logits[before : before + _NODES]
+        logits: Tensor = answer.logits
+        return logits[before : before + _NODES]
 
 
 @dataclass(frozen=True)
