@@ -1348,9 +1348,13 @@ def test_what_does_not_end_in_time_after_sigterm_is_cut_off() -> None:
     with command("--drain-seconds", "1", "--max-tokens", "400") as (process, url, lines):
         body = {"prompt": prompts()[0], "max_tokens": 400, "temperature": 0, "stream": True, "logit_bias": {"2": -100}}
         with httpx.stream("POST", f"{url}/v1/completions", json={**body, "n": 16}, timeout=PATIENCE) as answer:
-            next(answer.iter_raw())
+            events = answer.iter_lines()
+            next(events)
             process.send_signal(signal.SIGTERM)
+            *_, error, done = [line for line in events if line.startswith("data: ")]
             assert process.wait(PATIENCE) == 0
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "server_stopping"
+    assert done == "data: [DONE]"
     assert any('"finish_reasons": []' in line for line in lines)
 
 

@@ -140,6 +140,7 @@ async def _raced(service: Service, request: Request, body: CompletionRace | Chat
         raise full(error) from error
     context = context_of(request)
     context.on_end = service.race_queue.leave
+    service.metrics.races.inc()
     context.log |= {"completion_tokens": 0, "finish_reasons": []}
     runs = await prepared(service, request, body, partial(runs_of, service.with_drafts), service.ready()[0])
 

@@ -6,7 +6,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from threading import Thread
+from threading import Thread, Timer
+from types import FrameType
 
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -17,6 +18,30 @@ from xtok.serving.engine import Engine
 from xtok.serving.http.app import app_of
 from xtok.serving.http.middleware import LOG
 from xtok.serving.http.service import Service
+
+_CLOSING = 2
+"""How many seconds clients have to read the last event of a stream that was ended."""
+
+
+class _Server(uvicorn.Server):
+    """Ends the texts that still run `drain_seconds` after a signal. So streams end by an error event, before uvicorn cuts off
+    what is open `_CLOSING` seconds later.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: int) -> None:
+        super().__init__(config)
+        self._service, self._drain_seconds = service, drain_seconds
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            timer = Timer(self._drain_seconds, self._end)
+            timer.daemon = True
+            timer.start()
+        super().handle_exit(sig, frame)
+
+    def _end(self) -> None:
+        if self._service.engine is not None:
+            self._service.engine.close(cancel=True)
 
 
 def run(
@@ -41,9 +66,14 @@ def run(
     AppStatus.enable_automatic_graceful_drain = False  # else streams would be cut off at once
     app = app_of(service, key=key, origins=origins)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=drain_seconds
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=drain_seconds + _CLOSING,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, service, drain_seconds)
 
     def begin() -> None:
         """Load the models while clients get an error that says so. What fails ends the server."""

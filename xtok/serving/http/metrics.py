@@ -30,6 +30,7 @@ class Metrics:
         self._whole = self._histogram("e2e_request_latency_seconds", "From a request to the end of its texts.", _LONG)
         self._drafts = self._counter("spec_decode_num_drafts", "Rounds that a draft guessed in.", "draft")
         self._guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that it guessed.", "draft")
+        self.races = self._counter("races", "Texts that were generated beside the target alone, as the page does.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Those that were right.", "draft")
 
     def _gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:

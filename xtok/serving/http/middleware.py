@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -51,6 +52,10 @@ def context_of(request: Request) -> RequestContext:
 def failure(context: RequestContext, error: Exception) -> RequestError:
     """The error for a text that failed. Clients see its type, and more only if it is about their schema."""
     context.log["error"] = f"{type(error).__name__}: {error}"
+    if isinstance(error, CancelledError):  # by the server: nobody reads what a client cancelled
+        return RequestError(
+            "The server is stopping, and ended the text.", status=503, kind="server_error", code="server_stopping"
+        )
     if isinstance(error, GrammarError):
         return RequestError(f"The text can't be held to this response_format any further: {error}", "response_format")
     return RequestError(f"{type(error).__name__} ended the text. See the server's log.", status=500, kind="server_error")
