@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_batches import WIDE
-from test_serve import Server, serving, tools
+from test_serve import ROOT, Server, serving, tools
 from transformers import PreTrainedTokenizerFast
 from worlds import examples, fitting, tokenizer
 
@@ -317,6 +317,15 @@ def test_what_was_called_goes_back_through_the_template(client: openai.OpenAI, w
     assert found.usage is not None
     assert found.usage.prompt_tokens == len(TOKENS(seen, add_special_tokens=False).input_ids)
     assert found.choices[0].message.content == "晴れだ"
+
+
+def test_what_the_documents_show_of_tools_runs(server: Server, writes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    shown = [code for code in re.findall(r"^```py\n(.*?)^```$", document, re.MULTILINE | re.DOTALL) if "OpenAI(" in code]
+    for code, text in zip(shown[1:3], (f"待て<tool_call>{CALL}</tool_call>", "猫"), strict=True):
+        writes(text)
+        exec(compile(code.replace("http://127.0.0.1:8000", server.url), "serving.md", "exec"), {})
+    assert capsys.readouterr().out == "待て\n猫\n猫"
 
 
 FORCED: dict[str, tuple[str, str]] = {
