@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from test_batches import WIDE
 from test_serve import ROOT, Server, serving, tools
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 from worlds import examples, fitting, tokenizer
 
 from xtok import PromptLookup, XTokAssisted
+from xtok.cli import commands as cli
 from xtok.errors import InvalidInputError
 from xtok.serving.http import requests
 from xtok.serving.http.formats import CALL_FORMATS, Format, Parsers, format_of
@@ -171,6 +173,8 @@ def test_a_parser_that_is_not_there_is_refused() -> None:
         Parsers("gpt")
     with pytest.raises(InvalidInputError, match="--reasoning-parser is 'gpt'"):
         Parsers(reasoning="gpt")
+    found = CliRunner().invoke(cli.app, ["serve", "--port", "0", "--tool-call-parser", "gpt"])
+    assert (found.exit_code, found.stderr.count("xtok: --tool-call-parser is 'gpt'")) == (1, 1)
 
 
 CONTROLS = ["[TOOL_CALLS]", "<|says|>", "<|thinks|>", "<|/thinks|>", "<|calls|>", "<|/calls|>", "<|end|>"]
