@@ -46,6 +46,7 @@ from xtok.serving.http.processors import Grammar, matcher_of
 from xtok.serving.http.protocol import Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read
 from xtok.serving.http.race import RaceQueue
 from xtok.serving.http.requests import submissions_of
+from xtok.serving.http.responses import Responses
 from xtok.serving.http.service import Service
 
 NAME = "tiny"
@@ -1379,7 +1380,7 @@ def test_what_the_documents_show_runs(server: Server, capsys: pytest.CaptureFixt
 
 def test_every_field_and_metric_is_documented(server: Server) -> None:
     document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    fields = {name for kind in (Completion, Chat) for name in kind.model_fields}
+    fields = {name for kind in (Completion, Chat, Responses) for name in kind.model_fields}
     assert {name for name in fields if f"`{name}" not in document} == set()
     names = {re.sub(r"_(bucket|count|sum|created)$", "", name.partition("{")[0]) for name in server.metrics()}
     assert {name for name in names if name.removeprefix("xtok_").removesuffix("_total") not in document} == set()

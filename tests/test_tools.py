@@ -12,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_batches import WIDE
-from test_serve import Server, serving, tools
+from test_serve import ROOT, Server, serving, tools
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 from worlds import examples, fitting, tokenizer
 
 from xtok import PromptLookup, XTokAssisted
+from xtok.cli import commands as cli
 from xtok.errors import InvalidInputError
 from xtok.serving.http import requests
 from xtok.serving.http.formats import CALL_FORMATS, Format, Parsers, format_of
@@ -171,6 +173,8 @@ def test_a_parser_that_is_not_there_is_refused() -> None:
         Parsers("gpt")
     with pytest.raises(InvalidInputError, match="--reasoning-parser is 'gpt'"):
         Parsers(reasoning="gpt")
+    found = CliRunner().invoke(cli.app, ["serve", "--port", "0", "--tool-call-parser", "gpt"])
+    assert (found.exit_code, found.stderr.count("xtok: --tool-call-parser is 'gpt'")) == (1, 1)
 
 
 CONTROLS = ["[TOOL_CALLS]", "<|says|>", "<|thinks|>", "<|/thinks|>", "<|calls|>", "<|/calls|>", "<|end|>"]
@@ -317,6 +321,15 @@ def test_what_was_called_goes_back_through_the_template(client: openai.OpenAI, w
     assert found.usage is not None
     assert found.usage.prompt_tokens == len(TOKENS(seen, add_special_tokens=False).input_ids)
     assert found.choices[0].message.content == "晴れだ"
+
+
+def test_what_the_documents_show_of_tools_runs(server: Server, writes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    shown = [code for code in re.findall(r"^```py\n(.*?)^```$", document, re.MULTILINE | re.DOTALL) if "OpenAI(" in code]
+    for code, text in zip(shown[1:3], (f"待て<tool_call>{CALL}</tool_call>", "猫"), strict=True):
+        writes(text)
+        exec(compile(code.replace("http://127.0.0.1:8000", server.url), "serving.md", "exec"), {})
+    assert capsys.readouterr().out == "待て\n猫\n猫"
 
 
 FORCED: dict[str, tuple[str, str]] = {

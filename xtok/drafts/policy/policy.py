@@ -24,8 +24,8 @@ _SPACING = 64
 _MIXED = 16
 """Of so many rounds that do other work as well the shortest is taken for one that doesn't, if there is none."""
 _SLOWEST = 16.0
-"""How many times slower or faster a machine may get. Without a limit, rounds that take now 2 and now 10 ms drive it up for ever,
-and latencies down to 0.
+"""How many times slower or faster a machine may get. Without a limit, rounds that take now 2 and now 10 ms drive this up for
+ever, and latencies down to 0.
 """
 WITHOUT_A_MODEL = 0.01
 """What a draft without a model is taken to cost if no clock may be read, as a share of the target's forward pass."""

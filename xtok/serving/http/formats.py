@@ -1,6 +1,5 @@
 """How models write reasoning and calls of tools: as response templates, by which transformers parses texts."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,13 +25,13 @@ _JSON = {"content": "text", "repeats": True}
 """Calls as JSON, which is parsed by `xtok.serving.http.reading`, so that what is malformed can be shown as text."""
 CALL_FORMATS = {
     "hermes": CallFormat(
-        {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", **_JSON},
+        {"open": "<tool_call>", "close": "</tool_call>", **_JSON},
         ("<tool_call>", "</tool_call>"),
         call='<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
         separator="\n",
     ),
     "llama3_json": CallFormat(
-        {"open_pattern": r"<\|python_tag\|>|^\s*(?=\{)", **_JSON},
+        {"open_pattern": r"<\|python_tag\|>|^(?=\{)", **_JSON},
         ("<|python_tag|>",),
         call='{"name": "NAME", "parameters": ARGUMENTS}',
     ),
@@ -45,8 +44,8 @@ CALL_FORMATS = {
     ),
     "qwen3_coder": CallFormat(
         {
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
+            "open_pattern": r"<tool_call>\s{0,9}<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s{0,9}</tool_call>",
             "repeats": True,
             "content": "xml-inline",
             "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
@@ -56,7 +55,7 @@ CALL_FORMATS = {
     ),
 }
 """By vLLM's names of parsers."""
-FORCED = CallFormat({"open_pattern": r"\s*(?=\{)", **_JSON}, (), call=CALL_FORMATS["llama3_json"].call)
+FORCED = CallFormat({"open_pattern": r"(?=\{)", **_JSON}, (), call=CALL_FORMATS["llama3_json"].call)
 """How calls are forced if no grammar is there for how the target writes them."""
 REASONING_FORMATS = {
     "deepseek_r1": ("<think>", "</think>"),
@@ -100,8 +99,7 @@ class Format:
             return {**self.own, "fields": left}
         fields: dict[str, Any] = {"content": {}}
         if self.reasoning is not None:
-            opening, closing = self.reasoning
-            fields["reasoning_content"] = {"open": opening, "close_pattern": rf"\s*{re.escape(closing)}"}
+            fields["reasoning_content"] = dict(zip(("open", "close"), self.reasoning, strict=True))
         if with_calls and self.calls is not None:
             fields["tool_calls"] = self.calls.field
         return {"start_anchor_pattern": "^", "fields": fields} if len(fields) > 1 else None

@@ -21,6 +21,8 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALLS = "tool_calls"
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 """A name before the arguments, as newer models of Mistral write a call."""
+_PIECES = re.compile(r"[^<>\[\]{}|/]+|.", re.DOTALL)
+"""Characters that are in marks alone, and what is between them."""
 _BETWEEN = re.compile(r"(?:[\s;,]|\[TOOL_CALLS\]|<\|python_tag\|>)*")
 
 
@@ -69,33 +71,33 @@ class Reader:
             self._opens = loaded.fields[_CALLS].open_re if _CALLS in loaded.fields else None
             self._parser = ResponseParser(loaded, prefix=prefix, tools=list(tools))
         self._skips_space = bool(prefix)
+        self._spaces: list[str] = []  # they are left out before a mark
         self._read: list[str] = []
         self._start: int | None = None  # where the call begins that is being read
         self._left = most
 
     def read(self, text: str) -> list[Part]:
-        """What a further piece of text says. It is parsed by characters, so that a malformed call is known to the character."""
+        """What a further piece of text says. What may end a mark is parsed alone, so that a malformed call is known exactly."""
         found = list[Part]()
-        for index, character in enumerate(text if self._parser is not None else ""):
-            self._read.append(character)
-            found += self._parsed(lambda character=character: self._parser.feed(character))  # type: ignore[misc]
+        for piece in _PIECES.findall(text):
             if self._parser is None:
-                text = text[index + 1 :]
-                break
-        if self._parser is None and text:
-            found.append(Part("content", text))
+                found.append(Part("content", piece))
+            else:
+                self._read.append(piece)
+                found += self._parsed(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]
         return _joined(found)
 
     def end(self) -> list[Part]:
         """What is left when the text has ended."""
-        return _joined(self._parsed(lambda: self._parser.finalize()[1])) if self._parser is not None else []
+        found = self._parsed(lambda: self._parser.finalize()[1]) if self._parser is not None else []
+        return _joined([*found, *self._spaced("", "content")])
 
     def _parsed(self, parse: Callable[[], list[dict[str, Any]]]) -> list[Part]:
         try:
             return [part for event in parse() for part in self._parts(event)]
         except Exception:  # a tokenizer's own template can't parse it: from here on, it is text
-            self._parser = None
-            return [Part("content", self._since_start() if self._start is not None else self._read[-1])]
+            self._parser, text = None, "" if self._start is None else self._since_start()
+            return [*self._spaced(text, "content")]
 
     def _parts(self, event: dict[str, Any]) -> Iterator[Part]:
         field, kind = event["field"], event["type"]
@@ -104,10 +106,25 @@ class Reader:
         elif kind == "region_chunk":
             text = event["text"].lstrip() if self._skips_space else event["text"]
             self._skips_space = self._skips_space and not text
-            if text and (field == "content" or field in _REASONING):
-                yield Part("content" if field == "content" else "reasoning", text)
+            if field == "content" or field in _REASONING:
+                bare = text.rstrip()
+                if bare:
+                    yield from self._spaced(bare, "content" if field == "content" else "reasoning")
+                self._spaces.append(text[len(bare) :])
         elif field in _REASONING:
-            self._skips_space = True
+            self._skip_space()
+
+    def _spaced(self, text: str, kind: Literal["content", "reasoning"]) -> Iterator[Part]:
+        """A text after the spaces that were held back."""
+        whole = "".join([*self._spaces, text])
+        self._spaces.clear()
+        if whole:
+            yield Part(kind, whole)
+
+    def _skip_space(self) -> None:
+        """Leave out spaces before and after a mark."""
+        self._skips_space = True
+        self._spaces.clear()
 
     def _call(self, event: dict[str, Any]) -> Iterator[Part]:
         if event["type"] == "region_open":
@@ -116,16 +133,15 @@ class Reader:
             try:
                 calls = [Part("call", text, name, uuid4().hex[:9]) for name, text in calls_of(event["value"])]
             except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-                calls = [Part("content", self._since_start())]
+                yield from self._spaced(self._since_start(), "content")
             else:
-                self._skips_space = True
-                calls = calls[: self._left]
-                self._left = None if self._left is None else self._left - len(calls)
+                self._skip_space()
+                yield from calls[: self._left]
+                self._left = None if self._left is None else max(0, self._left - len(calls))
             self._start = None
-            yield from calls
 
     def _since_start(self) -> str:
-        return "".join(self._read[self._start :])
+        return "".join(self._read)[self._start :]
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
