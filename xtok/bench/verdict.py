@@ -14,8 +14,10 @@ from xtok.results.generation import Generation
 
 GUESS = 5
 """How many draft tokens are guessed in each round of the sample."""
-_SECONDS = 10.0
-"""After so many seconds no further prompt is begun."""
+_ALONE = 9
+"""How many tokens the target writes alone, to time it."""
+_TIMED, _LEAST, _SECONDS = 3, 3, 10.0
+"""On how many prompts the target alone is timed; how many are measured at least; after how long no further one is begun."""
 _WRITTEN = 48
 """How many tokens a text has that the target writes as a sample."""
 
@@ -27,8 +29,7 @@ class Counted(NamedTuple):
     accepted: int
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """Seconds: of a forward pass of each model, of a token of the target alone, and of a round with `GUESS` draft tokens. The
     latter two are of whole generations, whatever they do besides.
     """
@@ -69,21 +70,26 @@ def judge(
     prompts.
     """
     check_prompts(prompts)
-    found = {}
-    for name, draft in drafts.items():
-        alone = XTokAssisted(target)
-        drafted = XTokAssisted(target, [draft], budget=Budget(GUESS, width=1, schedule="constant"))
-        samples, spent = list[tuple[Generation, Generation, Generation]](), 0.0
-        for prompt in [prompts[0], *prompts]:  # the first time, shapes are tried and kernels chosen
-            with timed() as span:
-                first = alone.generate(prompt, **arguments, max_new_tokens=1)
-                whole, guessed = (xt.generate(prompt, **arguments, max_new_tokens=max_new_tokens) for xt in (alone, drafted))
-            samples.append((first, whole, guessed))
-            spent += span.seconds
-            if spent > _SECONDS and len(samples) > 1:
-                break
-        found[name] = verdict(_times(samples[1:]), _rounds(samples[1:]), len(samples) - 1)
-    return found
+    return {name: _judged(target, draft, prompts, max_new_tokens, arguments) for name, draft in drafts.items()}
+
+
+def _judged(target: Any, draft: Any, prompts: Sequence[Prompt], max_new_tokens: int, arguments: Mapping[str, Any]) -> Verdict:
+    alone = XTokAssisted(target)
+    drafted = XTokAssisted(target, [draft], budget=Budget(GUESS, width=1, schedule="constant"))
+    for xt in (alone, drafted):  # the first time, shapes are tried and kernels chosen
+        xt.generate(prompts[0], **arguments, max_new_tokens=_ALONE)
+    samples, times, spent = list[Generation](), list[Timed](), 0.0
+    for prompt in prompts:
+        with timed() as span:
+            samples.append(drafted.generate(prompt, **arguments, max_new_tokens=max_new_tokens))
+            if len(times) < _TIMED:
+                first, more = (alone.generate(prompt, **arguments, max_new_tokens=most) for most in (1, _ALONE))
+                times.append(_times(first, more, samples[-1]))
+        spent += span.seconds
+        if spent > _SECONDS and len(samples) >= _LEAST:
+            break
+    typical = Timed(*(median(some) for some in zip(*times, strict=True)))
+    return verdict(typical, _rounds(samples), len(samples))
 
 
 def verdict(times: Timed, rounds: Sequence[Counted], prompts: int) -> Verdict:
@@ -126,21 +132,21 @@ def _counted(count: int, name: str) -> str:
     return f"{count} {name}{'' if count == 1 else 's'}"
 
 
-def _rounds(samples: Sequence[tuple[Generation, Generation, Generation]]) -> list[Counted]:
-    rounds = (one for *_, drafted in samples for one in drafted.rounds)
-    return [Counted(one.proposed, one.accepted) for one in rounds if one.proposed]
+def _rounds(samples: Sequence[Generation]) -> list[Counted]:
+    return [Counted(one.proposed, one.accepted) for drafted in samples for one in drafted.rounds if one.proposed]
 
 
-def _times(samples: Sequence[tuple[Generation, Generation, Generation]]) -> Timed:
-    """What a token and a round take after the prompt, which `first`, a text of one token, has read as well: medians."""
-    found = list[tuple[float, ...]]()
-    for first, alone, drafted in ([one.stats for one in some] for some in samples):
-        tokens, rounds = (max(1, one.target_forwards - 1) for one in (alone, drafted))
-        target = (alone.seconds_target - first.seconds_target) / tokens
-        draft = drafted.seconds_draft_forwards / max(1, drafted.draft_forwards)
-        found.append((target, draft, (alone.seconds - first.seconds) / tokens, (drafted.seconds - first.seconds) / rounds))
+def _times(first: Generation, alone: Generation, drafted: Generation) -> Timed:
+    """What a token and a round take after the prompt, which `first`, a text of one token, has read as well."""
+    read, own, guessed = first.stats, alone.stats, drafted.stats
+    tokens, rounds = (max(1, one.target_forwards - 1) for one in (own, guessed))
     least = 1e-9  # clocks of some systems tick coarsely
-    return Timed(*(max(median(some), least) for some in zip(*found, strict=True)))
+    return Timed(
+        target=max((own.seconds_target - read.seconds_target) / tokens, least),
+        draft=guessed.seconds_draft_forwards / max(1, guessed.draft_forwards),
+        alone=max((own.seconds - read.seconds) / tokens, least),
+        round=max((guessed.seconds - read.seconds) / rounds, least),
+    )
 
 
 def own_texts(target: tuple[Any, Any], count: int) -> list[str]:

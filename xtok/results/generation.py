@@ -91,8 +91,8 @@ class Generation:
         Path(file).write_text(json.dumps(self.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
 
     def to_html(self) -> str:
-        """A page for a browser, in one file: the prompt, the text tinted by who guessed it, its speed, each round's guesses, near-ties,
-        and the counts.
+        """A page for a browser, in one file: the prompt, the text tinted by who guessed it, its speed, each round's guesses,
+        near-ties, and the counts.
         """
         return page(self.to_dict())
 
