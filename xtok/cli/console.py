@@ -151,7 +151,7 @@ def drafts_of(target: str, draft: str | None) -> Any:
 
 
 def remembering(draft: Any, size: str | None) -> Any:
-    """What guesses, with so many bytes of memory, as 16M, in prompt lookup. Raises `InvalidInputError` if there is no lookup."""
+    """What guesses, with a prompt lookup that remembers. `size`: its bytes, as 16M. Raises `InvalidInputError` without lookup."""
     from xtok.drafts.given import as_list, without_a_model
     from xtok.drafts.lookup import PromptLookup
 
