@@ -8,6 +8,7 @@ import shutil
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def blocks(document: Path, language: str) -> list[str]:
     return [code for kind, code in FENCE.findall(document.read_text(encoding="utf-8")) if kind == language]
 
 
+QUICK = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("index.md", "guide.md", "drafts.md"))]
 WITH_CODE = [document for document in DOCUMENTS if blocks(document, "python")]
 
 
@@ -53,6 +55,8 @@ def reader(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     monkeypatch.chdir(tmp_path)
     shutil.copy(pair.HEADS, "heads.safetensors")
     Path("prompts.txt").write_text("\n".join(pair.prompts()), encoding="utf-8")
+    chats = SimpleNamespace(target=target, draft=pair.DRAFT, heads=pair.HEADS)
+    monkeypatch.setattr(pair, "pair", lambda name: chats)  # nothing is downloaded
     for trains in ("make_draft", "tune_draft", "train_heads"):
         monkeypatch.setattr(xtok, trains, inspect.signature(getattr(xtok, trains)).bind)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
@@ -83,7 +87,7 @@ def here(code: str, target: Path) -> str:
     return re.sub(r"max_new_tokens=\d+", "max_new_tokens=4", code)
 
 
-@pytest.mark.parametrize("document", mostly_deep(WITH_CODE, [ROOT / "README.md", ROOT / "docs/guide.md"]), ids=named)
+@pytest.mark.parametrize("document", mostly_deep(WITH_CODE, QUICK), ids=named)
 def test_the_snippets_of_a_document_run_one_after_another(document: Path, reader: dict[str, Any], target: Path) -> None:
     for code in blocks(document, "python"):
         exec(compile(here(code, target), named(document), "exec"), reader)
