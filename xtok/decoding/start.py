@@ -37,7 +37,7 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
             prompt = request.ids, request.config
             slot = cached_model(model, request.cache, request.inputs, hidden_layers=layers, prompt=prompt)
         varies = half and not (request.shapes is not None and slot.fixed)
-        slots.adopts = not varies or setup.stable is False  # bits of what is taken over may be other ones
+        slots.adopts = caches.keeps and (not varies or setup.stable is False)  # bits of what is taken over may be other ones
         adopted = slot.adopt(request.unpadded) if slots.adopts else 0
         judged = request.noise is not None and setup.accept is not None
         meter = Meter(chains_only=not branches, exact=not judged and not varies, shared_forwards=slot.shares)

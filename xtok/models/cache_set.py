@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from xtok.models.cache import new_cache
 from xtok.models.forwards import Slot
 from xtok.models.graphs import Graphs, state_of, takes_graphs
+from xtok.models.keeping import KeepingCache, KeepingSlot
 from xtok.models.modes import Modes
 from xtok.models.probe import traits
 from xtok.models.recurrent import cached_model
@@ -35,13 +36,14 @@ class CacheSet:
         have; None for any number. `captures`: whether forward passes are captured if a model allows it. `keeps`: whether later
         sequences may take over what earlier ones read.
         """
-        self._rows, self._capacity, self._captures, self._keeps = rows, capacity, captures, keeps
+        self._rows, self._capacity, self._captures, self.keeps = rows, capacity, captures, keeps
         self._caches: dict[PreTrainedModel, SharedCache] = {}
 
     def of(self, model: PreTrainedModel, known: Traits, *, hidden_layers: Sequence[int], shapes: Shapes | None) -> SharedCache:
         """The cache of a model that sequences can share; `known`: its traits."""
         if model not in self._caches:
-            self._caches[model] = SharedCache(
+            kind = KeepingCache if self.keeps else SharedCache
+            self._caches[model] = kind(
                 model,
                 known,
                 hidden_layers=hidden_layers,
@@ -49,7 +51,6 @@ class CacheSet:
                 capacity=None if self._capacity is None else self._capacity[model],
                 shapes=shapes,
                 graphs=Graphs() if self._captures and takes_graphs(model) else None,
-                keeps=self._keeps,
             )
         return self._caches[model]
 
@@ -62,7 +63,8 @@ class CacheSet:
     def forget(self) -> None:
         """Keep nothing of sequences that have ended."""
         for cache in self._caches.values():
-            cache.forget()
+            if isinstance(cache, KeepingCache):
+                cache.forget()
 
 
 class CachePool:
@@ -114,8 +116,11 @@ class Slots:
         if not known.shares:
             return cached_model(model, new_cache(model), hidden_layers=hidden_layers, snapshots=_SNAPSHOTS)
         cache = self._caches.of(model, known, hidden_layers=hidden_layers, shapes=shapes)
-        self._taken.append(cache.join(self._most, adopts=self.adopts))
-        return self._taken[-1]
+        slot = cache.join(self._most)
+        self._taken.append(slot)
+        if isinstance(slot, KeepingSlot):
+            slot.adopts = self.adopts
+        return slot
 
     def leave(self, *, keep: bool = False) -> None:
         """Leave them all. `keep`: other sequences may take over what they hold."""

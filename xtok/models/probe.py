@@ -83,7 +83,8 @@ def _shared_position_bytes(model: PreTrainedModel) -> int | None:
         return None
     errors = [(answer.logits - one).abs().max() for answer, one in zip(answers, alone, strict=True)]
     effect = (alone[0] - alone[1]).abs().max()
-    return slots.position_bytes if max(errors) <= effect * rounding(alone[0].dtype) else None
+    size = sum(part.shape[1] * part.shape[3] * part.element_size() for part in slots.parts)
+    return size if max(errors) <= effect * rounding(alone[0].dtype) else None
 
 
 def _ids(model: PreTrainedModel, ids: list[int]) -> list[int]:

@@ -5,9 +5,10 @@ a roll-back is a smaller length, a sliding window is a mask, and a sequence that
 copied except when the cache grows, and when a branch wins.
 """
 
+import sys
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Any
 
 import torch
@@ -16,24 +17,90 @@ from transformers import Cache, PreTrainedModel
 
 from xtok.models import timing
 from xtok.models.cache import CACHE, stacked
-from xtok.models.forwards import Answer, Ask, wait_for
+from xtok.models.forwards import Answer, Ask, Parent, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
 from xtok.models.groups import grouped, is_wide
-from xtok.models.layers import doubled
-from xtok.models.masks import NewIds
-from xtok.models.rows import Rows
-from xtok.models.shapes import Shapes, rounded
-from xtok.models.shared_slot import SharedSlot
+from xtok.models.layers import Layer, View, doubled
+from xtok.models.masks import NewIds, Trees
+from xtok.models.shapes import CHUNK, Shapes, rounded
 from xtok.models.timing import Cost
 from xtok.models.traits import Traits, read
 
 
-class SharedCache(Rows):
+class SharedSlot:
+    """A sequence's row in a shared cache; `Slot` says what it does.
+
+    `moves`: which positions of the row, kept nodes of a tree, are yet to move, and to which.
+    """
+
+    shares = True
+    chunk: int | None = CHUNK
+
+    def __init__(self, server: "SharedCache", index: int, limit: int | None, shapes: Shapes | None = None) -> None:
+        self.server = server
+        self.index = index
+        self.limit = limit
+        self._shapes = shapes
+        self.fixed = shapes is not None
+        self.device, self.vocabulary = server.device, server.vocabulary
+        self.length = self.branched = self.forwards = 0
+        self.moves: list[tuple[int, int]] = []
+
+    @property
+    def tolerance(self) -> float:
+        return 0.0 if self._shapes is None else self._shapes.tolerance
+
+    @property
+    def held(self) -> int:
+        """How many positions of the row are taken."""
+        return self.length + self.branched
+
+    def takes(self, new: int, prompt: int) -> int:
+        return min(new, CHUNK) if self._shapes is None else self._shapes.takes(self.length, new, prompt)
+
+    def guesses(self, new: int) -> int:
+        return sys.maxsize if self._shapes is None else self._shapes.guesses(self.length, new)
+
+    def new(self, ask: Ask | None) -> NewIds:
+        """What `ask` adds to the row; nothing if there is none."""
+        if ask is None:
+            return NewIds(self.held, self.length, nodes=self.branched)
+        kept = len(ask.ids) - len(ask.parents)
+        parents = [*[Parent.KEPT] * kept, *ask.parents]
+        return NewIds(self.held, self.length + kept, ask.ids, parents, self.branched + len(ask.parents))
+
+    def take(self, ask: Ask) -> None:
+        """Count what was forwarded."""
+        self.length += len(ask.ids) - len(ask.parents)
+        self.branched += len(ask.parents)
+        self.forwards += 1
+
+    def keep(self, path: Sequence[int]) -> None:
+        self.moves += [(self.length + node, self.length + place) for place, node in enumerate(path) if node != place]
+        self.roll_back(self.length + len(path))
+
+    def roll_back(self, length: int) -> bool:
+        self.length, self.branched = length, 0
+        return True
+
+    def start_anew(self) -> None:
+        self.roll_back(0)
+
+    def adopt(self, ids: Sequence[int]) -> int:
+        return 0
+
+    def leave(self, *, keep: bool = False) -> None:
+        self.server.leave(self, keep=keep)
+
+
+class SharedCache:
     """A model, and one KV cache for the sequences that it forwards together.
 
     Law: a sequence's logits are those that it has alone, within rounding, whatever other rows hold; with `shapes` in every bit,
     after ids that are kept and after nodes whose index is their depth. Rows between those that ask get padding.
     """
+
+    _slot_kind: type[SharedSlot] = SharedSlot
 
     def __init__(
         self,
@@ -45,25 +112,48 @@ class SharedCache(Rows):
         capacity: int | None = None,
         shapes: Shapes | None = None,
         graphs: Graphs | None = None,
-        keeps: bool = False,
     ) -> None:
         """`known`: the model's traits. `rows`: how many there are from the beginning. `capacity`: rows × positions, as long as
         their sequences need no more; None for any number. `shapes`: those that forward passes are to have; None for what each
-        needs. `graphs`: what captures forward passes, which then have few shapes, too. `keeps`: whether rows that sequences
-        leave keep what they hold for later ones, until they or their memory are needed.
+        needs. `graphs`: what captures forward passes, which then have few shapes, too.
         """
         known = known or read(model)
-        super().__init__(known, rows, capacity, shapes, keeps=keeps)
-        self._model, self._graphs = model, graphs
+        self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
+        self._model, self._shapes, self._graphs = model, shapes, graphs
+        self._view = View(rows, capacity, evenly=shapes is not None)
+        self._layers = list(map(Layer, repeat(self._view, len(known.layers))))
         self._cache = Cache(layers=list(self._layers))
+        self._trees = Trees(known.windows, known.dtype, self.device)
         self.state = None if graphs is None else state_of(model)
-        self._keeps_logits = known.supports_logits_to_keep
+        self._keeps = known.supports_logits_to_keep
         self._hidden_layers = tuple(hidden_layers)
+        self._rows: list[SharedSlot | None] = []
+        self._used: list[int] = []  # up to which position each row may hold something
+
+    def join(self, most: int | None = None) -> SharedSlot:
+        """A row for a sequence: one that another left, or a further one.
+
+        `most`: how many positions it may have beside guesses, if that is less than the model was made for.
+        """
+        if None not in self._rows:
+            self._rows.append(None)
+            self._used += [0] * (len(self._rows) - len(self._used))
+        index = self._rows.index(None)
+        limit = min((size for size in (self._window, most) if size), default=None)
+        slot = self._rows[index] = self._slot_kind(self, index, limit, self._shapes)
+        return slot
+
+    def leave(self, row: SharedSlot, *, keep: bool = False) -> None:
+        if row.index < len(self._rows) and self._rows[row.index] is row:
+            self._rows[row.index] = None
+
+    def empty(self) -> None:
+        self._rows.clear()
 
     @property
-    def position_bytes(self) -> int:
-        """How many bytes a position of a row takes; 0 before the first forward pass."""
-        return sum(part.shape[1] * part.shape[3] * part.element_size() for part in self._parts)
+    def parts(self) -> list[Tensor]:
+        """Keys and values of each layer, (rows, heads, positions, size); none before the first forward pass."""
+        return [part for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
 
     def tiled(self, rows: int, positions: int, capacity: int, shapes: Shapes) -> "SharedCache":
         """A cache of some rows with memory for `capacity` positions each, the first `positions` of which repeat what this
@@ -75,10 +165,6 @@ class SharedCache(Rows):
             if positions:
                 layer.tile(own, rows, positions, capacity, self._used[0])
         return made
-
-    def held(self, start: int, stop: int) -> list[Tensor]:
-        """Keys and values of each layer at some positions, (rows, heads, positions, size) each."""
-        return [part[:, :, start:stop] for part in self._parts]
 
     def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
         self._close_gaps()
@@ -118,7 +204,7 @@ class SharedCache(Rows):
         first, last = min(asked), 1 + max(asked)
         if self._shapes is not None or not self._captures(asks):
             return first, last
-        return 0, max(last, min(doubled(last), *map(len, self._parts)))
+        return 0, max(last, min(doubled(last), *map(len, self.parts)))
 
     @torch.no_grad()
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
@@ -151,7 +237,6 @@ class SharedCache(Rows):
         Returns their logits, (rows, new, vocabulary), and hidden states, (rows, new, layers, size), if they are shown.
         """
         asked = dict(zip(_rows(asks), asks, strict=True))
-        self._vacate(first, last)
         rows = self._rows[first:last] + [None] * (last - max(first, len(self._rows)))  # the latter are no sequence's
         news = [NewIds() if row is None else row.new(asked.get(row.index)) for row in rows]
         new = range(news[0].base, news[0].base + len(news[0].ids)) if len(news) == 1 and not self._captures(asks) else None
@@ -194,13 +279,58 @@ class SharedCache(Rows):
             **{CACHE: self._cache},
             **({"output_hidden_states": True} if self._hidden_layers else {}),
             **({"states": inputs["states"]} if "states" in inputs else {}),
-            **({"logits_to_keep": logits} if self._keeps_logits and logits is not None else {}),
+            **({"logits_to_keep": logits} if self._keeps and logits is not None else {}),
         )
         return [outputs.logits, *([stacked(outputs, self._hidden_layers)] if self._hidden_layers else [])]
 
-    def _on_growth(self) -> None:
-        if self._graphs is not None:  # what was captured knows the former memory
+    def _grow(self, rows: int, positions: int) -> None:
+        """Let the cache have so many rows and positions at least. What was captured knows its former memory."""
+        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
+        if self._graphs is not None and any(self._view.shape(*part.shape[::2]) != part.shape[::2] for part in self.parts):
             self._graphs.clear()
+        for layer in self._layers:
+            layer.grow()
+
+    def _clear(self, first: int, ends: Sequence[int], seen: int) -> None:
+        """Empty what others left after the `ends` of rows, as far as it is read: NaN would be seen through any mask."""
+        self._used += [0] * (first + len(ends) - len(self._used))
+        for index, end in enumerate(ends, start=first):
+            if end < min(self._used[index], seen):
+                for part in self.parts:
+                    part[index : index + 1, :, end : self._used[index]].zero_()  # a failed forward pass may have left less
+                self._used[index] = end
+            self._used[index] = max(self._used[index], end)
+
+    def _settle(self) -> None:
+        """Move the nodes of branches that won to the positions where they are kept."""
+        moves = [(row.index, *move) for row in self._rows if row is not None for move in row.moves]
+        if moves:
+            rows, sources, targets = torch.tensor(moves, dtype=torch.int64, device=self.device).T
+            for part in self.parts:  # layers may be on other devices
+                row, source, target = (indices.to(part.device) for indices in (rows, sources, targets))
+                part[row, :, target] = part[row, :, source]
+        for row in self._rows:
+            if row is not None:
+                row.moves.clear()
+
+    def _close_gaps(self) -> None:
+        """Move the last rows to rows that were left, so that no forward pass runs over empty ones."""
+        self._settle()
+        while None in self._rows:
+            row = self._rows.pop()
+            if row is not None:
+                gap = self._rows.index(None)
+                self._move(row.index, gap)
+                self._trees.copy(row.index, gap)
+                self._rows[gap], row.index = row, gap
+
+    def _move(self, source: int, target: int) -> None:
+        """Let a row that no sequence has hold what another does, which stays there, too."""
+        used = self._used[source]
+        for part in self.parts:
+            if used and source < len(part):  # a failed forward pass may have left it without memory
+                part[target, :, :used].copy_(part[source, :, :used])
+        self._used[target] = max(used, self._used[target])
 
 
 def _states(asks: Sequence[Ask], first: int, rows: int, width: int) -> Tensor | None:

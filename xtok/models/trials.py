@@ -115,7 +115,7 @@ class Trials:
                 asks.append(Ask(slot, self._ids(end - size + (first if row in tried else 0), size), size))
             answers = cache.serve(asks)
             logits.append(torch.stack([answers[row].logits for row in tried]))
-        return [torch.cat(logits, dim=1), *(part[tried] for part in cache.held(base, base + sum(pieces)))]
+        return [torch.cat(logits, dim=1), *(part[tried, :, base : base + sum(pieces)] for part in cache.parts)]
 
     def _branched(self, base: int, before: int, after: int) -> Tensor:
         """The logits of a chain of ids, (ids, vocabulary), with so many nodes of other chains before it and after it."""

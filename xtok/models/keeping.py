@@ -1,0 +1,178 @@
+"""A KV cache that sequences share, whose rows keep what ended sequences have read, for later ones that begin alike."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xtok.models.forwards import Ask
+from xtok.models.groups import is_wide
+from xtok.models.prefixes import Kept, Read, usable
+from xtok.models.shared_cache import SharedCache, SharedSlot
+
+
+class KeepingSlot(SharedSlot):
+    """A row of a cache that keeps what rows hold.
+
+    `reads`: what each kept position was read from, as far as that decides what it holds; None if it read more than ids.
+    `adopts`: whether it may take over what other rows hold.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        """Arguments are those of `SharedSlot`."""
+        super().__init__(*args)
+        self.reads: list[Read] | None = []
+        self.adopts = True
+        self._nodes: list[int] = []
+
+    def take(self, ask: Ask) -> None:
+        super().take(ask)
+        kept = len(ask.ids) - len(ask.parents)
+        if ask.states is not None:
+            self.reads = None
+        elif self.reads is not None:
+            width = len(ask.ids) if self.fixed and is_wide(ask) else 0
+            self.reads += [(token, width) for token in ask.ids[:kept]]
+            self._nodes += ask.ids[kept:]
+
+    def keep(self, path: Sequence[int]) -> None:
+        kept = [] if self.reads is None else [(self._nodes[node], 0) for node in path]
+        super().keep(path)
+        if self.reads is not None:
+            self.reads += kept
+
+    def roll_back(self, length: int) -> bool:
+        self._nodes.clear()
+        if self.reads is not None:
+            del self.reads[length:]
+        return super().roll_back(length)
+
+    def adopt(self, ids: Sequence[int]) -> int:
+        wanted = [(token, 0) for token in ids] if self._shapes is None else self._shapes.planned(ids)
+        server: Any = self.server
+        found: int = server.adopt(self, wanted) if self.adopts else 0
+        return found
+
+
+class KeepingCache(SharedCache):
+    """A shared cache whose rows keep what they hold. Running sequences have the first rows, but for gaps that those leave which
+    end. Rows after them, and gaps, may keep what they hold, until a sequence or its memory needs them.
+
+    Law: what a sequence takes over was read from ids that it begins with, and, with `shapes`, by forward passes that it would
+    have had itself.
+    """
+
+    _slot_kind = KeepingSlot
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        """Arguments are those of `SharedCache`."""
+        super().__init__(*args, **more)
+        self._kept = Kept()
+
+    def leave(self, row: SharedSlot, *, keep: bool = False) -> None:
+        is_its_own = row.index < len(self._rows) and self._rows[row.index] is row
+        if keep and is_its_own and isinstance(row, KeepingSlot) and row.reads:
+            self._kept.put(row.index, row.reads[: min((place for _, place in row.moves), default=row.length)])
+        super().leave(row)
+
+    def forget(self) -> None:
+        """Let rows that sequences have left keep nothing."""
+        self._kept.clear()
+
+    def adopt(self, row: KeepingSlot, wanted: list[Read]) -> int:
+        """Let an empty row hold as much as another does of what its sequence is to read. Returns how many positions.
+
+        It is the row of a sequence that has ended, if more of that is of use than is not, and else a copy.
+        """
+        if row.held or not self.parts:
+            return 0
+        try:
+            return self._adopted(row, wanted)
+        except Exception:  # there is no memory, say
+            self._kept.clear()
+            row.start_anew()
+            return 0
+
+    def _adopted(self, row: KeepingSlot, wanted: list[Read]) -> int:
+        self._settle()
+        self._grow(row.index + 1, 1)
+        held = {one.index: one.reads for one in self._rows if isinstance(one, KeepingSlot) and one is not row and one.reads}
+        held |= {index: self._kept[index] for index in self._kept}
+        counts = {index: usable(reads, wanted) for index, reads in held.items()}
+        source = max(counts, key=lambda index: (counts[index], index in self._kept), default=None)
+        if source is None or not (count := counts[source]):
+            return 0
+        if source in self._kept and 2 * count >= len(held[source]):
+            self._move(source, row.index)
+            self._kept.drop(row.index)
+        else:
+            if source in self._kept:
+                self._kept.use(source)
+            self._vacate(row.index, row.index + 1)
+            self._copy(source, row.index, count)
+        row.length, row.reads = count, wanted[:count]
+        return count
+
+    def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:
+        self._vacate(first, last)
+        return super()._forward(first, last, asks, width)
+
+    def _grow(self, rows: int, positions: int) -> None:
+        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
+        if shapes := [self._view.shape(*part.shape[::2]) for part in self.parts] if len(self._kept) else []:
+            self._shrink(min(rows for rows, _ in shapes), min(positions for _, positions in shapes))
+        super()._grow(rows, positions)
+
+    def _shrink(self, rows: int, positions: int) -> None:
+        """Keep no more than so many rows and positions, what was used most recently."""
+        for index in self._kept:
+            if index >= rows:
+                self._move_away(index, range(len(self._rows), rows))
+        self._kept.cut(positions)
+
+    def _move(self, source: int, target: int) -> None:
+        """Move what a row holds to a row that no sequence has, and what that keeps, if anything, the other way."""
+        used, kept = self._used[source], len(self._kept[target]) if target in self._kept else 0
+        for part in self.parts if source != target else ():
+            if source < len(part):  # a failed forward pass may have left it without memory
+                saved = self._saved(part, target, kept)
+                part[target, :, :used].copy_(part[source, :, :used])
+                if saved is not None:
+                    part[source, :, :kept].copy_(saved)
+            else:
+                self._kept.drop(target)
+        self._used[target] = max(used, self._used[target])
+        self._used[source] = max(used, kept)  # it stays: the row holds what it held
+        self._kept.swap(source, target)
+
+    def _saved(self, part: Tensor, row: int, kept: int) -> Tensor | None:
+        """A copy of what a row keeps, unless it is forgotten, which it is if there is no memory for that."""
+        if row in self._kept:
+            try:
+                return part[row, :, :kept].clone()
+            except torch.OutOfMemoryError:
+                self._kept.drop(row)
+        return None
+
+    def _copy(self, source: int, target: int, count: int) -> None:
+        """Copy the first positions of a row to another, which keeps nothing."""
+        self._used += [0] * (target + 1 - len(self._used))
+        for part in self.parts:
+            part[target, :, :count].copy_(part[source, :, :count])
+        self._used[target] = max(count, self._used[target])
+
+    def _vacate(self, first: int, last: int) -> None:
+        """Let rows from `first` to `last` keep nothing. What they keep moves to spare rows or is forgotten."""
+        for index in self._kept:
+            if first <= index < last:
+                self._move_away(index, range(max(last, len(self._rows)), min(map(len, self.parts))))
+
+    def _move_away(self, index: int, spare: range) -> None:
+        """Move what a row keeps to one of the spare ones, unless all of those keep what was used more recently."""
+        to = self._kept.spare(spare)
+        if to is not None and self._kept.is_older(to, index):
+            self._kept.drop(to)
+            self._copy(index, to, len(self._kept[index]))
+            self._kept.swap(index, to)
+        self._kept.drop(index)
