@@ -15,34 +15,35 @@ from xtok.pair import pair
 
 TEXTS = {
     "company city country order_date number_of_vessels shipyard chief_executive contract_value first_ship_name contact_email": (
-        "On 14 March 2019 the shipping company Nordvik Lines, based in Bergen, Norway, ordered three container vessels from the "
-        "yard Hanjin Heavy Industries in Busan. The contract, signed by chief executive Ingrid Solberg, is worth 240 million "
-        "dollars. The first ship, the Aurora, will be delivered in June 2021. Questions go to press@nordvik.example."
+        "On 14 March 2019 the shipping company Nordvik Lines, based in Bergen, Norway, ordered three container vessels "
+        "from the yard Hanjin Heavy Industries in Busan. The contract, signed by chief executive Ingrid Solberg, is "
+        "worth 240 million dollars. The first ship, the Aurora, will be delivered in June 2021. Questions go to "
+        "press@nordvik.example."
     ),
     "name profession university city country prize year age project presenter": (
-        "Dr. Amelia Hart, a marine biologist at the University of Otago in Dunedin, New Zealand, has received the Blue Planet "
-        "Prize for 2022. She is 47 years old, speaks English and Maori, and has led the Kelp Forest Project since 2011. The "
-        "prize of 50,000 dollars was handed over by Kenji Watanabe in Auckland."
+        "Dr. Amelia Hart, a marine biologist at the University of Otago in Dunedin, New Zealand, has received the Blue "
+        "Planet Prize for 2022. She is 47 years old, speaks English and Maori, and has led the Kelp Forest Project since "
+        "2011. The prize of 50,000 dollars was handed over by Kenji Watanabe in Auckland."
     ),
     "invoice_number seller seller_city customer customer_address first_item first_quantity total due_date bank": (
-        "Invoice 2023-0817 from Bright Paper GmbH, Hamburg, to the bookshop Lindgren & Sons, 12 Harbour Street, Malmo. 40 boxes "
-        "of writing paper at 8.50 euros and 12 boxes of envelopes at 4.20 euros. Total 390.40 euros, due on 15 September 2023. "
-        "Please pay to the account DE12 3456 7890 at Hansebank, reference 817-LS."
+        "Invoice 2023-0817 from Bright Paper GmbH, Hamburg, to the bookshop Lindgren & Sons, 12 Harbour Street, Malmo. "
+        "40 boxes of writing paper at 8.50 euros and 12 boxes of envelopes at 4.20 euros. Total 390.40 euros, due on 15 "
+        "September 2023. Please pay to the account DE12 3456 7890 at Hansebank, reference 817-LS."
     ),
     "origin destination departure_time arrival_time platform train operator ticket_price reservation_price change_station": (
-        "The train from Vienna to Zagreb leaves at 6:58 from platform 9 and arrives at 13:37. It is the EC 151 Emona, operated by "
-        "Austrian Railways, with a dining car and bicycle spaces. A second class ticket costs 49 euros, a seat reservation 3 "
-        "euros. Passengers change in Maribor, where the stop takes 12 minutes."
+        "The train from Vienna to Zagreb leaves at 6:58 from platform 9 and arrives at 13:37. It is the EC 151 Emona, "
+        "operated by Austrian Railways, with a dining car and bicycle spaces. A second class ticket costs 49 euros, a "
+        "seat reservation 3 euros. Passengers change in Maribor, where the stop takes 12 minutes."
     ),
     "dish chef main_ingredient lentils_grams carrots servings preparation_minutes cooking_minutes book publisher": (
-        "For the lentil soup of chef Maria Conti you need 250 grams of red lentils, two carrots, one onion, a litre of vegetable "
-        "stock and a spoon of cumin. It serves four people, takes 15 minutes to prepare and 30 minutes to cook. The recipe is "
-        "from her book Winter Kitchen, which Orchard Press published in 2018."
+        "For the lentil soup of chef Maria Conti you need 250 grams of red lentils, two carrots, one onion, a litre of "
+        "vegetable stock and a spoon of cumin. It serves four people, takes 15 minutes to prepare and 30 minutes to "
+        "cook. The recipe is from her book Winter Kitchen, which Orchard Press published in 2018."
     ),
     "patient birth_date visit_date symptom temperature pulse doctor medicine dose next_appointment": (
         "Patient Thomas Berg, born on 3 May 1961, came to the clinic on 9 January with a cough and a temperature of 38.4 "
-        "degrees. Blood pressure was 135 over 85, pulse 92. Dr. Sara Lind prescribed amoxicillin, 500 milligrams three times a "
-        "day for seven days. He is allergic to aspirin. The next appointment is on 16 January."
+        "degrees. Blood pressure was 135 over 85, pulse 92. Dr. Sara Lind prescribed amoxicillin, 500 milligrams three "
+        "times a day for seven days. He is allergic to aspirin. The next appointment is on 16 January."
     ),
 }
 NUMBERS = {"number_of_vessels", "year", "age", "first_quantity", "platform", "lentils_grams", "carrots", "servings", "pulse"}
@@ -71,7 +72,7 @@ def answer(xt, fields, text, processor):
 
 
 totals = {"as any processor": [0, 0, 0.0], "as a format": [0, 0, 0.0]}
-for turn in range(3 if models.chats else 1):
+for _ in range(2 if models.chats else 1):
     for names, text in list(TEXTS.items())[: None if models.chats else 1]:
         fields = names.split()
         hidden = Grammar(matcher(fields))
@@ -81,8 +82,8 @@ for turn in range(3 if models.chats else 1):
         }
         (a, _), (b, _) = runs.values()
         print("the same ids:", "yes" if a.token_ids == b.token_ids else "no")
-        for way, (g, seconds) in runs.items() if turn or not models.chats else ():  # the first turn warms up
+        for way, (g, seconds) in runs.items():
             new = g.stats.new_tokens, g.stats.target_forwards, seconds
             totals[way] = [before + more for before, more in zip(totals[way], new, strict=True)]
-for way, (tokens, forwards, seconds) in totals.items():
-    print(f"{way}: {tokens / forwards:.2f} tokens per forward, {tokens / seconds:.1f} tokens per CPU second")
+        for way, (tokens, forwards, seconds) in totals.items():
+            print(f"{way}: so far {tokens / forwards:.2f} tokens per forward, {tokens / seconds:.1f} tokens per CPU second")

@@ -9,6 +9,7 @@ from xtok.drafts.base import Context, Request, check_request
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError
+from xtok.sampling.grammar import GrammarError
 
 _LEAST = 0.1
 """Tokens that are less probable aren't added to a guess."""
@@ -73,19 +74,29 @@ class FormatDrafter:
         self._ids: list[int] = []
         self._symbols: list[int | None] = []
         self._run: list[int] | None = None
+        self._follows = True
         self._learnt = 0
         self._followers: defaultdict[tuple[int | None, ...], Counter[int]] = defaultdict(Counter)
 
     def propose(self, context: Context, budget: Budget) -> Tree:
         """What is forced next, or followed the same before."""
-        tree = self._grown(context, Tree(), budget.longest, begins=True)
+        tree = self._fitted(context, Tree(), budget.longest, begins=True)
         return tree.likeliest(budget.verified(sorted(tree.probabilities, reverse=True)))
 
     def fit(self, context: Context, tree: Tree, longest: int) -> Tree:
         """A guess of another drafter after `context` without what the format forbids, and with what it forces after each node
         that is left. No added node is deeper than `longest`.
         """
-        return self._grown(context, tree, longest, begins=False) if tree else tree
+        return self._fitted(context, tree, longest, begins=False) if tree else tree
+
+    def _fitted(self, context: Context, tree: Tree, longest: int, *, begins: bool) -> Tree:
+        """As `_grown`; the tree as it is, once the grammar can't be followed: that is for the processor to report."""
+        if self._follows:
+            try:
+                return self._grown(context, tree, longest, begins=begins)
+            except GrammarError:
+                self._follows = False
+        return tree
 
     def _grown(self, context: Context, tree: Tree, longest: int, *, begins: bool) -> Tree:
         """A tree fitted to the format. `begins`: whether nodes are added at its root, too."""
