@@ -151,7 +151,7 @@ def drafts_of(target: str, draft: str | None) -> Any:
 
 
 def remembering(draft: Any, size: str | None) -> Any:
-    """What guesses, with a prompt lookup that remembers. `size`: its bytes, as 16M. Raises `InvalidInputError` without lookup."""
+    """What guesses, with prompt lookup that remembers `size` bytes, as 16M. Raises `InvalidInputError` if there is none."""
     from xtok.drafts.given import as_list, without_a_model
     from xtok.drafts.lookup import PromptLookup
 
