@@ -39,7 +39,7 @@ export class Run {
     const colour = this.colours.get(token.draft);
     if (colour) {
       shown.classList.add("tint");
-      shown.style.background = colour;
+      shown.style.setProperty("--tint", colour);
       shown.dataset.draft = token.draft;
     }
     return shown;

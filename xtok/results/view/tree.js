@@ -14,7 +14,7 @@ export function treeOf(round, colours) {
     const guess = round.guessed[number];
     const made = element("span", { class: "guess", title: guess.draft ?? words.ownPick }, visible(guess.text));
     made.classList.add(right.has(number) ? "tint" : "wrong");
-    if (right.has(number)) made.style.background = colours.get(guess.draft) ?? "";
+    if (right.has(number)) made.style.setProperty("--tint", colours.get(guess.draft) ?? "");
     if (guess.probability !== null) made.append(element("small", {}, `${Math.round(guess.probability * 100)}%`));
     return made;
   };

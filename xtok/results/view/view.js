@@ -2,17 +2,19 @@
 
 import { element } from "./element.js";
 import { figuresOf } from "./figures.js";
+import { headlineOf } from "./headline.js";
 import { Run, roundsOf } from "./run.js";
 import { treeOf } from "./tree.js";
 import { language, words } from "./words.js";
 
 export class View {
-  // `parent`: the element that the view fills. `palette`: the colours of drafts, in order.
-  constructor(parent, palette) {
-    this.palette = palette;
+  // `parent`: the element that the view fills. `tints`: the colours of kinds of drafts.
+  constructor(parent, tints) {
+    this.tints = tints;
     this.colours = new Map();
     this.runs = [];
     this.chosen = null;
+    this.headline = element("section", { id: "headline", hidden: "" });
     this.legend = element("p", { id: "legend", hidden: "" });
     this.texts = element("div", { id: "runs" });
     this.verdict = element("p", { id: "verdict", role: "status" });
@@ -25,7 +27,7 @@ export class View {
     this.figures = element("section", { id: "figures", hidden: "" });
     this.position.addEventListener("input", () => this.choose(this.chosen.run, Number(this.position.value), true));
     const hint = element("p", { id: "hint" }, words.hint);
-    parent.replaceChildren(this.legend, hint, this.texts, this.verdict, this.round, this.figures);
+    parent.replaceChildren(this.headline, this.verdict, this.legend, this.texts, hint, this.round, this.figures);
     document.documentElement.lang = language;
   }
 
@@ -42,10 +44,10 @@ export class View {
     this.chosen = null;
     this.texts.replaceChildren(...this.runs.map((run) => run.box));
     this.say("");
-    this.round.hidden = this.figures.hidden = true;
+    this.headline.hidden = this.round.hidden = this.figures.hidden = true;
     const keys = drafts.map((draft) => {
       const key = element("span", { class: "tint" }, draft);
-      key.style.background = this.colours.get(draft) ?? "";
+      key.style.setProperty("--tint", this.colours.get(draft) ?? "");
       return key;
     });
     this.legend.replaceChildren(...keys, element("span", { class: "own" }, words.ownPick));
@@ -75,22 +77,27 @@ export class View {
 
   // To be called when no more rounds come: draws the figures, and says whether two texts are the same, by their ids.
   conclude() {
-    const ended = this.runs.filter((run) => run.end);
-    if (ended.length) {
-      this.figures.replaceChildren(...figuresOf(this.runs, this.colours));
-      this.figures.hidden = false;
+    const [drafted, alone] = this.runs;
+    if (drafted.rounds.length && alone && !(drafted.end && alone.end)) this.say(words.unknown);
+    if (this.runs.every((run) => run.end)) {
+      const same = alone ? this.compare(drafted, alone) : null;
+      this.headline.replaceChildren(...headlineOf(drafted, alone, same));
+      this.headline.hidden = false;
     }
-    if (this.runs.length === 2 && this.runs[0].rounds.length) this.compare(...this.runs);
+    if (!this.runs.some((run) => run.end)) return;
+    this.figures.replaceChildren(...figuresOf(this.runs, this.colours));
+    this.figures.hidden = false;
   }
 
+  // Whether both have the same ids, which is said, too.
   compare(drafted, alone) {
-    if (!drafted.end || !alone.end) return this.say(words.unknown);
     const [one, other] = [drafted.ids, alone.ids];
     const differs = one.findIndex((id, position) => id !== other[position]);
     const same = differs < 0 && one.length === other.length;
     const position = differs < 0 ? Math.min(one.length, other.length) : differs;
     const sentences = [same ? words.yes : words.no(position + 1), ...aboutTies(drafted, alone, same, position)];
-    this.say(sentences.join(words.fullStop), same ? "right" : "wrong");
+    this.say(sentences.join(words.fullStop) + words.fullStop.trim(), same ? "right" : "wrong");
+    return same;
   }
 
   say(text, kind = "") {
@@ -118,8 +125,10 @@ export class View {
     this.choose(run, Math.min(run.rounds.length - 1, Math.max(0, number + by)), true);
   }
 
+  // Each kind has a colour of its own; a name of no known kind is a model's.
   coloursOf(drafts) {
-    return new Map(drafts.map((draft, number) => [draft, this.palette[number % this.palette.length]]));
+    const kind = (draft) => draft.replace(/ \(\d+\)$/, "");
+    return new Map(drafts.map((draft) => [draft, this.tints[kind(draft)] ?? this.tints["draft model"]]));
   }
 }
 
