@@ -1,6 +1,6 @@
 // Forward passes used and saved, tokens per forward pass over time, accepted tokens by draft, and where the time went.
 
-import { drawn, element } from "./element.js";
+import { drawn, element, painted } from "./element.js";
 import { words } from "./words.js";
 
 const WIDTH = 440;
@@ -22,11 +22,7 @@ const picture = (height, label) => drawn("svg", { viewBox: `0 0 ${WIDTH} ${heigh
 
 // What the colours of a chart mean: pairs of a text and a colour.
 function legend(...pairs) {
-  const keys = pairs.map(([text, colour]) => {
-    const key = element("span", { class: "key" }, text);
-    key.style.setProperty("--colour", colour);
-    return key;
-  });
+  const keys = pairs.map(([text, colour]) => painted(element("span", { class: "key" }, text), colour));
   return element("p", { class: "keys" }, ...keys);
 }
 
@@ -42,13 +38,13 @@ function table(runs) {
   const alone = runs.find((run) => run.kind === "alone");
   const lines = runs.map((run) => {
     const { stats } = run.end;
-    const speed = alone && run !== alone && run.seconds ? `${(alone.seconds / run.seconds).toFixed(2)} ×` : "";
-    const saved = stats.new_tokens - stats.target_forwards;
-    const numbers = [stats.target_forwards, saved, stats.tokens_per_forward.toFixed(2), run.seconds.toFixed(2), speed];
+    const speed = alone ? [run === alone ? "" : `${(alone.seconds / run.seconds).toFixed(2)} ×`] : [];
+    const saved = (alone?.end.stats.target_forwards ?? stats.new_tokens) - stats.target_forwards;
+    const numbers = [stats.target_forwards, saved, stats.tokens_per_forward.toFixed(2), run.seconds.toFixed(2), ...speed];
     return [words[run.kind], ...numbers.map(String)];
   });
   const { forwardsUsed, forwardsSaved, perForward, seconds, speed } = words;
-  return rows(["", forwardsUsed, forwardsSaved, perForward, seconds, speed], ...lines);
+  return rows(["", forwardsUsed, forwardsSaved, perForward, seconds, ...(alone ? [speed] : [])], ...lines);
 }
 
 function who(run, colours) {
@@ -57,8 +53,7 @@ function who(run, colours) {
     const own = guesses.filter(([guess]) => guess.draft === draft);
     const accepted = own.filter(([, right]) => right).length;
     const rate = own.length ? `${Math.round((100 * accepted) / own.length)}%` : "–";
-    const name = element("span", { class: "tint" }, draft);
-    name.style.setProperty("--tint", colours.get(draft) ?? "");
+    const name = painted(element("span", { class: "tint" }, draft), colours.get(draft));
     return [name, String(own.length), String(accepted), rate];
   });
   return rows([words.draft, words.guessedCount, words.acceptedCount, words.rate], ...lines);
@@ -82,7 +77,7 @@ function overTime(runs, colours) {
     const bar = drawn("g", { class: "bar" });
     round.tokens.forEach((token, below) => {
       const place = { x: 28 + number * step, y: at(below + 1), width: Math.max(step - 1.5, step * 0.6), height: at(0) - at(1) };
-      bar.append(drawn("rect", { ...place, fill: colours.get(token.draft) ?? "var(--own)" }));
+      bar.append(painted(drawn("rect", place), colours.get(token.draft) ?? "var(--own)"));
     });
     chart.append(bar);
   });
@@ -117,7 +112,7 @@ function timeParts(runs) {
     for (const part of PARTS) {
       const width = (parts[part] / longest) * WIDTH;
       const tip = drawn("title", {}, `${words[part]}: ${(parts[part] * 1000).toFixed(1)} ms`);
-      chart.append(drawn("rect", { x: left, y: row * 44 + 17, width, height: 18, fill: `var(--${part})` }, tip));
+      chart.append(painted(drawn("rect", { x: left, y: row * 44 + 17, width, height: 18 }, tip), `var(--${part})`));
       left += width;
     }
   });

@@ -14,8 +14,9 @@ export function headlineOf(drafted, alone, same) {
     const speed = alone.seconds / drafted.seconds;
     cards.push(card(times(speed), speed < 1 ? words.slower : words.faster, speed < 1 ? "poor" : "good"));
     cards.push(same ? card("✓", words.identical, "good") : card("≠", words.different, "wrong"));
-    cards.push(element("p", { id: "why" }, speed < 1 ? reason(drafted, alone, fewer) : words.pays(fewer, fewer / speed)));
+    cards.push(element("p", { id: "why" }, speed < 1 ? reason(drafted, alone, fewer) : words.pays(stats.tokens_per_forward, fewer / speed)));
   } else if (drafted.seconds) cards.push(card((stats.new_tokens / drafted.seconds).toFixed(1), words.perSecond));
+  if (drafted.kind === "drafted" && !alone) cards.push(element("p", { id: "why" }, words.uncompared));
   return cards;
 }
 
@@ -28,7 +29,7 @@ const card = (value, label, kind = "") =>
 function reason(drafted, alone, fewer) {
   const { stats } = drafted.end;
   if (!stats.proposed) return words.noGuesses;
-  if (fewer < FEW) return words.rarelyRight(stats.accepted, stats.proposed, fewer);
+  if (fewer < FEW) return words.rarelyRight(stats.accepted, stats.proposed, stats.tokens_per_forward);
   const perForward = (run) => run.end.stats.seconds_target / run.end.stats.target_forwards;
   const guessing = (stats.seconds_draft + stats.seconds_align) / stats.target_forwards;
   const checking = perForward(drafted) - perForward(alone);

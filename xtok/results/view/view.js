@@ -1,6 +1,6 @@
 // What was generated: the texts, the chosen round with its guesses, and figures. The view knows nothing of a server.
 
-import { element } from "./element.js";
+import { element, painted } from "./element.js";
 import { figuresOf } from "./figures.js";
 import { headlineOf } from "./headline.js";
 import { Run, roundsOf } from "./run.js";
@@ -45,11 +45,7 @@ export class View {
     this.texts.replaceChildren(...this.runs.map((run) => run.box));
     this.say("");
     this.headline.hidden = this.round.hidden = this.figures.hidden = true;
-    const keys = drafts.map((draft) => {
-      const key = element("span", { class: "tint" }, draft);
-      key.style.setProperty("--tint", this.colours.get(draft) ?? "");
-      return key;
-    });
+    const keys = drafts.map((draft) => painted(element("span", { class: "tint" }, draft), this.colours.get(draft)));
     this.legend.replaceChildren(...keys, element("span", { class: "own" }, words.ownPick));
     this.legend.hidden = false;
   }
@@ -71,7 +67,7 @@ export class View {
     fill(this.runs[0]);
     this.conclude();
     const ties = trace.stats.near_ties;
-    if (ties?.length) this.say(words.ties(ties.length, ties[0].position + 1, ties[0].margin) + words.fullStop.trim());
+    if (ties?.length) this.say("", "", words.ties(ties.length, ties[0].position + 1, ties[0].margin));
     if (rounds.length) this.choose(this.runs[0], 0);
   }
 
@@ -95,13 +91,13 @@ export class View {
     const differs = one.findIndex((id, position) => id !== other[position]);
     const same = differs < 0 && one.length === other.length;
     const position = differs < 0 ? Math.min(one.length, other.length) : differs;
-    const sentences = [same ? words.yes : words.no(position + 1), ...aboutTies(drafted, alone, same, position)];
-    this.say(sentences.join(words.fullStop) + words.fullStop.trim(), same ? "right" : "wrong");
+    this.say(same ? words.yes : words.no(position + 1), same ? "right" : "wrong", aboutTies(drafted, alone, same, position));
     return same;
   }
 
-  say(text, kind = "") {
-    this.verdict.textContent = text;
+  say(sentence, kind = "", more = "") {
+    const space = sentence && more && words.space;
+    this.verdict.replaceChildren(element("span", {}, sentence), space, more);
     this.verdict.className = kind;
   }
 
@@ -135,8 +131,8 @@ export class View {
 // Near-ties: at which token two texts differ in half precision without fixed shapes, or model.generate may give another one.
 function aboutTies(drafted, alone, same, position) {
   const ties = drafted.end.stats.near_ties; // null if they are unknown
-  if (same && ties?.length) return [words.ties(ties.length, ties[0].position + 1, ties[0].margin)];
-  if (same) return ties && drafted.end.seed === null ? [words.noTies] : [];
+  if (same && ties?.length) return words.ties(ties.length, ties[0].position + 1, ties[0].margin);
+  if (same) return ties && drafted.end.seed === null ? words.noTies : "";
   const tie = [...(ties ?? []), ...(alone.end.stats.near_ties ?? [])].find((one) => one.position === position);
-  return tie ? [words.differ(tie.margin)] : [];
+  return tie ? words.differ(tie.margin) : "";
 }
