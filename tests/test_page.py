@@ -504,19 +504,8 @@ def test_nothing_lies_beside_the_page_and_all_is_read(page: Browser, width: int,
     page.write()
     page.point_at(page.all(".run.drafted .one")[4])
     assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
-    for selector in (
-        "body",
-        "#generate",
-        "#compare",
-        ".card span",
-        "#why",
-        "#counts",
-        ".guess",
-        ".guess small",
-        ".tint",
-        "#verdict",
-        "#figures th",
-    ):
+    controls, texts = ("#generate", "#compare"), ("body", ".card span", "#why", "#counts", "#verdict", "#figures th", ".key")
+    for selector in (*controls, *texts, ".guess", ".guess small", ".tint"):
         assert page.driver.execute_script(CONTRAST, page.one(selector)) >= 4.5, selector
 
 
@@ -605,7 +594,7 @@ def test_what_is_refused_is_said(page: Browser) -> None:
     page.one("#compare").click()
     page.until(lambda: page.text("#status").startswith("The request failed: The prompt has"))
     assert "400 (Bad Request)" in page.errors()[0]
-    assert not page.one("#figures").is_displayed()
+    assert not page.one("#figures").is_displayed() and not page.one("#headline").is_displayed()
     assert page.text("#verdict") == ""
 
 

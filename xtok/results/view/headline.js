@@ -20,6 +20,10 @@ export function headlineOf(drafted, alone, same) {
   return cards;
 }
 
+// What stands there until the texts have ended.
+export const pendingHeadline = (compares) =>
+  [words.fewer, ...(compares ? [words.faster, words.identical] : [words.perSecond])].map((label) => card("…", label));
+
 const times = (factor) => `${factor.toFixed(factor < 9.95 ? 2 : 1)} ×`;
 
 const card = (value, label, kind = "") =>

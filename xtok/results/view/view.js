@@ -2,7 +2,7 @@
 
 import { element, painted } from "./element.js";
 import { figuresOf } from "./figures.js";
-import { headlineOf } from "./headline.js";
+import { headlineOf, pendingHeadline } from "./headline.js";
 import { Run, roundsOf } from "./run.js";
 import { treeOf } from "./tree.js";
 import { language, words } from "./words.js";
@@ -44,7 +44,9 @@ export class View {
     this.chosen = null;
     this.texts.replaceChildren(...this.runs.map((run) => run.box));
     this.say("");
-    this.headline.hidden = this.round.hidden = this.figures.hidden = true;
+    this.headline.replaceChildren(...pendingHeadline(kinds.length > 1));
+    this.headline.hidden = false;
+    this.round.hidden = this.figures.hidden = true;
     const keys = drafts.map((draft) => painted(element("span", { class: "tint" }, draft), this.colours.get(draft)));
     this.legend.replaceChildren(...keys, element("span", { class: "own" }, words.ownPick));
     this.legend.hidden = false;
@@ -75,10 +77,10 @@ export class View {
   conclude() {
     const [drafted, alone] = this.runs;
     if (drafted.rounds.length && alone && !(drafted.end && alone.end)) this.say(words.unknown);
-    if (this.runs.every((run) => run.end)) {
-      const same = alone ? this.compare(drafted, alone) : null;
+    this.headline.hidden = !this.runs.every((run) => run.end);
+    if (!this.headline.hidden) {
+      const same = alone && this.compare(drafted, alone);
       this.headline.replaceChildren(...headlineOf(drafted, alone, same));
-      this.headline.hidden = false;
     }
     if (!this.runs.some((run) => run.end)) return;
     this.figures.replaceChildren(...figuresOf(this.runs, this.colours));
