@@ -83,7 +83,8 @@ def serve(
     except ImportError as error:
         raise InvalidInputError(f"Serving needs further packages. Install them with: {install('serve')}") from error
     from xtok.assisted import XTokAssisted
-    from xtok.cli.demo import QUESTIONS, SAMPLES
+    from xtok.bench.chats import questions
+    from xtok.cli.demo import SAMPLES
     from xtok.serving.engine import Engine
 
     target, draft = guess_sources(named, target, draft)
@@ -91,7 +92,9 @@ def serve(
     if memory is not None and not isfinite(memory * 1024**3):
         raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, as 8, or leave it out for no limit.")
     size = None if memory is None else int(memory * 1024**3)
-    shown = list(SAMPLES)[::-1] if target == OWN_TARGET else list(QUESTIONS) if named == "smollm2" else []
+    asked = {one.kind: one.text for one in reversed(questions())}  # the first of each kind
+    chats = [asked[kind] for kind in ("extraction", "code", "science", "writing")]
+    shown = list(SAMPLES)[::-1] if target == OWN_TARGET else chats if named == "smollm2" else []
     drafts = remembering(drafts_of(target, draft), remember)
     parsers = Parsers(tool_call_parser, reasoning_parser)
     limits = Limits(max_tokens, max_body, max_seconds or None)

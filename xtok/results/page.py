@@ -7,8 +7,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-TINTS = ("#9bd0f5", "#f9cf8b", "#a8dfb5", "#e3b7e0", "#f2e57e", "#f4b0a0")
-"""Backgrounds of drafts, in order. Any kind of colour vision tells them apart, and dark text can be read on all of them."""
+MODEL = "draft model"
+TINTS = {
+    MODEL: "#9bd0f5",
+    "heads": "#e3b7e0",
+    "prompt lookup": "#f9cf8b",
+    "token recycling": "#a8dfb5",
+    "prediction": "#f2e57e",
+    "format": "#f4b0a0",
+}
+"""Background of each kind of draft. Any kind of colour vision tells them apart, and dark text can be read on all of them."""
 VIEW = Path(__file__).parent / "view"
 """The folder of the scripts and the style sheet."""
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
@@ -38,8 +46,8 @@ new View(document.getElementById("view"), tints).showTrace(trace);
 
 
 def tints(drafts: Sequence[str]) -> dict[str, str]:
-    """The colour of each draft, as #rrggbb: a background for dark text."""
-    return dict(zip(drafts, TINTS * len(drafts), strict=False))
+    """The colour of each draft, as #rrggbb: that of its kind, which its name tells. A name of no known kind is a model's."""
+    return {name: TINTS.get(re.sub(r" \(\d+\)$", "", name), TINTS[MODEL]) for name in drafts}
 
 
 def page(trace: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 // A text, also while it is written: rounds of tokens, each tinted by the draft that guessed it.
 
-import { element } from "./element.js";
+import { element, painted } from "./element.js";
 import { words } from "./words.js";
 
 export class Run {
@@ -38,8 +38,7 @@ export class Run {
     const shown = element("span", { class: "token" }, token.text);
     const colour = this.colours.get(token.draft);
     if (colour) {
-      shown.classList.add("tint");
-      shown.style.background = colour;
+      painted(shown, colour).classList.add("tint");
       shown.dataset.draft = token.draft;
     }
     return shown;

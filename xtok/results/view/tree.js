@@ -1,6 +1,6 @@
 // What was guessed in a round, as a tree: right guesses are tinted, the others have a dashed outline.
 
-import { element } from "./element.js";
+import { element, painted } from "./element.js";
 import { words } from "./words.js";
 
 const visible = (text) => text.replaceAll("\n", "↵").replaceAll(" ", "␣") || "∅";
@@ -14,7 +14,7 @@ export function treeOf(round, colours) {
     const guess = round.guessed[number];
     const made = element("span", { class: "guess", title: guess.draft ?? words.ownPick }, visible(guess.text));
     made.classList.add(right.has(number) ? "tint" : "wrong");
-    if (right.has(number)) made.style.background = colours.get(guess.draft) ?? "";
+    if (right.has(number) && colours.has(guess.draft)) painted(made, colours.get(guess.draft));
     if (guess.probability !== null) made.append(element("small", {}, `${Math.round(guess.probability * 100)}%`));
     return made;
   };

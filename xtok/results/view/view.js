@@ -1,18 +1,20 @@
 // What was generated: the texts, the chosen round with its guesses, and figures. The view knows nothing of a server.
 
-import { element } from "./element.js";
+import { element, painted } from "./element.js";
 import { figuresOf } from "./figures.js";
+import { headlineOf, pendingHeadline } from "./headline.js";
 import { Run, roundsOf } from "./run.js";
 import { treeOf } from "./tree.js";
 import { language, words } from "./words.js";
 
 export class View {
-  // `parent`: the element that the view fills. `palette`: the colours of drafts, in order.
-  constructor(parent, palette) {
-    this.palette = palette;
+  // `parent`: the element that the view fills. `tints`: the colours of kinds of drafts.
+  constructor(parent, tints) {
+    this.tints = tints;
     this.colours = new Map();
     this.runs = [];
     this.chosen = null;
+    this.headline = element("section", { id: "headline", hidden: "" });
     this.legend = element("p", { id: "legend", hidden: "" });
     this.texts = element("div", { id: "runs" });
     this.verdict = element("p", { id: "verdict", role: "status" });
@@ -25,7 +27,7 @@ export class View {
     this.figures = element("section", { id: "figures", hidden: "" });
     this.position.addEventListener("input", () => this.choose(this.chosen.run, Number(this.position.value), true));
     const hint = element("p", { id: "hint" }, words.hint);
-    parent.replaceChildren(this.legend, hint, this.texts, this.verdict, this.round, this.figures);
+    parent.replaceChildren(this.headline, this.verdict, this.legend, this.texts, hint, this.round, this.figures);
     document.documentElement.lang = language;
   }
 
@@ -42,12 +44,10 @@ export class View {
     this.chosen = null;
     this.texts.replaceChildren(...this.runs.map((run) => run.box));
     this.say("");
+    this.headline.replaceChildren(...pendingHeadline(kinds.length > 1));
+    this.headline.hidden = false;
     this.round.hidden = this.figures.hidden = true;
-    const keys = drafts.map((draft) => {
-      const key = element("span", { class: "tint" }, draft);
-      key.style.background = this.colours.get(draft) ?? "";
-      return key;
-    });
+    const keys = drafts.map((draft) => painted(element("span", { class: "tint" }, draft), this.colours.get(draft)));
     this.legend.replaceChildren(...keys, element("span", { class: "own" }, words.ownPick));
     this.legend.hidden = false;
   }
@@ -69,32 +69,37 @@ export class View {
     fill(this.runs[0]);
     this.conclude();
     const ties = trace.stats.near_ties;
-    if (ties?.length) this.say(words.ties(ties.length, ties[0].position + 1, ties[0].margin) + words.fullStop.trim());
+    if (ties?.length) this.say("", "", words.ties(ties.length, ties[0].position + 1, ties[0].margin));
     if (rounds.length) this.choose(this.runs[0], 0);
   }
 
   // To be called when no more rounds come: draws the figures, and says whether two texts are the same, by their ids.
   conclude() {
-    const ended = this.runs.filter((run) => run.end);
-    if (ended.length) {
-      this.figures.replaceChildren(...figuresOf(this.runs, this.colours));
-      this.figures.hidden = false;
+    const [drafted, alone] = this.runs;
+    if (drafted.rounds.length && alone && !(drafted.end && alone.end)) this.say(words.unknown);
+    this.headline.hidden = !this.runs.every((run) => run.end);
+    if (!this.headline.hidden) {
+      const same = alone && this.compare(drafted, alone);
+      this.headline.replaceChildren(...headlineOf(drafted, alone, same));
     }
-    if (this.runs.length === 2 && this.runs[0].rounds.length) this.compare(...this.runs);
+    if (!this.runs.some((run) => run.end)) return;
+    this.figures.replaceChildren(...figuresOf(this.runs, this.colours));
+    this.figures.hidden = false;
   }
 
+  // Whether both have the same ids, which is said, too.
   compare(drafted, alone) {
-    if (!drafted.end || !alone.end) return this.say(words.unknown);
     const [one, other] = [drafted.ids, alone.ids];
     const differs = one.findIndex((id, position) => id !== other[position]);
     const same = differs < 0 && one.length === other.length;
     const position = differs < 0 ? Math.min(one.length, other.length) : differs;
-    const sentences = [same ? words.yes : words.no(position + 1), ...aboutTies(drafted, alone, same, position)];
-    this.say(sentences.join(words.fullStop), same ? "right" : "wrong");
+    this.say(same ? words.yes : words.no(position + 1), same ? "right" : "wrong", aboutTies(drafted, alone, same, position));
+    return same;
   }
 
-  say(text, kind = "") {
-    this.verdict.textContent = text;
+  say(sentence, kind = "", more = "") {
+    const space = sentence && more && words.space;
+    this.verdict.replaceChildren(element("span", {}, sentence), space, more);
     this.verdict.className = kind;
   }
 
@@ -118,16 +123,18 @@ export class View {
     this.choose(run, Math.min(run.rounds.length - 1, Math.max(0, number + by)), true);
   }
 
+  // Each kind has a colour of its own; a name of no known kind is a model's.
   coloursOf(drafts) {
-    return new Map(drafts.map((draft, number) => [draft, this.palette[number % this.palette.length]]));
+    const kind = (draft) => draft.replace(/ \(\d+\)$/, "");
+    return new Map(drafts.map((draft) => [draft, this.tints[kind(draft)] ?? this.tints["draft model"]]));
   }
 }
 
 // Near-ties: at which token two texts differ in half precision without fixed shapes, or model.generate may give another one.
 function aboutTies(drafted, alone, same, position) {
   const ties = drafted.end.stats.near_ties; // null if they are unknown
-  if (same && ties?.length) return [words.ties(ties.length, ties[0].position + 1, ties[0].margin)];
-  if (same) return ties && drafted.end.seed === null ? [words.noTies] : [];
+  if (same && ties?.length) return words.ties(ties.length, ties[0].position + 1, ties[0].margin);
+  if (same) return ties && drafted.end.seed === null ? words.noTies : "";
   const tie = [...(ties ?? []), ...(alone.end.stats.near_ties ?? [])].find((one) => one.position === position);
-  return tie ? [words.differ(tie.margin)] : [];
+  return tie ? words.differ(tie.margin) : "";
 }

@@ -3,7 +3,7 @@
 import { element } from "../view/element.js";
 import { View } from "../view/view.js";
 import { words } from "../view/words.js";
-import { about, race, Refused, tints } from "./server.js";
+import { about, race, Refused, sample, tints } from "./server.js";
 
 const of = (id) => document.getElementById(id);
 const form = of("ask");
@@ -15,7 +15,8 @@ let writing = null;
 let again;
 
 for (const labelled of document.querySelectorAll("[data-word]")) labelled.prepend(words[labelled.dataset.word]);
-const view = new View(of("view"), []);
+field("prompt").placeholder = words.placeholder;
+const view = new View(of("view"), {});
 
 // A status that stays is set once, for a screen reader would read it again and again.
 const say = (status, wrong = false) => {
@@ -35,20 +36,26 @@ async function begin() {
     return;
   }
   say("");
-  of("write").disabled = false;
+  busy(false);
   of("served").textContent = words.served(served.model, served.drafts);
   of("as-chat").hidden = !served.chats;
   if (served.chats) field("penalty").value = 1; // chat models do without
   field("tokens").max = served.tokens;
+  field("tokens").value = Math.min(field("tokens").value, served.tokens);
   for (const draft of served.drafts) {
-    const box = element("input", { type: "checkbox", name: "draft", value: draft });
-    box.checked = true;
+    const box = element("input", { type: "checkbox", name: "draft", value: draft, checked: "" });
     of("drafts").append(element("label", {}, box, ` ${draft}`));
   }
   of("drafts").hidden = !served.drafts.length;
-  for (const prompt of served.prompts) of("examples").append(element("option", { value: prompt }, prompt.slice(0, 24)));
-  of("examples").parentElement.hidden = !served.prompts.length;
+  of("examples").append(...served.prompts.map(example));
+  of("examples").hidden = !served.prompts.length;
   if (!field("prompt").value) field("prompt").value = served.prompts[0] ?? "";
+}
+
+function example(prompt) {
+  const made = element("button", { type: "button", class: "example", title: prompt }, prompt);
+  made.addEventListener("click", () => (field("prompt").value = prompt));
+  return made;
 }
 
 // Says why nothing is served, and tries again later, or when the key is given.
@@ -64,7 +71,7 @@ function wait(error) {
 
 // requests
 
-function requested() {
+function requested(alone) {
   const sampled = field("picks").value === "sampled";
   const chat = served.chats && field("chat").checked;
   const drafts = [...form.querySelectorAll("[name=draft]:checked")].map((box) => box.value);
@@ -78,14 +85,14 @@ function requested() {
       temperature: sampled ? Number(field("temperature").value) : 0,
       ...(sampled ? { seed: Number(field("seed").value) } : {}),
       drafts,
-      alone: field("race").checked,
+      alone,
     },
   };
 }
 
-async function write() {
-  const { path, body } = requested();
-  view.show(["drafted", ...(body.alone ? ["alone"] : [])], body.drafts);
+async function generate(alone) {
+  const { path, body } = requested(alone);
+  view.show(alone ? ["drafted", "alone"] : ["drafted"], body.drafts);
   of("save").disabled = true;
   const byKind = new Map(view.runs.map((run) => [run.kind, run]));
   const mine = (writing = new AbortController());
@@ -111,22 +118,23 @@ async function write() {
 }
 
 function busy(is) {
-  of("write").disabled = is || !served;
-  of("stop").disabled = !is;
+  of("generate").disabled = of("compare").disabled = is || !served;
+  of("stop").hidden = !is;
 }
 
 // traces
 
-async function open(file) {
+// Shows a trace. `read` gives its JSON.
+async function open(name, read) {
   try {
-    view.showTrace(JSON.parse(await file.text()));
+    view.showTrace(JSON.parse(await read()));
   } catch {
     say(words.broken, true);
     return;
   }
   writing?.abort();
   writing = null;
-  say(file.name);
+  say(name);
   of("save").disabled = false;
 }
 
@@ -141,22 +149,23 @@ function save() {
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  if (served && !of("write").disabled) write();
+  if (served && of("stop").hidden) generate(event.submitter === of("compare"));
 });
+form.addEventListener("invalid", () => (of("advanced").open = true), true); // else its fields can't be pointed out
 form.addEventListener("change", () => {
   const sampled = field("picks").value === "sampled";
   field("temperature").disabled = field("seed").disabled = !sampled;
 });
 of("stop").addEventListener("click", () => writing?.abort());
-of("examples").addEventListener("change", (event) => (field("prompt").value = event.target.value));
+of("sample").addEventListener("click", () => open(words.sampleOpened, sample));
 of("open").addEventListener("click", () => of("file").click());
 of("file").addEventListener("change", async ({ target }) => {
   const [file] = target.files;
-  if (file) await open(file);
+  if (file) await open(file.name, () => file.text());
   target.value = ""; // the same again is a change, too
 });
 field("key").addEventListener("change", begin);
 of("save").addEventListener("click", save);
 
-view.palette = await tints();
+view.tints = await tints();
 begin();

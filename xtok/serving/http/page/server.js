@@ -19,6 +19,8 @@ async function answered(path, key, more = {}) {
 
 export const tints = async () => (await answered("page/tints")).json();
 
+export const sample = async () => (await answered("page/sample.json")).text();
+
 // What is served. Throws `Refused` while that is loaded, or without the key, and what fetch throws.
 export const about = async (key) => (await answered("v1/race", key)).json();
 
