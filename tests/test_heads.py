@@ -23,7 +23,6 @@ from xtok.decoding.rounds import run_one
 from xtok.decoding.setup import Setup
 from xtok.decoding.start import start
 from xtok.drafts.base import Context, Request
-from xtok.drafts.examples import IGNORED, Example, batch
 from xtok.drafts.heads import HeadsInfo, described, save_heads
 from xtok.drafts.medusa import MedusaHeads
 from xtok.drafts.meter import Meter
@@ -38,6 +37,7 @@ from xtok.models.cache_set import CacheSet
 from xtok.models.forwards import together
 from xtok.models.load import load
 from xtok.models.stable import StableShapes
+from xtok.tune.examples import IGNORED, Example, batch
 from xtok.tune.heads import HeadsSettings, TrainedHeads, _guesses, _hidden, _untrained, accuracies, loss_of
 
 TOKENS = tokenizer("SentencePiece BPE")

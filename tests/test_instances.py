@@ -354,8 +354,8 @@ def pickled(xt: XTokAssisted) -> Any:
 @pytest.mark.parametrize("copied", [pickled, *deep(deepcopy), copy])
 @pytest.mark.parametrize(
     "settings",
-    [{"adapt": True}, *deep({}, {"budget": Budget(3, width=2, schedule="constant")}), {"acceptance": "rejection"}],
-    ids=["adapt", "plain", "budget", "rejection"],
+    [{}, *deep({"budget": Budget(3, width=2, schedule="constant")}), {"acceptance": "rejection"}],
+    ids=["plain", "budget", "rejection"],
 )
 def test_a_copy_generates_the_same_ids(settings: dict[str, Any], copied: Callable[[XTokAssisted], XTokAssisted]) -> None:
     torch.manual_seed(0)

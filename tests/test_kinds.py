@@ -87,7 +87,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         XTokAssisted,
         {"target": PAIR, "draft": DRAFT},
         {
-            **dict.fromkeys(["target", "acceptance", "posterior_threshold", "posterior_alpha", "adapt"], ""),
+            **dict.fromkeys(["target", "acceptance", "posterior_threshold", "posterior_alpha"], ""),
             **dict.fromkeys(["budget", "compile", "device", "dtype", "device_map"], "None"),
             **dict.fromkeys(["quantization_config", "attn_implementation"], "None"),
             "draft": "None []",

@@ -21,10 +21,8 @@ from worlds import examples, mostly_deep
 import xtok
 from xtok import Budget, DraftEngine, Engine, HeadsDrafter, PromptLookup, TokenRecycling, XTokAssisted, pair
 from xtok.align.keys import bytes_key
-from xtok.drafts import adapt
 from xtok.errors import DraftFailedWarning, LossyWarning
 from xtok.models.cache import CACHE
-from xtok.models.load import load
 from xtok.models.modes import current, within
 from xtok.results.generation import Generation
 from xtok.sampling.draws import draws
@@ -370,54 +368,10 @@ def test_models_and_heads_are_loaded_under_each_mode_and_guess_as_well(name: str
     assert [one.token_ids for one in wanted[2]] == [one.token_ids for one in wanted[1]]
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_a_draft_learns_under_each_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is never asked for random numbers of the caller's."""
-    monkeypatch.setattr(adapt, "SHARE", 1e9)
-    with mode(name):
-        xt = XTokAssisted(pair.TARGET, pair.DRAFT, adapt=True, budget=TREE, device="cpu")
-    assert xt.adapter is not None
-    before = {key: weight.clone() for key, weight in xt.adapter.draft.model.named_parameters()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DraftFailedWarning)
-        for one in (name, "none", name):
-            with mode(one):
-                found = xt.generate(pair.prompts()[0], **GREEDY)
-            assert found.stats.draft_error is None
-    assert not xt.adapter._failed
-    assert any(not torch.equal(weight, before[key]) for key, weight in xt.adapter.draft.model.named_parameters())
-
-
-def test_a_draft_that_learns_takes_no_random_numbers_of_the_caller_and_depends_on_none() -> None:
-    made = []
-    for seed in (1, 2):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            state = torch.get_rng_state()
-            xt = XTokAssisted(pair.TARGET, pair.DRAFT, adapt=True, device="cpu")
-            assert torch.equal(torch.get_rng_state(), state)
-        assert xt.adapter is not None
-        made.append(xt.adapter._matrices())
-    assert all(torch.equal(weight, made[1][name]) for name, weight in made[0].items())
-
-
 def test_a_warning_of_the_constructor_points_to_who_called_it() -> None:
     with pytest.warns(LossyWarning) as warned:
         XTokAssisted((TARGET, TOKENS), acceptance="typical")
     assert warned[0].filename == __file__
-
-
-def test_a_draft_learns_whose_weights_were_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapt, "SHARE", 1e9)
-    loaded, tokens = load(pair.DRAFT, "draft")
-    with torch.inference_mode():
-        draft = deepcopy(loaded), tokens
-    assert draft[0].get_input_embeddings().weight.is_inference()
-    xt = XTokAssisted((TARGET, TOKENS), draft, adapt=True, budget=TREE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DraftFailedWarning)
-        xt.generate(PROMPT, **GREEDY)
-    assert xt.adapter is not None and not xt.adapter._failed
 
 
 MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"}

@@ -150,15 +150,6 @@ def test_some_of_the_drafts_write_the_same(kept: set[int], prompt: str, way: str
     assert again.generate(prompt, **WAYS[way]).token_ids == found.token_ids
 
 
-def test_a_part_without_the_draft_that_learns_has_none_that_does() -> None:
-    xt = XTokAssisted((TARGET, TOKENS), MADE["as it comes"](), adapt=True)
-    model, *others = xt.names
-    assert xt.with_drafts([model]).adapter is xt.adapter is not None
-    part = xt.with_drafts(others)
-    assert part.adapter is None
-    assert part.generate(TEXTS[0], **GREEDY).token_ids == xt.generate(TEXTS[0], **GREEDY).token_ids
-
-
 @pytest.mark.parametrize("wrong", [["nobody"], "prompt lookup"])
 def test_drafts_that_there_are_not_are_refused(wrong: Any) -> None:
     with pytest.raises(InvalidInputError, match="names"):

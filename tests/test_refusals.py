@@ -76,7 +76,6 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"posterior_alpha is nan",
     ),
-    "nobody to adapt": (lambda: XTokAssisted(PAIR, adapt=True), InvalidInputError, r"needs one draft model .* there are 0"),
     "a draft that is nothing": (lambda: XTokAssisted(PAIR, [None]), InvalidInputError, r"The draft is NoneType\. Pass a hub"),
     "two pairs that are no list": (
         lambda: XTokAssisted(PAIR, (PAIR, PAIR)),
@@ -384,14 +383,12 @@ def test_what_transformers_refuses_is_refused_in_its_own_words_before_any_forwar
     [
         lambda: check_installed("accelerate", "peft"),
         lambda: check_installed("accelerate"),
-        lambda: XTokAssisted(PAIR, (OTHER, BYTES), adapt=True),
     ],
 )
 def test_what_isnt_installed_is_reported_together_with_how_to_install_it(
     check: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("tune.work", "drafts.adapt"):
-        monkeypatch.setattr(f"xtok.{module}.find_spec", lambda name: None)
+    monkeypatch.setattr("xtok.tune.work.find_spec", lambda name: None)
     with (
         forwards(OTHER) as seen,
         pytest.raises(

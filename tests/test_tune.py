@@ -22,10 +22,10 @@ from xtok import XTokAssisted, pair, tune, tune_draft
 from xtok.align.encoding import encoder
 from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import TokenBytes, token_bytes
-from xtok.drafts.examples import IGNORED, WrittenText, batch, training_examples
 from xtok.errors import InvalidInputError
 from xtok.models.load import draft_model, load
 from xtok.tune import Tuned, split
+from xtok.tune.examples import IGNORED, WrittenText, batch, training_examples
 from xtok.tune.loss import guessing_loss
 from xtok.tune.training import TrainingSettings, train
 from xtok.tune.work import per_forward

@@ -1,4 +1,4 @@
-"""What comes from others: model folders, files of heads and adapters, prompts, and settings of all kinds."""
+"""What comes from others: model folders, files of heads, prompts, and settings of all kinds."""
 
 import ast
 import json
@@ -258,7 +258,7 @@ def test_a_configuration_that_makes_no_sense_is_refused(saved: Path, config: str
         XTokAssisted(saved)
 
 
-# files of heads and adapters
+# files of heads
 
 
 @pytest.fixture
@@ -347,31 +347,6 @@ def test_heads_that_say_nonsense_change_no_text(heads: Path, value: float) -> No
         known = json.loads(kept.read(size))["__metadata__"]
     save_file(tensors, heads, metadata=known)
     assert XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads), budget=TREE_3).generate(PROMPT, **GREEDY).token_ids == EXPECTED
-
-
-@pytest.fixture(scope="module")
-def adapting() -> XTokAssisted:
-    return XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE_3, adapt=True)
-
-
-@pytest.mark.parametrize("fault", garbled(b"\0" * 9))
-def test_adapters_that_are_garbled_are_refused_and_change_nothing(adapting: XTokAssisted, tmp_path: Path, fault: str) -> None:
-    assert adapting.adapter is not None
-    adapting.adapter.save(tmp_path / "whole")
-    before = deepcopy(adapting.adapter._matrices())
-    (tmp_path / "garbled").write_bytes(garbled((tmp_path / "whole").read_bytes())[fault])
-    for file in ("garbled", "missing", "\0", "\ud800", ""):
-        with pytest.raises(InvalidInputError, match="can't be read as an adapter"):
-            adapting.adapter.load(tmp_path / file)
-    after = adapting.adapter._matrices()
-    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
-
-
-def test_an_adapter_of_no_path_is_refused(adapting: XTokAssisted) -> None:
-    assert adapting.adapter is not None
-    for file in (None, 5, b"x"):
-        with pytest.raises(InvalidInputError, match="can't be read as an adapter"):
-            adapting.adapter.load(file)  # type: ignore[arg-type]
 
 
 # anything at all

@@ -21,7 +21,6 @@ from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Round, Sequence
 from xtok.decoding.setup import Acceptance
 from xtok.decoding.start import start
-from xtok.drafts.adapt import Adapter
 from xtok.drafts.base import Draft, Drafter
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
@@ -69,7 +68,6 @@ class XTokAssisted:
         acceptance: Acceptance = "match",
         posterior_threshold: float = 0.09,
         posterior_alpha: float = 0.3,
-        adapt: bool = False,
         stable: bool | None = None,
         compile: bool | None = None,  # noqa: A002
         device: OneOrEach[Device] = None,
@@ -91,9 +89,6 @@ class XTokAssisted:
         distribution, too, but depend on the draft and that depth. "typical", **lossy**: guesses are accepted if their
         probability is above min(`posterior_threshold`, `posterior_alpha` * exp(-entropy)) (Medusa, Cai et al. 2024). With both
         of the latter, `stats.exact` is False.
-
-        `adapt`: a copy of the draft learns from each greedy text when it is done, in 3% of the time that those take, and
-        guesses later greedy texts. `adapter.save(file)` and `adapter.load(file)` keep what it learnt. No text changes.
 
         `stable`: forward passes of the target are batch-invariant: they have fixed shapes, in which a token has the same logits
         in every bit, whatever is forwarded with it. So the ids are the same in any precision, with or without a draft, alone or
@@ -156,11 +151,6 @@ class XTokAssisted:
     def names(self) -> tuple[str, ...]:
         """What its drafts are called in a trace."""
         return self.setup.names
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """What learns, with `adapt=True`."""
-        return self.setup.adapter
 
     def with_drafts(self, names: abc.Collection[str]) -> "XTokAssisted":
         """The same with some of its drafts alone, by their `names`: with none of them, the target alone. Models are shared, and

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from xtok.decoding import accept
 from xtok.decoding.prepare import as_generate
 from xtok.decoding.setup import FORMAT, PREDICTION, Acceptance, Setup, named, padding, warn_unstable
-from xtok.drafts.adapt import Adapter
 from xtok.drafts.base import Draft
 from xtok.drafts.given import as_draft, as_list, is_drafting, without_a_model
 from xtok.drafts.heads import HeadsDrafter
@@ -38,7 +37,6 @@ def assemble(
     acceptance: Acceptance,
     posterior_threshold: float,
     posterior_alpha: float,
-    adapt: bool,
     stable: bool | None,
     compile: bool | None,  # noqa: A002
     device: Any,
@@ -48,7 +46,7 @@ def assemble(
     attn_implementation: Any,
 ) -> Setup:
     """Arguments and errors are those of `XTokAssisted`."""
-    _check_settings(budget, acceptance, adapt=adapt, compile=compile, stable=stable)
+    _check_settings(budget, acceptance, compile=compile, stable=stable)
     for name, value in {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}.items():
         if not (isinstance(value, Real) and 0 < float(value) <= 1):
             raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
@@ -63,7 +61,7 @@ def assemble(
     loaded = target_model(target, places[0])
     beside = traits(loaded.model).device
     models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not is_drafting(one)}
-    _check_drafts(loaded, given, list(models.values()), acceptance=acceptance, adapt=adapt)
+    _check_drafts(loaded, given, list(models.values()), acceptance=acceptance)
     wanted = stable or (stable is None and acceptance == "match" and traits(loaded.model).computes_in_half)
     shapes = None
     if wanted:
@@ -71,10 +69,7 @@ def assemble(
             shapes = _shapes(loaded, acceptance)
         except XTokError as error:
             warn_unstable(loaded, error, stable=stable)
-    adapter = Adapter(next(iter(models.values())), loaded.vocabulary.view) if adapt else None
-    drafts = tuple(
-        ModelDraft(models[i], loaded.vocabulary, adapter) if i in models else as_draft(one) for i, one in enumerate(given)
-    )
+    drafts = tuple(ModelDraft(models[i], loaded.vocabulary) if i in models else as_draft(one) for i, one in enumerate(given))
     captured = _captured(loaded.model, drafts, compile)
     accepts = {"match": None, "rejection": accept.rejection, "typical": accept.typical(posterior_threshold, posterior_alpha)}
     return Setup(
@@ -88,15 +83,12 @@ def assemble(
         stable=stable,
         shapes=shapes,
         captures=captured,
-        adapter=adapter,
         policy=Policy([DraftPolicy() for _ in drafts], padding(shapes, captures=captured)),
         caches=CachePool(captures=captured),
     )
 
 
-def _check_settings(budget: Any, acceptance: Any, *, adapt: Any, **switches: Any) -> None:
-    if not isinstance(adapt, bool):
-        raise InvalidInputError(f"adapt is {adapt!r}; it must be True or False.")
+def _check_settings(budget: Any, acceptance: Any, **switches: Any) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool | None):
             raise InvalidInputError(f"{name} is {value!r}; it must be True, False or None.")
@@ -115,7 +107,7 @@ def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Place
         raise InvalidInputError(f"{places[1]} is for the draft, and there is none to load. Give the target's alone.")
 
 
-def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *, acceptance: str, adapt: bool) -> None:
+def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *, acceptance: str) -> None:
     """Raises `InvalidInputError` or `UnsupportedArgumentError` for drafts that can't do what is requested."""
     if any(one.model is target.model for one in models):
         raise InvalidInputError("The draft is the target itself, which can't guess sooner than it knows. Give a smaller model.")
@@ -125,8 +117,6 @@ def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *,
             "acceptance='rejection' needs the distribution that guesses are drawn from, so it takes one draft model, or "
             "sequential heads, alone. Give one, or use acceptance='match'."
         )
-    if adapt and len(models) != 1:
-        raise InvalidInputError(f"adapt=True needs one draft model that can learn, and there are {len(models)}.")
     for one in given:
         if isinstance(one, HeadsDrafter):
             one.check(target.model, target.vocabulary.view)

@@ -12,7 +12,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from xtok.align.text import SequenceText
 from xtok.decoding.pick import Picker
 from xtok.decoding.stops import StopStrings
-from xtok.drafts.adapt import Adapter
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.draft import Outcome
 from xtok.drafts.policy.policy import Policy
@@ -79,7 +78,6 @@ class Sequence:
     meter: Meter
     drafting: Callable[[], Session] | None = None
     policy: Policy | None = None
-    adapter: Adapter | None = None
     seed: int | None = None
     drafts: tuple[str, ...] = ()
     rounds: list[Round] = field(default_factory=list)

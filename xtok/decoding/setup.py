@@ -9,7 +9,6 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from xtok.decoding.accept import Accept
-from xtok.drafts.adapt import Adapter
 from xtok.drafts.base import Draft
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.model import ModelDraft
@@ -43,7 +42,7 @@ class Setup:
     `names`: those of `drafts`, in order, no two alike. `rejection_budget`: for rejection sampling: chains of one length, for
     what is left out of a guess must not depend on it. `accept`: accepts guesses of sampled sequences; None to accept those that
     the target draws itself. `stable`: as the caller gave it; `shapes`: the fixed shapes of the target's forward passes, if any.
-    `captures`: whether forward passes become CUDA graphs. `adapter`: a draft's copy that learns. `policy` and `caches` change:
+    `captures`: whether forward passes become CUDA graphs. `policy` and `caches` change:
     what guessing costs and gains, learnt from all sequences, and the KV caches that calls leave to later ones.
     """
 
@@ -57,7 +56,6 @@ class Setup:
     stable: bool | None = None
     shapes: StableShapes | None = None
     captures: bool = False
-    adapter: Adapter | None = None
     policy: Policy
     caches: CachePool
 
@@ -71,7 +69,6 @@ class Setup:
             self,
             drafts=drafts,
             names=tuple(self.names[i] for i in kept),
-            adapter=self.adapter if any(isinstance(one, ModelDraft) for one in drafts) else None,
             policy=Policy([DraftPolicy() for _ in drafts], self.policy.padded),
             caches=CachePool(captures=self.captures),
         )
@@ -82,14 +79,12 @@ class Setup:
         return {
             "budget": (self.budget, Budget()),
             "acceptance": (self.acceptance, "match"),
-            "adapt": (self.adapter is not None, False),
             "stable": (self.stable, None),
         }
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        adapted = [] if self.adapter is None else [self.adapter.draft.model]
-        return [self.target.model, *adapted, *(model for one in self.drafts if (model := self.model_of(one)) is not None)]
+        return [self.target.model, *(model for one in self.drafts if (model := self.model_of(one)) is not None)]
 
     def model_of(self, draft: Draft) -> PreTrainedModel | None:
         """The model whose forward passes a draft takes; None if it takes none."""

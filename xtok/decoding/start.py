@@ -67,7 +67,6 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
             meter=meter,
             drafting=partial(_session, setup, request, meter, slots, policy, [*own.values()]) if policy else None,
             policy=policy,
-            adapter=setup.adapter,
             seed=request.seed,
             read=adopted,
             adopted=adopted,

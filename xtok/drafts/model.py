@@ -9,7 +9,6 @@ from xtok.align.continuation import Continuation
 from xtok.align.projection import Projection, identity_projection, projection
 from xtok.align.tokenbytes import same_tokens
 from xtok.align.vocabulary import Vocabulary
-from xtok.drafts.adapt import Adapter
 from xtok.drafts.base import Drafter, Request
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
@@ -23,11 +22,9 @@ from xtok.models.roles import DraftModel
 class ModelDraft:
     """A draft model for targets of one vocabulary."""
 
-    def __init__(self, draft: DraftModel, target: Vocabulary, adapter: Adapter | None = None) -> None:
-        """`adapter`: has a copy of the draft that learns, which is used for greedy texts."""
+    def __init__(self, draft: DraftModel, target: Vocabulary) -> None:
         self._draft = draft
         self._target = target
-        self._adapter = adapter
         self._candidates = dict[int | None, Candidates]()
         own = draft.vocabulary
         self._same = same_tokens(target.tokenizer, target.view, own.tokenizer, own.view)
@@ -47,7 +44,7 @@ class ModelDraft:
 
     def start(self, request: Request) -> Drafter:
         """A drafter that guesses ids of the target if the draft has the same tokens or the target samples, and else text."""
-        model = self._draft if self._adapter is None or request.samples else self._adapter.draft
+        model = self._draft
         slot = request.slots.take(model.model)
         if self._same:
             return self._projected(model, IdReader(model, request.meter, slot), request, end=None)

@@ -101,13 +101,10 @@ class Generation:
 
 
 def finished(sequence: Sequence) -> Generation:
-    """The generation of a sequence that has ended. A draft that adapts learns from it. Raises the error that ended it."""
+    """The generation of a sequence that has ended. Raises the error that ended it."""
     if sequence.error is not None:
         raise sequence.error
     text = sequence.text
-    if sequence.adapter is not None and sequence.picker.noise is None:
-        prompt = text.data[: text.prompt_size].decode(errors="ignore")
-        sequence.adapter.learn(prompt, text.new_data.decode(errors="ignore"), sequence.meter.seconds["all"])
     return Generation(
         text=text.new_data.decode(errors="replace"),
         token_ids=text.new_ids,

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from xtok.align.projection import projection
 from xtok.align.tokenbytes import token_bytes
-from xtok.drafts.examples import training_examples
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load
 from xtok.models.modes import Modes, within
 from xtok.results.progress import stage
+from xtok.tune.examples import training_examples
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.make import Made, make_draft
 from xtok.tune.training import TrainingSettings, train

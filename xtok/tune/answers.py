@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from xtok.drafts.examples import WrittenText
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.prompts import Chat, chat_ids
 from xtok.models.timing import timed
 from xtok.results.progress import advanced
+from xtok.tune.examples import WrittenText
 from xtok.tune.work import split
 from xtok.tune.writing import beginnings, save, write
 

@@ -16,7 +16,6 @@ from torch.func import functional_call
 from torch.nn.functional import pad, smooth_l1_loss
 from transformers import DynamicCache, PreTrainedModel
 
-from xtok.drafts.examples import IGNORED, Example, WrittenText, batch
 from xtok.drafts.heads import LAST, HeadsDrafter, HeadsInfo, described, save_heads
 from xtok.drafts.medusa import MedusaHeads
 from xtok.drafts.sequential import HEAD_DIM, SequentialHeads, sequential_config
@@ -27,6 +26,7 @@ from xtok.models.modes import Modes, within
 from xtok.models.prompts import prompt_ids
 from xtok.results.progress import stage
 from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
+from xtok.tune.examples import IGNORED, Example, WrittenText, batch
 from xtok.tune.training import BATCH, Objective, fit, planned
 from xtok.tune.work import check, check_installed, check_out, digest, name, per_forward, work_folder, writing_arguments
 from xtok.tune.writing import write
@@ -240,7 +240,7 @@ def _guesses(
     """For each step the logits of the heads' ids at all places where the target wrote the next one, (places, ids), float32; the
     places, (rows, ids - 2 - step), bool; and the last hidden states there, predicted and the target's, (places, hidden size).
 
-    `inputs`: a batch of `xtok.drafts.examples.batch`.
+    `inputs`: a batch of `xtok.tune.examples.batch`.
     """
     hidden = _hidden(target, inputs, layers)
     for step, predicted in enumerate(_unrolled(heads, hidden, inputs["input_ids"], steps)):

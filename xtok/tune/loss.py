@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from xtok.align.projection import Projection
-from xtok.drafts.examples import IGNORED
+from xtok.tune.examples import IGNORED
 
 _HARD = 0.5
 """The weight of the text's own id at positions for which the target's distribution is known, too."""

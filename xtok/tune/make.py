@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from xtok.align.projection import projection
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.assisted import XTokAssisted
-from xtok.drafts.examples import IGNORED, batch, training_examples
 from xtok.drafts.given import without_a_model
 from xtok.models.cache import device_of, vocabulary_size
 from xtok.models.load import Source, draft_model, load
@@ -25,6 +24,7 @@ from xtok.models.prompts import Chat
 from xtok.models.timing import timed
 from xtok.results.progress import stage
 from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
+from xtok.tune.examples import IGNORED, batch, training_examples
 from xtok.tune.training import Objective, fit, planned
 from xtok.tune.vocabulary import small_tokenizer
 from xtok.tune.work import (
@@ -187,7 +187,7 @@ def loss_of(model: Any, inputs: dict[str, Tensor], own_ids: Tensor, bf16: bool =
     """The mean loss of a draft's ids, a scalar: cross-entropy with the text, at half weight where the target's distribution is
     known, and there with that distribution, too.
 
-    `inputs`: those of `xtok.drafts.examples.batch`. `own_ids`: the draft's id for each of the target's, (target's vocabulary,),
+    `inputs`: those of `xtok.tune.examples.batch`. `own_ids`: the draft's id for each of the target's, (target's vocabulary,),
     -1 for none.
     """
     labels = inputs["labels"][:, 1:]

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,10 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from xtok.align.projection import Projection
-from xtok.drafts.adapt import with_lora
-from xtok.drafts.examples import Example, batch
 from xtok.models.timing import timed
 from xtok.results.progress import stage
+from xtok.tune.examples import Example, batch
 from xtok.tune.loss import guessing_loss
 from xtok.tune.writing import save
 
@@ -75,7 +75,7 @@ def train(
     """
     size = sum(weight.numel() for weight in draft.parameters())
     adapts = size > _LARGE if settings.lora is None else settings.lora
-    model: Any = with_lora(draft, _RANK) if adapts else draft
+    model: Any = _with_lora(draft, _RANK) if adapts else draft
     learner: Any = draft
     caches = draft.config.use_cache
     seen = Projection(*(part.to(draft.device) for part in (seen.draft_ids, seen.target_ids, seen.weights)))
@@ -236,3 +236,14 @@ def _latest(into: Path) -> tuple[str | None, list[float]]:
             continue
         return str(path), _measured(state["log_history"])
     return None, []
+
+
+def _with_lora(model: PreTrainedModel, rank: int) -> Any:
+    """`model` with low-rank matrices beside all its linear layers. They alone are trainable; its own weights are frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # the caller's random numbers stay what they are
+        warnings.simplefilter("ignore")  # about what it does by itself
+        torch.default_generator.manual_seed(0)
+        return get_peft_model(model, config)

@@ -15,10 +15,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
-from xtok.drafts.examples import WrittenText
 from xtok.models.cache import device_of
 from xtok.models.prompts import Chat, prompt_ids
 from xtok.results.progress import bar
+from xtok.tune.examples import WrittenText
 
 _BATCH = 32
 PENALTY = 1.2
