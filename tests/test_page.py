@@ -321,7 +321,7 @@ def test_all_of_it_works_by_the_keyboard(page: Browser) -> None:
 
 def test_the_headline_says_what_was_saved_and_whether_it_pays(page: Browser) -> None:
     page.write()
-    cards = [card.text for card in page.all("#headline .card")]
+    cards = [card.text.replace("\n", " ") for card in page.all("#headline .card")]
     forwards, whole = (len(page.all(f".run.{kind} .one")) for kind in ("drafted", "alone"))
     speed = float(page.all("#figures tbody tr:first-child td")[4].text.split()[0])
     assert cards[0] == f"{whole / forwards:.2f} × fewer forward passes"
@@ -448,7 +448,7 @@ def test_the_sample_is_opened_without_models(english: Browser) -> None:
         english.driver.get(f"{empty.url}/")
         english.one("#sample").click()
         english.until(lambda: english.all(".run.trace .one"))
-        assert english.text("#headline .card").endswith("× fewer forward passes")
+        assert english.text("#headline .card").endswith("×\nfewer forward passes")
         assert english.all("#figures .tint")
     english.errors()
 
@@ -540,7 +540,8 @@ def test_the_picture_of_the_documents_shows_what_they_say(english: Browser) -> N
         assert english.text("#headline .card:nth-child(2)").endswith("faster")
         tinted = "return [...document.querySelectorAll('.drafted .one')].map((one) => one.querySelectorAll('.tint').length)"
         counts = english.driver.execute_script(tinted)
-        english.point_at(english.all(".run.drafted .one")[counts.index(max(counts))])
+        richest = english.all(".run.drafted .one")[counts.index(max(counts))]
+        english.driver.execute_script("arguments[0].focus({preventScroll: true})", richest)
         english.picture("page.png")
 
 
