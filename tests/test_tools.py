@@ -332,6 +332,20 @@ def test_what_the_documents_show_of_tools_runs(server: Server, writes: Any, caps
     assert capsys.readouterr().out == "待て\n猫\n猫"
 
 
+def test_what_the_documents_show_of_chats_runs(client: openai.OpenAI, writes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    shown = [code for code in re.findall(r"^```py\n(.*?)^```$", document, re.MULTILINE | re.DOTALL) if "client.chat" in code]
+    person, code = '{"name": "Ada", "age": 36}', "def area(radius):\n    return 3.14 * radius ** 2\n"
+    known: dict[str, Any] = {"client": client, "name": "tiny"}
+    texts = ("猫", "猫", person, code)
+    for part, text in zip([one for one in shown if "OpenAI(" not in one], texts, strict=True):
+        writes(text)
+        exec(compile(part, "serving.md", "exec"), known)
+    chat, held, accepted = capsys.readouterr().out.splitlines()
+    assert (chat, held) == ("猫", person)
+    assert int(accepted) > 0
+
+
 FORCED: dict[str, tuple[str, str]] = {
     "hermes": ("<tool_call>", "<think>"),
     "mistral": ("[TOOL_CALLS]", "[THINK]"),
