@@ -24,6 +24,7 @@ EXAMPLES = [
     *QUICK,
     ("quickstart", "yes"),
     ("json_schema", "yes"),
+    ("agent_loop", "yes"),
     ("streaming", "。"),
     ("several_drafts", "yes"),
     ("heads", "yes"),
@@ -34,7 +35,10 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("example", "words"), mostly_deep(EXAMPLES, QUICK))
-def test_an_example_runs_and_prints_the_truth(example: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_runs_and_prints_the_truth(
+    example: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [example])
     runpy.run_path(str(ROOT / "examples" / f"{example}.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert words in printed
