@@ -157,7 +157,8 @@ def test_an_editable_install_is_a_path_and_no_import_hook(source: Path) -> None:
 def make(folder: Path, *arguments: str) -> str:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    return subprocess.run(["make", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    return subprocess.run(["make", *arguments], cwd=folder, env=own, capture_output=True, text=True, check=True).stdout
 
 
 def test_the_demonstration_installs_no_tools_of_developers_and_uses_them_if_they_are_there(tmp_path: Path) -> None:
