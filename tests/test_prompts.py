@@ -103,6 +103,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "thinking for ids": ([5, 6], {"enable_thinking": True}, r"enable_thinking is for chats, and the prompt is token ids"),
     "what is no set of arguments": (CHAT, {"chat_template_kwargs": ["mood"]}, r"chat_template_kwargs is \['mood'\]"),
     "what xtok decides": (CHAT, {"chat_template_kwargs": {"tokenize": False}}, r"tokenize can't be set.*Leave it out"),
+    "what xtok gives the tokenizer": (
+        CHAT,
+        {"chat_template_kwargs": {"tokenizer_kwargs": {"padding": "max_length", "max_length": 99}}},
+        r"tokenizer_kwargs can't be set",
+    ),
     "what a template refuses": (
         CHAT,
         {"chat_template_kwargs": {"chat_template": "{{ raise_exception('no users') }}"}},

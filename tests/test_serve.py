@@ -516,6 +516,8 @@ NESTED = ["[" * 15_000 + "]" * 3, "[" * 9000 + "]" * 9000, "9" * 9000]
 """Arguments of calls: JSON is nested too deeply, or holds a number with too many digits."""
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
+PADDED = {"padding": "max_length", "max_length": 99}
+"""Found by a hostile trial: a request for 10**9 ids of padding took all memory, before it was refused."""
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "best_of": 2}, "best_of"),
     ({"prompt": "a", "prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction"),
@@ -584,6 +586,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({**CHAT, "functions": []}, "functions"),
     ({**CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({**CHAT, "chat_template_kwargs": {"tokenize": False}}, "messages"),
+    *(({**CHAT, "chat_template_kwargs": padded}, "messages") for padded in (PADDED, {"tokenizer_kwargs": PADDED})),
 ]
 
 

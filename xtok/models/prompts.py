@@ -28,7 +28,9 @@ class KnownPrompt:
 
 _OF_CHATS = ("tools", "enable_thinking")
 """Arguments of chat templates with names of their own. All others are given as `chat_template_kwargs`."""
-_DECIDED = frozenset({"conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length"})
+_DECIDED = frozenset(
+    {"conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs"}
+)
 _ENCODED = frozenset({"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"})
 """What a tokenizer's encoding may hold. Ids and mask are read; the others follow from the text."""
 
@@ -100,6 +102,8 @@ def _check_arguments(prompt: Any, split_special_tokens: Any, template: Mapping[s
     """Raises `InvalidInputError` for settings that make no sense, or are for another kind of prompt."""
     if not isinstance(split_special_tokens, bool | None):
         raise InvalidInputError(f"split_special_tokens is {split_special_tokens!r}; it must be True, False or None.")
+    for name in sorted(_DECIDED & set(template)):  # padding, for one, may take any amount of memory
+        raise InvalidInputError(f"{name} can't be set in chat_template_kwargs: xtok reads chats as ids. Leave it out.")
     kind = "token ids" if is_ids(prompt) else "a chat" if is_chat(prompt) else "a text"
     if template and kind != "a chat":
         raise InvalidInputError(
@@ -118,8 +122,6 @@ def read_prompt(tokenizer: Any, prompt: Any, arguments: dict[str, Any]) -> tuple
         raise InvalidInputError(
             f"chat_template_kwargs is {given!r}; give names and values, such as {{'enable_thinking': False}}."
         )
-    for name in _DECIDED & set(given or {}):
-        raise InvalidInputError(f"{name} can't be set in chat_template_kwargs: xtok reads chats as ids. Leave it out.")
     named = {name: arguments.pop(name, None) for name in _OF_CHATS}
     template = {**(given or {}), **{name: value for name, value in named.items() if value is not None}}
     if isinstance(prompt, KnownPrompt):
