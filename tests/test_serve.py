@@ -128,11 +128,12 @@ def serving(
     limits: Limits | None = None,
     batch_size: int = 4,
     queue: int = 1024,
+    memory: int | None = None,
     prefix_cache: bool = True,
     **more: Any,
 ) -> Iterator[Server]:
     xt = xt or XTokAssisted((LM, CHAT_TOKENS), MADE["several"](), budget=TREE)
-    engine = Engine(xt, batch_size=batch_size, queue=queue, prefix_cache=prefix_cache)
+    engine = Engine(xt, batch_size=batch_size, queue=queue, memory=memory, prefix_cache=prefix_cache)
     try:
         with Server(Service(NAME, limits or Limits(), xt, engine), **more) as server:
             yield server
