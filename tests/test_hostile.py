@@ -6,6 +6,7 @@ Nothing here reads a clock, but for `PATIENCE`, after which what hangs fails.
 import asyncio
 import gc
 import json
+import os
 import random
 import re
 import socket
@@ -37,7 +38,8 @@ from xtok.serving.http.reading import Written
 from xtok.serving.http.requests import submissions_of
 from xtok.serving.http.responses import Responses, chat_of
 
-REQUESTS = 10_000
+REQUESTS = int(os.environ.get("XTOK_HOSTILE_REQUESTS", "2000"))
+"""10,000 take six minutes of a quiet core."""
 AT_ONCE = 64
 PATIENCE = 900.0
 """Seconds within which a request ends, however busy the machine is."""
@@ -483,7 +485,7 @@ async def visited(server: Server, pool: Sequence[Asked], number: int, truths: Tr
 
 @pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, REQUESTS), (torch.bfloat16, REQUESTS // 10)], ids=str)
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, REQUESTS), (torch.bfloat16, REQUESTS // 4)], ids=str)
 def test_a_hostile_client_gets_the_targets_own_answers_and_leaves_nothing(dtype: torch.dtype, number: int) -> None:
     target = fitting(TOKENS, "Llama", 0, dtype=dtype, window=WIDE)
     lookup = PromptLookup(memory=MEMORY)
