@@ -53,7 +53,7 @@ INTRODUCTION = (
     "What you will see\n\n"
     "A target model writes: on its own, and by xtok. There, something small guesses what comes next: a layer that reads "
     "the target's hidden states (heads), or a model with another tokenizer (the draft). So does what the text repeats "
-    "(prompt lookup), and what the target held for likely before (token recycling). One forward pass of the target "
+    "(prompt lookup), and what the target considered likely before (token recycling). One forward pass of the target "
     "checks all guesses of a round. The target picks every token itself, so both texts must be the same, token by token: "
     "a right guess saves a forward pass, a wrong one changes nothing. The two texts are written in turns; the clock of "
     "one stands still while the other is written. One thread.\n"
@@ -61,8 +61,8 @@ INTRODUCTION = (
 ENGLISH = (
     "1. A real chat model\n\n"
     "SmolLM2-135M-Instruct (135 M parameters, bfloat16) answers questions greedily. Its heads of {parameters:.1f} M "
-    "parameters learnt from its texts, as xtok train-heads does it. In each round they and the other guesses make a tree "
-    "of 7 tokens (a fixed budget).\n"
+    "parameters were trained on its texts, with the method of xtok train-heads. In each round they and the other guesses "
+    "make a tree of 7 tokens (a fixed budget).\n"
 )
 MISSING = "1. A real chat model\n\nIt is left out: {reason}\n"
 JAPANESE = (
