@@ -19,7 +19,7 @@ from xtok.errors import EngineFullError
 from xtok.results.page import TINTS, VIEW
 from xtok.serving.http.completions import complete, prepared, sse_data
 from xtok.serving.http.middleware import authenticated, body_of, context_of, error_response, failure, log_refusal, logged
-from xtok.serving.http.protocol import B, Chat, ChatRace, Completion, CompletionRace, RequestError, fields_of, read
+from xtok.serving.http.protocol import Chat, ChatRace, Completion, CompletionRace, RequestError, fields_of, read
 from xtok.serving.http.race import race, race_options, runs_of, steps
 from xtok.serving.http.respond import respond
 from xtok.serving.http.responses import Responses
@@ -40,9 +40,9 @@ def app_of(service: Service, *, key: str | None = None, origins: Sequence[str] =
     _add_errors(app, service)
     _add_operations(app, service)
     _add_models(app, service)
-    _add(app, service, "/v1/completions", Completion, complete)
-    _add(app, service, "/v1/chat/completions", Chat, complete)
-    _add_responses(app, service)
+    _add(app, service, "/v1/completions", partial(read, Completion), complete)
+    _add(app, service, "/v1/chat/completions", partial(read, Chat), complete)
+    _add(app, service, "/v1/responses", partial(fields_of, Responses), respond)
     _add_races(app, service)
     _add_page(app)
     if key is not None:
@@ -108,26 +108,19 @@ def _add_races(app: FastAPI, service: Service) -> None:
     async def about() -> Response:
         return JSONResponse(race_options(service.ready()[0], service.name, service.limits, service.prompts))
 
-    _add(app, service, "/v1/race/completions", CompletionRace, _raced)
-    _add(app, service, "/v1/race/chat/completions", ChatRace, _raced)
+    _add(app, service, "/v1/race/completions", partial(read, CompletionRace), _raced)
+    _add(app, service, "/v1/race/chat/completions", partial(read, ChatRace), _raced)
 
 
-def _add_responses(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        service.ready()
-        body = fields_of(Responses, await body_of(request, service.limits.body))
-        _check_model(service, body.model)
-        return await respond(service, request, body)
-
-
-def _add(app: FastAPI, service: Service, path: str, kind: type[B], answer: Callable[..., Awaitable[Response]]) -> None:
-    """Adds a route. A body is checked, and then `answer` makes the response."""
+def _add(
+    app: FastAPI, service: Service, path: str, parse: Callable[[bytes], Any], answer: Callable[..., Awaitable[Response]]
+) -> None:
+    """Adds a route. A body is parsed and checked, and then `answer` makes the response."""
 
     @app.post(path)
-    async def respond(request: Request) -> Response:
+    async def answered(request: Request) -> Response:
         service.ready()
-        body = read(kind, await body_of(request, service.limits.body))
+        body = parse(await body_of(request, service.limits.body))
         _check_model(service, body.model)
         return await answer(service, request, body)
 

@@ -140,10 +140,9 @@ class _Answer:
 
     def _usage(self) -> dict[str, Any]:
         counts = self._pending.usage()
-        cached = counts.get("prompt_tokens_details", {}).get("cached_tokens", 0)
         return {
             "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._pending.reasoning_tokens()},
             "total_tokens": counts["total_tokens"],
