@@ -120,6 +120,5 @@ def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy
     )
     drafts = list(setup.drafts)
     if not policy.reads_clock:  # what others taught it would change what this one guesses, and so shapes
-        drafts = [TokenRecycling() if isinstance(one, TokenRecycling) else one for one in drafts]
-        drafts = [one.without_memory() if isinstance(one, PromptLookup) else one for one in drafts]
+        drafts = [one.without_memory() if isinstance(one, PromptLookup | TokenRecycling) else one for one in drafts]
     return Session([*drafts, *own], given, policy, request.unpadded, request.noise)

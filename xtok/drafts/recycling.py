@@ -49,6 +49,10 @@ class TokenRecycling:
     def __setstate__(self, state: dict[str, Any]) -> None:
         TokenRecycling.__init__(self)
 
+    def without_memory(self) -> "TokenRecycling":
+        """The same, but for what earlier sequences taught it."""
+        return TokenRecycling()
+
     def start(self, request: Request) -> "Recycler":
         check_request(request)
         with self._lock:
