@@ -42,8 +42,8 @@ class Setup:
     `names`: those of `drafts`, in order, no two alike. `rejection_budget`: for rejection sampling: chains of one length, for
     what is left out of a guess must not depend on it. `accept`: accepts guesses of sampled sequences; None to accept those that
     the target draws itself. `stable`: as the caller gave it; `shapes`: the fixed shapes of the target's forward passes, if any.
-    `captures`: whether forward passes become CUDA graphs. `policy` and `caches` change:
-    what guessing costs and gains, learnt from all sequences, and the KV caches that calls leave to later ones.
+    `captures`: whether forward passes become CUDA graphs. `policy` and `caches` change: what guessing costs and gains, learnt
+    from all sequences, and the KV caches that calls leave to later ones.
     """
 
     target: Target

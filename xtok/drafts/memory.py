@@ -40,7 +40,7 @@ class TextMemory:
                 new += _CHUNK
             first = max(0, new - DEPTH)
             if new < len(text):
-                segments += [Corpus([text[i : i + self._segment]]) for i in range(first, len(text), max(1, self._segment))]
+                segments += [Corpus([text[i : i + self._segment]]) for i in range(first, len(text), self._segment)]
             while len(segments) > 1 and len(segments[-2]) <= min(2 * len(segments[-1]), self._segment - len(segments[-1])):
                 segments[-2:] = [Corpus(segments[-2].texts + segments[-1].texts)]
             while sum(len(one) for one in segments) > self._room:
