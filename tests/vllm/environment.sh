@@ -34,7 +34,7 @@ for one in needed:
         print(one)
 PYTHON
 "$folder/bin/python" -m pip install --quiet --requirement "$wheels/requirements.txt" torch==2.13.0 \
-    "gguf>=0.10" "rich>=13" "sentencepiece>=0.2" "typer>=0.16" "hypothesis>=6.100" "pytest>=8" "scipy>=1.13"
+    "accelerate>=1.3" "gguf>=0.10" "rich>=13" "sentencepiece>=0.2" "typer>=0.16" "hypothesis>=6.100" "pytest>=8" "scipy>=1.13"
 "$folder/bin/python" -m pip install --quiet --no-deps "$wheels"/*.whl
 "$folder/bin/python" -m pip install --quiet --no-deps --editable .
 # what vLLM's suffix decoding needs; built with what is installed, for it asks for another torch
