@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from xtok.drafts.base import Context, Request
 from xtok.drafts.heads import HeadsInfo, described, save_heads
 from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, sequential_config
 from xtok.drafts.tree import Tree
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, UnsupportedModelError
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -125,6 +126,16 @@ def test_heads_of_another_shape_are_refused(tmp_path: Path) -> None:
             HeadsDrafter(tmp_path / "other")
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_of_some_ids_are_the_targets_logits(bias: bool) -> None:
+    torch.manual_seed(0)
+    output, ids = torch.nn.Linear(16, 50, bias=bias), torch.tensor([3, 1, 40])
+    made = SequentialHeads(sequential_config(len(ids), 32, 48, 2, 1, 8), 1, torch.nn.Embedding(50, 16), output, ids)
+    hidden = torch.randn(5, 16)
+    torch.testing.assert_close(made.logits_of(hidden), output(hidden)[:, ids])
+
+
 def test_an_engine_shares_them_between_requests_within_its_memory(file: Path) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     alone = XTokAssisted((TARGET, TOKENS))
@@ -194,6 +205,15 @@ def test_wild_files_are_refused_before_any_text(tmp_path: Path, what: str) -> No
     save_file(tensors, tmp_path / "wild", metadata={"xtok": json.dumps(known)})
     with pytest.raises(InvalidInputError, match="holds no heads"):
         XTokAssisted((TARGET, TOKENS), HeadsDrafter(tmp_path / "wild"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_target_without_hidden_states_is_refused_by_name(file: Path, dtype: torch.dtype) -> None:
+    target = deepcopy(TARGET).to(dtype)
+    forward = target.forward
+    target.forward = lambda *args, **kwargs: replace(forward(*args, **kwargs), hidden_states=None)  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModelError, match="returns no hidden states, which heads guess from"):
+        XTokAssisted((target, TOKENS), HeadsDrafter(file)).generate("a", max_new_tokens=9)
 
 
 def test_hidden_states_that_are_lost_cost_guesses_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

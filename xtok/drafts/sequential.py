@@ -121,18 +121,21 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
         if self._rows is None:
             logits: Tensor = self._targets[1](hidden)
             return logits[..., self.ids.to(logits.device)]
-        return nn.functional.linear(hidden, self._rows.to(hidden.dtype))
+        return nn.functional.linear(hidden, *(one.to(hidden.dtype) for one in self._rows))
 
     def logits_after(self, states: Tensor) -> Tensor:
         return self.logits_of(self.out(states))
 
 
-def _rows(output: Any, ids: Tensor) -> Tensor | None:
-    """The rows of an output embedding for some ids, (ids, hidden size); None if it is quantised or offloaded."""
+def _rows(output: Any, ids: Tensor) -> tuple[Tensor, ...] | None:
+    """The rows of an output embedding for some ids, (ids, hidden size), and their bias if it has one, (ids,); None if it is
+    quantised or offloaded.
+    """
     weight = output.weight
     if type(output) is not nn.Linear or not weight.is_floating_point() or weight.is_meta:
         return None
-    return weight.detach()[ids.to(weight.device)].clone()  # type: ignore[no-any-return]
+    parts = (weight,) if output.bias is None else (weight, output.bias)
+    return tuple(part.detach()[ids.to(weight.device)].clone() for part in parts)
 
 
 def sequential_config(ids: int, size: int, inner: int, heads: int, groups: int, window: int) -> MistralConfig:

@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from xtok.errors import UnsupportedModelError
+
 CACHE_NAMES = ("cache", "past_key_values")
 CACHE = CACHE_NAMES["cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
 """The argument, and the output, that holds a model's cache: `cache` from transformers 5.24 on, `past_key_values` before."""
@@ -39,7 +41,12 @@ def layer_kinds(model: PreTrainedModel) -> list[str]:
 
 
 def stacked(outputs: Any, layers: Sequence[int]) -> Tensor:
-    """The hidden states after some layers, (rows, ids, layers, hidden size): 0 for the embeddings, -1 for what makes logits."""
+    """The hidden states after some layers, (rows, ids, layers, hidden size): 0 for the embeddings, -1 for what makes logits.
+
+    Raises `UnsupportedModelError` for the outputs of a model that doesn't return hidden states.
+    """
+    if not outputs.hidden_states:
+        raise UnsupportedModelError("The target returns no hidden states, which heads guess from. Use another draft.")
     return torch.stack([outputs.hidden_states[layer] for layer in layers], dim=2)
 
 
