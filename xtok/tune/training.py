@@ -44,19 +44,6 @@ class TrainingSettings:
     lora: bool | None = None
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What training makes smaller, and by what its result is judged.
-
-    `collate` makes a batch of rows: tensors by name, (rows, …) each. `loss` gives the scalar loss of a model on a batch.
-    `measure` gives a figure after each epoch, of which the largest is best.
-    """
-
-    collate: Callable[[Sequence[Any]], dict[str, Tensor]]
-    loss: Callable[[Any, dict[str, Tensor]], Tensor]
-    measure: Callable[[], float]
-
-
 def train(
     draft: PreTrainedModel,
     rows: Sequence[Example],
@@ -85,16 +72,16 @@ def train(
         return guessing_loss(output.logits, inputs["labels"], inputs["likeliest"], inputs["probabilities"], seen)
 
     rate = settings.learning_rate or (2e-4 if adapts else full_rate(size))
-    objective = Objective(batch, loss, lambda: measure(learner.eval()))
-    found = fit(model, rows, objective, into, epochs=settings.epochs, rate=rate)
+    found = fit(model, rows, loss, lambda: measure(learner.eval()), into, epochs=settings.epochs, rate=rate)
     draft.config.use_cache = caches  # the trainer switches it off
     return (model.merge_and_unload() if adapts else model).eval(), found
 
 
 def fit(
     model: nn.Module,
-    rows: Sequence[Any],
-    objective: Objective,
+    rows: Sequence[Example],
+    loss: Callable[[Any, dict[str, Tensor]], Tensor],
+    measure: Callable[[], float],
     into: Path,
     *,
     epochs: int,
@@ -102,7 +89,8 @@ def fit(
 ) -> list[float]:
     """Train `model` until what is measured no longer rises, and leave it as it was after its best epoch.
 
-    Law: as for `train`. `rows`: the training examples. `rate`: the learning rate. Returns what was measured after each epoch.
+    Law: as for `train`. `loss`: the scalar loss of a model on a `batch` of rows, which training makes smaller. `measure`: gives
+    a figure after each epoch, of which the largest is best. `rate`: the learning rate. Returns what was measured.
     """
     device = next(model.parameters()).device
     latest, found = _latest(into)
@@ -133,11 +121,11 @@ def fit(
             args=arguments,
             train_dataset=list(rows),
             eval_dataset=list(rows[:1]),
-            data_collator=objective.collate,
+            data_collator=batch,
             callbacks=[_Watch(bar)],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.loss, trainer.measure = objective.loss, objective.measure
+        trainer.loss, trainer.measure = loss, measure
         trainer.train(resume_from_checkpoint=latest)
     return _measured(trainer.state.log_history)
 
