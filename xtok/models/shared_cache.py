@@ -285,11 +285,14 @@ class SharedCache:
 
     def _grow(self, rows: int, positions: int) -> None:
         """Let the cache have so many rows and positions at least. What was captured knows its former memory."""
-        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
+        self._need(rows, positions)
         if self._graphs is not None and any(self._view.shape(*part.shape[::2]) != part.shape[::2] for part in self.parts):
             self._graphs.clear()
         for layer in self._layers:
             layer.grow()
+
+    def _need(self, rows: int, positions: int) -> None:
+        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
 
     def _clear(self, first: int, ends: Sequence[int], seen: int) -> None:
         """Empty what others left after the `ends` of rows, as far as it is read: NaN would be seen through any mask."""
