@@ -4,6 +4,7 @@ import sys
 from collections import abc
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from threading import local
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
@@ -125,11 +126,11 @@ class XTokAssisted:
         """A copy, be it by a pickle, is made as this one was: ids and paths are loaded again, and nothing is learnt yet."""
         if self._whole is not None:
             return type(self).with_drafts, (self._whole, self.names)
-        return _made_again, (type(self), self._arguments)
+        return partial(type(self), **self._arguments), ()
 
     def __repr__(self) -> str:
-        settings = {**self.setup.settings, "compile": (self._arguments["compile"], None)}
-        shown = "".join(f", {name}={value!r}" for name, (value, usual) in settings.items() if value != usual)
+        given = {"budget": self.setup.budget, **{name: self._arguments[name] for name in ("acceptance", "stable", "compile")}}
+        shown = "".join(f", {name}={value!r}" for name, value in given.items() if value not in (Budget(), "match", None))
         return f"XTokAssisted({name_of(self.model)}, drafts={list(self.names)}{shown})"
 
     @property
@@ -298,10 +299,7 @@ class XTokAssisted:
         progress: bool = False,
         keep: bool = False,
     ) -> list[Sequence]:
-        """Start and run requests, `batch_size` of them at a time, to their ends; `last` has what they gave.
-
-        A streamer is given ids of all rows at a time, then the end. Returns the sequences, if they are to be kept.
-        """
+        """Run requests to their ends, `batch_size` of them at a time. Returns the sequences, if they are to be kept."""
         waiting, numbers, kept = enumerate(requests), dict[Sequence, int](), list[Sequence]()
         results, sent, keep = dict[int, Generation](), 0, keep or streamer is not None
 
@@ -324,10 +322,6 @@ class XTokAssisted:
             streamer.end()
         _LAST.given[self] = [results[number] for number in sorted(results)]
         return kept
-
-
-def _made_again(kind: type[XTokAssisted], arguments: dict[str, Any]) -> XTokAssisted:
-    return kind(**arguments)
 
 
 class _Last(local):

@@ -175,13 +175,7 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
     found: list[Prepared] = []
 
     def capture(
-        _: Any,
-        input_ids: Any,
-        /,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **model_kwargs: Any,
+        _: Any, input_ids: Any, /, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any
     ) -> Tensor:
         batch = Prepared(
             input_ids,

@@ -96,5 +96,4 @@ def _sorted_suffixes(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> "np.
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """How many of their first bytes are equal."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

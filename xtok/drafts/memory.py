@@ -28,7 +28,6 @@ class TextMemory:
 
     @property
     def size(self) -> int:
-        """How many bytes texts and indexes take."""
         return Corpus.BYTES_PER_BYTE * sum(len(one) for one in self._segments)
 
     def add(self, text: bytes) -> None:

@@ -42,18 +42,15 @@ class Kept(dict[int, list[Read]]):
             self[index] = reads
 
     def use(self, index: int) -> None:
-        """Note that a row is used."""
         self[index] = self.pop(index)
 
     def swap(self, one: int, other: int) -> None:
-        """Note that two rows changed places."""
         names = {one: other, other: one}
         held = {names.get(index, index): reads for index, reads in self.items()}
         self.clear()
         self.update(held)
 
     def cut(self, positions: int) -> None:
-        """Note that rows have so many positions left."""
         for reads in self.values():
             del reads[positions:]
 

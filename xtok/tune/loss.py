@@ -36,10 +36,7 @@ def _with_rest(probabilities: Tensor) -> Tensor:
 
 
 def _projected(probabilities: Tensor, chosen: Tensor, seen: Projection) -> Tensor:
-    """The projected probabilities of `chosen` ids of the target, (positions, few).
-
-    `probabilities`: the draft's, (positions, draft's vocabulary).
-    """
+    """The projected probabilities of `chosen` ids, (positions, few), by the draft's, (positions, draft's vocabulary)."""
     found: Any = torch.unique
     columns, own = found(chosen, return_inverse=True)  # few of the target's ids, whose vocabulary may be large
     if not len(columns):

@@ -213,10 +213,7 @@ def full_rate(parameters: int) -> float:
 
 
 def _latest(into: Path) -> tuple[str | None, list[float]]:
-    """The latest complete checkpoint, None if there is none, and what was measured up to it.
-
-    The trainer writes its state last, so a checkpoint whose state can be read is complete.
-    """
+    """The latest complete checkpoint, whose state, written last, can be read, if any; and what was measured up to it."""
     for path in sorted(into.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True):
         try:
             state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))

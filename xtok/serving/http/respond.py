@@ -96,7 +96,6 @@ class _Answer:
         yield self._event(f"{kind}.delta", **self._place, content_index=0, delta=part.text, **_no_logprobs(kind))
 
     def _opened(self, kind: str, prefix: str) -> Iterator[dict[str, str]]:
-        """Begins an item of text."""
         item: dict[str, Any] = {"id": f"{prefix}_{self._context.id}_{len(self._items)}", "status": "in_progress", "content": []}
         item |= {"type": "message", "role": "assistant"} if prefix == "msg" else {"type": "reasoning", "summary": []}
         self._items.append(item)
@@ -116,7 +115,6 @@ class _Answer:
         yield from self._done("completed")
 
     def _done(self, status: str) -> Iterator[dict[str, str]]:
-        """Ends the item that goes on, if there is one."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item = self._items[-1]

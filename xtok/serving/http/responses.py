@@ -5,20 +5,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from xtok.serving.http.protocol import Chat, Fields, FunctionName, Items, RequestError, read
+from xtok.serving.http.protocol import Chat, Fields, FunctionName, Items, RequestError, Schema, read
 
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
 """Names that fields of chats have here."""
 
 
-class TextFormat(Fields):
+class TextFormat(Schema):
     """A JSON schema with its name, or the name of a format."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
 
 
 class Text(Fields):
