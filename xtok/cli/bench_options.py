@@ -79,7 +79,7 @@ def unless_a_command_follows(measure: Callable[..., None]) -> Callable[..., None
     def run(ctx: typer.Context, **options: Any) -> None:
         name, group = ctx.invoked_subcommand, ctx.command
         if name is None:
-            return measure(ctx, **options)
+            return measure(ctx=ctx, **options)
         sources: Any = {option: ctx.get_parameter_source(option) for option in options}
         given = {option: ctx.params[option] for option in options if sources[option].name == "COMMANDLINE"}
         known = {option.name for option in cast("Any", group).commands[name].params}
