@@ -76,8 +76,7 @@ class HeadsDrafter:
         return {name: value for name, value in vars(self).items() if name != "_made"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._made = Verdicts(self._for, _embeddings_of)
+        vars(self).update(state, _made=Verdicts(self._for, _embeddings_of))
 
     @property
     def is_sequential(self) -> bool:

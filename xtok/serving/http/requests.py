@@ -13,8 +13,9 @@ from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError
 from xtok.models.cache import context_window, end_ids, vocabulary_size
 from xtok.models.prompts import KnownPrompt, Prompt, is_several, prompt_ids
+from xtok.sampling.grammar import Grammar
 from xtok.serving.http.formats import AUTO, Format, Parsers, format_of
-from xtok.serving.http.processors import Grammar, Penalties, Record, matcher_of
+from xtok.serving.http.processors import Penalties, Record, matcher_of
 from xtok.serving.http.protocol import MOST, Body, Chat, Completion, Limits, RequestError
 from xtok.serving.http.reading import Marked, Reader
 from xtok.serving.http.tools import format_for, matcher_of_tools, reader_of
