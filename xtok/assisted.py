@@ -4,7 +4,6 @@ import sys
 from collections import abc
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from threading import local
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
@@ -126,7 +125,7 @@ class XTokAssisted:
         """A copy, be it by a pickle, is made as this one was: ids and paths are loaded again, and nothing is learnt yet."""
         if self._whole is not None:
             return type(self).with_drafts, (self._whole, self.names)
-        return partial(type(self), **self._arguments), ()
+        return _made_again, (type(self), self._arguments)
 
     def __repr__(self) -> str:
         given = {"budget": self.setup.budget, **{name: self._arguments[name] for name in ("acceptance", "stable", "compile")}}
@@ -322,6 +321,10 @@ class XTokAssisted:
             streamer.end()
         _LAST.given[self] = [results[number] for number in sorted(results)]
         return kept
+
+
+def _made_again(kind: type[XTokAssisted], arguments: dict[str, Any]) -> XTokAssisted:
+    return kind(**arguments)
 
 
 class _Last(local):
