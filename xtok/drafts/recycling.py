@@ -44,7 +44,7 @@ class TokenRecycling:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy begins without what was learnt."""
-        return TokenRecycling, ()
+        return type(self), ()
 
     def without_memory(self) -> "TokenRecycling":
         """The same, but for what earlier sequences taught it."""
