@@ -38,7 +38,7 @@ from xtok.models.forwards import together
 from xtok.models.load import load
 from xtok.models.stable import StableShapes
 from xtok.tune.examples import IGNORED, Example, batch
-from xtok.tune.heads import HeadsSettings, TrainedHeads, _guesses, _hidden, _untrained, accuracies, loss_of
+from xtok.tune.heads import TrainedHeads, _guesses, _hidden, _untrained, accuracies, loss_of
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -262,8 +262,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [None, 64, 100, 640, 704])
 def test_heads_of_any_size_can_be_made(size: int | None) -> None:
-    settings = HeadsSettings("a", None, "sequential", 1.0, 2, size, 10, 1, 1, 0.5, None)
     info = replace(described(TARGET, token_bytes(TOKENS)), layers=LAYERS, window=9)
-    heads: Any = _untrained(TARGET, info, ROWS, settings)
+    heads: Any = _untrained(TARGET, info, ROWS, 2, 10, size)
     assert heads.config.hidden_size == -(-(size or 32) // 64) * 64
     assert torch.isfinite(heads(torch.tensor([[5, 6]])).logits).all()

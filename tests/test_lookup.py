@@ -20,10 +20,9 @@ from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Request
-from xtok.drafts.corpus import Corpus
+from xtok.drafts.corpus import Corpus, TextMemory
 from xtok.drafts.given import as_draft
 from xtok.drafts.lookup import Belief, Lookup
-from xtok.drafts.memory import TextMemory
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.draft import DraftPolicy
 from xtok.drafts.policy.policy import Policy

@@ -37,13 +37,14 @@ from xtok import Engine, WrittenRound, XTokAssisted
 from xtok.cli import commands as cli
 from xtok.models.prompts import prompt_ids
 from xtok.pair import DRAFT, TARGET, prompts
+from xtok.sampling.grammar import Grammar
 from xtok.serving.http import app as race_app
 from xtok.serving.http import compiling, processors, race
 from xtok.serving.http.app import app_of
 from xtok.serving.http.command import _bound
 from xtok.serving.http.events import Cut, borders
 from xtok.serving.http.middleware import LOG
-from xtok.serving.http.processors import Grammar, matcher_of
+from xtok.serving.http.processors import matcher_of
 from xtok.serving.http.protocol import Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read
 from xtok.serving.http.race import RaceQueue
 from xtok.serving.http.requests import submissions_of

@@ -26,8 +26,7 @@ from xtok.errors import InvalidInputError
 from xtok.models.load import draft_model, load
 from xtok.tune import Tuned, split
 from xtok.tune.examples import IGNORED, WrittenText, batch, training_examples
-from xtok.tune.loss import guessing_loss
-from xtok.tune.training import TrainingSettings, train
+from xtok.tune.training import TrainingSettings, guessing_loss, train
 from xtok.tune.work import per_forward
 from xtok.tune.writing import beginnings, name_of_way, way, write
 

@@ -128,8 +128,8 @@ class XTokAssisted:
         return _made_again, (type(self), self._arguments)
 
     def __repr__(self) -> str:
-        settings = {**self.setup.settings, "compile": (self._arguments["compile"], None)}
-        shown = "".join(f", {name}={value!r}" for name, (value, usual) in settings.items() if value != usual)
+        given = {"budget": self.setup.budget, **{name: self._arguments[name] for name in ("acceptance", "stable", "compile")}}
+        shown = "".join(f", {name}={value!r}" for name, value in given.items() if value not in (Budget(), "match", None))
         return f"XTokAssisted({name_of(self.model)}, drafts={list(self.names)}{shown})"
 
     @property
@@ -298,10 +298,7 @@ class XTokAssisted:
         progress: bool = False,
         keep: bool = False,
     ) -> list[Sequence]:
-        """Start and run requests, `batch_size` of them at a time, to their ends; `last` has what they gave.
-
-        A streamer is given ids of all rows at a time, then the end. Returns the sequences, if they are to be kept.
-        """
+        """Run requests to their ends, `batch_size` of them at a time. Returns the sequences, if they are to be kept."""
         waiting, numbers, kept = enumerate(requests), dict[Sequence, int](), list[Sequence]()
         results, sent, keep = dict[int, Generation](), 0, keep or streamer is not None
 

@@ -1,19 +1,6 @@
 """Everything that xtok raises or warns of.
 
-    XTokError
-    ├── UnsupportedModelError       a model that can't be a target or a draft
-    ├── UnsupportedTokenizerError   a tokenizer that can't be read as bytes
-    ├── UnsupportedArgumentError    a `generate` argument that can't be honoured exactly
-    ├── InvalidInputError           a prompt, id or setting that makes no sense
-    ├── EngineFullError             an engine's queue is full
-    └── EngineClosedError           a request to an engine that was closed
-
-    PromptWarning                   a prompt is read differently than by its tokenizer alone
-    DraftFailedWarning              a draft raised; the output is the target's own all the same
-    LossyWarning                    an instance gives sampled texts that are not the target's own
-    UnstableWarning                 the target computes in half precision, and its last bits can't be held the same
-
-Each is also the built-in error that a caller would expect (`ValueError`), and each message names the value and the remedy.
+Each error is also the built-in one that a caller would expect (`ValueError`), and each message names the value and the remedy.
 Errors come before any forward pass of a model, except the few that try out what it can do.
 """
 

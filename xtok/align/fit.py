@@ -76,12 +76,7 @@ class Fit:
 
 
 def fit(
-    target: Any,
-    draft: Any,
-    texts: Sequence[str],
-    *,
-    target_window: int | None = None,
-    draft_window: int | None = None,
+    target: Any, draft: Any, texts: Sequence[str], *, target_window: int | None = None, draft_window: int | None = None
 ) -> Fit:
     """Compare two transformers tokenizers on a sample of texts. No model is needed.
 

@@ -140,10 +140,7 @@ def _kind_row(kind: str, setting: Setting, asked: Sequence[Question], runs: dict
 
 
 def _surprises(target: tuple[Any, Any], chats: Sequence[Chat], runs: dict[str, Runs]) -> dict[str, float]:
-    """The mean negative log-likelihood of each system's ids under the target's own distribution, in nats.
-
-    Sampled ids of different samplers can't be compared one by one; this shows whether they are the target's kind of text.
-    """
+    """The mean negative log-likelihood of each system's ids under the target's own distribution, in nats."""
     answers = {name: [(number, *run.ids[0]) for number, run in enumerate(found)] for name, found in runs.items()}
     distinct = {answer for found in answers.values() for answer in found}
     nats = {answer: _nats(target, chats[answer[0]], answer[1:]) for answer in distinct}

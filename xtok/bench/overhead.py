@@ -8,12 +8,7 @@ from typing import Annotated, Any
 
 import torch
 from transformers import LlamaConfig, LogitsProcessorList
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from xtok.align.keys import noise_keys
 from xtok.align.projection import projection
@@ -166,10 +161,7 @@ def _seconds(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, float
 
 
 def _level(draft: ModelDraft, target: Vocabulary, rows: int, *, samples: bool) -> float:
-    """Seconds of a level of so many guesses besides its forward pass and alignment.
-
-    They are what a deep tree takes longer than one of a single level, per level.
-    """
+    """Seconds of a level besides its forward pass and alignment: what a deep tree takes longer than a flat one, per level."""
     data = target.view.to_bytes(ids := prompt_ids(target.tokenizer, "The cat. 吾輩は猫である。"))
     context = Context(ids, data, len(data), noise=noise(0, 0, data))
     warpers = LogitsProcessorList([TemperatureLogitsWarper(_TEMPERATURE)] if samples else [])

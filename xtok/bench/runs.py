@@ -107,7 +107,6 @@ def by_transformers(
 
 
 def by_xtok(xt: XTokAssisted, texts: Sequence[Prompt], *, size: int = 1, seed: int = 0, **arguments: Any) -> Written:
-    """Texts by xtok."""
     seeded: dict[str, Any] = {"seed": seed} if arguments["do_sample"] else {}
     with timed() as span:
         made = xt.generate(list(texts), batch_size=size, progress=False, **seeded, **arguments)
@@ -153,7 +152,6 @@ def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes on one thread inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -200,7 +198,6 @@ class Runs(list[Written]):
 
     @property
     def texts(self) -> int:
-        """How many were written."""
         return sum(len(run.ids) for run in self)
 
     @property
@@ -210,7 +207,6 @@ class Runs(list[Written]):
 
     @property
     def tokens_per_forward(self) -> float:
-        """New tokens per forward pass of the target."""
         return sum(run.tokens for run in self) / sum(run.target_forwards for run in self)
 
     def speed(self, others: Sequence[Written]) -> float:

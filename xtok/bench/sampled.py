@@ -72,7 +72,6 @@ class _Greedy:
         self._draft = draft
 
     def start(self, request: Request) -> Drafter:
-        """A drafter that samples nothing."""
         return self._draft.start(replace(request, samples=False))
 
 
@@ -147,7 +146,6 @@ def _probabilities(target: Any, prompt: str, ids: list[int], temperature: float)
 def _surprise(probabilities: Tensor, ids: list[int]) -> tuple[float, float]:
     """The mean surprise of `ids`, in nats, and how far it is from what is expected, in standard deviations.
 
-    One id is drawn from each row of `probabilities`, (ids, vocabulary).
     Given the ids before, each one's surprise has the distribution's entropy as its mean, so the differences are a martingale
     and their sum over the root of the summed variances is about standard normal.
     """

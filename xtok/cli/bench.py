@@ -12,34 +12,27 @@ from xtok.cli.bench_options import (
     BatchOption,
     ChatsOption,
     GuessOption,
-    LargeOption,
-    LimitOption,
-    PenaltyOption,
     PromptsOption,
-    RatioOption,
-    SettingOption,
+    Sample,
+    Size,
     TokensOption,
+    Ways,
     unless_a_command_follows,
 )
 from xtok.cli.console import (
     EVERY,
     OWN_DRAFT,
     OWN_TARGET,
-    DeviceOption,
     DraftOption,
-    DtypeOption,
     JsonOption,
+    Models,
     PairOption,
     TargetOption,
-    held_out,
     load_pair,
-    load_target,
     model_draft,
     needs_no_model,
     on_the_command_line,
     print_found,
-    read_lines,
-    sources,
 )
 from xtok.errors import InvalidInputError
 from xtok.pair import prompts, quoting, technical
@@ -53,11 +46,13 @@ app = typer.Typer()
 @app.callback(invoke_without_command=True)
 @app.command("compare", help="The target alone, transformers' universal assisted generation, and xtok: also without a command.")
 @unless_a_command_follows
-@on_the_command_line()
+@on_the_command_line
 def compare_systems(
     ctx: typer.Context,
-    named: PairOption = None,
-    target: TargetOption = None,
+    models: Models,
+    sample: Sample,
+    ways: Ways,
+    size: Size,
     draft: Annotated[
         str | None,
         typer.Option(
@@ -65,8 +60,6 @@ def compare_systems(
             show_default="the pair's; for other targets, lookup",
         ),
     ] = None,
-    file: PromptsOption = None,
-    limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
     guess_length: GuessOption = 5,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
@@ -77,16 +70,10 @@ def compare_systems(
             help="Also measure the draft after tuning it on the target's texts, in minutes; on every other line of --prompts.",
         ),
     ] = False,
-    setting: SettingOption = None,
-    penalty: PenaltyOption = None,
-    ratio: RatioOption = None,
-    large: LargeOption = False,
     vocabularies: Annotated[
         tuple[int, int] | None,
         typer.Option(help="Enlarge the vocabularies of target and draft to these sizes.", show_default=False),
     ] = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
     useless: Annotated[
         bool, typer.Option("--useless", help="Also measure useless drafts: one with random weights, and an expensive one.")
     ] = False,
@@ -100,29 +87,29 @@ def compare_systems(
     from xtok.bench import compare, pairs, runs, stretch
     from xtok.bench import plot as picture
 
-    settings = runs.named_settings(setting, penalty)
+    settings = ways.settings()
     if plot is not None:
         picture.check_drawable(plot)
     if tune:
         from xtok.tune.work import check_installed
 
         check_installed("accelerate", "peft")
-        if large and vocabularies is not None:
+        if size.large and vocabularies is not None:
             raise InvalidInputError("A draft is tuned before its vocabulary is enlarged. Leave --large or --vocabularies out.")
-    texts, others = _measured(file, None, named), [text for i, text in enumerate(prompts()) if i % EVERY]
-    if tune and (file is not None or named not in (None, "aozora")):
+    texts, others = sample.prompts(models.named), [text for i, text in enumerate(prompts()) if i % EVERY]
+    if tune and (sample.file is not None or models.named not in (None, "aozora")):
         texts, others = texts[::2], texts[1::2]
-    target, draft = sources(named, target, draft)
+    target, draft = models.sources(draft)
     drafts: dict[str, Any]
     if needs_no_model(target, draft):
-        for_models = {"tune": tune, "useless": useless, "ratio": ratio, "large": large, "vocabularies": vocabularies}
+        for_models = {"tune": tune, "useless": useless, **size._asdict(), "vocabularies": vocabularies}
         if unused := [f"--{name}" for name, value in for_models.items() if value]:
             raise InvalidInputError(f"{', '.join(unused)} has no effect without a draft model. Give one as --draft.")
-        big, drafts = load_target(target, device, dtype), {"that needs no model": None}
+        big, drafts = models.load_target(), {"that needs no model": None}
     else:
-        pair = load_pair(target, draft, device, dtype)
+        pair = load_pair(target, draft, models.device, models.dtype)
         narrow, pair = pair[1], pairs.with_vocabularies(pair, vocabularies)
-        pair = pairs.enlarged(pair, ratio, large)
+        pair = size.enlarged(pair)
         big, drafts = pair[0], {"as it is": pair[1]}
         if tune:  # before its vocabulary is enlarged, for a model of an enlarged one can't be saved
             model, tokenizer = pairs.tuned(big, pair[1] if vocabularies is None else narrow, others)
@@ -131,7 +118,7 @@ def compare_systems(
         drafts |= pairs.useless_drafts(*pair) if useless else {}
     shape = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
     found = {
-        name: {kind: compare.compare(big, one, texts[:limit], way, **shape) for kind, one in drafts.items()}
+        name: {kind: compare.compare(big, one, texts[: sample.limit], way, **shape) for kind, one in drafts.items()}
         for name, way in settings.items()
     }
     tables = {
@@ -139,7 +126,7 @@ def compare_systems(
     }
     if plot is not None:
         named_draft = draft or (OWN_DRAFT if target == OWN_TARGET else "lookup")
-        picture.draw(tables, picture.title(target, named_draft, big[0], ratio, large), plot)
+        picture.draw(tables, picture.title(target, named_draft, big[0], *size), plot)
     seconds = runs.seconds_of(lambda: XTokAssisted(big, next(iter(drafts.values()))))
     titles = {name: way.title for name, way in settings.items()}
     print_found({"build_seconds": seconds, "titles": titles, "settings": found}, tables, json)
@@ -148,62 +135,51 @@ def compare_systems(
 
 
 @app.command()
-@on_the_command_line()
+@on_the_command_line
 def sampled(
-    named: PairOption = None,
-    target: TargetOption = None,
+    models: Models,
+    sample: Sample,
+    size: Size,
     draft: DraftOption = None,
-    file: PromptsOption = None,
-    limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
     guess_length: GuessOption = 5,
-    ratio: RatioOption = None,
-    large: LargeOption = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Sampling at four temperatures: whether the texts are draws from the target's distribution."""
-    from xtok.bench import pairs, sampled
+    from xtok.bench import sampled
 
-    texts = _measured(file, limit, named)
-    pair = pairs.enlarged(load_pair(*sources(named, target, draft), device, dtype), ratio, large)
+    texts, pair = sample.prompts(models.named)[: sample.limit], size.enlarged(models.load_pair(draft))
     rows = sampled.compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
     print_found(rows, {"": rows}, json)
 
 
 @app.command()
-@on_the_command_line()
+@on_the_command_line
 def drafters(
-    named: PairOption = None,
-    target: TargetOption = None,
+    models: Models,
+    sample: Sample,
+    size: Size,
     draft: DraftOption = None,
-    file: PromptsOption = None,
-    limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
-    ratio: RatioOption = None,
-    large: LargeOption = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
     """All ways to guess, and mixtures of them, on three kinds of prompts."""
     from xtok.bench import drafters, pairs
 
-    texts = _measured(file, None, named)
-    target, draft = sources(named, target, draft)
-    pair = load_pair(target, draft, device, dtype)
+    texts, limit = sample.prompts(models.named), sample.limit
+    target, draft = models.sources(draft)
+    pair = load_pair(target, draft, models.device, models.dtype)
     drafts = {"draft": pair[1]}
     if target == OWN_TARGET and draft in (None, OWN_DRAFT):
         drafts |= pairs.shipped_drafts(pair)
-    pair = pairs.enlarged(pair, ratio, large)
+    pair = size.enlarged(pair)
     kinds: dict[str, Any] = {"prose": texts[:limit], "technical": technical()[:limit], "quoting": quoting(texts)[:limit]}
     rows = drafters.compare_drafters(pair[0], drafts, kinds, max_new_tokens=max_new_tokens)
     print_found(rows, {"": rows}, json)
 
 
 @app.command()
-@on_the_command_line()
+@on_the_command_line
 def contexts(
     named: PairOption = None,
     target: TargetOption = None,
@@ -214,49 +190,43 @@ def contexts(
     """What a round costs besides the models' forward passes, by the length of the context."""
     from xtok.bench import overhead
 
-    rows = overhead.compare_contexts(*_tokenizers(*sources(named, target, draft)), _measured(file, None, named))
+    rows = overhead.compare_contexts(*_tokenizers(*Models(named, target).sources(draft)), Sample(file).prompts(named))
     print_found(rows, {"milliseconds per round, besides the models' forward passes": rows}, json)
 
 
 @app.command()
-@on_the_command_line()
+@on_the_command_line
 def vocabularies(
     named: PairOption = None, target: TargetOption = None, draft: DraftOption = None, json: JsonOption = False
 ) -> None:
     """What is computed over vocabularies besides the models' forward passes, by their sizes."""
     from xtok.bench import overhead
 
-    rows = overhead.compare_vocabularies(*_tokenizers(*sources(named, target, draft)))
+    rows = overhead.compare_vocabularies(*_tokenizers(*Models(named, target).sources(draft)))
     title = "milliseconds besides the models' forward passes, by the ids of target and draft"
     print_found(rows, {title: overhead.by_size(rows)}, json)
 
 
 @app.command()
-@on_the_command_line()
+@on_the_command_line
 def batches(
-    named: PairOption = None,
-    target: TargetOption = None,
+    models: Models,
+    sample: Sample,
+    ways: Ways,
+    size: Size,
     draft: DraftOption = None,
-    file: PromptsOption = None,
-    limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
     batch: BatchOption = "1,2,4,8,16,32",
     as_chats: ChatsOption = False,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each batch.")] = 3,
-    setting: SettingOption = None,
-    penalty: PenaltyOption = None,
-    ratio: RatioOption = None,
-    large: LargeOption = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Batches: those of transformers, padded, and those of xtok, without a draft and with one."""
-    from xtok.bench import chats, lists, pairs, runs
+    from xtok.bench import chats, lists
 
-    settings, sizes = runs.named_settings(setting, penalty), _sizes("batch", batch)
-    texts: Any = [one.text for one in asked_questions(file, limit)] if as_chats else _measured(file, limit, named)
-    pair = pairs.enlarged(load_pair(*sources(named, target, draft), device, dtype), ratio, large)
+    settings, sizes = ways.settings(), _sizes("batch", batch)
+    texts: Any = [one.text for one in asked_questions(*sample)] if as_chats else sample.prompts(models.named)[: sample.limit]
+    pair = size.enlarged(models.load_pair(draft))
     texts = chats.as_chats(pair[0][1], texts) if as_chats else texts
     shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     rows = [row for way in settings.values() for row in lists.compare_batches(*pair, texts, way, sizes, **shape)]
@@ -264,39 +234,32 @@ def batches(
 
 
 @app.command()
-@on_the_command_line()
+@on_the_command_line
 def bits(
-    named: PairOption = None,
-    target: TargetOption = None,
+    models: Models,
+    sample: Sample,
+    ways: Ways,
+    size: Size,
     draft: DraftOption = None,
-    file: PromptsOption = None,
-    limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
     batch: BatchOption = "1,8",
     repeats: Annotated[int, typer.Option(min=1, help="How often to write each text; sampled ones have other seeds.")] = 1,
-    setting: SettingOption = None,
-    penalty: PenaltyOption = None,
-    ratio: RatioOption = None,
-    large: LargeOption = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
     """What stable=True gives and costs: texts that differ from those of the target alone, with it and without."""
-    from xtok.bench import lists, pairs, runs
+    from xtok.bench import lists
 
-    settings, sizes, texts = runs.named_settings(setting, penalty), _sizes("batch", batch), _measured(file, limit, named)
-    pair = pairs.enlarged(load_pair(*sources(named, target, draft), device, dtype), ratio, large)
+    settings, sizes, texts = ways.settings(), _sizes("batch", batch), sample.prompts(models.named)[: sample.limit]
+    pair = size.enlarged(models.load_pair(draft))
     shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     rows = [row for way in settings.values() for row in lists.compare_bits(*pair, texts, way, sizes, **shape)]
     print_found(rows, {"with stable=True and without": rows}, json)
 
 
 @app.command()
-@on_the_command_line()
+@on_the_command_line
 def server(
-    file: PromptsOption = None,
-    limit: LimitOption = None,
+    sample: Sample,
     max_new_tokens: TokensOption = 64,
     clients: Annotated[
         str, typer.Option(help="How many clients send requests at once; numbers separated by commas.")
@@ -308,7 +271,7 @@ def server(
     from xtok.assisted import XTokAssisted
     from xtok.bench import server, widen
 
-    counts, texts = _sizes("clients", clients), _measured(file, limit, None)
+    counts, texts = _sizes("clients", clients), sample.prompts(None)[: sample.limit]
     shape = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     with TemporaryDirectory() as folder:
         with busy("enlarging the target"):
@@ -339,8 +302,3 @@ def _tokenizers(target: str, draft: str | None) -> tuple[Any, Any]:
     from xtok.models.load import load_without_weights
 
     return load_without_weights(target, "target").tokenizer, load_without_weights(model_draft(target, draft), "draft").tokenizer
-
-
-def _measured(file: Path | None, limit: int | None, named: str | None) -> list[str]:
-    """The prompts to measure on: all lines of a file, or those of the pair that is named."""
-    return (held_out(named) if file is None else read_lines(file))[:limit]

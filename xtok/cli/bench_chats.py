@@ -7,29 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xtok.cli.bench_options import LimitOption, TokensOption
-from xtok.cli.console import (
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
-    JsonOption,
-    PairOption,
-    TargetOption,
-    load_pair,
-    on_the_command_line,
-    print_found,
-    read_lines,
-    sources,
-)
+from xtok.cli.console import DraftOption, JsonOption, Models, on_the_command_line, print_found, read_lines
 from xtok.pair import pair
 
 if TYPE_CHECKING:
     from xtok.bench.chats import Question
 
 
-@on_the_command_line()
+@on_the_command_line
 def chats(
-    named: PairOption = None,
-    target: TargetOption = None,
+    models: Models,
     draft: DraftOption = None,
     file: Annotated[
         Path | None,
@@ -48,8 +35,6 @@ def chats(
             show_default="all three",
         ),
     ] = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Questions of eight kinds as chats, on one thread: the target alone, transformers' assisted generation, and xtok."""
@@ -57,15 +42,15 @@ def chats(
     from xtok.drafts.heads import HeadsDrafter
 
     settings, asked = runs.named_settings(setting, known=chats.CHAT_SETTINGS), asked_questions(file, limit)
-    models = load_pair(*sources(named, target, draft), device, dtype)
-    heads = heads or (None if named is None else pair(named).heads)
+    target, small = models.load_pair(draft)
+    heads = heads or (None if models.named is None else pair(models.named).heads)
     shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "heads": None if heads is None else HeadsDrafter(heads)}
     with runs.one_thread():
-        found = {name: chats.compare_chats(*models, asked, way, **shared) for name, way in settings.items()}
+        found = {name: chats.compare_chats(target, small, asked, way, **shared) for name, way in settings.items()}
     kinds = [row for rows, _ in found.values() for row in rows]
     by_setting = {name: rows for name, (_, rows) in found.items()}
     titles = {name: settings[name].title for name in found}
-    shape = {"threads": 1, "dtype": str(models[0][0].dtype).removeprefix("torch."), "max_new_tokens": max_new_tokens}
+    shape = {"threads": 1, "dtype": str(target[0].dtype).removeprefix("torch."), "max_new_tokens": max_new_tokens}
     tables: dict[str, Sequence[Any]] = {f"xtok by kind of question, up to {max_new_tokens} tokens": chats.by_kind(kinds)}
     tables |= {titles[name]: rows for name, rows in by_setting.items()}
     print_found({**shape, "titles": titles, "kinds": kinds, "settings": by_setting}, tables, json)

@@ -11,7 +11,7 @@ from xtok.pair import prompts
 from xtok.results.progress import busy
 
 
-@on_the_command_line()
+@on_the_command_line
 def gpu(
     save: Annotated[Path | None, typer.Option(help="Also write the figures to this file, as JSON.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables in Markdown.")] = False,

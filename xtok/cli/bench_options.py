@@ -3,9 +3,14 @@
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
+
+from xtok.cli.console import held_out, read_lines
+
+if TYPE_CHECKING:
+    from xtok.bench.runs import Setting
 
 PromptsOption = Annotated[
     Path | None, typer.Option("--prompts", help="A file with one prompt per line.", show_default="20 held-out prompts")
@@ -17,20 +22,54 @@ ChatsOption = Annotated[
     bool, typer.Option("--chats", help="Pass each prompt as a chat; without --prompts, the questions of xtok bench chats.")
 ]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
-RatioOption = Annotated[
-    float | None, typer.Option(min=1, help="Enlarge the target until its forward pass takes as long as so many of the draft's.")
-]
-LargeOption = Annotated[
-    bool, typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB.")
-]
-SettingOption = Annotated[
-    list[str] | None,
-    typer.Option(help="How to generate: greedy, penalty or sampled. May be given again.", show_default="all three"),
-]
-PenaltyOption = Annotated[
-    float | None,
-    typer.Option("--repetition-penalty", min=1, help="The repetition penalty of the setting penalty.", show_default="1.2"),
-]
+
+
+class Sample(NamedTuple):
+    """Options that say on what is measured."""
+
+    file: PromptsOption = None
+    limit: LimitOption = None
+
+    def prompts(self, named: str | None) -> list[str]:
+        """All lines of the file, or the prompts of the pair that is named, whatever the limit is."""
+        return held_out(named) if self.file is None else read_lines(self.file)
+
+
+class Ways(NamedTuple):
+    """Options that say how is generated."""
+
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(help="How to generate: greedy, penalty or sampled. May be given again.", show_default="all three"),
+    ] = None
+    penalty: Annotated[
+        float | None,
+        typer.Option("--repetition-penalty", min=1, help="The repetition penalty of the setting penalty.", show_default="1.2"),
+    ] = None
+
+    def settings(self) -> "dict[str, Setting]":
+        """Errors are those of `named_settings`."""
+        from xtok.bench.runs import named_settings
+
+        return named_settings(self.setting, self.penalty)
+
+
+class Size(NamedTuple):
+    """Options that say how large models are made."""
+
+    ratio: Annotated[
+        float | None,
+        typer.Option(min=1, help="Enlarge the target until its forward pass takes as long as so many of the draft's."),
+    ] = None
+    large: Annotated[
+        bool, typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB.")
+    ] = False
+
+    def enlarged(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
+        """A pair of models, enlarged."""
+        from xtok.bench.pairs import enlarged
+
+        return enlarged(pair, self.ratio, self.large)
 
 
 def unless_a_command_follows(measure: Callable[..., None]) -> Callable[..., None]:
@@ -40,7 +79,7 @@ def unless_a_command_follows(measure: Callable[..., None]) -> Callable[..., None
     def run(ctx: typer.Context, **options: Any) -> None:
         name, group = ctx.invoked_subcommand, ctx.command
         if name is None:
-            return measure(ctx, **options)
+            return measure(ctx=ctx, **options)
         sources: Any = {option: ctx.get_parameter_source(option) for option in options}
         given = {option: ctx.params[option] for option in options if sources[option].name == "COMMANDLINE"}
         known = {option.name for option in cast("Any", group).commands[name].params}

@@ -46,7 +46,7 @@ def _common(
     pass
 
 
-@on_the_command_line()
+@on_the_command_line
 def demo() -> None:
     """Run the shipped pair on a few held-out prompts, beside the target alone, and compare every token."""
     from xtok.cli.demo import demonstrate

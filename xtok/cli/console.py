@@ -3,11 +3,13 @@
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -64,8 +66,76 @@ EVERY = 6
 STDIN = Path("-")
 
 
+class Models(NamedTuple):
+    """Options that say which target is loaded, and where it and its drafts are computed."""
+
+    named: PairOption = None
+    target: TargetOption = None
+    device: DeviceOption = None
+    dtype: DtypeOption = None
+
+    def sources(self, draft: str | None = None) -> tuple[str, str | None]:
+        """The target and the draft that --pair, --target and --draft name; no draft if none is named.
+
+        Raises `InvalidInputError` for --pair beside --target, and what `pair` and its target raise.
+        """
+        if self.named is None:
+            return self.target or OWN_TARGET, draft
+        if self.target is not None:
+            raise InvalidInputError(
+                f"--pair {self.named} names a target, and so does --target {self.target}. Give one of them."
+            )
+        found = pair(self.named)
+        return str(found.target), draft or str(found.draft)
+
+    def guess_sources(self, draft: str | None) -> tuple[str, str | None]:
+        """As `sources`, for commands that take heads as well as a draft model: of a named pair, what guesses better."""
+        found, of_pair = self.sources(draft)
+        return found, of_pair if self.named is None or draft else str(pair(self.named).guesser)
+
+    @property
+    def placed(self) -> dict[str, Any]:
+        """The arguments of `XTokAssisted` and of `placements` that say where models are computed."""
+        return {"device": by_model(self.device), "dtype": by_model(self.dtype)}
+
+    def load_target(self) -> tuple[Any, Any]:
+        """The target and its tokenizer. Errors are those of `load`."""
+        from xtok.models.load import load
+        from xtok.models.placement import placements
+
+        return load(self.sources()[0], "target", placements(**self.placed)[0])
+
+    def load_pair(self, draft: str | None) -> tuple[Any, Any]:
+        """Target and draft, each with its tokenizer. Errors are those of `load` and `model_draft`."""
+        return load_pair(*self.sources(draft), self.device, self.dtype)
+
+
+def on_the_command_line(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that reports errors of the user. A parameter whose type is a NamedTuple of options stands for those options."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if hasattr(kind, "_field_defaults")}
+    options = list[Parameter]()
+    for one in signature(command).parameters.values():
+        kind = groups.get(one.name)
+        given = {one.name: hints[one.name]} if kind is None else get_type_hints(kind, include_extras=True)
+        defaults = {one.name: one.default} if kind is None else kind._field_defaults
+        options += [Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=given[name]) for name in given]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field: given.pop(field) for field in kind._fields})
+        with _reporting():
+            command(**given)
+
+    described: Any = run
+    described.__signature__ = Signature(options)
+    run.__annotations__ = {one.name: one.annotation for one in options}
+    return run
+
+
 @contextmanager
-def on_the_command_line() -> Iterator[None]:
+def _reporting() -> Iterator[None]:
     """Shows progress of loading on terminals only. Reports errors that the user can fix in one line; others are faults of xtok
     and keep their tracebacks.
     """
@@ -93,25 +163,6 @@ def resumable() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("xtok: stopped. What was done is kept: run the same command again to resume.", err=True)
         raise typer.Exit(130) from None
-
-
-def sources(named: str | None, target: str | None, draft: str | None) -> tuple[str, str | None]:
-    """The target and the draft that --pair, --target and --draft name; no draft if none is named.
-
-    Raises `InvalidInputError` for --pair beside --target, and what `pair` and its target raise.
-    """
-    if named is None:
-        return target or OWN_TARGET, draft
-    if target is not None:
-        raise InvalidInputError(f"--pair {named} names a target, and so does --target {target}. Give one of them.")
-    found = pair(named)
-    return str(found.target), draft or str(found.draft)
-
-
-def guess_sources(named: str | None, target: str | None, draft: str | None) -> tuple[str, str | None]:
-    """As `sources`, for commands that take heads as well as a draft model: of a named pair, what guesses better."""
-    found, of_pair = sources(named, target, draft)
-    return found, of_pair if named is None or draft else str(pair(named).guesser)
 
 
 def held_out(named: str | None) -> list[str]:
@@ -157,12 +208,18 @@ def remembering(draft: Any, size: str | None) -> Any:
 
     if size is None:
         return draft
-    if not (found := re.fullmatch(r"(\d+)([KMG]?)", size.upper())):
-        raise InvalidInputError(f"--remember is {size!r}; give a number of bytes, as 16M.")
+    bound = scaled("--remember", size, "KMG", 1024, "a number of bytes, as 16M")
     if draft is None:
         raise InvalidInputError("--remember has no effect with --draft none. Leave one of them out.")
-    bound = int(found[1]) << 10 * " KMG".index(found[2] or " ")
     return [PromptLookup(memory=bound) if isinstance(one, PromptLookup) else one for one in as_list(draft, without_a_model())]
+
+
+def scaled(name: str, given: str, units: str, step: int, wanted: str) -> int:
+    """A number that may have a unit, each `step` times the one before. Raises `InvalidInputError` for anything else."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?)([{units}]?)", given.strip().upper())
+    if found is None:
+        raise InvalidInputError(f"{name} is {given!r}; give {wanted}.")
+    return round(float(found[1]) * float(step) ** f" {units}".index(found[2] or " "))
 
 
 def _holds_heads(draft: str) -> bool:
@@ -179,24 +236,21 @@ def by_model(option: str | None) -> str | tuple[str | None, str | None] | None:
     return target, draft
 
 
-def load_target(target: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    """A target and its tokenizer, placed as the options say. Errors are those of `load`."""
-    from xtok.models.load import load
-    from xtok.models.placement import placements
-
-    return load(target, "target", placements(by_model(device), by_model(dtype))[0])
-
-
 def load_pair(target: str, draft: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
     """Target and draft, each with its tokenizer, placed as the options say. Errors are those of `load` and `model_draft`."""
+    big, drafts = load_models(target, [model_draft(target, draft)], device, dtype)
+    return big, next(iter(drafts.values()))
+
+
+def load_models(target: str, drafts: Sequence[str], device: str | None, dtype: str | None) -> tuple[Any, dict[str, Any]]:
+    """As `load_pair`, for several drafts, which are given by name."""
     from xtok.models.cache import device_of
     from xtok.models.load import load
     from xtok.models.placement import placements
 
     places = placements(by_model(device), by_model(dtype))
-    named = model_draft(target, draft)
     big = load(target, "target", places[0])
-    return big, load(named, "draft", places[1], device_of(big[0]))
+    return big, {one: load(one, "draft", places[1], device_of(big[0])) for one in drafts}
 
 
 def read_text(path: Path) -> str:
@@ -224,7 +278,6 @@ def as_json(found: Any, indent: int | None = 2) -> str:
 
 
 def print_found(found: Any, tables: Mapping[str, Sequence[Any]], as_plain_json: bool) -> None:
-    """Print what was found, as JSON or as tables."""
     from xtok.bench.rows import print_tables
 
     if as_plain_json:

@@ -98,7 +98,6 @@ class Run:
         self._left = xt.stream_tokens(prompt, **arguments)
 
     def advance(self) -> None:
-        """Go on by a token."""
         with timed() as span:
             token = next(self._left, None)
         self.seconds += span.seconds
@@ -109,7 +108,6 @@ class Run:
 
     @property
     def ids(self) -> list[int]:
-        """Its ids so far."""
         return [token.id for token in self.tokens]
 
 

@@ -10,16 +10,11 @@ import typer
 from xtok.cli.console import (
     OWN_TARGET,
     STDIN,
-    DeviceOption,
-    DtypeOption,
     GuessOption,
-    PairOption,
+    Models,
     StableOption,
-    TargetOption,
     as_json,
-    by_model,
     drafts_of,
-    guess_sources,
     on_the_command_line,
     read_lines,
     read_text,
@@ -33,8 +28,9 @@ if TYPE_CHECKING:
     from xtok.results.stats import Stats
 
 
-@on_the_command_line()
+@on_the_command_line
 def generate(
+    models: Models,
     prompt: Annotated[
         list[str] | None, typer.Argument(help='The text to continue, or "-" to read it from stdin.', show_default=False)
     ] = None,
@@ -44,8 +40,6 @@ def generate(
     prompts: Annotated[
         list[Path] | None, typer.Option(help="A file with one prompt per line. May be given again.", show_default=False)
     ] = None,
-    named: PairOption = None,
-    target: TargetOption = None,
     draft: GuessOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of the target to write.")] = 128,
     chat: Annotated[
@@ -72,11 +66,8 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
     budget: Annotated[
-        str | None,
-        typer.Option(help="How much to guess in every round, as DEPTHxWIDTH: 5x4.", show_default="as much as pays"),
+        str | None, typer.Option(help="How much to guess in every round, as DEPTHxWIDTH: 5x4.", show_default="as much as pays")
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
     stable: StableOption = None,
     show: Annotated[
         bool, typer.Option("--show", help="Color the text by what guessed it (on a terminal), and count each one's tokens.")
@@ -94,18 +85,16 @@ def generate(
     if len(texts) > 1 and not json:
         raise InvalidInputError(f"There are {len(texts)} prompts. Give --json for a line each, or put one in quotes.")
     if chat is None:
-        chat = named is not None and pair(named).chats
+        chat = models.named is not None and pair(models.named).chats
     if system is not None and not chat:
         raise InvalidInputError("--system has no effect without --chat. Give both.")
     first = [] if system is None else [{"role": "system", "content": system}]
     inputs = [[*first, {"role": "user", "content": text}] if chat else text for text in texts]
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **({"stop_strings": stop} if stop else {})}
-    target, draft = guess_sources(named, target, draft)
+    target, draft = models.guess_sources(draft)
     from xtok.assisted import XTokAssisted
 
-    xt = XTokAssisted(
-        target, drafts_of(target, draft), budget=fixed, device=by_model(device), dtype=by_model(dtype), stable=stable
-    )
+    xt = XTokAssisted(target, drafts_of(target, draft), budget=fixed, stable=stable, **models.placed)
     if draft is None and target != OWN_TARGET:
         typer.echo(
             "xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do). Name any small one.",
@@ -161,7 +150,6 @@ def _budget(given: str | None, draft: str | None) -> "Budget | None":
 
 
 def _print(pieces: Iterable[str]) -> None:
-    """Print a text piece by piece."""
     for piece in pieces:
         print(piece, end="", flush=True)
     print(flush=True)

@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from xtok.bench.rows import Column, print_tables
-from xtok.cli.console import (
-    OWN_TARGET,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    PairOption,
-    TargetOption,
-    as_json,
-    by_model,
-    model_draft,
-    on_the_command_line,
-    read_text,
-    sources,
-)
+from xtok.cli.console import OWN_TARGET, JsonOption, Models, as_json, load_models, model_draft, on_the_command_line, read_text
 from xtok.errors import InvalidInputError
 from xtok.pair import pair
 from xtok.results.progress import busy
@@ -38,13 +25,11 @@ MEASURED, MEASURED_TOKENS = 8, 32
 """On how many prompts, and by how many tokens after each, drafts are measured."""
 
 
-@on_the_command_line()
+@on_the_command_line
 def inspect(
-    named: PairOption = None,
-    target: TargetOption = None,
+    options: Models,
     draft: Annotated[
-        list[str] | None,
-        typer.Option(help="Hub id or path of a draft model. May be given again.", show_default="the pair's"),
+        list[str] | None, typer.Option(help="Hub id or path of a draft model. May be given again.", show_default="the pair's")
     ] = None,
     text: Annotated[
         Path | None,
@@ -65,30 +50,33 @@ def inspect(
     limit: Annotated[
         int | None, typer.Option(min=1, help="On how many lines to measure at most.", show_default=str(MEASURED))
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
     json: JsonOption = False,
 ) -> None:
     """Say whether a draft pays for a target, and how well their tokenizers fit."""
-    for name, given in {"measure": measure, "limit": limit, "device": device, "dtype": dtype}.items():
+    for name, given in {"measure": measure, "limit": limit, "device": options.device, "dtype": options.dtype}.items():
         if given and not weights:
             raise InvalidInputError(f"--{name} has no effect with --no-weights. Give one of them.")
-    target, of_pair = sources(named, target, None)
+    target, of_pair = options.sources()
     given_drafts: list[str | None] = list(draft) if draft else [of_pair]
     drafts = list(dict.fromkeys(model_draft(target, one) for one in given_drafts))
+    from xtok.align.fit import fit
+    from xtok.bench.drafters import compare_drafts
     from xtok.models.load import load_without_weights
 
     lines = None if text is None else read_text(text).splitlines(keepends=True)
     with busy("reading tokenizers"):
         own = load_without_weights(target, "target")
         described = {one: load_without_weights(one, "draft") for one in drafts}
-    models = _loaded(target, drafts, device, dtype) if weights else None
+    models = load_models(target, drafts, options.device, options.dtype) if weights else None
     with busy("reading the sample"):
-        texts, chats = (lines, False) if lines is not None else _sample(named, target, models and models[0])
-        fits = {one: _fit(own, found, texts) for one, found in described.items()}
+        texts, chats = (lines, False) if lines is not None else _sample(options.named, target, models and models[0])
+        fits = {
+            one: fit(own.tokenizer, found.tokenizer, texts, target_window=own.window, draft_window=found.window)
+            for one, found in described.items()
+        }
     asked = [line.rstrip("\r\n") for line in texts if line.strip()][: limit or MEASURED]
     judged = _judged(models, asked, chats) if models else {}
-    rows = _measured(models, asked) if models and measure else []
+    rows = compare_drafts(*models, asked, max_new_tokens=MEASURED_TOKENS) if models and measure else []
     if json:
         typer.echo(as_json(_as_json(target, fits, judged, rows)))
         return
@@ -102,10 +90,7 @@ def inspect(
 
 
 def _sample(named: str | None, target: str, model: Any) -> tuple[list[str], bool]:
-    """Texts in the target's language, and whether they are questions: the pair's, or texts that the target writes itself.
-
-    Of a target that isn't loaded, or writes nothing, those of all pairs.
-    """
+    """Texts in the target's language, and whether they are questions: the pair's, the target's own, or those of all pairs."""
     if named is not None and pair(named).chats:
         from xtok.bench.chats import questions
 
@@ -119,29 +104,12 @@ def _sample(named: str | None, target: str, model: Any) -> tuple[list[str], bool
     return [*pair("aozora").prompts, *pair("smollm2").prompts], False
 
 
-def _fit(target: "Described", draft: "Described", texts: Sequence[str]) -> "Fit":
-    from xtok.align.fit import fit
-
-    return fit(target.tokenizer, draft.tokenizer, texts, target_window=target.window, draft_window=draft.window)
-
-
 def _by_sizes(target: "Described", draft: "Described") -> str:
     share = f"{draft.parameters / target.parameters:.1%} ({draft.parameters:,} of {target.parameters:,})"
     return (
         f"A forward pass of the draft reads {share} of the parameters that one of the target reads. Whether guesses pay "
         "depends on how many are accepted: leave out --no-weights to measure it."
     )
-
-
-def _loaded(target: str, drafts: Sequence[str], device: str | None, dtype: str | None) -> tuple[Any, dict[str, Any]]:
-    """The target, and the drafts by name, placed as the options say."""
-    from xtok.models.cache import device_of
-    from xtok.models.load import load
-    from xtok.models.placement import placements
-
-    places = placements(by_model(device), by_model(dtype))
-    big = load(target, "target", places[0])
-    return big, {one: load(one, "draft", places[1], device_of(big[0])) for one in drafts}
 
 
 def _judged(models: tuple[Any, dict[str, Any]], texts: Sequence[str], chats: bool) -> "dict[str, Verdict]":
@@ -153,13 +121,6 @@ def _judged(models: tuple[Any, dict[str, Any]], texts: Sequence[str], chats: boo
     setting = SETTINGS["greedy" if chats else "penalty"]  # greedy continuations repeat themselves, which flatters drafts
     with busy("measuring"):
         return judge(*models, prompts, max_new_tokens=MEASURED_TOKENS, **setting.arguments)
-
-
-def _measured(models: tuple[Any, dict[str, Any]], texts: Sequence[str]) -> "list[DraftRow]":
-    """The drafts, the fastest first."""
-    from xtok.bench.drafters import compare_drafts
-
-    return compare_drafts(*models, texts, max_new_tokens=MEASURED_TOKENS)
 
 
 def _as_json(target: str, fits: "dict[str, Fit]", judged: "dict[str, Verdict]", rows: "list[DraftRow]") -> Any:

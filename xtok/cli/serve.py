@@ -6,27 +6,13 @@ from typing import Annotated
 
 import typer
 
-from xtok.cli.console import (
-    OWN_TARGET,
-    DeviceOption,
-    DtypeOption,
-    GuessOption,
-    PairOption,
-    StableOption,
-    TargetOption,
-    by_model,
-    drafts_of,
-    guess_sources,
-    on_the_command_line,
-    remembering,
-)
+from xtok.cli.console import OWN_TARGET, GuessOption, Models, StableOption, drafts_of, on_the_command_line, remembering
 from xtok.errors import InvalidInputError, install
 
 
-@on_the_command_line()
+@on_the_command_line
 def serve(
-    named: PairOption = None,
-    target: TargetOption = None,
+    models: Models,
     draft: GuessOption = None,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any that is free.")] = 8000,
@@ -70,8 +56,6 @@ def serve(
     drain_seconds: Annotated[
         int, typer.Option(min=0, help="How many seconds running requests may continue after SIGTERM.")
     ] = 30,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
     stable: StableOption = None,
 ) -> None:
     """Serve texts over HTTP, by OpenAI's API. Ends by SIGTERM or Ctrl-C."""
@@ -87,20 +71,20 @@ def serve(
     from xtok.cli.demo import SAMPLES
     from xtok.serving.engine import Engine
 
-    target, draft = guess_sources(named, target, draft)
+    target, draft = models.guess_sources(draft)
     name = "xtok-pair" if target == OWN_TARGET else Path(target).resolve().name if Path(target).exists() else target
     if memory is not None and not isfinite(memory * 1024**3):
         raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, as 8, or leave it out for no limit.")
     size = None if memory is None else int(memory * 1024**3)
     asked = {one.kind: one.text for one in reversed(questions())}  # the first of each kind
     chats = [asked[kind] for kind in ("extraction", "code", "science", "writing")]
-    shown = list(SAMPLES)[::-1] if target == OWN_TARGET else chats if named == "smollm2" else []
+    shown = list(SAMPLES)[::-1] if target == OWN_TARGET else chats if models.named == "smollm2" else []
     drafts = remembering(drafts_of(target, draft), remember)
     parsers = Parsers(tool_call_parser, reasoning_parser)
     limits = Limits(max_tokens, max_body, max_seconds or None)
     run(
         Service(name, limits, prompts=shown, logs_texts=log_texts, parsers=parsers),
-        lambda: XTokAssisted(target, drafts, device=by_model(device), dtype=by_model(dtype), stable=stable),
+        lambda: XTokAssisted(target, drafts, stable=stable, **models.placed),
         lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size, prefix_cache=prefix_cache),
         host=host,
         port=port,

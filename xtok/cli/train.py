@@ -1,26 +1,12 @@
 """`xtok make-draft`, `xtok tune-draft` and `xtok train-heads`."""
 
-import re
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
 from xtok.bench.rows import Column, print_tables
-from xtok.cli.console import (
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
-    PairOption,
-    TargetOption,
-    load_pair,
-    load_target,
-    on_the_command_line,
-    read_lines,
-    resumable,
-    sources,
-)
-from xtok.errors import InvalidInputError
+from xtok.cli.console import DraftOption, Models, on_the_command_line, read_lines, resumable, scaled
 
 PromptsOption = Annotated[
     Path | None,
@@ -33,9 +19,16 @@ PromptsOption = Annotated[
 HoursOption = Annotated[float, typer.Option(help="How long to take: two fifths of it for writing, the rest for learning.")]
 StartsOption = Annotated[int, typer.Option(min=1, help="How many beginnings of each prompt the target continues.")]
 TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens the target writes after each beginning.")]
-SampledOption = Annotated[float, typer.Option(min=0, max=1, help="The share of texts that are sampled; the others are greedy.")]
-TemperatureOption = Annotated[float | None, typer.Option(help="Of the sampled texts.", show_default="the target's")]
 EpochsOption = Annotated[int, typer.Option(min=1, help="The most epochs; training stops when nothing is gained.")]
+
+
+class Picks(NamedTuple):
+    """Options that say how the target's tokens are picked."""
+
+    sampled: Annotated[
+        float, typer.Option(min=0, max=1, help="The share of texts that are sampled; the others are greedy.")
+    ] = 0.5
+    temperature: Annotated[float | None, typer.Option(help="Of the sampled texts.", show_default="the target's")] = None
 
 
 class _MadeRow(NamedTuple):
@@ -45,29 +38,17 @@ class _MadeRow(NamedTuple):
     speed: Annotated[float, Column(form=".2f")]
 
 
-def _parameters(given: str) -> int:
-    """A number such as 5M or 800k. Raises `InvalidInputError` for anything else."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmMbB]?)", given.strip())
-    if found is None:
-        raise InvalidInputError(f"parameters is {given!r}; give a number such as 5M or 800k.")
-    return round(float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[found[2].lower()])
-
-
-@on_the_command_line()
+@on_the_command_line
 def make_draft(
     out: Annotated[Path, typer.Option(help="The folder for the draft.")],
-    named: PairOption = None,
-    target: TargetOption = None,
+    models: Models,
+    picks: Picks,
     prompts_from: PromptsOption = None,
     parameters: Annotated[str, typer.Option(help="About how many parameters the draft has, as 5M.")] = "5M",
     hours: HoursOption = 1.0,
     vocabulary: Annotated[int, typer.Option(help="About how many ids the draft's tokenizer has.")] = 6144,
     starts: StartsOption = 4,
     max_new_tokens: TokensOption = 192,
-    sampled: SampledOption = 0.5,
-    temperature: TemperatureOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
 ) -> None:
     """Make a draft model for a target that has no small sibling, from texts that the target writes. If stopped, it resumes when
     run again.
@@ -75,9 +56,10 @@ def make_draft(
     from xtok.tune import make_draft
 
     with resumable():
-        texts, count = None if prompts_from is None else _lines(prompts_from), _parameters(parameters)
+        texts = None if prompts_from is None else _lines(prompts_from)
+        count = scaled("parameters", parameters, "KMB", 1000, "a number such as 5M or 800k")
         done = make_draft(
-            load_target(sources(named, target, None)[0], device, dtype),
+            models.load_target(),
             out,
             texts,
             parameters=count,
@@ -85,33 +67,28 @@ def make_draft(
             vocabulary=vocabulary,
             starts=starts,
             max_new_tokens=max_new_tokens,
-            sampled=sampled,
-            temperature=temperature,
+            **picks._asdict(),
         )
     rows = [_MadeRow(way, system, *figures) for way, by in done.ways.items() for system, figures in by.items()]
     print_tables({"on prompts that had no part in training": rows})
     typer.echo(f"{out}: {done.parameters / 1e6:.1f} M parameters; {done.texts:,} texts of {done.tokens:,} tokens were learnt.")
 
 
-@on_the_command_line()
+@on_the_command_line
 def tune_draft(
     prompts_from: Annotated[Path, typer.Option("--prompts", help="A file with a prompt per line, or a folder of such files.")],
     out: Annotated[Path, typer.Option(help="The folder for the tuned draft.")],
-    named: PairOption = None,
-    target: TargetOption = None,
+    models: Models,
+    picks: Picks,
     draft: DraftOption = None,
     starts: StartsOption = 8,
     max_new_tokens: TokensOption = 64,
-    sampled: SampledOption = 0.5,
-    temperature: TemperatureOption = None,
     epochs: EpochsOption = 6,
     learning_rate: Annotated[float | None, typer.Option(help="The learning rate.", show_default="by the draft's size")] = None,
     lora: Annotated[
         bool | None,
         typer.Option("--lora/--full", help="Train LoRA matrices, or all weights.", show_default="LoRA above 500 M parameters"),
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
 ) -> None:
     """Fine-tune a draft on what the target writes after your prompts. If stopped, it resumes when run again."""
     from xtok.tune import tune_draft
@@ -119,13 +96,12 @@ def tune_draft(
     with resumable():
         texts = _lines(prompts_from)
         done = tune_draft(
-            *load_pair(*sources(named, target, draft), device, dtype),
+            *models.load_pair(draft),
             texts,
             out,
             starts=starts,
             max_new_tokens=max_new_tokens,
-            sampled=sampled,
-            temperature=temperature,
+            **picks._asdict(),
             epochs=epochs,
             learning_rate=learning_rate,
             lora=lora,
@@ -148,11 +124,11 @@ class _WayRow(NamedTuple):
     tokens_per_forward: Annotated[float, Column(form=".2f")]
 
 
-@on_the_command_line()
+@on_the_command_line
 def train_heads(
     out: Annotated[Path, typer.Option(help="The file for the heads.")],
-    named: PairOption = None,
-    target: TargetOption = None,
+    models: Models,
+    picks: Picks,
     prompts_from: PromptsOption = None,
     kind: Annotated[str, typer.Option(help="sequential (as EAGLE's) or medusa.")] = "sequential",
     hours: HoursOption = 1.0,
@@ -163,10 +139,6 @@ def train_heads(
     vocabulary: Annotated[int, typer.Option(min=64, help="How many ids sequential heads guess: those written most.")] = 8192,
     starts: StartsOption = 4,
     max_new_tokens: TokensOption = 192,
-    sampled: SampledOption = 0.5,
-    temperature: TemperatureOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
 ) -> None:
     """Train heads on the frozen target, on what it writes. If stopped, it resumes when run again."""
     from xtok.tune import train_heads
@@ -174,7 +146,7 @@ def train_heads(
     with resumable():
         texts = None if prompts_from is None else _lines(prompts_from)
         done = train_heads(
-            load_target(sources(named, target, None)[0], device, dtype),
+            models.load_target(),
             out,
             texts,
             kind=kind,  # type: ignore[arg-type] # which is checked there
@@ -184,8 +156,7 @@ def train_heads(
             vocabulary=vocabulary,
             starts=starts,
             max_new_tokens=max_new_tokens,
-            sampled=sampled,
-            temperature=temperature,
+            **picks._asdict(),
         )
     names = ("1st", "2nd", "3rd", "4th", "5th")
     rows = [_StepRow(i, dict(zip(names, ranks, strict=True))) for i, ranks in enumerate(done.accuracy, start=1)]

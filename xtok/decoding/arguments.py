@@ -29,10 +29,7 @@ _IDS = (
     *("bos_token_id", "pad_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id"),
     *("suppress_tokens", "begin_suppress_tokens"),
 )
-_OBJECTS = {
-    "generation_config": (GenerationConfig, "a GenerationConfig"),
-    CACHE: (Cache, "a Cache, or leave it out"),
-}
+_OBJECTS = {"generation_config": (GenerationConfig, "a GenerationConfig"), CACHE: (Cache, "a Cache, or leave it out")}
 
 
 def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:

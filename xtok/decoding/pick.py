@@ -219,7 +219,6 @@ def _best(scores: Tensor) -> tuple[int, float]:
 
 
 def _grouped(kinds: Sequence[Hashable]) -> list[list[int]]:
-    """The indices of each kind."""
     groups: dict[Hashable, list[int]] = {}
     for i, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(i)

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.logits_process import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers.generation import logits_process
 
 from xtok.decoding.arguments import call_generate, check_arguments, check_prepared, check_seed, checked, with_cache_renamed
 from xtok.decoding.setup import Setup
@@ -175,13 +170,7 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
     found: list[Prepared] = []
 
     def capture(
-        _: Any,
-        input_ids: Any,
-        /,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **model_kwargs: Any,
+        _: Any, input_ids: Any, /, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any
     ) -> Tensor:
         batch = Prepared(
             input_ids,
@@ -275,15 +264,15 @@ def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProce
     """Copies of processors. Those of transformers that depend on the batch's rows depend on this one alone."""
     own: LogitsProcessorList = _copied(processors)
     for processor in own:
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        if isinstance(processor, logits_process.RepetitionPenaltyLogitsProcessor):
             if isinstance(processor.prompt_ignore_length, Tensor):
                 processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
-        elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
+        elif isinstance(processor, logits_process.EncoderRepetitionPenaltyLogitsProcessor):
             own_ids: Any = processor.encoder_input_ids[row : row + 1]
             processor.encoder_input_ids = own_ids
-        elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+        elif isinstance(processor, logits_process.EncoderNoRepeatNGramLogitsProcessor):
             processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[row : row + 1], 1
-        elif isinstance(processor, PrefixConstrainedLogitsProcessor):
+        elif isinstance(processor, logits_process.PrefixConstrainedLogitsProcessor):
             number = row // processor._num_beams  # from transformers 5.24 on, samples of one prompt have one number
             processor._prefix_allowed_tokens_fn = _as_row(processor._prefix_allowed_tokens_fn, number)
             processor._num_beams = 1

@@ -139,7 +139,6 @@ class Sequence:
             self.slot.stop_recording()
 
     def fail(self, error: BaseException) -> None:
-        """End it by an error."""
         self.finish_reason, self.error = "error", error
         self.end()
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedModel
 
@@ -72,15 +72,6 @@ class Setup:
             policy=Policy([DraftPolicy() for _ in drafts], self.policy.padded),
             caches=CachePool(captures=self.captures),
         )
-
-    @property
-    def settings(self) -> dict[str, tuple[Any, Any]]:
-        """What the caller may have set, and the default of each."""
-        return {
-            "budget": (self.budget, Budget()),
-            "acceptance": (self.acceptance, "match"),
-            "stable": (self.stable, None),
-        }
 
     @property
     def models(self) -> list[PreTrainedModel]:

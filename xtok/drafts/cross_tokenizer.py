@@ -33,7 +33,6 @@ class _Guess(Path):
 
     @property
     def added(self) -> bytes:
-        """What the guess adds to the context."""
         return self.written[len(self.given) :]
 
 
@@ -71,10 +70,7 @@ class CrossTokenizerDrafter(ModelDrafter):
             return self._tree(context, guesses[-1:] if chained else guesses, budget)
 
     def _first(self, pending: bytes, chained: bool) -> Steps[list[_Guess]]:
-        """The first tokens of guesses: after the context's last token, and in place of it. A chain has the likeliest alone.
-
-        `pending`: the bytes of a character that the context leaves unfinished.
-        """
+        """The first tokens of guesses: after the context's last token, and in place of it. A chain has the likeliest alone."""
         logits = yield from self.reader.logits(rows=min(2, self.reader.size))
         rows = logits.float() * SHARPNESS
         token, count = self.reader.last, 1 if chained else CHILDREN

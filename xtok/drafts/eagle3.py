@@ -17,20 +17,9 @@ from xtok.models.cache import device_of, ids_read, vocabulary_size
 _WINDOW = 2048
 """Of how many of the most recent positions hidden states are kept, as many as such heads are trained with."""
 _SETTINGS = {
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
+    *("hidden_size", "intermediate_size", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
 }
 """What is read of a configuration. Others could name code, such as kernels to fetch."""
 

@@ -75,7 +75,6 @@ class TreeDrafter(ModelDrafter):
     _failure: Exception | None = None
 
     def _raise_failure(self) -> None:
-        """Raise what failed in the round before, if anything did."""
         if (failure := self._failure) is not None:
             self._failure = None
             try:
@@ -101,7 +100,6 @@ def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | No
 
 
 def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int = PICK) -> list[int]:
-    """The state of the target's noise after each guess."""
     assert context.noise is not None
     offset, at = len(context.data) - context.prompt_size, context.noise.at
     return [at(offset + len(guess.written), context.controls + guess.controls, purpose) for guess in guesses]

@@ -8,8 +8,7 @@ from typing import Any
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import Encoder
 from xtok.drafts.base import Context, Request, check_request
-from xtok.drafts.corpus import Corpus
-from xtok.drafts.memory import TextMemory
+from xtok.drafts.corpus import Corpus, TextMemory
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.repeats import Repeats
 from xtok.drafts.tree import Tree, Trie, chain

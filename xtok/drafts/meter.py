@@ -51,7 +51,6 @@ class Meter:
         self._away -= seconds
 
     def drafts(self, cost: Cost) -> None:
-        """Count a forward pass of a draft."""
         self.spend(cost.share)
         self.seconds["reading"] += cost.share
         self.draft_forwards += 1

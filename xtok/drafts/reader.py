@@ -131,7 +131,6 @@ class Reader:
         return self._forward(Ask(self._slot, tokens, len(tokens), parents))
 
     def take_back(self) -> None:
-        """Drop the last token."""
         self._slot.roll_back(self._slot.length - 1)
         self._held -= 1
 

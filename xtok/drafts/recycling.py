@@ -42,12 +42,9 @@ class TokenRecycling:
     def __repr__(self) -> str:
         return "TokenRecycling()"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """A copy begins without what was learnt."""
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        TokenRecycling.__init__(self)
+        return type(self), ()
 
     def without_memory(self) -> "TokenRecycling":
         """The same, but for what earlier sequences taught it."""

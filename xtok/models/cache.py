@@ -70,6 +70,12 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return int(getattr(head, "out_features", None) or model.config.get_text_config(decoder=True).vocab_size)
 
 
+def end_ids(model: PreTrainedModel) -> list[int]:
+    """The ids that end a text, by the generation configuration of `model`."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else [int(end) for end in (ends if isinstance(ends, list) else [ends])]
+
+
 def weights(model: PreTrainedModel) -> int:
     """How many weights `model` has, 1 at least."""
     return max(1, sum(weight.numel() for weight in model.parameters()))

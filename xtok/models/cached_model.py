@@ -72,7 +72,6 @@ class CachedModel(Slot):
 
     @property
     def _held(self) -> int:
-        """How many positions the cache holds."""
         return int(self.cache.get_seq_length())
 
     @property

@@ -39,7 +39,6 @@ class GGUF(NamedTuple):
 
 
 def is_gguf(source: object) -> bool:
-    """Whether a source has the name of a GGUF file."""
     return isinstance(source, (str, PathLike)) and str(source).lower().endswith(".gguf")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from xtok.models.kernels import kernel_state
+from xtok.models.kernels import kernel_state, settings_of
 
 Inputs: TypeAlias = "dict[str, Tensor]"
 Run: TypeAlias = Callable[[Inputs], "list[Tensor]"]
@@ -146,20 +146,9 @@ def _runs_more(module: nn.Module) -> bool:
 
 def state_of(model: PreTrainedModel) -> Hashable:
     """What a model's captured forward passes depend on: where its weights are, and how its modules compute."""
-    return *kernel_state(model), *((id(one), _runs_more(one), _addresses(one), _settings(one)) for one in model.modules())
+    return *kernel_state(model), *((id(one), _runs_more(one), _addresses(one), settings_of(one)) for one in model.modules())
 
 
 def _addresses(module: nn.Module) -> tuple[tuple[int, torch.dtype], ...]:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return tuple((part.data_ptr(), part.dtype) for part in own)
-
-
-def _settings(module: nn.Module) -> str:
-    """Numbers and names that a module computes by, such as its active adapters, their scales, and which are merged."""
-    plain = (int, float, str)
-    found = {}
-    for name, value in vars(module).items():
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
-        if all(isinstance(part, plain) for part in parts):
-            found[name] = value
-    return str(found)

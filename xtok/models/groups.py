@@ -13,7 +13,6 @@ padding and ids are shared: that costs less than forward passes of their own.
 
 
 def row_of(ask: Ask) -> int:
-    """The row of the cache that an ask is about."""
     index: int = ask.slot.index  # type: ignore[attr-defined]
     return index
 

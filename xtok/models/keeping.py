@@ -98,14 +98,14 @@ class KeepingCache(SharedCache):
         self._settle()
         self._grow(row.index + 1, 1)
         held = {one.index: one.reads for one in self._rows if isinstance(one, KeepingSlot) and one is not row and one.reads}
-        held |= {index: self._kept[index] for index in self._kept}
+        held |= self._kept
         counts = {index: usable(reads, wanted) for index, reads in held.items()}
         source = max(counts, key=lambda index: (counts[index], index in self._kept), default=None)
         if source is None or not (count := counts[source]):
             return 0
         if source in self._kept and 2 * count >= len(held[source]):
             self._move(source, row.index)
-            self._kept.drop(row.index)
+            self._kept.pop(row.index, None)
         else:
             if source in self._kept:
                 self._kept.use(source)
@@ -119,14 +119,14 @@ class KeepingCache(SharedCache):
         return super()._forward(first, last, asks, width)
 
     def _grow(self, rows: int, positions: int) -> None:
-        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
-        if shapes := [self._view.shape(*part.shape[::2]) for part in self.parts] if len(self._kept) else []:
+        self._need(rows, positions)
+        if shapes := [self._view.shape(*part.shape[::2]) for part in self.parts] if self._kept else []:
             self._shrink(min(rows for rows, _ in shapes), min(positions for _, positions in shapes))
         super()._grow(rows, positions)
 
     def _shrink(self, rows: int, positions: int) -> None:
         """Keep no more than so many rows and positions, what was used most recently."""
-        for index in self._kept:
+        for index in list(self._kept):
             if index >= rows:
                 self._move_away(index, range(len(self._rows), rows))
         self._kept.cut(positions)
@@ -141,7 +141,7 @@ class KeepingCache(SharedCache):
                 if saved is not None:
                     part[source, :, :kept].copy_(saved)
             else:
-                self._kept.drop(target)
+                self._kept.pop(target, None)
         self._used[target] = max(used, self._used[target])
         self._used[source] = max(used, kept)  # it stays: the row holds what it held
         self._kept.swap(source, target)
@@ -152,7 +152,7 @@ class KeepingCache(SharedCache):
             try:
                 return part[row, :, :kept].clone()
             except torch.OutOfMemoryError:
-                self._kept.drop(row)
+                del self._kept[row]
         return None
 
     def _copy(self, source: int, target: int, count: int) -> None:
@@ -164,15 +164,15 @@ class KeepingCache(SharedCache):
 
     def _vacate(self, first: int, last: int) -> None:
         """Let rows from `first` to `last` keep nothing. What they keep moves to spare rows or is forgotten."""
-        for index in self._kept:
+        for index in list(self._kept):
             if first <= index < last:
                 self._move_away(index, range(max(last, len(self._rows)), min(map(len, self.parts))))
 
     def _move_away(self, index: int, spare: range) -> None:
         """Move what a row keeps to one of the spare ones, unless all of those keep what was used more recently."""
-        to = self._kept.spare(spare)
-        if to is not None and self._kept.is_older(to, index):
-            self._kept.drop(to)
+        to = min(spare, key=self._kept.rank, default=index)
+        if self._kept.rank(to) < self._kept.rank(index):
+            self._kept.pop(to, None)
             self._copy(index, to, len(self._kept[index]))
             self._kept.swap(index, to)
-        self._kept.drop(index)
+        self._kept.pop(index, None)

@@ -3,14 +3,12 @@
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
 from xtok.models.traits import attention_of
-
-_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-"""What peft's layers are switched by."""
 
 
 def kernel_state(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -38,8 +36,18 @@ def model_state(model: PreTrainedModel) -> tuple[Any, ...]:
     adapters are active.
     """
     weights = ((id(one), None if one.is_inference() else one._version) for one in model.parameters())
-    switches = (str([vars(one).get(name) for name in _SWITCHES]) for one in model.modules() if _SWITCHES[0] in vars(one))
+    switches = (settings_of(one) for one in model.modules() if "_active_adapter" in vars(one))
     return *kernel_state(model), *weights, *switches
+
+
+def settings_of(module: nn.Module) -> str:
+    """Numbers and names that a module computes by, such as its active adapters, their scales, and which are merged."""
+    found = {}
+    for name, value in vars(module).items():
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
+        if all(isinstance(part, int | float | str) for part in parts):
+            found[name] = value
+    return str(found)
 
 
 def check_threads(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, install, reason
-from xtok.models.cache import context_window, ids_read, vocabulary_size
+from xtok.models.cache import context_window, end_ids, ids_read, vocabulary_size
 from xtok.models.continues import check_continues, check_rolls_back
 from xtok.models.gguf import is_gguf, load_gguf, read_gguf, tokenizer_of
 from xtok.models.placement import Placement, best_device
@@ -132,7 +132,6 @@ def check_places(source: Any, role: str, place: Placement) -> None:
 
 
 def _is_placed(model: PreTrainedModel, place: Placement) -> bool:
-    """Whether a loaded model is already as requested."""
     has = Placement(
         device=place.device and model.device,
         dtype=place.dtype and model.dtype,
@@ -193,8 +192,7 @@ def _loaded(source: Any, role: str, place: Placement, beside: torch.device | Non
         check_rows(model, role)
     check_continues(model, role)
     traits(model)  # tried here, and not in the first call
-    ends = model.generation_config.eos_token_id
-    ends = [getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])]
+    ends = [getattr(tokenizer, "eos_token_id", None), *end_ids(model)]
     return model, Vocabulary(tokenizer, view, vocabulary_size(model), frozenset(end for end in ends if end is not None))
 
 
@@ -310,10 +308,7 @@ def _tokenizer(source: str | PathLike[str], role: str) -> Any:
 
 
 def _check_plain(file: Path, source: str | PathLike[str], role: str) -> None:
-    """Refuse weights that only code could open, before anything else is read. Raises `UnsupportedModelError`.
-
-    Whatever is not in safetensors is opened here as transformers will open it, in torch's format and without code.
-    """
+    """Refuse weights that only code could open, before anything else is read. Raises `UnsupportedModelError`."""
     if file.suffix == ".safetensors":
         return
     try:

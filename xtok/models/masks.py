@@ -110,10 +110,7 @@ class Trees:
     def _added(
         self, rows: slice, numbers: Tensor, parents: Tensor, guessed: Tensor, nodes: int, *, linked: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Ancestors, (rows, new, nodes), bool, depths and whether a path is short, (rows, new), int64, of new nodes.
-
-        `numbers`, `parents`, `guessed`: (rows, new). What isn't guessed has no ancestors.
-        """
+        """Ancestors, (rows, new, nodes), bool, depths and whether a path is short, (rows, new), int64, of new nodes."""
         if nodes > self._size or rows.stop > len(self._ancestors):
             self._enlarge(rows.stop, nodes)
         own = (numbers[..., None] == torch.arange(nodes, dtype=torch.int64, device=numbers.device)) & guessed[..., None]

@@ -1,7 +1,6 @@
 """What rows of a shared cache hold of sequences that have ended, for later ones that begin alike."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import takewhile
 from operator import eq
 from typing import TypeAlias
@@ -29,67 +28,32 @@ def usable(held: Sequence[Read], wanted: Sequence[Read]) -> int:
     return position
 
 
-@dataclass
-class _Prefix:
-    """What a row holds, and when it was last used."""
-
-    reads: list[Read]
-    used: int
-
-
-class Kept:
-    """The rows that hold what was read for sequences that have ended, by their indices. Running sequences have other rows."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, _Prefix] = {}
-        self._uses = 0
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._rows
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(list(self._rows))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> list[Read]:
-        return self._rows[index].reads
-
-    def clear(self) -> None:
-        self._rows.clear()
+class Kept(dict[int, list[Read]]):
+    """What rows hold that was read for sequences that have ended, by the rows' indices, the one used least recently first.
+    Running sequences have other rows.
+    """
 
     def put(self, index: int, reads: list[Read]) -> None:
         """Keep a row, used just now. Others that hold a beginning of it are forgotten."""
-        for other in self:
-            if self[other] == reads[: len(self[other])]:
-                self.drop(other)
+        for other in [other for other, held in self.items() if held == reads[: len(held)]]:
+            del self[other]
         if reads:
-            self._rows[index] = _Prefix(reads, self._uses)
-            self.use(index)
+            self.pop(index, None)
+            self[index] = reads
 
     def use(self, index: int) -> None:
-        """Note that a row is used."""
-        self._uses += 1
-        self._rows[index].used = self._uses
-
-    def drop(self, index: int) -> None:
-        self._rows.pop(index, None)
+        self[index] = self.pop(index)
 
     def swap(self, one: int, other: int) -> None:
-        """Note that two rows changed places."""
         names = {one: other, other: one}
-        self._rows = {names.get(index, index): prefix for index, prefix in self._rows.items()}
+        held = {names.get(index, index): reads for index, reads in self.items()}
+        self.clear()
+        self.update(held)
 
     def cut(self, positions: int) -> None:
-        """Note that rows have so many positions left."""
-        for prefix in self._rows.values():
-            del prefix.reads[positions:]
+        for reads in self.values():
+            del reads[positions:]
 
-    def spare(self, rows: range) -> int | None:
-        """The row that is best given away: one that holds nothing, else the one that was used least recently."""
-        return min(rows, key=lambda index: self._rows[index].used if index in self else 0, default=None)
-
-    def is_older(self, one: int, other: int) -> bool:
-        """Whether `one` holds nothing, or was used less recently than `other`."""
-        return one not in self or self._rows[one].used < self._rows[other].used
+    def rank(self, index: int) -> int:
+        """0 for a row that holds nothing; of the others, the more recently used a row, the higher."""
+        return 1 + list(self).index(index) if index in self else 0

@@ -66,10 +66,7 @@ def special_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def prompt_ids(
-    tokenizer: Any,
-    prompt: Any,
-    split_special_tokens: bool | None = None,
-    template: Mapping[str, Any] | None = None,
+    tokenizer: Any, prompt: Any, split_special_tokens: bool | None = None, template: Mapping[str, Any] | None = None
 ) -> list[int]:
     """A target's ids for a prompt: ids are taken as they are; a text gets its tokenizer's leading special tokens, never a
     trailing end of text, and no second beginning if it went through a chat template.

@@ -70,7 +70,6 @@ class SharedSlot:
         return NewIds(self.held, self.length + kept, ask.ids, parents, self.branched + len(ask.parents))
 
     def take(self, ask: Ask) -> None:
-        """Count what was forwarded."""
         self.length += len(ask.ids) - len(ask.parents)
         self.branched += len(ask.parents)
         self.forwards += 1
@@ -232,10 +231,7 @@ class SharedCache:
         return found
 
     def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:
-        """Forward `width` ids of each row from `first` to `last`.
-
-        Returns their logits, (rows, new, vocabulary), and hidden states, (rows, new, layers, size), if they are shown.
-        """
+        """Forward `width` ids of each of some rows. Returns logits, (rows, new, vocabulary), and hidden states, if shown."""
         asked = dict(zip(_rows(asks), asks, strict=True))
         rows = self._rows[first:last] + [None] * (last - max(first, len(self._rows)))  # the latter are no sequence's
         news = [NewIds() if row is None else row.new(asked.get(row.index)) for row in rows]
@@ -262,10 +258,8 @@ class SharedCache:
     def _computed(
         self, first: int, seen: int, inputs: Inputs, new: range | None = None, logits: int | None = None
     ) -> list[Tensor]:
-        """What the model computes by `inputs` and the cache alone, so that it can be captured.
-
-        `first`: the first row. `seen`, `new`: see `View`. `logits`: of how many of the last ids those are wanted; None for
-        all.
+        """What the model computes by `inputs` and the cache alone, so that it can be captured. `first`, `seen`, `new`: see
+        `View`. `logits`: of how many of the last ids those are wanted; None for all.
         """
         ids, positions, cache_positions = (inputs[name] for name in ("ids", "positions", "cache_positions"))
         masks = {kind: inputs[kind] for kind in self._trees.windows}
@@ -285,11 +279,14 @@ class SharedCache:
 
     def _grow(self, rows: int, positions: int) -> None:
         """Let the cache have so many rows and positions at least. What was captured knows its former memory."""
-        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
+        self._need(rows, positions)
         if self._graphs is not None and any(self._view.shape(*part.shape[::2]) != part.shape[::2] for part in self.parts):
             self._graphs.clear()
         for layer in self._layers:
             layer.grow()
+
+    def _need(self, rows: int, positions: int) -> None:
+        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
 
     def _clear(self, first: int, ends: Sequence[int], seen: int) -> None:
         """Empty what others left after the `ends` of rows, as far as it is read: NaN would be seen through any mask."""
@@ -346,5 +343,4 @@ def _states(asks: Sequence[Ask], first: int, rows: int, width: int) -> Tensor | 
 
 
 def _rows(asks: Sequence[Ask]) -> list[int]:
-    """The rows of the cache that some asks are about."""
     return [ask.slot.index for ask in asks if isinstance(ask.slot, SharedSlot)]

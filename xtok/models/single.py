@@ -39,10 +39,7 @@ def in_float32(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _bound(function: Any, module: nn.Module, made: nn.Module) -> Any:
-    """A forward that accelerate or a user bound to a module, bound to the one that was made of it, and not compiled.
-
-    Raises `ValueError` for one that may be bound to anything.
-    """
+    """A forward that was bound to a module, bound to the one `made` of it, and not compiled. Raises `ValueError` for others."""
     function = getattr(function, "_torchdynamo_orig_callable", function)
     if isinstance(function, MethodType) and function.__self__ is module:
         return MethodType(function.__func__, made)

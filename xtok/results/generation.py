@@ -58,7 +58,7 @@ class Generation:
         end = 0
         for one in self.rounds:
             start, end = end, end + one.committed
-            yield Committed(one, self.token_ids[start:end], self.pieces[start:end], end == len(self.token_ids))
+            yield one, self.token_ids[start:end], self.pieces[start:end], end == len(self.token_ids)
 
     def to_dict(self) -> dict[str, Any]:
         r"""All but `scores` and `logits`, in values that JSON has. Bytes that are no whole characters are written as `\xe3`.

@@ -1,7 +1,7 @@
 """The rounds of a sequence: the tokens that each committed, who guessed them, and what else was guessed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from xtok.align.text import utf8_decoder
 from xtok.decoding.rounds import run_one
@@ -45,13 +45,8 @@ class WrittenRound(NamedTuple):
         }
 
 
-class Committed(NamedTuple):
-    """A round, the ids that it committed and their bytes, and whether the sequence ends there."""
-
-    round: Round
-    ids: Sequence[int]
-    pieces: Sequence[bytes]
-    is_last: bool
+Committed: TypeAlias = tuple[Round, Sequence[int], Sequence[bytes], bool]
+"""A round, the ids that it committed and their bytes, and whether the sequence ends there."""
 
 
 def as_committed(sequence: Generating, modes: Modes) -> Iterator[Committed]:
@@ -64,18 +59,18 @@ def as_committed(sequence: Generating, modes: Modes) -> Iterator[Committed]:
             return
         if block:
             is_last = sequence.finish_reason is not None
-            yield Committed(sequence.rounds[-1], block, sequence.text.pieces[-len(block) :], is_last)
+            yield sequence.rounds[-1], block, sequence.text.pieces[-len(block) :], is_last
 
 
 def round_tokens(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[Round, list[Token]]]:
     """The tokens of each round as soon as it is there. The last one has what is left of an unfinished character."""
     decoder = utf8_decoder()
-    for one in rounds:
-        known = [_name(drafts, one.round.drafts[node]) for node in one.round.right]
-        sources = known + [None] * (len(one.ids) - len(known))
-        texts = [decoder.decode(piece) for piece in one.pieces]
-        texts[-1] += decoder.decode(b"", final=one.is_last)
-        yield one.round, [Token(*each) for each in zip(one.ids, texts, sources, strict=True)]
+    for one, ids, pieces, is_last in rounds:
+        known = [_name(drafts, one.drafts[node]) for node in one.right]
+        sources = known + [None] * (len(ids) - len(known))
+        texts = [decoder.decode(piece) for piece in pieces]
+        texts[-1] += decoder.decode(b"", final=is_last)
+        yield one, [Token(*each) for each in zip(ids, texts, sources, strict=True)]
 
 
 def written_round(one: Round, tokens: list[Token], drafts: Sequence[str], bytes_of: Callable[[int], bytes]) -> WrittenRound:

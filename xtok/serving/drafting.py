@@ -48,7 +48,6 @@ class DraftedText:
         self._shown = len(self.ids)
 
     def show(self) -> None:
-        """Show its drafters what was committed since."""
         if self._shown < len(self.ids):
             self.session.extend(self.ids[self._shown :])
             self._shown = len(self.ids)

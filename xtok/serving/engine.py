@@ -72,13 +72,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        xt: XTokAssisted,
-        *,
-        batch_size: int = 16,
-        queue: int = 1024,
-        memory: int | None = None,
-        prefix_cache: bool = True,
+        self, xt: XTokAssisted, *, batch_size: int = 16, queue: int = 1024, memory: int | None = None, prefix_cache: bool = True
     ) -> None:
         """`queue`: how many requests may wait. `memory`: how many bytes the KV caches of all sequences and models may have, in
         each model sequences × positions of the longest × bytes of a position. A request that might need more than all of it is

@@ -6,7 +6,7 @@ All that trains is in this package, and nothing that generates imports from it.
 import os
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,22 +24,13 @@ from xtok.tune.examples import training_examples
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.make import Made, make_draft
 from xtok.tune.training import TrainingSettings, train
-from xtok.tune.work import (
-    Settings,
-    check,
-    check_installed,
-    check_out,
-    digest,
-    finish,
-    name,
-    per_forward,
-    split,
-    work_of_draft,
-    writing_arguments,
-)
-from xtok.tune.writing import beginnings, write
+from xtok.tune.work import Settings, card_of, check, finish, per_forward, settings_of, split, work_of_draft, writing_arguments
+from xtok.tune.writing import PENALTY, beginnings, write
 
 __all__ = ["Made", "TrainedHeads", "Tuned", "make_draft", "split", "train_heads", "tune_draft"]
+
+_MOST = 40
+"""After how many beginnings of prompts, at most, tokens per forward pass are measured."""
 
 
 @dataclass(frozen=True)
@@ -91,37 +82,28 @@ def tune_draft(
     started with other settings, for a draft whose tokenizer can't write the target's texts, and if accelerate or peft is
     missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target or draft that can't be one.
     """
-    check_out(out)
+    settings = {**settings_of(locals()), "penalty": PENALTY}
     if not isinstance(lora, bool | None):
         raise InvalidInputError(f"lora is {shown(lora)}; it must be True, False or None.")
-    settings = Settings(
-        name(target), digest(prompts), starts, max_new_tokens, sampled, temperature, epochs, learning_rate, name(draft), lora
-    )
-    check_installed("accelerate", "peft")
-    check(settings, starts=1, max_new_tokens=1, epochs=1)
+    check(settings, out, "accelerate", "peft", starts=1, max_new_tokens=1, epochs=1)
     stopping, kept, learnt = split(prompts)
     pair = load(target, "target")
     learner = draft_model(draft, beside=device_of(pair[0]))
-    work = work_of_draft(Path(out), settings)
-    texts = write(pair, beginnings(learnt, starts), work / "texts", **writing_arguments(settings))
+    work, arguments = work_of_draft(Path(out), settings), writing_arguments(settings)
+    texts = write(pair, beginnings(learnt, starts), work / "texts", **arguments)
     view = token_bytes(pair[1])
     rows, seen = training_examples(learner, view, texts), projection(view, learner.vocabulary.view)
 
     def measured(model: PreTrainedModel, texts: Sequence[str] = stopping) -> tuple[float, dict[str, float]]:
-        return per_forward(pair, (model, learner.vocabulary.tokenizer), settings.measured(texts), **writing_arguments(settings))
+        some = beginnings(texts, starts)[:: -(-len(texts) * starts // _MOST)]  # evenly spread
+        return per_forward(pair, (model, learner.vocabulary.tokenizer), some, **arguments)
 
     with stage("measuring the draft as it is"):
         first, _ = measured(learner.model)
     copy: Any = deepcopy(learner.model)
     trained: Any
-    trained, found = train(
-        copy.float(),
-        rows,
-        seen,
-        lambda model: measured(model)[0],
-        work / "training",
-        TrainingSettings(epochs, learning_rate, lora),
-    )
+    how = TrainingSettings(epochs, learning_rate, lora)
+    trained, found = train(copy.float(), rows, seen, lambda model: measured(model)[0], work / "training", how)
     model = trained.to(learner.model.dtype) if max(found) > first else learner.model
     with stage("measuring what was gained"):
         before, after = (measured(one, kept)[1] for one in (learner.model, model))
@@ -132,26 +114,7 @@ def tune_draft(
 
 
 def _card(settings: Settings, result: Tuned) -> str:
-    rows = "\n".join(f"| {key} | {value} |" for key, value in asdict(settings).items() if value is not None)
-    ways = "\n".join(f"| {way} | {before:.2f} | {after:.2f} |" for way, (before, after) in result.ways.items())
-    epochs = ", ".join(f"{value:.2f}" for value in result.epochs)
-    return f"""---
-base_model: {settings.draft}
-library_name: transformers
----
-
-# A draft for {settings.target}
-
-`{settings.draft}`, fine-tuned by xtok on {result.texts} texts that `{settings.target}` wrote, to guess what that writes
-next. What the target generates doesn't depend on its draft.
-
-| tokens per forward of the target, on prompts kept apart | before | after |
-|---|---|---|
-{ways}
-
-On the prompts that decided when to stop, before training and after each epoch: {epochs}. The best of them was kept.
-
-| setting | |
-|---|---|
-{rows}
-"""
+    made = f"`{settings['draft']}`, fine-tuned by xtok on {result.texts} texts that `{settings['target']}` wrote."
+    ways = [[way, f"{before:.2f}", f"{after:.2f}"] for way, (before, after) in result.ways.items()]
+    titles = ["tokens per forward of the target", "before", "after"]
+    return card_of(settings, made, [titles, *ways], "before training and after each epoch", result.epochs)

@@ -27,8 +27,8 @@ from xtok.models.prompts import prompt_ids
 from xtok.results.progress import stage
 from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
 from xtok.tune.examples import IGNORED, Example, WrittenText, batch
-from xtok.tune.training import BATCH, Objective, fit, planned
-from xtok.tune.work import check, check_installed, check_out, digest, name, per_forward, work_folder, writing_arguments
+from xtok.tune.training import BATCH, fit, planned
+from xtok.tune.work import check, per_forward, settings_of, work_folder, writing_arguments
 from xtok.tune.writing import write
 
 Kind = Literal["sequential", "medusa"]
@@ -38,23 +38,6 @@ _RANKS = 5
 _RATE = 2e-3
 _WINDOW = 512
 """How many positions sequential heads see at most; as many as the longest text that they learn if that is shorter."""
-
-
-@dataclass(frozen=True)
-class HeadsSettings:
-    """What decides how heads are trained; see `train_heads`."""
-
-    target: str
-    prompts: str | None
-    kind: Kind
-    hours: float
-    steps: int
-    size: int | None
-    vocabulary: int
-    starts: int
-    max_new_tokens: int
-    sampled: float
-    temperature: float | None
 
 
 @dataclass(frozen=True)
@@ -110,13 +93,9 @@ def train_heads(
     heads can't share, and if accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target that
     can't be one.
     """
-    check_installed("accelerate")
-    check_out(out)
-    known = None if prompts is None else digest(prompts)
-    settings = HeadsSettings(
-        name(target), known, kind, hours, steps, size, vocabulary, starts, max_new_tokens, sampled, temperature
-    )
-    check(settings, steps=1, vocabulary=64, starts=1, max_new_tokens=1, **({} if size is None else {"size": HEAD_DIM}))
+    settings = settings_of(locals())
+    least = {} if size is None else {"size": HEAD_DIM}
+    check(settings, out, "accelerate", steps=1, vocabulary=64, starts=1, max_new_tokens=1, **least)
     if kind not in get_args(Kind):
         raise InvalidInputError(f"kind is {shown(kind)}; use one of {', '.join(map(repr, get_args(Kind)))}.")
     if Path(out).is_dir():
@@ -133,16 +112,15 @@ def train_heads(
         raise InvalidInputError("The target wrote no text of two tokens. Give other prompts, or more hours.")
     if kind == "sequential":
         info = replace(info, window=min(_WINDOW, max(len(row.input_ids) for row in rows)))
-    learner = _untrained(made.model, info, rows, settings)
+    learner = _untrained(made.model, info, rows, steps, vocabulary, size)
     loss = partial(loss_of, made.model, layers=info.layers, steps=steps)
     plan = planned(learner, rows, loss, 3600 * hours * (1 - WRITING), work / "plan.json")
 
-    def measured() -> float:
+    def measure() -> float:
         save_heads(learner, info, now)
         return per_forward(pair, [HeadsDrafter(now)], chosen.stopping, **arguments)[0]
 
-    objective = Objective(batch, partial(loss, bf16=plan.bf16), measured)
-    found = fit(learner, rows, objective, work / "training", epochs=plan.epochs, rate=_RATE)
+    found = fit(learner, rows, partial(loss, bf16=plan.bf16), measure, work / "training", epochs=plan.epochs, rate=_RATE)
     save_heads(learner, info, now)
     with stage("measuring what was gained"):
         after, ways = per_forward(pair, [HeadsDrafter(now)], chosen.kept, **arguments)
@@ -179,14 +157,14 @@ def _layers(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _untrained(
-    model: PreTrainedModel, info: HeadsInfo, rows: Sequence[Example], settings: HeadsSettings
+    model: PreTrainedModel, info: HeadsInfo, rows: Sequence[Example], steps: int, vocabulary: int, size: int | None
 ) -> MedusaHeads | SequentialHeads:
     """Heads that have learnt nothing yet, in float32."""
     if info.window is None:
-        return MedusaHeads(settings.steps, info.hidden_size).to(device_of(model))
+        return MedusaHeads(steps, info.hidden_size).to(device_of(model))
     counts = Counter(token for row in rows for token in row.labels.tolist() if token != IGNORED)
-    ids = torch.tensor(sorted(token for token, _ in counts.most_common(settings.vocabulary)), dtype=torch.int64, device="cpu")
-    heads = ceil((settings.size or info.hidden_size) / HEAD_DIM)
+    ids = torch.tensor(sorted(token for token, _ in counts.most_common(vocabulary)), dtype=torch.int64, device="cpu")
+    heads = ceil((size or info.hidden_size) / HEAD_DIM)
     size, groups = heads * HEAD_DIM, next(count for count in range(max(1, heads // 3), 0, -1) if heads % count == 0)
     config = sequential_config(len(ids), size, size, heads, groups, info.window)
     with torch.random.fork_rng(devices=[]):

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from math import isqrt
 from pathlib import Path
@@ -20,46 +20,28 @@ from xtok.drafts.given import without_a_model
 from xtok.models.cache import device_of, vocabulary_size
 from xtok.models.load import Source, draft_model, load
 from xtok.models.modes import Modes, within
-from xtok.models.prompts import Chat
-from xtok.models.timing import timed
 from xtok.results.progress import stage
 from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
-from xtok.tune.examples import IGNORED, batch, training_examples
-from xtok.tune.training import Objective, fit, planned
+from xtok.tune.examples import IGNORED, training_examples
+from xtok.tune.training import fit, planned
 from xtok.tune.vocabulary import small_tokenizer
 from xtok.tune.work import (
+    Settings,
+    card_of,
     check,
-    check_installed,
-    check_out,
-    digest,
     finish,
-    name,
+    measured,
     per_forward,
+    settings_of,
     work_of_draft,
     writing_arguments,
 )
-from xtok.tune.writing import name_of_way, way
 
 _RATE = 2e-3
 _WINDOW = 1024
 _HEAD = 64
 """The size of an attention head. Kernels of serving engines take it."""
 ALONE, NO_MODEL, DRAFT = "target alone", "lookup and recycling", "and the draft"
-
-
-@dataclass(frozen=True)
-class MakingSettings:
-    """What decides how a draft is made; see `make_draft`."""
-
-    target: str
-    prompts: str | None
-    parameters: int
-    hours: float
-    vocabulary: int
-    starts: int
-    max_new_tokens: int
-    sampled: float
-    temperature: float | None
 
 
 @dataclass(frozen=True)
@@ -109,16 +91,13 @@ def make_draft(
     prompts that are missing or too few, for an `out` that holds something else or was started with other settings, and if
     accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target that can't be one.
     """
-    check_out(out)
-    check_installed("accelerate")
-    known = None if prompts is None else digest(prompts)
-    settings = MakingSettings(name(target), known, parameters, hours, vocabulary, starts, max_new_tokens, sampled, temperature)
-    check(settings, parameters=100_000, vocabulary=512, starts=1, max_new_tokens=1)
+    settings = settings_of(locals())
+    check(settings, out, "accelerate", parameters=100_000, vocabulary=512, starts=1, max_new_tokens=1)
     pair = load(target, "target")
     check_prompts(pair[1], prompts)
-    work = work_of_draft(Path(out), settings)
+    work, arguments = work_of_draft(Path(out), settings), writing_arguments(settings)
     chosen = prompts_for(pair, prompts, starts, work / "apart")
-    texts = write_for(pair, chosen, 3600 * hours * WRITING, work / "texts", **writing_arguments(settings))
+    texts = write_for(pair, chosen, 3600 * hours * WRITING, work / "texts", **arguments)
     counts = Counter(token for one in texts for token in one.ids)
     tokenizer = small_tokenizer(pair[1], counts, [one.text for one in texts], vocabulary)
     untrained: Any = _model(tokenizer, parameters)
@@ -130,15 +109,20 @@ def make_draft(
     loss = partial(loss_of, own_ids=own_ids)
     plan = planned(model, rows, loss, 3600 * hours * (1 - WRITING), work / "plan.json")
 
-    def measured() -> float:
-        return per_forward(pair, (model.eval(), tokenizer), chosen.stopping, **writing_arguments(settings))[0]
+    def measure() -> float:
+        return per_forward(pair, (model.eval(), tokenizer), chosen.stopping, **arguments)[0]
 
-    objective = Objective(batch, partial(loss, bf16=plan.bf16), measured)
-    found = fit(model, rows, objective, work / "training", epochs=plan.epochs, rate=_RATE)
+    found = fit(model, rows, partial(loss, bf16=plan.bf16), measure, work / "training", epochs=plan.epochs, rate=_RATE)
     model.config.use_cache = True  # the trainer switches it off
     model = model.eval().to(torch.bfloat16)
     with stage("measuring what the draft brings"):
-        ways = _compared(pair, (model, tokenizer), chosen.kept, writing_arguments(settings))
+        drafts = {ALONE: None, NO_MODEL: without_a_model(), DRAFT: (model, tokenizer)}
+        systems = {system: XTokAssisted(pair, draft) for system, draft in drafts.items()}
+        counts_by_way = measured(systems, chosen.kept, **arguments)
+    ways = {
+        way: {system: (one.tokens / one.forwards, by[ALONE].seconds / one.seconds) for system, one in by.items()}
+        for way, by in counts_by_way.items()
+    }
     made = Made(Path(out), sum(weight.numel() for weight in model.parameters()), len(rows), counts.total(), tuple(found), ways)
     finish(model, tokenizer, _card(settings, made), made.path, work)
     return made
@@ -205,66 +189,13 @@ def loss_of(model: Any, inputs: dict[str, Tensor], own_ids: Tensor, bf16: bool =
     return loss
 
 
-def _compared(
-    target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str | Chat], arguments: dict[str, Any]
-) -> dict[str, dict[str, tuple[float, float]]]:
-    """Tokens per forward pass and speed of the target alone, with drafts that need no model, and with the draft beside them.
-
-    The systems take turns.
-    """
-    systems = {
-        ALONE: XTokAssisted(target),
-        NO_MODEL: XTokAssisted(target, without_a_model()),
-        DRAFT: XTokAssisted(target, draft),
-    }
-    sampled = arguments["sampled"]
-    arguments = {key: value for key, value in arguments.items() if key != "sampled"}
-    tokens, forwards, seconds = (Counter[tuple[str, str]]() for _ in range(3))
-    for i, prompt in enumerate(prompts):
-        own = way(i, sampled, prompt)
-        for system, xt in systems.items():
-            key = name_of_way(own), system
-            with timed() as span:
-                stats = xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats
-            tokens[key] += stats.new_tokens
-            forwards[key] += stats.target_forwards
-            seconds[key] += span.seconds  # type: ignore[assignment]
-    return {
-        name: {
-            system: (tokens[name, system] / forwards[name, system], seconds[name, ALONE] / seconds[name, system])
-            for system in systems
-        }
-        for name in dict.fromkeys(name for name, _ in tokens)
-    }
-
-
-def _card(settings: MakingSettings, made: Made) -> str:
-    ways = "\n".join(
-        f"| {name} | {system} | {per:.2f} | {speed:.2f} |"
-        for name, by in made.ways.items()
-        for system, (per, speed) in by.items()
+def _card(settings: Settings, made: Made) -> str:
+    lead = (
+        f"A Llama of {made.parameters / 1e6:.1f} M parameters, made by xtok to guess what `{settings['target']}` writes next. "
+        f"It learnt {made.texts:,} texts of {made.tokens:,} tokens that the target wrote."
     )
-    epochs = ", ".join(f"{value:.2f}" for value in made.epochs)
-    rows = "\n".join(f"| {key} | {value} |" for key, value in asdict(settings).items() if value is not None)
-    return f"""---
-library_name: transformers
----
-
-# A draft for {settings.target}
-
-A Llama of {made.parameters / 1e6:.1f} M parameters, made by xtok to guess what `{settings.target}` writes next. It learnt
-{made.texts:,} texts of {made.tokens:,} tokens that the target wrote. What the target generates doesn't depend on its draft.
-
-On prompts that had no part in training:
-
-| picked | by | tokens per forward of the target | speed |
-|---|---|---|---|
-{ways}
-
-Tokens per forward with trees of depth 5 on the prompts that decided when to stop, after each epoch: {epochs}.
-The best of them was kept.
-
-| setting | |
-|---|---|
-{rows}
-"""
+    titles = ["picked", "by", "tokens per forward of the target", "speed"]
+    ways = [
+        [way, system, *(f"{one:.2f}" for one in figures)] for way, by in made.ways.items() for system, figures in by.items()
+    ]
+    return card_of(settings, lead, [titles, *ways], "after each epoch", made.epochs)

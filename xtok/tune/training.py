@@ -20,8 +20,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from xtok.align.projection import Projection
 from xtok.models.timing import timed
 from xtok.results.progress import stage
-from xtok.tune.examples import Example, batch
-from xtok.tune.loss import guessing_loss
+from xtok.tune.examples import IGNORED, Example, batch
 from xtok.tune.writing import save
 
 _MEASURED = "tokens_per_forward"
@@ -33,6 +32,10 @@ _PATIENCE = 3
 _LARGE = 500e6
 """Drafts of more parameters than that learn by LoRA, unless settings say otherwise."""
 _RANK = 16
+_HARD = 0.5
+"""The weight of the text's own id at positions for which the target's distribution is known, too."""
+_LEAST = 1e-6
+"""Smaller probabilities count as this one, so that logarithms are finite."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,6 @@ class TrainingSettings:
     epochs: int
     learning_rate: float | None = None
     lora: bool | None = None
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What training makes smaller, and by what its result is judged.
-
-    `collate` makes a batch of rows: tensors by name, (rows, …) each. `loss` gives the scalar loss of a model on a batch.
-    `measure` gives a figure after each epoch, of which the largest is best.
-    """
-
-    collate: Callable[[Sequence[Any]], dict[str, Tensor]]
-    loss: Callable[[Any, dict[str, Tensor]], Tensor]
-    measure: Callable[[], float]
 
 
 def train(
@@ -85,16 +75,16 @@ def train(
         return guessing_loss(output.logits, inputs["labels"], inputs["likeliest"], inputs["probabilities"], seen)
 
     rate = settings.learning_rate or (2e-4 if adapts else full_rate(size))
-    objective = Objective(batch, loss, lambda: measure(learner.eval()))
-    found = fit(model, rows, objective, into, epochs=settings.epochs, rate=rate)
+    found = fit(model, rows, loss, lambda: measure(learner.eval()), into, epochs=settings.epochs, rate=rate)
     draft.config.use_cache = caches  # the trainer switches it off
     return (model.merge_and_unload() if adapts else model).eval(), found
 
 
 def fit(
     model: nn.Module,
-    rows: Sequence[Any],
-    objective: Objective,
+    rows: Sequence[Example],
+    loss: Callable[[Any, dict[str, Tensor]], Tensor],
+    measure: Callable[[], float],
     into: Path,
     *,
     epochs: int,
@@ -102,7 +92,8 @@ def fit(
 ) -> list[float]:
     """Train `model` until what is measured no longer rises, and leave it as it was after its best epoch.
 
-    Law: as for `train`. `rows`: the training examples. `rate`: the learning rate. Returns what was measured after each epoch.
+    Law: as for `train`. `loss`: the scalar loss of a model on a `batch` of rows, which training makes smaller. `measure`: gives
+    a figure after each epoch, of which the largest is best. `rate`: the learning rate. Returns what was measured.
     """
     device = next(model.parameters()).device
     latest, found = _latest(into)
@@ -133,11 +124,11 @@ def fit(
             args=arguments,
             train_dataset=list(rows),
             eval_dataset=list(rows[:1]),
-            data_collator=objective.collate,
+            data_collator=batch,
             callbacks=[_Watch(bar)],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.loss, trainer.measure = objective.loss, objective.measure
+        trainer.loss, trainer.measure = loss, measure
         trainer.train(resume_from_checkpoint=latest)
     return _measured(trainer.state.log_history)
 
@@ -172,6 +163,39 @@ def _seconds_per_step(model: nn.Module, rows: Sequence[Example], loss: Callable[
             optimizer.step()
         spans.append(span.seconds)
     return min(spans)
+
+
+def guessing_loss(logits: Tensor, labels: Tensor, likeliest: Tensor, probabilities: Tensor, seen: Projection) -> Tensor:
+    """The mean loss of a draft's ids, a scalar: cross-entropy with the text, and with the target's distribution if known.
+
+    `logits`: (rows, positions, draft's vocabulary). `labels`: (rows, positions), int64. `likeliest`, int64, `probabilities`,
+    float32, (rows, positions, few): the target's distribution at each position, zeros if it isn't known. For that part, the
+    draft's distribution is projected onto the target's ids by `seen`, as it is when the draft guesses.
+    """
+    logits, labels = logits[:, :-1].float(), labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    known = probabilities[:, 1:].sum(dim=-1) > 0
+    guessed = _projected(logits[known].softmax(dim=-1), likeliest[:, 1:][known], seen)
+    soft = -(_with_rest(probabilities[:, 1:][known]) * _with_rest(guessed).clamp_min(_LEAST).log()).sum(dim=-1)
+    losses = losses.masked_scatter(known, _HARD * losses[known] + soft)
+    return losses.sum() / (labels != IGNORED).sum()
+
+
+def _with_rest(probabilities: Tensor) -> Tensor:
+    """Adds to the probabilities of a few ids that of all others together: from (positions, few) to (positions, few + 1)."""
+    return torch.cat([probabilities, (1 - probabilities.sum(dim=-1, keepdim=True)).clamp_min(0)], dim=-1)
+
+
+def _projected(probabilities: Tensor, chosen: Tensor, seen: Projection) -> Tensor:
+    """The projected probabilities of `chosen` ids, (positions, few), by the draft's, (positions, draft's vocabulary)."""
+    found: Any = torch.unique
+    columns, own = found(chosen, return_inverse=True)  # few of the target's ids, whose vocabulary may be large
+    if not len(columns):
+        return probabilities.new_zeros(chosen.shape)
+    places = torch.searchsorted(columns, seen.target_ids).clamp_max(len(columns) - 1)
+    meant = columns[places] == seen.target_ids
+    shares = probabilities[:, seen.draft_ids[meant]] * seen.weights[meant].to(probabilities.dtype)
+    return probabilities.new_zeros(len(probabilities), len(columns)).index_add(1, places[meant], shares).gather(1, own)
 
 
 class _Trainer(Trainer):
@@ -225,10 +249,7 @@ def full_rate(parameters: int) -> float:
 
 
 def _latest(into: Path) -> tuple[str | None, list[float]]:
-    """The latest complete checkpoint, None if there is none, and what was measured up to it.
-
-    The trainer writes its state last, so a checkpoint whose state can be read is complete.
-    """
+    """The latest complete checkpoint, whose state, written last, can be read, if any; and what was measured up to it."""
     for path in sorted(into.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True):
         try:
             state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))

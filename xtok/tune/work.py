@@ -3,9 +3,9 @@
 import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec
 from math import inf
@@ -21,37 +21,23 @@ from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, install, shown
 from xtok.models.load import Source
 from xtok.models.prompts import Chat
-from xtok.tune.writing import PENALTY, beginnings, name_of_way, save, way
+from xtok.models.timing import timed
+from xtok.tune.writing import name_of_way, save, way
 
-_MOST = 40
-"""After how many beginnings of prompts, at most, tokens per forward pass are measured."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides the result of a training."""
-
-    target: str
-    prompts: str
-    starts: int
-    max_new_tokens: int
-    sampled: float
-    temperature: float | None
-    epochs: int
-    learning_rate: float | None
-    draft: str | None = None
-    lora: bool | None = None
-    penalty: float = field(default=PENALTY, init=False)
-
-    def measured(self, prompts: Sequence[str]) -> list[str]:
-        """Some beginnings of prompts, evenly spread."""
-        return beginnings(prompts, self.starts)[:: -(-len(prompts) * self.starts // _MOST)]
+Settings = dict[str, Any]
+"""What decides the result of a training, in values that JSON has."""
 
 
-def writing_arguments(settings: Any) -> dict[str, Any]:
+def settings_of(arguments: Mapping[str, Any]) -> Settings:
+    """The settings of a training by the arguments of the function that trains: models by their names, prompts by a digest."""
+    models = {role: name(arguments[role]) for role in ("target", "draft") if role in arguments}
+    prompts = None if arguments["prompts"] is None else digest(arguments["prompts"])
+    return {key: value for key, value in arguments.items() if key != "out"} | models | {"prompts": prompts}
+
+
+def writing_arguments(settings: Settings) -> dict[str, Any]:
     """The arguments of `write` and of `per_forward` that settings name: `max_new_tokens`, `sampled`, and a `temperature`."""
-    temperature = {} if settings.temperature is None else {"temperature": settings.temperature}
-    return {"max_new_tokens": settings.max_new_tokens, "sampled": settings.sampled, **temperature}
+    return {key: settings[key] for key in ("max_new_tokens", "sampled", "temperature") if settings[key] is not None}
 
 
 def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -78,13 +64,33 @@ def per_forward(
     `sampled`: the share of prompts that are sampled.
     """
     xt = XTokAssisted(target, draft, budget=Budget(5, width=4, schedule="constant"))
-    tokens, forwards = Counter[str](), Counter[str]()
+    found = {name: by[""] for name, by in measured({"": xt}, prompts, sampled=sampled, **arguments).items()}
+    tokens, forwards = (sum(getattr(one, kind) for one in found.values()) for kind in ("tokens", "forwards"))
+    return tokens / forwards, {name: one.tokens / one.forwards for name, one in found.items()}
+
+
+@dataclass
+class Count:
+    """New tokens, forward passes of the target, and seconds."""
+
+    tokens: int = 0
+    forwards: int = 0
+    seconds: float = 0.0
+
+
+def measured(
+    systems: Mapping[str, XTokAssisted], prompts: Sequence[str | Chat], *, sampled: float, **arguments: Any
+) -> dict[str, dict[str, Count]]:
+    """What systems, which take turns, generate after all prompts: by way of picking, and by system. `sampled`: as above."""
+    found: defaultdict[str, dict[str, Count]] = defaultdict(lambda: {system: Count() for system in systems})
     for i, prompt in enumerate(prompts):
         own = way(i, sampled, prompt)
-        stats = xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats
-        tokens[name_of_way(own)] += stats.new_tokens
-        forwards[name_of_way(own)] += stats.target_forwards
-    return tokens.total() / forwards.total(), {name: tokens[name] / forwards[name] for name in tokens}
+        for one, xt in zip(found[name_of_way(own)].values(), systems.values(), strict=True):
+            with timed() as span:
+                stats = xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats
+            one.tokens, one.forwards = one.tokens + stats.new_tokens, one.forwards + stats.target_forwards
+            one.seconds += span.seconds
+    return found
 
 
 def name(source: Source) -> str:
@@ -98,60 +104,88 @@ def digest(prompts: Sequence[str]) -> str:
     return sha256(json.dumps(listed_texts("prompts", prompts)).encode()).hexdigest()[:16]
 
 
-def check_out(given: Any) -> None:
-    """Raises `InvalidInputError` unless `given` is a path."""
-    if not isinstance(given, str | os.PathLike) or not str(given).strip():
-        raise InvalidInputError(f"out is {shown(given)}; give the path to write to.")
-
-
 def check_installed(*packages: str) -> None:
     """Raises `InvalidInputError` if a package is missing."""
     if not all(map(find_spec, packages)):
         raise InvalidInputError(f"Training needs {' and '.join(packages)}. Install with: {install('tune')}")
 
 
-def check(settings: Any, **least: int) -> None:
-    """Raises `InvalidInputError` for settings that make no sense. `least`: those that must be whole numbers, and the smallest
-    that each may be.
+def check(settings: Settings, out: Any, *packages: str, **least: int) -> None:
+    """Raises `InvalidInputError` if `out` is no path or a package is missing, and for settings that make no sense.
+
+    `least`: those that must be whole numbers, and the smallest that each may be.
     """
+    if not isinstance(out, str | os.PathLike) or not str(out).strip():
+        raise InvalidInputError(f"out is {shown(out)}; give the path to write to.")
+    check_installed(*packages)
     for name, smallest in least.items():
-        value = getattr(settings, name)
+        value = settings[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
             raise InvalidInputError(f"{name} is {shown(value)}; it must be a whole number, {smallest} or more.")
-    sampled: float = settings.sampled
+    sampled: float = settings["sampled"]
+    hours: float = settings.get("hours", 1.0)
     if not (isinstance(sampled, Real) and 0 <= sampled <= 1):
         raise InvalidInputError(f"sampled is {shown(sampled)}; it is a share of the texts, from 0 to 1.")
-    hours = getattr(settings, "hours", 1.0)
     if not (isinstance(hours, Real) and 0 < hours < inf):
         raise InvalidInputError(f"hours is {shown(hours)}; it must be a number above 0.")
     for name in ("temperature", "learning_rate"):
-        number: float | None = getattr(settings, name, None)
+        number: float | None = settings.get(name)
         if number is not None and not (isinstance(number, Real) and 0 < number < inf):
             raise InvalidInputError(f"{name} is {shown(number)}; it must be above 0, or left out.")
 
 
-def work_folder(work: Path, settings: Any, out: Path) -> Path:
-    """Makes the folder `work` for the unfinished work on `out`, or returns the one of an earlier run. `settings`: a dataclass.
+def work_folder(work: Path, settings: Settings, out: Path) -> Path:
+    """Makes the folder `work` for the unfinished work on `out`, or returns the one of an earlier run.
 
     Raises `InvalidInputError` unless the settings are those of that run.
     """
-    file, mine = work / "settings.json", asdict(settings)
-    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != mine:
-        changed = [key for key in mine if before.get(key) != mine[key]]
+    file = work / "settings.json"
+    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != settings:
+        changed = [key for key in settings if before.get(key) != settings[key]]
         raise InvalidInputError(
             f"{out} was started with other settings: {', '.join(changed)}. Use those again, or another name."
         )
     work.mkdir(parents=True, exist_ok=True)
-    save(file, lambda half: half.write_text(json.dumps(mine, indent=2), encoding="utf-8"))
+    save(file, lambda half: half.write_text(json.dumps(settings, indent=2), encoding="utf-8"))
     return work
 
 
-def work_of_draft(out: Path, settings: Any) -> Path:
+def work_of_draft(out: Path, settings: Settings) -> Path:
     """The folder for the unfinished work on a draft. Raises `InvalidInputError` if `out` holds something else."""
     work = out / "work"
     if not (work / "settings.json").exists() and out.exists() and any(path for path in out.iterdir() if path != work):
         raise InvalidInputError(f"{out} is not empty. Choose another folder for the draft.")
     return work_folder(work, settings, out)
+
+
+def card_of(settings: Settings, made: str, table: Sequence[Sequence[str]], when: str, epochs: Sequence[float]) -> str:
+    """The card of a draft. `made`: a sentence that says what it is. `table`: tokens per forward pass, below their titles.
+    `epochs`: tokens per forward pass on the prompts that decided when to stop, measured `when`.
+    """
+    base = f"base_model: {settings['draft']}\n" if "draft" in settings else ""
+    figures, given = _rows([table[0], ["---"] * len(table[0]), *table[1:]]), _rows(settings.items())
+    return f"""---
+{base}library_name: transformers
+---
+
+# A draft for {settings["target"]}
+
+{made} What the target generates doesn't depend on its draft.
+
+On prompts that had no part in training:
+
+{figures}
+
+On the prompts that decided when to stop, {when}: {", ".join(f"{value:.2f}" for value in epochs)}. The best of them was kept.
+
+| setting | |
+|---|---|
+{given}
+"""
+
+
+def _rows(rows: Iterable[Sequence[Any]]) -> str:
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows if row[1] is not None)
 
 
 def finish(model: PreTrainedModel, tokenizer: Any, card: str, out: Path, work: Path) -> None:

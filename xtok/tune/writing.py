@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
-from xtok.models.cache import device_of
+from xtok.models.cache import device_of, end_ids
 from xtok.models.prompts import Chat, prompt_ids
 from xtok.results.progress import bar
 from xtok.tune.examples import WrittenText
@@ -51,7 +51,6 @@ def way(index: int, sampled: float, start: str | Chat = "") -> dict[str, Any]:
 
 
 def name_of_way(way: dict[str, Any]) -> str:
-    """The name of a way of picking."""
     penalised = f"greedy, repetition penalty {PENALTY}"
     return "sampled" if way["do_sample"] else penalised if "repetition_penalty" in way else "greedy"
 
@@ -73,7 +72,7 @@ def write(
     transformers' `generate`.
     """
     into.mkdir(parents=True, exist_ok=True)
-    view, ends = token_bytes(target[1]), _ends(target)
+    view, ends = token_bytes(target[1]), {target[1].eos_token_id, *end_ids(target[0])} - {None}
     texts: list[WrittenText] = []
     batches = _batches(starts, sampled)
     for index, (picked, batch) in enumerate(bar(batches, "the target writes") if shows else batches):
@@ -151,19 +150,10 @@ class _Penalty(LogitsProcessor):
         return torch.cat([self._of_a_row(input_ids[i : i + 1, size:], scores[i : i + 1]) for i, size in rows])
 
 
-def _ends(target: tuple[Any, Any]) -> set[int]:
-    """The ids that end a text of the target."""
-    ends = target[0].generation_config.eos_token_id
-    return {target[1].eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-
-
 def _written(
     start: str | Chat, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor
 ) -> WrittenText:
-    """A continuation up to the end of the text, without a character that it leaves unfinished.
-
-    `ends`: the ids that end a text. `row`: new ids, (new,). `likeliest`, `probabilities`: (new, few).
-    """
+    """A continuation, (new,) and (new, few) twice, up to the end of the text, without an unfinished character."""
     ids: list[int] = row.tolist()
     count = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     text = view.to_bytes(ids[:count], before=b"a").decode(errors="ignore")

@@ -21,8 +21,7 @@ from xtok.serving.http.completions import complete, prepared, sse_data
 from xtok.serving.http.middleware import authenticated, body_of, context_of, error_response, failure, log_refusal, logged
 from xtok.serving.http.protocol import Chat, ChatRace, Completion, CompletionRace, RequestError, fields_of, read
 from xtok.serving.http.race import race, race_options, runs_of, steps
-from xtok.serving.http.respond import respond
-from xtok.serving.http.responses import Responses
+from xtok.serving.http.responses import Responses, respond
 from xtok.serving.http.service import Service, full
 
 _SENDING = 20.0

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xtok.serving.http.processors import GrammarError
+from xtok.sampling.grammar import GrammarError
 from xtok.serving.http.protocol import RequestError
 from xtok.serving.ticket import Ticket
 

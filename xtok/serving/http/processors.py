@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xtok.sampling.grammar import Grammar, GrammarError, allowed_ids, in_one_line
+from xtok.sampling.grammar import GrammarError, allowed_ids, in_one_line
 from xtok.serving.http.compiling import check_compiles
-
-__all__ = ["Grammar", "GrammarError", "Penalties", "Picked", "Record", "matcher_of"]
 
 _TRIED = 8
 """How many ids of a text are tried to see whether llguidance can follow a grammar."""

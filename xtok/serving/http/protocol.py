@@ -120,12 +120,10 @@ class Body(Fields):
 
     @property
     def has_format(self) -> bool:
-        """Whether texts are held to a response format."""
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether a grammar has to be compiled."""
         return self.has_format
 
     @property

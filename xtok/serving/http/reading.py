@@ -122,7 +122,6 @@ class Reader:
             yield Part(kind, whole)
 
     def _skip_space(self) -> None:
-        """Leave out spaces before and after a mark."""
         self._skips_space = True
         self._spaces.clear()
 
@@ -145,7 +144,6 @@ class Reader:
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours of the same kind in one."""
     found = list[Part]()
     for kind, several in groupby(parts, lambda part: part.kind):
         same = list(several)
@@ -204,7 +202,6 @@ class Marked(StoppingCriteria):
         return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
 
     def __getitem__(self, token: int) -> bytes:
-        """The bytes of an id."""
         return self._names.get(token) or self._view[token] or b""
 
     def text(self, *, final: bool = False) -> str:

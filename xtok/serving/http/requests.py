@@ -11,10 +11,11 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from xtok.assisted import XTokAssisted
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError
-from xtok.models.cache import context_window, vocabulary_size
+from xtok.models.cache import context_window, end_ids, vocabulary_size
 from xtok.models.prompts import KnownPrompt, Prompt, is_several, prompt_ids
+from xtok.sampling.grammar import Grammar
 from xtok.serving.http.formats import AUTO, Format, Parsers, format_of
-from xtok.serving.http.processors import Grammar, Penalties, Record, matcher_of
+from xtok.serving.http.processors import Penalties, Record, matcher_of
 from xtok.serving.http.protocol import MOST, Body, Chat, Completion, Limits, RequestError
 from xtok.serving.http.reading import Marked, Reader
 from xtok.serving.http.tools import format_for, matcher_of_tools, reader_of
@@ -217,8 +218,7 @@ def _matcher(body: Body, xt: XTokAssisted) -> Any:
     schema = {"type": "object"} if requested.type == "json_object" else requested.json_schema and requested.json_schema.schema_
     if schema is None:
         raise RequestError("response_format of type json_schema needs json_schema.schema.", "response_format")
-    ends = xt.model.generation_config.eos_token_id
     try:
-        return matcher_of(xt.tokenizer, int(ends[0]) if isinstance(ends, list) else ends, schema)
+        return matcher_of(xt.tokenizer, next(iter(end_ids(xt.model)), None), schema)
     except (ImportError, ValueError) as error:
         raise RequestError(f"Texts can't be held to this response_format: {error}", "response_format") from error

@@ -7,6 +7,7 @@ from json import dumps
 from typing import Any
 
 from xtok.assisted import XTokAssisted
+from xtok.models.cache import end_ids
 from xtok.serving.http.formats import FORCED, Format
 from xtok.serving.http.processors import matcher_of_calls
 from xtok.serving.http.protocol import Chat, RequestError
@@ -38,7 +39,7 @@ def reader_of(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -
     prompt = str(xt.tokenizer.decode(ids)) if known.own is not None else ending_of(xt, ids)
     most = 1 if body.parallel_tool_calls is False else None
     reader = Reader(template, known.prefix(prompt), body.tools or (), most)
-    ends = set(_ends(xt))
+    ends = set(end_ids(xt.model))
     names = {
         token: name.encode()
         for name, token in _controls(xt).items()
@@ -55,7 +56,7 @@ def matcher_of_tools(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[
     try:
         grammar, plain = (call_grammar(body, known, opened, controls) for controls in (_controls(xt), {}))
         schemas = [_schema(function) for function in body.forced]
-        return matcher_of_calls(xt.tokenizer, next(iter(_ends(xt)), None), (grammar, plain), schemas)
+        return matcher_of_calls(xt.tokenizer, next(iter(end_ids(xt.model)), None), (grammar, plain), schemas)
     except (ImportError, ValueError) as error:
         raise RequestError(f"Texts can't be held to calls of these tools: {error}", "tools") from error
 
@@ -88,7 +89,6 @@ def _schema(function: Mapping[str, Any]) -> Any:
 
 
 def _thought(closing: str, controls: Mapping[str, int]) -> list[str]:
-    """The rule of reasoning that was opened."""
     if closing in controls:
         return [f"reasoned: thought {_literal(closing, controls)} /\\s*/", _THOUGHT]
     return ["reasoned: thought /\\s*/", _THOUGHT.replace(":", f"[suffix={dumps(closing)}]:", 1)]
@@ -105,9 +105,3 @@ def _controls(xt: XTokAssisted) -> dict[str, int]:
     """The ids of control tokens, by their names."""
     view = xt.target.vocabulary.view
     return {entry.content: token for token, entry in xt.tokenizer.added_tokens_decoder.items() if view[token] is None}
-
-
-def _ends(xt: XTokAssisted) -> list[int]:
-    """The ids that end a text."""
-    ends = xt.model.generation_config.eos_token_id
-    return [int(end) for end in ends] if isinstance(ends, list) else [] if ends is None else [int(ends)]
