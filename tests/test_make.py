@@ -22,7 +22,7 @@ from xtok.align.tokenbytes import token_bytes
 from xtok.errors import InvalidInputError
 from xtok.tune.vocabulary import small_tokenizer
 
-PROMPTS = pair.prompts()[:9]
+PROMPTS = pair.prompts()[:6]
 SETTINGS: dict[str, Any] = {"parameters": 400_000, "hours": 1e-4, "vocabulary": 1024, "starts": 1, "max_new_tokens": 8}
 PRUNED = sorted(family for family in FAMILIES if "BPE" in family or "Unigram" in family)
 COMPLETE = {family for family in FAMILIES if "byte-level" in family or "with byte fallback" in family}

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.integrations import sdpa_attention
-from worlds import budgets, deep, examples
+from worlds import budgets, deep, examples, quick
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted
 from xtok.decoding import rounds as decode
@@ -43,7 +43,7 @@ from xtok.models.trials import Trials
 from xtok.sampling.draws import draw, draws, sure_draw, sure_margins
 from xtok.sampling.noise import states_of
 
-LENGTH = 24
+LENGTH = 12 if quick() else 24
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0, "eos_token_id": None}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
