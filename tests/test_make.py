@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside import WRITES
 from test_cli import run
 from test_tune import Killed, killed_at
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -101,7 +102,7 @@ def test_a_made_draft_guesses_and_changes_no_text(whole: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("what", ["xtok.tune.writing._continued", "xtok.tune.make.fit", "xtok.tune.make._card"])
+@pytest.mark.parametrize("what", [WRITES, "xtok.tune.make.fit", "xtok.tune.make._card"])
 def test_a_draft_whose_making_was_killed_is_finished_by_the_same_call(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
