@@ -31,7 +31,7 @@ def _tried_once(model: PreTrainedModel) -> Any:
     """The models that ship are loaded by many tests, and all that are loaded in the same way can do the same."""
     if not model.name_or_path.startswith(str(xtok.pair.TARGET.parent)):
         return _try_sharing(model)
-    key = model.dtype, settings_of(model)
+    key = model.dtype, str(settings_of(model))
     if key not in _TRIED:
         _TRIED[key] = _try_sharing(model)
     return _TRIED[key]

@@ -163,7 +163,7 @@ calls = st.lists(
 )
 
 
-@examples(60, share=30)
+@examples(24, share=12)
 @given(asked=calls, made=st.sampled_from(sorted(MODES)))
 def test_calls_under_any_modes_give_what_they_give_under_none_and_so_do_those_that_follow(
     asked: list[tuple[str, str, str]], made: str

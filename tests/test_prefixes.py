@@ -13,8 +13,9 @@ from front_door import forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from inside import caches_of
 from test_batches import BYTES, GREEDY, MADE, SIBLING, TEXTS, TOKENS, UNRELATED, WAYS
-from test_engine import LM, PATIENCE, PLAIN, RECURRENT_TARGET, Cancels, Holds, Raises, by, cache_bytes, caches_of
+from test_engine import LM, PATIENCE, PLAIN, RECURRENT_TARGET, Cancels, Holds, Raises, by, cache_bytes
 from test_sequential import TARGET as HEADS_TARGET
 from test_sequential import heads_file
 from test_slots import VOCABULARY, Held, Sharing
@@ -52,7 +53,7 @@ def cached(engine: Engine, prompts: Sequence[Any], **arguments: Any) -> list[int
 FATES = ("ends", "ends", "continues", "is cancelled", "fails")
 
 
-@examples(60, share=30)
+@examples(30, share=15)
 @given(
     requests=st.lists(
         st.tuples(ids_lists, st.sampled_from(sorted(WAYS)), st.sampled_from(FATES), st.integers(0, 8)), min_size=2, max_size=8
