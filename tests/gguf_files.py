@@ -12,7 +12,7 @@ CONTROL, NORMAL, BYTE = 3, 1, 6
 
 
 def write(path: Path, model: Any, tokenizer: Any, *, weights: str = "F32", **more: Any) -> Path:
-    """A Llama and its byte-level or SentencePiece BPE in a file. `more`: metadata, `pre` and `template` among them."""
+    """A Llama in a file, with its byte-level or SentencePiece BPE unless that is None. `more`: metadata, such as `pre`."""
     library = import_module("gguf")
     writer, config = library.GGUFWriter(str(path), "llama"), model.config
     writer.add_context_length(config.max_position_embeddings)
@@ -24,7 +24,8 @@ def write(path: Path, model: Any, tokenizer: Any, *, weights: str = "F32", **mor
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer, tokenizer, config.vocab_size, **more)
+    if tokenizer is not None:
+        _add_tokenizer(writer, tokenizer, config.vocab_size, **more)
     names = library.TensorNameMap(library.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.float().state_dict().items():
         stem, values = name.removesuffix(".weight"), weight.numpy().astype(np.float32)

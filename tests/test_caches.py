@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scripted import ScriptedDrafter
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from worlds import ARCHITECTURES, FAMILIES, alone, examples, fitting, model, texts, tokenizer
+from worlds import ARCHITECTURES, FAMILIES, alone, examples, fitting, model, quick, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted
 from xtok.align.continuation import Continuation
@@ -245,7 +245,7 @@ def test_a_prefill_after_a_filled_cache_forwards_the_rest_only() -> None:
 
 # caches that callers hand in
 
-LENGTH = 24
+LENGTH = 12 if quick() else 24
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": None, "pad_token_id": 0}
 PROMPT = "吾輩は猫である。名前はまだ無い"
 IDS = torch.tensor([TOKENS(PROMPT).input_ids])

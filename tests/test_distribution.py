@@ -41,7 +41,7 @@ from xtok.models.forwards import Answer, Ask, Steps
 from xtok.models.timing import Cost
 from xtok.sampling.noise import Noise, gumbel, noise
 
-SEEDS, FEWER, LENGTH, GUESS_LENGTH = scaled(20_000, share=12), scaled(8_000), 5, 3
+SEEDS, FEWER, LENGTH, GUESS_LENGTH = scaled(12_000, share=8), scaled(6_000), 5, 3
 ENOUGH, SUBTLE = 2_000, 6_000
 """How many texts betray a sampler that is wrong, and one that is hardly wrong."""
 PASSES, FAILS, TAIL = 1e-3, 1e-6, 1e-2
@@ -297,6 +297,7 @@ def test_noise_shared_by_ids_with_the_same_bytes_is_found_out() -> None:
     assert p_value(texts_of("no draft", keys, seeds=ENOUGH)) < FAILS
 
 
+@pytest.mark.deep
 def test_noise_repeated_across_control_tokens_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Noise.at
     monkeypatch.setattr(Noise, "at", lambda self, offset, controls, purpose=0: right(self, offset, 0, purpose))

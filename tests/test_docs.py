@@ -36,7 +36,7 @@ def blocks(document: Path, language: str) -> list[str]:
     return [code for kind, code in FENCE.findall(document.read_text(encoding="utf-8")) if kind == language]
 
 
-QUICK = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("index.md", "guide.md", "drafts.md"))]
+QUICK = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("index.md", "guide.md"))]
 WITH_CODE = [document for document in DOCUMENTS if blocks(document, "python")]
 
 

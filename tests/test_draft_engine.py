@@ -14,6 +14,7 @@ import torch
 from front_door import forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside import caches_of, guesses_now, is_empty, policy_of, rows_of
 from scripted import ScriptedDrafter
 from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, UNRELATED, greedily, target
 from worlds import TREE, budgets, deep, examples, make_target_expensive, scaled, tokenizer
@@ -63,7 +64,7 @@ def chained(tree: Tree) -> bool:
 FATES = ("ends", "is dropped", "is put off")
 
 
-@examples(80)
+@examples(50)
 @given(
     given_texts=st.lists(
         st.tuples(st.sampled_from(TEXTS), st.integers(0, 6), st.sampled_from(FATES), st.integers(1, 4)), min_size=1, max_size=7
@@ -107,11 +108,11 @@ def test_texts_that_come_and_go_are_the_targets_own(
         for text in set(running.values()) - set(going):
             engine.observe(text, picks(text.ids))
     assert not engine.texts
-    assert all(slots._rows.count(None) == len(slots._rows) for slots in engine._caches._caches.values())
+    assert all(map(is_empty, caches_of(engine)))
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("text", TEXTS[:3])
+@pytest.mark.parametrize("text", [TEXTS[0], *deep(*TEXTS[1:3])])
 def test_guesses_are_the_likeliest_paths_of_what_xtoks_own_loop_guesses(
     draft: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,10 +169,10 @@ def test_texts_share_the_drafts_forwards() -> None:
 def state(engine: DraftEngine) -> tuple[int, ...]:
     """How much it holds: numbers of its caches' tensors, rows, texts, and its sessions alive."""
     gc.collect()
-    slots = list(engine._caches._caches.values())
-    held = [part.numel() for one in slots for layer in one._layers for part in (layer.keys, layer.values) if part is not None]
-    sessions = sum(type(one) is Session and one.policy is engine._policy for one in gc.get_objects())
-    return sum(held), sum(len(one._rows) for one in slots), len(engine.texts), sessions
+    slots, policy = caches_of(engine), policy_of(engine)
+    held = [part.numel() for one in slots for part in one.parts]
+    sessions = sum(type(one) is Session and one.policy is policy for one in gc.get_objects())
+    return sum(held), sum(len(rows_of(one)) for one in slots), len(engine.texts), sessions
 
 
 @pytest.mark.scaled
@@ -282,7 +283,7 @@ def steps(
 
 def cells(engine: DraftEngine) -> dict[tuple[int, int], float]:
     """The seconds of steps, by how many texts shared them and how many rows each had."""
-    sizes = engine._policy.shared.sizes
+    sizes = policy_of(engine).shared.sizes
     return {(size, rows): cell[2] for size, one in sizes.items() for rows, cell in one.rounds.cells.items()}
 
 
@@ -347,7 +348,7 @@ def test_guessing_goes_on_where_the_company_changes_right_behind_a_first_guess(c
     engine.observe(first, picks(first.ids))
     second = engine.add(prompt(TEXTS[1]))
     steps(engine, [first, second], clock, lambda rows: 9 + 0.001 * rows, 6)
-    assert engine._step.batch.guesses or engine._policy.shared.sizes[2].rounds.cells
+    assert guesses_now(engine) or policy_of(engine).shared.sizes[2].rounds.cells
 
 
 def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> None:
@@ -358,7 +359,7 @@ def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> N
     second, asked = engine.add(prompt(TEXTS[1])), 0
     for _ in range(40):
         guesses = engine.propose([first, second], 8)
-        asked += engine._step.batch.guesses
+        asked += guesses_now(engine)
         clock.now += 9.0
         for text, guess in zip([first, second], guesses, strict=True):
             engine.observe(text, picks(text.ids, guess.tokens))

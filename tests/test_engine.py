@@ -19,10 +19,10 @@ from architectures import tiny
 from front_door import CHAT, CountsItsCalls, StopsOn, forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside import caches_of, is_empty, positions_of
 from scripted import ScriptedDrafter
 from test_batches import GREEDY, LENGTH, MADE, SAMPLED, SIBLING, TEXTS, TREE, UNRELATED, WAYS, drawn, greedily, long, target
 from test_caches import RECURRENT
-from test_slots import layers_of
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from worlds import CHAIN, budgets, deep, examples, make_target_expensive, tokenizer
 
@@ -36,7 +36,6 @@ from xtok.errors import (
     UnsupportedModelError,
 )
 from xtok.models.probe import traits
-from xtok.models.shared_cache import SharedCache
 
 TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
 LM = target("Llama")
@@ -195,7 +194,7 @@ def test_a_sequence_is_the_same_beside_others_that_join_end_fail_and_are_cancell
             assert error.args == (after,)
         else:
             assert fate in ("ends", "is cancelled at once") or len(expected) <= after + 1 or fate == "is cancelled"
-    assert all(slots._rows == [None] * len(slots._rows) for slots in caches_of(engine))
+    assert all(map(is_empty, caches_of(engine)))
 
 
 def test_sequences_whose_processors_and_criteria_keep_a_state_are_what_each_is_alone() -> None:
@@ -787,23 +786,16 @@ def test_settings_that_make_no_sense_are_refused_and_no_thread_starts(name: str,
 # memory
 
 
-def caches_of(engine: Engine) -> list[SharedCache]:
-    """One for each model that sequences share."""
-    return [*engine._caches._caches.values()]
-
-
 def cache_bytes(engine: Engine) -> int:
     """What the caches of all sequences take."""
-    layers = [layer for slots in caches_of(engine) for layer in layers_of(slots)]
-    return sum(states.numel() * states.element_size() for layer in layers for states in (layer.keys, layer.values))
+    return sum(part.numel() * part.element_size() for slots in caches_of(engine) for part in slots.parts)
 
 
 @pytest.mark.parametrize("xt", [*deep(PLAIN), WITH_DRAFTS], ids=["no draft", "drafts"])
 def test_caches_stay_within_the_memory_that_they_may_have(xt: XTokAssisted) -> None:
     memory = 12_000_000
     with Engine(xt, batch_size=3, memory=memory) as engine:
-        assert engine._memory is not None
-        most = engine._memory.positions - xt.setup.positions_beside()
+        most = positions_of(engine) - xt.setup.positions_beside()
         with pytest.raises(InvalidInputError, match=f"room for {most}"):
             engine.submit(TEXTS[0], do_sample=False, max_length=most + 1)
         sizes = [most // 3, 1, most // 2, 1900, 3, 800, 40]
@@ -902,9 +894,9 @@ def live() -> int:
 def held_up(engine: Engine) -> tuple[int, list[int]]:
     """How many tensors are alive, and how many rows the caches have, while the engine stands still within one text."""
     with held(engine):
-        layers = [layer for slots in caches_of(engine) for layer in layers_of(slots)]
-        assert all(layer.keys.shape[2] <= 256 for layer in layers)
-        return live(), [len(layer.keys) for layer in layers]
+        parts = [part for slots in caches_of(engine) for part in slots.parts]
+        assert all(part.shape[2] <= 256 for part in parts)
+        return live(), list(map(len, parts))
 
 
 def flat_over(texts: int, xt: XTokAssisted) -> None:

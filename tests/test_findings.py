@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from front_door import TOKENS
+from inside import findings_of
 from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
 from test_stable import HALF, WAYS, target
 
@@ -57,10 +58,7 @@ def test_a_second_instance_tries_nothing_that_the_first_one_did(forwards: list[i
     before = len(forwards)
     again = made()
     found = [again.generate(prompt, **WAYS["greedy"]) for prompt in PROMPTS[:1]]
-    assert (
-        again.setup.shapes is not None
-        and again.setup.shapes._known.findings.agreed.items() >= xt.setup.shapes._known.findings.agreed.items()
-    )
+    assert findings_of(again.setup.shapes).agreed.items() >= findings_of(xt.setup.shapes).agreed.items()
     assert ids_of(found) == ids_of(wanted[:1])
     assert len(forwards) > before
 
@@ -205,7 +203,7 @@ def test_what_another_process_found_is_kept() -> None:
 def test_shapes_that_were_refused_elsewhere_are_not_used() -> None:
     lm = target("Llama", HALF)
     shapes = StableShapes(lm)
-    shapes._known.findings.agreed[1, 4, 128] = False
+    findings_of(shapes).agreed[1, 4, 128] = False
     shapes._known.learn()
     again = StableShapes(lm)
     assert again.width(1, 3, 128) != 4 and again.padded(1, 3) == 8
@@ -224,7 +222,7 @@ def test_a_trial_that_fails_is_made_again_by_the_next_process(monkeypatch: pytes
         shapes = StableShapes(lm)
         assert shapes.width(1, 3, 128) == 16
     again = StableShapes(lm)
-    assert not again._known.findings.agreed and again.width(1, 3, 128) == 4
+    assert not findings_of(again).agreed and again.width(1, 3, 128) == 4
 
 
 def test_threads_that_want_shapes_at_once_try_each_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +233,7 @@ def test_threads_that_want_shapes_at_once_try_each_well(monkeypatch: pytest.Monk
         shapes = StableShapes(target("Llama", HALF))
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda new, shapes=shapes: (shapes.width(1, new, 128), shapes.tolerance), [3, 7, 15, 20, 30, 40]))
-        assert not shapes._known.failed and all(shapes._known.findings.agreed.values())
+        assert not shapes._known.failed and all(findings_of(shapes).agreed.values())
 
 
 def test_the_folder_is_the_users_own_unless_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@examples(80, deadline=None)
+@examples(40, deadline=None)
 @given(
     schema=SCHEMAS,
     family=st.sampled_from(READ),
@@ -216,7 +216,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
-@examples(80, deadline=None)
+@examples(40, deadline=None)
 @given(when=st.integers(0, 60), fault=st.sampled_from(sorted(FAULTS)), way=st.sampled_from(sorted(WAYS)))
 def test_a_guide_that_fails_costs_speed_only(when: int, fault: str, way: str) -> None:
     xt = XTokAssisted((TARGET, TOKENS), MADE["several"](), budget=Budget(4, schedule="constant"))

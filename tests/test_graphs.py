@@ -12,6 +12,7 @@ import torch
 from front_door import BYTES, GREEDY, OTHER, PROMPT, PROMPTS, TARGET, TOKENS
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
+from inside import captured
 from test_engine import cache_bytes
 from test_slots import VOCABULARY, Held, Sharing, ask_one_more, filled
 from transformers import LogitsProcessorList
@@ -29,10 +30,8 @@ from xtok.models.shared_cache import SharedCache
 
 def places(forward: Any) -> list[tuple[int, torch.Size]]:
     """Where the cache is that a forward writes to."""
-    layers = getattr(forward.func, "__self__", forward.keywords.get("slots"))._layers
-    return [
-        (states.data_ptr(), states.shape) for layer in layers for states in (layer.keys, layer.values) if states is not None
-    ]
+    slots = getattr(forward.func, "__self__", forward.keywords.get("slots"))
+    return [(part.data_ptr(), part.shape) for part in slots.parts]
 
 
 def capture(forward: Run, inputs: Inputs, pool: Any) -> Graph:
@@ -227,11 +226,10 @@ def test_outputs_of_graphs_take_no_more_bytes_than_they_may(replays: list[int], 
     monkeypatch.setattr(xtok.models.graphs, "_MOST", most)
     slots = SharedCache(LM, rows=4, graphs=Graphs())
     texts = filled(slots, 5, 3, 4)
-    assert slots._graphs is not None
     for count in (1, 2, 3, 3, 2, 1, 1, 2, 3):
         for _ in range(3):
             ask_one_more(texts[:count])
-        assert sum(part.nbytes for one in slots._graphs._made.values() for part in one.outputs) <= most
+        assert sum(part.nbytes for one in captured(slots).values() for part in one.outputs) <= most
     assert replays
 
 
@@ -258,8 +256,7 @@ def test_all_rows_up_to_a_power_of_two_are_forwarded(replays: list[int], texts: 
     held = filled(slots, *range(3, 3 + texts))
     for some in (held, held, held, held, held[-1:], held[-1:], held[-1:]):
         ask_one_more(some)
-    assert slots._graphs is not None
-    assert {(first, last) for first, last, *_ in slots._graphs._made} == {(0, rows)}
+    assert {(first, last) for first, last, *_ in captured(slots)} == {(0, rows)}
 
 
 def test_a_pool_that_no_graph_is_left_of_isnt_used_again(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import WRITES
 from safetensors.torch import save_file
 from test_cli import run
 from test_tune import Killed, killed_at
@@ -227,7 +228,7 @@ def test_a_file_that_holds_no_heads_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", ["sequential", "medusa"])
-@pytest.mark.parametrize("place", ["xtok.tune.writing._continued", "xtok.tune.heads.fit", "xtok.tune.heads.accuracies"])
+@pytest.mark.parametrize("place", [WRITES, "xtok.tune.heads.fit", "xtok.tune.heads.accuracies"])
 def test_heads_whose_training_was_killed_are_finished_by_the_same_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str
 ) -> None:

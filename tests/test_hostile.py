@@ -22,8 +22,9 @@ import httpx
 import psutil
 import pytest
 import torch
+from inside import caches_of, is_empty, memory_of
 from test_batches import BYTES, TEXTS, UNRELATED, WIDE
-from test_engine import cache_bytes, caches_of
+from test_engine import cache_bytes
 from test_serve import Server, dechunked, serving, until_stop, wait_for
 from test_tools import CITY, TOKENS, tools
 from worlds import CORPUS, fitting
@@ -496,8 +497,7 @@ def test_a_hostile_client_gets_the_targets_own_answers_and_leaves_nothing(dtype:
     with serving(xt, limits=LIMITS, batch_size=16, memory=memory) as server:
         client, found = asyncio.run(visited(server, pool, number, truths))
         server.until_idle()
-        rows = [row for one in caches_of(server.engine) for row in one._rows]
-        assert not [row for row in rows if row is not None]
+        assert all(map(is_empty, caches_of(server.engine)))
         assert cache_bytes(server.engine) <= memory
         assert server.engine.stats.positions == 0
         reported = server.metrics()
@@ -506,7 +506,8 @@ def test_a_hostile_client_gets_the_targets_own_answers_and_leaves_nothing(dtype:
     assert set(client.refused) == {400, 404, 413}
     check_flat(found)
     assert reported["xtok_prefix_cache_hits_total"] > 0
-    assert lookup._memory is not None and 0 < lookup._memory.size <= MEMORY
+    learnt = memory_of(lookup)
+    assert learnt is not None and 0 < learnt.size <= MEMORY
 
 
 def check_flat(found: Sequence[Left]) -> None:

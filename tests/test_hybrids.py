@@ -16,7 +16,7 @@ from front_door import TOKENS
 from scripted import ScriptedDrafter
 from test_batches import TEXTS, long
 from transformers import PreTrainedModel
-from worlds import deep
+from worlds import deep, quick
 
 from xtok import Budget, Context, XTokAssisted
 from xtok.errors import UnsupportedModelError
@@ -29,7 +29,7 @@ MAMBA2 = ["nemotron_h", *deep("falcon_h1", "granitemoehybrid")]
 OTHERS = deep("bailing_hybrid", "kimi_linear", "lfm2_moe", "lfm3", "olmo_hybrid", "qwen3_5", "qwen3_next", "qwen4_exp", "zaya")
 REFUSED = ["zamba", "bamba", "recurrent_gemma"]
 """Their several ids at once start from an empty state, or follow another formula."""
-LENGTH = 32
+LENGTH = 16 if quick() else 32
 GREEDY: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside import corpus_of, memory_of
 from worlds import TREE, examples, fitting, tokenizer
 
 from xtok import Budget, Context, PromptLookup, Tree, XTokAssisted
@@ -198,7 +199,7 @@ def test_probabilities_fall_along_a_continuation(history: list[tuple[list[int], 
 
 
 def test_a_corpus_may_be_given_as_a_generator() -> None:
-    assert PromptLookup(text for text in ["abc", "", "def"])._texts == ["abc", "def"]
+    assert corpus_of(PromptLookup(text for text in ["abc", "", "def"])) == ["abc", "def"]
     assert PromptLookup([""]).index is None
 
 
@@ -237,7 +238,7 @@ def test_a_lookup_can_be_copied_while_its_index_is_made_and_keeps_no_other_waiti
         copies = deepcopy(lookup), pickle.loads(pickle.dumps(lookup))
         goes_on.set()
         assert index.result() is lookup.index
-    assert [copy.index is not None and copy._texts == lookup._texts for copy in copies] == [True, True]
+    assert [copy.index is not None and corpus_of(copy) == corpus_of(lookup) for copy in copies] == [True, True]
 
 
 @pytest.mark.parametrize("wrong", ["a text", b"bytes", [1], [b"bytes"], None, 5])
@@ -319,9 +320,8 @@ def test_what_an_earlier_sequence_generated_is_guessed_from_and_changes_no_id() 
     first, again = xt.generate("吾輩は猫である。", **asked), xt.generate("吾輩は猫である。", **asked)
     assert first.token_ids == again.token_ids == plain.generate("吾輩は猫である。", **asked).token_ids
     assert again.stats.target_forwards < first.stats.target_forwards
-    assert pickle.loads(pickle.dumps(lookup))._size == 1 << 20
-    assert repr(lookup) == "PromptLookup(memory=1048576)"
-    assert lookup.without_memory()._memory is None
+    assert repr(pickle.loads(pickle.dumps(lookup))) == repr(lookup) == "PromptLookup(memory=1048576)"
+    assert memory_of(lookup.without_memory()) is None
 
 
 @pytest.mark.parametrize("wrong", [-1, 5, True, 1e6, "16M", None])

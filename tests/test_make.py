@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside import WRITES
 from test_cli import run
 from test_tune import Killed, killed_at
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +23,7 @@ from xtok.align.tokenbytes import token_bytes
 from xtok.errors import InvalidInputError
 from xtok.tune.vocabulary import small_tokenizer
 
-PROMPTS = pair.prompts()[:9]
+PROMPTS = pair.prompts()[:6]
 SETTINGS: dict[str, Any] = {"parameters": 400_000, "hours": 1e-4, "vocabulary": 1024, "starts": 1, "max_new_tokens": 8}
 PRUNED = sorted(family for family in FAMILIES if "BPE" in family or "Unigram" in family)
 COMPLETE = {family for family in FAMILIES if "byte-level" in family or "with byte fallback" in family}
@@ -101,7 +102,7 @@ def test_a_made_draft_guesses_and_changes_no_text(whole: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("what", ["xtok.tune.writing._continued", "xtok.tune.make.fit", "xtok.tune.make._card"])
+@pytest.mark.parametrize("what", [WRITES, "xtok.tune.make.fit", "xtok.tune.make._card"])
 def test_a_draft_whose_making_was_killed_is_finished_by_the_same_call(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,11 +98,12 @@ def test_what_is_refused_leaves_torchs_generator_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_prompt_of_32_thousand_tokens() -> None:
+@pytest.mark.parametrize("thousands", [8, *deep(32)])
+def test_a_prompt_of_many_tokens(thousands: int) -> None:
     target = fitting(BYTES, "Llama", 0, dtype=torch.float32, window=40_000)
-    prompt = "".join(CORPUS) * 135
+    prompt = "".join(CORPUS) * round(4.22 * thousands)
     ids = BYTES(prompt).input_ids
-    assert 32_000 < len(ids) < 39_000
+    assert 1000 * thousands < len(ids) < 1250 * thousands
     expected = alone(target, ids, **GREEDY)
     xt = XTokAssisted((target, BYTES), [DRAFTS["other ids"], PromptLookup()], budget=TREES)
     generation = xt.generate(prompt, **GREEDY)

@@ -13,8 +13,9 @@ from front_door import forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from inside import caches_of
 from test_batches import BYTES, GREEDY, MADE, SIBLING, TEXTS, TOKENS, UNRELATED, WAYS
-from test_engine import LM, PATIENCE, PLAIN, RECURRENT_TARGET, Cancels, Holds, Raises, by, cache_bytes, caches_of
+from test_engine import LM, PATIENCE, PLAIN, RECURRENT_TARGET, Cancels, Holds, Raises, by, cache_bytes
 from test_sequential import TARGET as HEADS_TARGET
 from test_sequential import heads_file
 from test_slots import VOCABULARY, Held, Sharing
@@ -52,7 +53,7 @@ def cached(engine: Engine, prompts: Sequence[Any], **arguments: Any) -> list[int
 FATES = ("ends", "ends", "continues", "is cancelled", "fails")
 
 
-@examples(60, share=15)
+@examples(30, share=15)
 @given(
     requests=st.lists(
         st.tuples(ids_lists, st.sampled_from(sorted(WAYS)), st.sampled_from(FATES), st.integers(0, 8)), min_size=2, max_size=8
@@ -157,7 +158,7 @@ def test_a_part_of_a_prompt_that_is_forwarded_at_once_is_usable_as_a_whole() -> 
 # bits
 
 
-@examples(20)
+@examples(20, share=20)
 @given(
     sizes=st.lists(st.sampled_from([1, 3, 17, 100, 128, 129, 200, 257, 300]), min_size=2, max_size=4),
     batch_size=st.integers(1, 3),

@@ -12,9 +12,9 @@ from random import Random
 from tempfile import mkdtemp
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from gguf_files import write
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedDrafter
@@ -128,23 +128,8 @@ def compressed(strategy: str | None) -> Callable[[torch.dtype], Any]:
 
 def gguf(dtype: torch.dtype) -> Any:
     """A model in a file of weights of 8 bits."""
-    library, model, folder = import_module("gguf"), loaded(torch.float32), mkdtemp()
-    writer, config = library.GGUFWriter(f"{folder}/model.gguf", "llama"), model.config
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    names = library.TensorNameMap(library.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
-        stem, values = name.removesuffix(".weight"), weight.numpy().astype(np.float32)
-        kind = library.GGMLQuantizationType.Q8_0 if values.ndim == 2 else library.GGMLQuantizationType.F32
-        writer.add_tensor(f"{names.get_name(stem)}.weight", library.quants.quantize(values, kind), raw_dtype=kind)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        write()
+    folder = Path(mkdtemp())
+    write(folder / "model.gguf", loaded(torch.float32), None, weights="Q8_0")
     return AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=dtype)
 
 

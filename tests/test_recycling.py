@@ -11,6 +11,7 @@ import torch
 from front_door import BYTES, GREEDY, OTHER, PROMPTS, TARGET, TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside import tables_of
 from worlds import budgets, examples, make_target_expensive
 
 from xtok import Budget, Context, DraftEngine, Drafter, PromptLookup, Request, TokenRecycling, Tree, XTokAssisted, chain, pair
@@ -87,7 +88,7 @@ def test_targets_with_other_ids_share_an_object_and_nothing_in_it() -> None:
     for target, xt in zip(targets, kept, strict=True):
         expected = XTokAssisted(target).generate(PROMPTS[0], **GREEDY).token_ids
         assert xt.generate(PROMPTS[0], **GREEDY).token_ids == expected
-    assert len(recycling._tables) == 3
+    assert len(tables_of(recycling)) == 3
 
 
 @pytest.mark.parametrize("copied", [deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
@@ -95,7 +96,7 @@ def test_a_copy_has_learnt_nothing(copied: Any) -> None:
     recycling = TokenRecycling()
     xt = XTokAssisted((TARGET, TOKENS), recycling, budget=TREE)  # which keeps its vocabulary, and so the table, alive
     xt.generate(PROMPTS[0], **GREEDY)
-    assert recycling._tables and not copied(recycling)._tables
+    assert tables_of(recycling) and not tables_of(copied(recycling))
 
 
 def test_threads_may_share_it() -> None:
@@ -170,4 +171,4 @@ def test_what_instances_learnt_goes_with_them() -> None:
     for _ in range(3):
         XTokAssisted((TARGET, TOKENS), recycling, budget=TREE).generate(PROMPTS[0], **GREEDY)
         gc.collect()
-        assert not recycling._tables
+        assert not tables_of(recycling)

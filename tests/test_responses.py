@@ -1,34 +1,22 @@
 """OpenAI's Responses API, asked by OpenAI's own client: the texts and calls are those of the same chat."""
 
 import json
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 import openai
 import pytest
 from test_serve import Server, check_error, serving
-from test_tools import CALL, CHATS, LM, TOKENS, TOOLS, writes  # noqa: F401  (a fixture)
+from test_tools import CALL, CHATS, LM, TOKENS, TOOLS, client_of_tools, server_of_tools, writes  # noqa: F401  (a fixture)
 
-from xtok import PromptLookup, XTokAssisted
+from xtok import XTokAssisted
 from xtok.serving.http.protocol import Limits, fields_of
 from xtok.serving.http.responses import Responses, chat_of
 
+server, client = server_of_tools, client_of_tools
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ASKED: Any = {"model": "tiny", "input": "天気は", "temperature": 0, "max_output_tokens": 200}
 WRITTEN = f"<think>\n見よう。</think>\n\n待て。<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(XTokAssisted((LM, TOKENS), PromptLookup())) as one:
-        yield one
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as one:
-        yield one
 
 
 def answered(client: openai.OpenAI, streamed: bool, **more: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import accumulate, permutations, zip_longest
+from itertools import accumulate, islice, permutations, zip_longest
 from random import Random
 from statistics import mean
 from types import SimpleNamespace
@@ -44,6 +44,7 @@ from worlds import (
     fitting,
     make_target_expensive,
     model_of,
+    quick,
     scaled,
     texts,
     tokenizer,
@@ -121,7 +122,7 @@ def mixed(names: list[str], target: Any, draft: Kind, seen: str) -> list[Any]:
 
 @few_close_calls(0.02)
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@examples(250, share=16)
+@examples(130, share=13)
 @given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments())
 def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
     target: Kind, draft: Kind, names: list[str], prompt: str, budget: Budget, drawn: Drawn
@@ -136,7 +137,7 @@ def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
 
 
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@examples(250, share=16)
+@examples(130, share=13)
 @given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments(), sampling=samplings())
 def test_any_mixture_of_drafts_leaves_sampled_ids_as_they_are_without_a_draft(
     target: Kind, draft: Kind, names: list[str], prompt: str, budget: Budget, drawn: Drawn, sampling: Drawn
@@ -761,7 +762,7 @@ def test_a_last_id_that_another_one_replaces_changes_no_guess(kind: str, samples
     target = target_model((TARGET, TOKENS)).vocabulary
     draft, view = drafts_of(target)[kind], target.view
     guessed, budget = 0, Budget(3, width=width, nodes=999, schedule="constant")
-    sampled = noise(7, 0, b"") if samples else None
+    sampled, step = noise(7, 0, b"") if samples else None, 4 if quick() else 1
 
     def guess(drafter: Drafter, ids: list[int]) -> Tree:
         return drafter.propose(Context(ids, view.to_bytes(ids), 0, noise=sampled), budget)
@@ -772,7 +773,7 @@ def test_a_last_id_that_another_one_replaces_changes_no_guess(kind: str, samples
     for prompt in ("吾輩は猫である。吾輩は猫", "メロスは激", "The quick brown"):
         ids = TOKENS(prompt, add_special_tokens=False).input_ids
         used = started()
-        for wrong, fits in permutations(TOKENS("名 った brown", add_special_tokens=False).input_ids, 2):
+        for wrong, fits in islice(permutations(TOKENS("名 った brown", add_special_tokens=False).input_ids, 2), 0, None, step):
             guess(used, [*ids, wrong])
             again, anew = guess(used, [*ids, fits]), guess(started(), [*ids, fits])
             guessed += len(anew)

@@ -180,7 +180,7 @@ def test_every_pair_generates_what_the_target_alone_generates_in_fewer_forwards(
 RING = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
 
 
-@pytest.mark.parametrize(("target", "draft"), mostly_deep(RING, RING[::2]))
+@pytest.mark.parametrize(("target", "draft"), mostly_deep(RING, RING[::4]))
 def test_each_tokenizer_is_read_and_written_by_a_draft_model(target: str, draft: str) -> None:
     """Greedily and under noise, whose projection needs the bytes of every id. The prompt has all that can be lost."""
     text = "吾輩は🍣ＡＢＣ</s>  x"
@@ -197,13 +197,14 @@ def test_each_tokenizer_is_read_and_written_by_a_draft_model(target: str, draft:
 def test_a_pair_of_real_vocabularies_writes_and_draws_what_the_target_does_without_a_draft(target: str) -> None:
     """48,586 or 99,574 ids against 50,277, as it comes and in trees."""
     lm, tokens = tiny(target)
-    for budget in (None, TREE_3):
-        xt = XTokAssisted((lm, tokens), tiny("gpt-neox-20b", 1), budget=budget)
-        for asked in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": 0.8, "seed": 5}):
-            for text in (sample("aozora", 60), sample(TEXTS["English"], 60)):
-                found = xt.generate(text, max_new_tokens=12, **asked)
-                assert found.token_ids == XTokAssisted((lm, tokens)).generate(text, max_new_tokens=12, **asked).token_ids
-                assert budget is None or found.stats.proposed > 0
+    alone, texts = XTokAssisted((lm, tokens)), (sample("aozora", 60), sample(TEXTS["English"], 60))
+    for asked in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": 0.8, "seed": 5}):
+        expected = [alone.generate(text, max_new_tokens=12, **asked).token_ids for text in texts]
+        for budget in (None, TREE_3):
+            xt = XTokAssisted((lm, tokens), tiny("gpt-neox-20b", 1), budget=budget)
+            found = [xt.generate(text, max_new_tokens=12, **asked) for text in texts]
+            assert [one.token_ids for one in found] == expected
+            assert budget is None or all(one.stats.proposed > 0 for one in found)
 
 
 @pytest.mark.parametrize(

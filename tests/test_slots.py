@@ -12,6 +12,7 @@ from front_door import forwards
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from inside import rows_of, used
 from test_caches import assert_close
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -117,22 +118,15 @@ def failing_by_an_id(lm: PreTrainedModel, place: str) -> Iterator[list[int]]:
             handle.remove()
 
 
-def layers_of(slots: SharedCache) -> list[Any]:
-    """The layers of a cache that hold anything yet."""
-    return [layer for layer in slots._layers if layer.is_initialized]
-
-
 def shapes(slots: SharedCache) -> set[tuple[int, int]]:
     """How many rows and positions there are."""
-    return {(layer.keys.shape[0], layer.keys.shape[2]) for layer in layers_of(slots)}
+    return {(part.shape[0], part.shape[2]) for part in slots.parts}
 
 
-def poison(slots: SharedCache, index: int, positions: slice) -> None:
-    """Let some positions of a row hold what isn't a number, as a text that overflows leaves it."""
-    for layer in slots._layers:
-        if layer.is_initialized:
-            for states in (layer.keys, layer.values):
-                states[index : index + 1, :, positions] = float("nan")
+def poison(slots: SharedCache, index: int, start: int = 0, end: int | None = None) -> None:
+    """Let some positions of a row hold what isn't a number, as a text that overflows leaves it. `end`: None for all used."""
+    for part in slots.parts:
+        part[index : index + 1, :, start : used(slots, index) if end is None else end] = float("nan")
 
 
 class Sharing(RuleBasedStateMachine):
@@ -215,7 +209,7 @@ class Sharing(RuleBasedStateMachine):
                 one.ask.ids[data.draw(st.integers(0, len(one.ask.ids) - 1))] = FAULTY  # type: ignore[index]
         if all_asked:  # what fails may have taken room before
             most = max(one.held.slot.held for one in all_asked) + 2 * max(len(one.ask.ids) for one in all_asked)
-            self.needed = max(self.needed, len(self.slots._rows) * (max(one.slot.held for one in self.texts) + most))
+            self.needed = max(self.needed, len(rows_of(self.slots)) * (max(one.slot.held for one in self.texts) + most))
         with failing_by_an_id(self.model, place) as failed:
             answers = answered([one.ask for one in all_asked])
         assert [isinstance(answer, Exception) for answer in answers] == faulty
@@ -263,7 +257,7 @@ class Sharing(RuleBasedStateMachine):
     def overflow_and_leave(self, data: st.DataObject) -> None:
         """What a text forwarded isn't a number."""
         held = self.texts.pop(data.draw(st.integers(0, len(self.texts) - 1)))
-        poison(self.slots, held.slot.index, slice(0, self.slots._used[held.slot.index]))
+        poison(self.slots, held.slot.index)
         held.slot.leave()
 
     @precondition(lambda self: self.texts)
@@ -271,7 +265,7 @@ class Sharing(RuleBasedStateMachine):
     def overflow_in_what_is_taken_back(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from(self.texts))
         if not held.slot.moves and held.slot.index not in getattr(self.slots, "_kept", ()):  # which is what another text left
-            poison(self.slots, held.slot.index, slice(held.slot.held, self.slots._used[held.slot.index]))
+            poison(self.slots, held.slot.index, held.slot.held)
 
     @invariant()
     def slots_are_as_long_as_their_ids_and_no_two_texts_have_one_row(self) -> None:
@@ -280,14 +274,14 @@ class Sharing(RuleBasedStateMachine):
                 (len(one.ids), len(one.nodes)) for one in self.texts
             ]
             assert len({one.slot.index for one in self.texts}) == len(self.texts)
-            assert all(self.slots._rows[one.slot.index] is one.slot for one in self.texts)
+            assert all(rows_of(self.slots)[one.slot.index] is one.slot for one in self.texts)
 
     @invariant()
     def there_is_no_more_room_than_is_needed_or_there_may_be(self) -> None:
         if getattr(self, "room", None) is not None:
             length = max((one.slot.length for one in self.texts), default=0)
             nodes = max((one.slot.branched for one in self.texts), default=0)
-            self.needed = max(self.needed, len(self.slots._rows) * (length + nodes + 1))  # where padding goes
+            self.needed = max(self.needed, len(rows_of(self.slots)) * (length + nodes + 1))  # where padding goes
             assert all(rows * positions <= max(self.room, self.needed) for rows, positions in shapes(self.slots))
 
 
@@ -320,7 +314,7 @@ def test_what_isnt_a_number_in_a_row_that_was_left_never_reaches_the_next_sequen
     slots = SharedCache(LM)
     texts = filled(slots, 20, 20, 20)
     left = texts.pop(index)
-    poison(slots, left.slot.index, slice(0, slots._used[left.slot.index]))
+    poison(slots, left.slot.index)
     left.slot.leave()
     if between:
         ask_one_more(texts)
@@ -336,7 +330,7 @@ def test_what_isnt_a_number_after_the_end_of_a_row_never_reaches_a_sequence(inde
     for held in texts:
         held.slot.roll_back(4)
         held.ids = held.ids[:4]
-    poison(slots, index, slice(4, 30))
+    poison(slots, index, 4, 30)
     texts[1 - index].slot.start_anew()
     texts[1 - index].ids = []
     long = asked(texts[1 - index], list(range(25)), (), 1)
@@ -348,7 +342,7 @@ def test_what_isnt_a_number_after_the_end_of_a_row_never_reaches_a_sequence(inde
 def test_a_sequence_that_overflows_leaves_the_logits_of_others_as_they_are() -> None:
     slots = SharedCache(LM)
     texts = filled(slots, 6, 9, 12)
-    poison(slots, 1, slice(2, 5))
+    poison(slots, 1, 2, 5)
     (first, sick, last) = (asked(held, [11, 12], (), 2) for held in texts)
     answers = answered([first.ask, sick.ask, last.ask])
     assert isinstance(answers[1], Answer)
@@ -384,7 +378,7 @@ def test_sequences_that_come_and_go_take_no_more_room_than_those_that_are_there(
     shapes = set()
     for turn in range(12):
         texts = filled(slots, *[20] * 3)
-        shapes.add(tuple(layers_of(slots)[0].keys.shape))
+        shapes.add(tuple(slots.parts[0].shape))
         for held in texts[:: 1 if turn % 2 else -1]:
             held.slot.leave()
     assert len(shapes) == 1
@@ -419,7 +413,7 @@ def test_a_row_that_moved_is_left_where_it_is_now() -> None:
     third.slot.leave()
     fourth = Held(slots.join())
     ask_one_more([second, fourth])
-    assert len(slots._rows) == 2
+    assert len(rows_of(slots)) == 2
 
 
 def test_sequences_of_much_unlike_lengths_are_read_apart_and_those_alike_together() -> None:

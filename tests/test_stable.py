@@ -16,14 +16,14 @@ from architectures import tiny
 from front_door import TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside import caches_of, positions_of
 from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
-from test_engine import caches_of
 from test_slots import shapes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.integrations import sdpa_attention
-from worlds import budgets, deep, examples
+from worlds import budgets, deep, examples, quick
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted
 from xtok.decoding import rounds as decode
@@ -43,7 +43,7 @@ from xtok.models.trials import Trials
 from xtok.sampling.draws import draw, draws, sure_draw, sure_margins
 from xtok.sampling.noise import states_of
 
-LENGTH = 24
+LENGTH = 12 if quick() else 24
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0, "eos_token_id": None}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
@@ -161,7 +161,7 @@ def assert_bits(seen: list[tuple[Any, int, bool, torch.Tensor]], wanted: dict[tu
 prompts = st.lists(st.one_of(st.sampled_from(TEXTS), st.sampled_from(LENGTHS).map(long)), min_size=1, max_size=4, unique=True)
 
 
-@examples(40, share=20)
+@examples(24, share=24)
 @given(
     architecture=st.sampled_from(sorted(ARCHITECTURES)),
     dtype=st.sampled_from(sorted(DTYPES)),
@@ -544,8 +544,7 @@ def test_an_engine_under_a_bound_of_memory_writes_the_same() -> None:
     with Engine(xt, batch_size=3, memory=3_000_000) as engine:
         tickets = [engine.submit(prompt, **GREEDY) for prompt in prompts]
         found = [ticket.result().token_ids for ticket in tickets]
-        assert engine._memory is not None
-        most = engine._memory.positions
+        most = positions_of(engine)
         assert all(rows * places <= most for slots in caches_of(engine) for rows, places in shapes(slots))
         with pytest.raises(InvalidInputError, match="memory has room"):
             engine.submit(prompts[0], **GREEDY | {"max_new_tokens": 4000})

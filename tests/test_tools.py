@@ -227,15 +227,19 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server_of_tools() -> Iterator[Server]:
+    """A file of tests that asks for it as `server` says `server = server_of_tools`."""
     with serving(XTokAssisted((LM, TOKENS), PromptLookup())) as one:
         yield one
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def client_of_tools(server: Server) -> Iterator[openai.OpenAI]:
     with server.client() as one:
         yield one
+
+
+server, client = server_of_tools, client_of_tools
 
 
 QUESTION: Any = {"model": "tiny", "messages": [{"role": "user", "content": "天気は"}], "temperature": 0, "max_tokens": 200}

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scripted import ScriptedDrafter
 from test_batches import MADE, WAYS
-from worlds import FAMILIES, budgets, examples, fitting, texts, tokenizer
+from worlds import FAMILIES, budgets, examples, fitting, mostly_deep, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, chain, pair
 from xtok.results.trace import Token
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 TREE = Budget(3, width=3, nodes=12, schedule="constant")
+QUICK = list(zip(sorted(MADE), sorted(WAYS) * 3, strict=True))
+"""Each kind of draft with one way to pick, in turns."""
 
 
 def made(draft: str = "several", prompt: str = "吾輩は猫", **more: Any) -> Generation:
@@ -97,8 +100,7 @@ def test_a_trace_is_json_and_can_be_kept(tmp_path: Path) -> None:
     assert again.to_dict() == reported
 
 
-@pytest.mark.parametrize("way", sorted(WAYS))
-@pytest.mark.parametrize("draft", sorted(MADE))
+@pytest.mark.parametrize(("draft", "way"), mostly_deep(product(sorted(MADE), sorted(WAYS)), QUICK))
 def test_tokens_are_streamed_as_they_are_reported_later(draft: str, way: str) -> None:
     xt = XTokAssisted((TARGET, TOKENS), MADE[draft](), budget=TREE)
     ended: list[Generation] = []

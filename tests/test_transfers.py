@@ -3,15 +3,17 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from front_door import BYTES, GREEDY, OTHER, PROMPTS, TARGET, TOKENS
+from inside import tables_of
 from scripted import ScriptedDrafter
 from torch.overrides import TorchFunctionMode
 from transformers import LogitsProcessorList
-from worlds import make_target_expensive
+from worlds import make_target_expensive, mostly_deep
 
 import xtok.decoding.pick
 import xtok.models.stable
@@ -31,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampled": {**GREEDY, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 7},
     "cut": {**GREEDY, "do_sample": True, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 7},
 }
+QUICK = [("greedy", False, True), ("greedy", True, False), ("sampled", True, True), ("cut", False, False)]
 
 
 class Waits(TorchFunctionMode):
@@ -77,16 +80,16 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
         yield found
 
 
-@pytest.mark.parametrize(("way", "stable"), [(way, stable) for way in WAYS for stable in (False, True)])
-@pytest.mark.parametrize("beside", [(), (PromptLookup(), TokenRecycling())], ids=["the draft alone", "the drafts by default"])
+@pytest.mark.parametrize(("way", "stable", "by_default"), mostly_deep(product(WAYS, [False, True], [False, True]), QUICK))
 def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(
-    waits: Waits, monkeypatch: pytest.MonkeyPatch, way: str, stable: bool, beside: Any
+    waits: Waits, monkeypatch: pytest.MonkeyPatch, way: str, stable: bool, by_default: bool
 ) -> None:
     """What a text takes at its beginning isn't counted. A draw that is too near to a cut takes more; that is seldom.
 
     Token recycling takes one for each guess. Its levels are read from its table, which is on the CPU.
     """
     read, likeliest_after = list[int](), recycling._Table.likeliest_after
+    beside = [PromptLookup(), TokenRecycling()] if by_default else []
 
     def spy(table: recycling._Table, ids: Sequence[int]) -> Any:
         read.append(len(ids))
@@ -142,12 +145,13 @@ def test_token_recycling_takes_one_for_each_guess(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(recycling, "as_lists", spy)
     stats = xt.generate(PROMPTS[0], **WAYS[way]).stats  # of which it knows all
     assert stats.proposed > len(looks) > 0 and len(looks) <= stats.target_forwards
-    (table,) = draft._tables.values()
+    (table,) = tables_of(draft).values()
     assert table._ids.device.type == table._logits.device.type == "cpu"
 
 
-@pytest.mark.parametrize("stable", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "stable"), mostly_deep(product(WAYS, [False, True]), [("greedy", True), ("sampled", False), ("cut", True)])
+)
 def test_what_is_drawn_after_all_nodes_at_once_is_what_is_drawn_one_id_after_another(
     monkeypatch: pytest.MonkeyPatch, way: str, stable: bool
 ) -> None:

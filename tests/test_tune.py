@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from inside import CARD, WRITES
 from safetensors.torch import load_file
 from test_cli import run
 from worlds import examples, fitting, texts, tokenizer
@@ -85,15 +86,15 @@ def test_a_training_that_is_killed_leaves_no_bar_behind(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("what", "call"),
     [
-        ("xtok.tune.writing._continued", 1),
-        ("xtok.tune.writing._continued", 2),
+        (WRITES, 1),
+        (WRITES, 2),
         ("xtok.tune.writing.os.replace", 3),
         ("xtok.tune.per_forward", 2),
         ("xtok.tune.per_forward", 3),
         ("transformers.trainer_callback.TrainerState.save_to_json", 2),
         ("transformers.Trainer._save_optimizer_and_scheduler", 2),
         ("xtok.tune.train", 1),
-        ("xtok.tune._card", 1),
+        (CARD, 1),
         ("xtok.tune.os.replace", 6),
     ],
 )
@@ -113,7 +114,7 @@ def test_a_draft_whose_tuning_was_killed_becomes_the_one_of_a_tuning_that_was_no
 @pytest.mark.deep
 def test_a_training_that_had_ended_by_itself_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {"learning_rate": 1e-9, "epochs": 9}
-    kill(monkeypatch, "xtok.tune._card", 1, tmp_path, **changed)
+    kill(monkeypatch, CARD, 1, tmp_path, **changed)
     trained = len(list((tmp_path / "work" / "training").glob("checkpoint-*")))
     done = tuned(tmp_path, **changed)
     assert trained and len(done.epochs) == 1 + 4
@@ -316,7 +317,7 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_going_on_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kill(monkeypatch, "xtok.tune.writing._continued", 1, tmp_path)
+    kill(monkeypatch, WRITES, 1, tmp_path)
     with pytest.raises(InvalidInputError, match="started with other settings: sampled, epochs"):
         tuned(tmp_path, sampled=1.0, epochs=4)
 

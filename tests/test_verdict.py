@@ -23,6 +23,16 @@ from xtok.cli import inspect
 from xtok.models.load import from_config, load, parameters
 from xtok.pair import DRAFT, TARGET, TUNED, prompts
 
+FEW = 12
+
+
+@pytest.fixture(autouse=True)
+def samples_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of how few tokens they are changes no sentence that is looked for here."""
+    monkeypatch.setattr(inspect, "MEASURED_TOKENS", FEW)
+    monkeypatch.setattr(bench_verdict, "_WRITTEN", 2 * FEW)
+
+
 SAME = fit(tokenizer("byte-level BPE"), tokenizer("byte-level BPE"), CORPUS)
 
 
@@ -174,8 +184,7 @@ def test_inspect_judges_several_drafts() -> None:
     assert found[1]["verdict"]["accepted"] == found[1]["verdict"]["guessed"] > 0  # it guesses as it picks
 
 
-def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "MEASURED_TOKENS", 12)
+def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts()[:3]), encoding="utf-8")
     both = ("--draft", str(DRAFT), "--draft", str(TUNED), "--text", str(file), "--measure", "--limit", "2")

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm.config", reason="vLLM isn't installed here; `make test-vllm` runs these tests where it is")
 
 import torch
+from inside import caches_of, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 from vllm.v1.sample import rejection_sampler
@@ -226,10 +227,10 @@ def state(llm: LLM) -> tuple[int, ...]:
     """How much is held: numbers of the draft's caches, and their rows; texts, and sessions alive."""
     drafting: Any = proposer(llm)._engine
     gc.collect()
-    slots = list(drafting._caches._caches.values())
-    held = [part.numel() for one in slots for layer in one._layers for part in (layer.keys, layer.values)]
+    slots = caches_of(drafting)
+    held = [part.numel() for one in slots for part in one.parts]
     sessions = sum(type(one) is Session for one in gc.get_objects())
-    return sum(held), sum(len(one._rows) for one in slots), len(drafting.texts), sessions
+    return sum(held), sum(len(rows_of(one)) for one in slots), len(drafting.texts), sessions
 
 
 def test_a_thousand_requests_leave_nothing_behind(drafted: LLM) -> None:

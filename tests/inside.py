@@ -1,0 +1,74 @@
+"""What tests look at inside of xtok, where nothing public shows it: in one place, so that a change there is one here."""
+
+from typing import Any
+
+from xtok.drafts.memory import TextMemory
+from xtok.drafts.policy.policy import Policy
+from xtok.models.findings import Findings
+from xtok.models.shared_cache import SharedCache, SharedSlot
+
+
+def caches_of(engine: Any) -> list[SharedCache]:
+    """The shared caches of an `Engine` or a `DraftEngine`, one for each model that has read something."""
+    return [*engine._caches._caches.values()]
+
+
+def rows_of(slots: SharedCache) -> list[SharedSlot | None]:
+    """The slots of a shared cache; None for a row that a sequence has left."""
+    return slots._rows
+
+
+def is_empty(slots: SharedCache) -> bool:
+    """Whether no sequence has a row of a shared cache."""
+    return all(row is None for row in rows_of(slots))
+
+
+def used(slots: SharedCache, row: int) -> int:
+    """Up to which position a row of a shared cache may hold something."""
+    return slots._used[row]
+
+
+def captured(slots: SharedCache) -> dict[Any, Any]:
+    """The captured forward passes of a shared cache, by their shapes."""
+    assert slots._graphs is not None
+    return slots._graphs._made
+
+
+def policy_of(engine: Any) -> Policy:
+    """What decides how much a `DraftEngine` guesses."""
+    return engine._policy
+
+
+def guesses_now(engine: Any) -> bool:
+    """Whether drafts are asked in the current step of a `DraftEngine`."""
+    return engine._step.batch.guesses
+
+
+def positions_of(engine: Any) -> int:
+    """How many positions the caches of an `Engine` may have whose memory is bounded."""
+    assert engine._memory is not None
+    return engine._memory.positions
+
+
+def findings_of(shapes: Any) -> Findings:
+    """What fixed shapes were tried, and which of them agreed."""
+    return shapes._known.findings
+
+
+def tables_of(recycling: Any) -> Any:
+    """The tables of token recycling, by what reads them."""
+    return recycling._tables
+
+
+def memory_of(lookup: Any) -> TextMemory | None:
+    """What prompt lookup has learnt from texts."""
+    return lookup._memory
+
+
+def corpus_of(lookup: Any) -> list[str]:
+    """The texts that prompt lookup was given."""
+    return lookup._texts
+
+
+WRITES, CARD = "xtok.tune.writing._continued", "xtok.tune._card"
+"""Where a training may be killed: while the target writes, and at the end."""
