@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from xtok.drafts.memory import TextMemory
+from xtok.drafts.corpus import TextMemory
 from xtok.drafts.policy.policy import Policy
 from xtok.models.findings import Findings
 from xtok.models.shared_cache import SharedCache, SharedSlot
