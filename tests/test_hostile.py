@@ -511,8 +511,8 @@ def test_a_hostile_client_gets_the_targets_own_answers_and_leaves_nothing(dtype:
 
 
 def check_flat(found: Sequence[Left]) -> None:
-    """Nothing grew after the warm-up, in which memories are filled, but for resident memory: that grew by less than a text would
-    take that stays for each visit. Over 4,000 visits it grew by 33 MB, ever more slowly, while what was allocated of
+    """Nothing grew after the warm-up, in which memories are filled, but for resident memory: that grew by less than a text
+    would take that stays for each visit. Over 4,000 visits it grew by 33 MB, ever more slowly, while what was allocated of
     glibc's main arena grew by 8 MB: the rest are fragments that the allocator keeps.
     """
     before, after, visits = found[WARM_UP], found[-1], found[-1].visits - found[WARM_UP].visits
