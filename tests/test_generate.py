@@ -218,6 +218,22 @@ def test_a_prompt_gets_leading_special_tokens_and_never_a_trailing_end_of_text()
         assert read(trailing, PROMPT + "</s>") == trailing(PROMPT).input_ids
 
 
+def test_what_is_wrong_with_a_prompt_of_a_list_names_the_prompt() -> None:
+    with pytest.raises(InvalidInputError, match=r"^Prompt 2 of 3: The prompt is None\. Pass a text"):
+        XTokAssisted((fitting(TOKENS, "Llama", 0), TOKENS)).generate(["a", None, "b"], **GREEDY)
+
+
+def test_a_prompt_that_is_longer_than_the_context_window_is_warned_of() -> None:
+    """Found by a trial as a new user: it took minutes, and gave nonsense without a word."""
+    xt = XTokAssisted((fitting(TOKENS, "Llama", 0, window=40), TOKENS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        xt.generate([5] * 40, **{**GREEDY, "max_new_tokens": 2})
+    with pytest.warns(PromptWarning, match="The prompt has 41 tokens, and the target was made for 40") as warned:
+        xt.generate([5] * 41, **{**GREEDY, "max_new_tokens": 2})
+    assert warned[0].filename == __file__
+
+
 def trailing_only() -> Any:
     from tokenizers.processors import TemplateProcessing
 

@@ -205,11 +205,11 @@ def test_a_target_may_change_its_precision_after_it_was_handed_in(tmp_path: Path
         assert xt.generate("吾輩は", max_new_tokens=8, do_sample=False).stats.draft_error is None
 
 
-@pytest.mark.parametrize(("name", "value"), [("target", "other"), ("vocabulary", "abc")])
-def test_heads_of_another_target_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+@pytest.mark.parametrize(("name", "shown", "value"), [("target", "name", "other"), ("vocabulary", "vocabulary", "abc")])
+def test_heads_of_another_target_are_refused(tmp_path: Path, name: str, shown: str, value: Any) -> None:
     XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads_for(tmp_path / "right")))
     wrong = HeadsDrafter(heads_for(tmp_path / "wrong", **{name: value}))
-    with pytest.raises(InvalidInputError, match=f"whose {name.replace('_', ' ')} is .*xtok train-heads"):
+    with pytest.raises(InvalidInputError, match=f"whose {shown} is .*xtok train-heads"):
         XTokAssisted((TARGET, TOKENS), wrong)
 
 

@@ -81,6 +81,8 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """A name is imported when it is first used: to import torch takes seconds, and `xtok --version` doesn't need it."""
+    if name == "pair":
+        return import_module("xtok.pair")
     if name not in _HOME:
         raise AttributeError(f"module 'xtok' has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_HOME[name]), name)

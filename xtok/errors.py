@@ -73,7 +73,9 @@ class DraftFailedWarning(UserWarning):
 
 
 class PromptWarning(UserWarning):
-    """A tokenizer puts an end of text after a prompt, and xtok leaves it out: nothing could be generated after it."""
+    """A prompt is longer than the target's context window; or a tokenizer puts an end of text after prompts, and xtok leaves it
+    out: nothing could be generated after it.
+    """
 
 
 class UnstableWarning(UserWarning):

@@ -21,24 +21,23 @@ PairOption = Annotated[
     str | None,
     typer.Option(
         "--pair",
-        help=f"A target and its draft by name: {' or '.join(PAIRS)}, a chat model that is fetched once (93 MB).",
+        help=f"A target with its draft model and heads by name: {' or '.join(PAIRS)}, a chat model, fetched once (93 MB).",
         show_default="aozora",
     ),
 ]
 TargetOption = Annotated[
     str | None,
-    typer.Option(
-        help="Hub id or path (a folder, a .gguf file) of the model whose output you want.", show_default="the one that ships"
-    ),
+    typer.Option(help="Hub id or path (a folder, a .gguf file) of the model whose output you want.", show_default="the pair's"),
 ]
 DraftOption = Annotated[
-    str | None, typer.Option(help="Hub id or path of the draft model.", show_default="the pair's; needed for other targets")
+    str | None,
+    typer.Option(help="Hub id or path of the draft model.", show_default="the pair's draft model; needed for other targets"),
 ]
 GuessOption = Annotated[
     str | None,
     typer.Option(
         help='Hub id or path of the draft model, a file or folder of heads, "lookup" for prompt lookup alone, or "none".',
-        show_default="the pair's; for other targets, prompt lookup and token recycling",
+        show_default="the pair's draft model or heads; for other targets, prompt lookup and token recycling",
     ),
 ]
 DeviceOption = Annotated[
@@ -80,6 +79,8 @@ class Models(NamedTuple):
         Raises `InvalidInputError` for --pair beside --target, and what `pair` and its target raise.
         """
         if self.named is None:
+            if self.target in PAIRS and not Path(self.target).exists():
+                raise InvalidInputError(f"{self.target} is the name of a pair. Did you mean --pair {self.target}?")
             return self.target or OWN_TARGET, draft
         if self.target is not None:
             raise InvalidInputError(

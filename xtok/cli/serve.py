@@ -77,7 +77,7 @@ def serve(
         raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, as 8, or leave it out for no limit.")
     size = None if memory is None else int(memory * 1024**3)
     asked = {one.kind: one.text for one in reversed(questions())}  # the first of each kind
-    chats = [asked[kind] for kind in ("extraction", "code", "science", "writing")]
+    chats = [asked[kind] for kind in ("science", "code", "writing", "extraction")]
     shown = list(SAMPLES)[::-1] if target == OWN_TARGET else chats if models.named == "smollm2" else []
     drafts = remembering(drafts_of(target, draft), remember)
     parsers = Parsers(tool_call_parser, reasoning_parser)

@@ -17,7 +17,7 @@ from xtok.decoding.arguments import call_generate, check_arguments, check_prepar
 from xtok.decoding.setup import Setup
 from xtok.decoding.stops import StopStrings
 from xtok.drafts.lookup import Prediction
-from xtok.errors import InvalidInputError, UnsupportedArgumentError
+from xtok.errors import InvalidInputError, PromptWarning, UnsupportedArgumentError, warn
 from xtok.models.cache import CACHE
 from xtok.models.probe import traits
 from xtok.models.prompts import is_several, read_prompt
@@ -113,7 +113,15 @@ def _given(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> l
         if CACHE in with_cache_renamed(arguments):
             raise UnsupportedArgumentError(f"{CACHE} holds one sequence. Call generate once per prompt.")
         _copied(_stateful(arguments))  # raises if one can't be
-    return [one for prompt in prompts for one in as_generate(setup.target, prompt, dict(arguments), several=several)]
+    found = list[Prepared]()
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            found += as_generate(setup.target, prompt, dict(arguments), several=several)
+        except InvalidInputError as error:
+            if not several:
+                raise
+            raise InvalidInputError(f"Prompt {number} of {len(prompts)}: {error}") from error
+    return found
 
 
 def prepare_one(setup: Setup, prompt: Any, arguments: dict[str, Any]) -> Prepared:
@@ -198,6 +206,12 @@ def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]
     """
     ids, inputs, known = batch.ids, batch.inputs, batch.traits
     check_prepared(batch.config, ids, inputs, known)
+    if known.window is not None and ids.shape[1] > known.window:
+        warn(
+            f"The prompt has {ids.shape[1]:,} tokens, and the target was made for {known.window:,}: what it writes after them "
+            "is rarely of use. Shorten the prompt.",
+            PromptWarning,
+        )
     cache = inputs.pop(CACHE, None)
     known.check_cache(cache)
     inputs.pop("use_cache", None)

@@ -122,11 +122,11 @@ class HeadsDrafter:
     def _check_target(self, found: HeadsInfo) -> None:
         """Raises `InvalidInputError` unless the heads were trained for the target that is `found`."""
         mine = replace(self.trained, hidden_size=self._hidden_size)
-        for name in ("target", "hidden_size", "vocabulary"):
+        for name in _FACTS:
             if getattr(mine, name) != getattr(found, name):
                 raise InvalidInputError(
-                    f"{self.file} holds heads for a target whose {name.replace('_', ' ')} is {getattr(mine, name)!r}; "
-                    f"this one's is {getattr(found, name)!r}. Train heads for it with: xtok train-heads"
+                    f"{self.file} holds heads for a target whose {_FACTS[name]} is {getattr(mine, name)!r}; this one's is "
+                    f"{getattr(found, name)!r}. Train heads for it with: xtok train-heads"
                 )
 
     def start(self, request: Request) -> Drafter:
@@ -151,6 +151,10 @@ class HeadsDrafter:
             )
         independent = request.independent and request.samples
         return SequentialDrafter(made, slot, columns, keys, view, request.meter, request.shapes, independent)
+
+
+_FACTS = {"target": "name", "hidden_size": "hidden size", "vocabulary": "vocabulary"}
+"""What must be the same of the target that heads were trained for, in words."""
 
 
 def _embeddings_of(model: PreTrainedModel) -> Any:

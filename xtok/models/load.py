@@ -85,9 +85,10 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
     kind = f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
     if isinstance(source, tuple):
         kind = f"({', '.join(type(part).__name__ for part in source)})"
-    raise InvalidInputError(
-        f"The {role} is {kind}. Pass a hub id, a local path, or a pair of a transformers model, unwrapped, and its tokenizer."
-    )
+    remedy = "Pass a hub id, a local path, or a pair of a transformers model, unwrapped, and its tokenizer."
+    if isinstance(source, type) and hasattr(source, "start"):
+        remedy = f"Pass an instance of it: {source.__name__}(…)."
+    raise InvalidInputError(f"The {role} is {kind}. {remedy}")
 
 
 class Described(NamedTuple):

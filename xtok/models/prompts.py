@@ -139,7 +139,9 @@ def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> 
     try:
         ids = chat_ids(tokenizer, chat, template)
     except Exception as error:  # templates are programs, and refuse a chat by any error
-        raise InvalidInputError(f"The target's chat template can't read the chat: {error}") from error
+        raise InvalidInputError(
+            f"The target's chat template can't read the chat (contents should be texts): {error}"
+        ) from error
     if ids is None:
         raise InvalidInputError("The target's tokenizer has no chat template. Pass the prompt as a text.")
     return ids
