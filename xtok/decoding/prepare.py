@@ -117,7 +117,7 @@ def _given(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> l
     for number, prompt in enumerate(prompts, start=1):
         try:
             found += as_generate(setup.target, prompt, dict(arguments), several=several)
-        except InvalidInputError as error:
+        except InvalidInputError as error:  # noqa: PERF203
             if not several:
                 raise
             raise InvalidInputError(f"Prompt {number} of {len(prompts)}: {error}") from error
