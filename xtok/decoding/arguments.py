@@ -1,6 +1,7 @@
 """Arguments that can't be honoured, refused before any work is done."""
 
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import Cache, GenerationConfig, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
+from xtok.decoding.keywords import GenerateArguments
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError, reason, shown
 from xtok.models.cache import CACHE, CACHE_NAMES
 from xtok.models.traits import Traits
@@ -96,11 +98,25 @@ def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_
         model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=custom_generate, **arguments)
     except (XTokError, torch.OutOfMemoryError):
         raise
+    except ValueError as error:
+        if "model_kwargs" not in str(error):
+            raise
+        raise InvalidInputError(_unknown(arguments) or reason(error)) from error
     except (AttributeError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise InvalidInputError(
             f"transformers can't use one of {', '.join(sorted(arguments)) or 'its own settings'} "
             f"({type(error).__name__}: {reason(error)}). Give each what its documentation of generate asks for."
         ) from error
+
+
+def _unknown(arguments: Mapping[str, Any]) -> str:
+    """Which arguments generate doesn't have, with those that may have been meant."""
+    known = list(GenerateArguments.__annotations__)
+    found = list[str]()
+    for name in sorted(set(arguments) - {*known, *vars(GenerationConfig())}):
+        near = [*(one for one in known if one.startswith(name)), *get_close_matches(name, known, 1)][:1]
+        found.append(f"generate has no argument {name}.{f' Did you mean {near[0]}?' if near else ''}")
+    return " ".join(found)
 
 
 def listed_texts(name: str, given: Any) -> list[str]:
