@@ -48,10 +48,13 @@ def test_generate_prints_the_text_and_then_one_line_of_figures() -> None:
     assert text == expected.text + "\n"
     # How much is guessed follows from measured costs, so the figures differ from run to run.
     printed = re.fullmatch(
-        r"24 tokens, (\d+) forwards of the target, (.*) tokens per forward, .*% of the guesses .*\n", summary
+        r"24 tokens, (\d+) of them guessed, ended by the limit, (\d+) forward passes of the target, "
+        r"(.*) tokens per forward pass, .* s\n",
+        summary,
     )
     assert printed is not None, summary
-    assert printed[2] == f"{24 / int(printed[1]):.2f}"
+    assert printed[3] == f"{24 / int(printed[2]):.2f}"
+    assert int(printed[1]) <= 24
 
 
 def test_generate_without_a_draft_gives_the_same_text_at_a_token_per_forward() -> None:
@@ -60,7 +63,7 @@ def test_generate_without_a_draft_gives_the_same_text_at_a_token_per_forward() -
     alone, summary = run("generate", prompt, "--max-new-tokens", "16", "--draft", "none")
     assert alone == with_draft
     assert "1.00 tokens per forward" in summary
-    assert "guesses" not in summary
+    assert "guessed" not in summary
 
 
 def test_generate_samples_the_same_text_for_the_same_seed_with_and_without_a_draft() -> None:

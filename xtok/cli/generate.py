@@ -25,7 +25,7 @@ from xtok.pair import pair
 if TYPE_CHECKING:
     from xtok.assisted import XTokAssisted
     from xtok.drafts.policy.settings import Budget
-    from xtok.results.stats import Stats
+    from xtok.results.generation import Generation
 
 
 @on_the_command_line
@@ -109,7 +109,7 @@ def generate(
     else:
         _print(xt.stream(inputs[0], **arguments))
     answer = xt.last[0]
-    typer.echo(_summary(answer.stats), err=True)
+    typer.echo(_summary(answer), err=True)
     if answer.seed is not None:
         typer.echo(f"seed {answer.seed}", err=True)
 
@@ -169,12 +169,11 @@ def _show(xt: "XTokAssisted", prompt: Any, arguments: dict[str, Any]) -> None:
     Console(stderr=True, highlight=False).print(legend(xt.last[0].tokens, xt.last[0].drafts))
 
 
-def _summary(stats: "Stats") -> str:
-    parts = [
-        f"{stats.new_tokens} tokens",
-        f"{stats.target_forwards} forwards of the target",
-        f"{stats.tokens_per_forward:.2f} tokens per forward",
-    ]
-    if stats.proposed:
-        parts.append(f"{stats.acceptance_rate:.0%} of the guesses accepted")
-    return ", ".join([*parts, f"{stats.seconds:.2f} s"])
+def _summary(answer: "Generation") -> str:
+    stats = answer.stats
+    guessed = f", {stats.accepted} of them guessed" if stats.proposed else ""
+    ended = ", ended by the limit" if answer.finish_reason == "length" else ""
+    return (
+        f"{stats.new_tokens} tokens{guessed}{ended}, {stats.target_forwards} forward passes of the target, "
+        f"{stats.tokens_per_forward:.2f} tokens per forward pass, {stats.seconds:.2f} s"
+    )

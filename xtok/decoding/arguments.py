@@ -111,9 +111,9 @@ def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_
 
 def _unknown(arguments: Mapping[str, Any]) -> str:
     """Which arguments generate doesn't have, with those that may have been meant."""
-    known = list(GenerateArguments.__annotations__)
+    known, settings = list(GenerateArguments.__annotations__), GenerationConfig()  # type: ignore[no-untyped-call, unused-ignore]
     found = list[str]()
-    for name in sorted(set(arguments) - {*known, *vars(GenerationConfig())}):
+    for name in sorted(set(arguments) - {*known, *vars(settings)}):
         near = [*(one for one in known if one.startswith(name)), *get_close_matches(name, known, 1)][:1]
         found.append(f"generate has no argument {name}.{f' Did you mean {near[0]}?' if near else ''}")
     return " ".join(found)
