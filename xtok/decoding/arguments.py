@@ -101,7 +101,8 @@ def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_
     except ValueError as error:
         if "model_kwargs" not in str(error):
             raise
-        raise InvalidInputError(_unknown(arguments) or reason(error)) from error
+        unknown = [name for name in sorted(arguments) if repr(name) in str(error)]
+        raise InvalidInputError(" ".join(map(_unknown, unknown)) or reason(error)) from error
     except (AttributeError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise InvalidInputError(
             f"transformers can't use one of {', '.join(sorted(arguments)) or 'its own settings'} "
@@ -109,14 +110,11 @@ def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_
         ) from error
 
 
-def _unknown(arguments: Mapping[str, Any]) -> str:
-    """Which arguments generate doesn't have, with those that may have been meant."""
-    known, settings = list(GenerateArguments.__annotations__), GenerationConfig()  # type: ignore[no-untyped-call, unused-ignore]
-    found = list[str]()
-    for name in sorted(set(arguments) - {*known, *vars(settings)}):
-        near = [*(one for one in known if one.startswith(name)), *get_close_matches(name, known, 1)][:1]
-        found.append(f"generate has no argument {name}.{f' Did you mean {near[0]}?' if near else ''}")
-    return " ".join(found)
+def _unknown(name: str) -> str:
+    """That generate has no such argument, and which one may have been meant."""
+    known = list(GenerateArguments.__annotations__)
+    near = [*(one for one in known if one.startswith(name)), *get_close_matches(name, known, 1)][:1]
+    return f"generate has no argument {name}.{f' Did you mean {near[0]}?' if near else ''}"
 
 
 def listed_texts(name: str, given: Any) -> list[str]:

@@ -70,7 +70,10 @@ class CrossTokenizerDrafter(ModelDrafter):
             return self._tree(context, guesses[-1:] if chained else guesses, budget)
 
     def _first(self, pending: bytes, chained: bool) -> Steps[list[_Guess]]:
-        """The first tokens of guesses: after the context's last token, and in place of it. A chain has the likeliest alone."""
+        """The first tokens of guesses: after the context's last token, and in place of it. For a chain, only the most probable.
+
+        `pending`: the bytes of a character that the context leaves unfinished.
+        """
         logits = yield from self.reader.logits(rows=min(2, self.reader.size))
         rows = logits.float() * SHARPNESS
         token, count = self.reader.last, 1 if chained else CHILDREN

@@ -165,18 +165,18 @@ def _seconds_per_step(model: nn.Module, rows: Sequence[Example], loss: Callable[
     return min(spans)
 
 
-def guessing_loss(logits: Tensor, labels: Tensor, likeliest: Tensor, probabilities: Tensor, seen: Projection) -> Tensor:
+def guessing_loss(logits: Tensor, labels: Tensor, top_ids: Tensor, probabilities: Tensor, seen: Projection) -> Tensor:
     """The mean loss of a draft's ids, a scalar: cross-entropy with the text, and with the target's distribution if known.
 
-    `logits`: (rows, positions, draft's vocabulary). `labels`: (rows, positions), int64. `likeliest`, int64, `probabilities`,
+    `logits`: (rows, positions, draft's vocabulary). `labels`: (rows, positions), int64. `top_ids`, int64, `probabilities`,
     float32, (rows, positions, few): the target's distribution at each position, zeros if it isn't known. For that part, the
     draft's distribution is projected onto the target's ids by `seen`, as it is when the draft guesses.
     """
     logits, labels = logits[:, :-1].float(), labels[:, 1:]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
     known = probabilities[:, 1:].sum(dim=-1) > 0
-    guessed = _projected(logits[known].softmax(dim=-1), likeliest[:, 1:][known], seen)
-    soft = -(_with_rest(probabilities[:, 1:][known]) * _with_rest(guessed).clamp_min(_LEAST).log()).sum(dim=-1)
+    predicted = _projected(logits[known].softmax(dim=-1), top_ids[:, 1:][known], seen)
+    soft = -(_with_rest(probabilities[:, 1:][known]) * _with_rest(predicted).clamp_min(_LEAST).log()).sum(dim=-1)
     losses = losses.masked_scatter(known, _HARD * losses[known] + soft)
     return losses.sum() / (labels != IGNORED).sum()
 

@@ -206,10 +206,10 @@ class _Answer:
 
     async def streamed(self) -> AsyncIterator[dict[str, str]]:
         """OpenAI's events, to the last."""
-        begun = self._object("in_progress")
+        response = self._object("in_progress")
         try:
             for kind in ("created", "in_progress"):
-                yield self._event(kind, response=begun)
+                yield self._event(kind, response=response)
             async with aclosing(self._pending.events()) as found:
                 async for event in found:
                     for part in event.parts:
