@@ -11,7 +11,6 @@ from front_door import BYTES, GREEDY, PROMPT, PROMPTS, TOKENS
 from worlds import TREE, alone, fitting, make_target_expensive
 
 from xtok import Engine, PromptLookup, XTokAssisted
-from xtok.models import graphs
 from xtok.models.graphs import takes_graphs
 from xtok.models.prompts import prompt_ids
 
@@ -31,11 +30,6 @@ DRAFTS: dict[str, Callable[[], Any]] = {
     "a model": lambda: (OTHER, BYTES),
     "several": lambda: [(OTHER, BYTES), PromptLookup()],
 }
-
-
-@pytest.fixture(autouse=True)
-def graphs_are_captured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "CAPTURES_BY_DEFAULT", True)
 
 
 def target(architecture: str, dtype: torch.dtype) -> Any:

@@ -21,7 +21,6 @@ from worlds import ARCHITECTURES, deep, examples, fitting, make_target_expensive
 import xtok.models.graphs
 from xtok import Budget, Engine, XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedModelError
-from xtok.models import graphs
 from xtok.models.forwards import Ask
 from xtok.models.graphs import Graph, Graphs, Inputs, Run, _runs_more, state_of, takes_graphs
 from xtok.models.probe import traits
@@ -49,11 +48,6 @@ def capture(forward: Run, inputs: Inputs, pool: Any) -> Graph:
 def kept_caches(xt: XTokAssisted) -> int:
     """How many caches an instance keeps for its next call."""
     return len(xt.setup.caches._free)
-
-
-@pytest.fixture(autouse=True)
-def graphs_are_captured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "CAPTURES_BY_DEFAULT", True)
 
 
 @pytest.fixture
@@ -426,12 +420,9 @@ def test_what_is_no_switch_is_refused(given: Any) -> None:
         XTokAssisted((TARGET, TOKENS), stable=given)
 
 
-def test_nothing_is_captured_by_default_before_it_was_measured_on_a_gpu(
-    replays: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graphs, "CAPTURES_BY_DEFAULT", False)
-    assert not XTokAssisted((TARGET, TOKENS)).setup.captures
-    assert XTokAssisted((TARGET, TOKENS), compile=True).setup.captures
+@pytest.mark.parametrize(("setting", "captures"), [(None, True), (True, True), (False, False)])
+def test_what_can_be_captured_is_by_default(replays: list[int], setting: bool | None, captures: bool) -> None:
+    assert XTokAssisted((TARGET, TOKENS), compile=setting).setup.captures == captures
 
 
 def test_to_capture_on_a_cpu_is_refused() -> None:

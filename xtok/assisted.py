@@ -102,10 +102,10 @@ class XTokAssisted:
         allow them. In half precision, an `UnstableWarning` then says what isn't promised: the same call still gives the same
         text, but near-ties (`stats.near_ties`) may be decided otherwise than without a draft or in another batch.
 
-        `compile`: forward passes are captured as CUDA graphs by their shapes, and replayed. None: not, until that was measured
-        on a GPU. True: for each model that is on one GPU, without hooks or offloading; a target that can't is refused. Caches
-        then stay allocated between calls. A graph is used only if it gave the bits of the forward pass that it was captured
-        from; `stats.target_replays` counts.
+        `compile`: forward passes are captured as CUDA graphs by their shapes, and replayed. None: those of each model that is
+        on one GPU, without hooks or offloading. True: the same, and a target that can't be captured is refused. Caches then
+        stay allocated between calls. A graph is used only if it gave the bits of the forward pass that it was captured from;
+        `stats.target_replays` counts.
 
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
         drafts', such as `device=("cuda:0", "cpu")`. By default, models have the precision of their configurations

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok.errors import InvalidInputError, install
 
+_LEAST = Version("5.19")
 _PASS = "Or load it with transformers, check its tokenizer, and pass the pair (model, tokenizer) as {role}."
 _WORDS = frozenset({"gpt-2", "phi-2", "mpt", "olmo"})
 """Values of `pre` for GPT-2's own pattern, which the tokenizer has if transformers knows no other."""
@@ -48,8 +51,11 @@ def check_installed() -> None:
         raise InvalidInputError(
             f"GGUF files need {' and '.join(missing)}, which isn't installed. Install with: {install('gguf')}"
         )
-    if find_spec("transformers.integrations.gguf") is None:
-        raise InvalidInputError("GGUF files need transformers 5.19 or later. Install it with: pip install -U transformers")
+    if Version(transformers.__version__) < _LEAST:  # 5.17 has a reader, but of fewer kinds of weights
+        raise InvalidInputError(
+            f"GGUF files need transformers {_LEAST} or later; {transformers.__version__} is installed. Install it with: "
+            f"pip install 'transformers>={_LEAST}'"
+        )
 
 
 def read_gguf(source: str | PathLike[str], role: str) -> GGUF:

@@ -20,8 +20,6 @@ Inputs: TypeAlias = "dict[str, Tensor]"
 Run: TypeAlias = Callable[[Inputs], "list[Tensor]"]
 """A forward pass, by its inputs. Whatever else it depends on is the same each time."""
 
-CAPTURES_BY_DEFAULT = False
-"""What `compile=None` means. To be set when figures of a GPU are recorded: none has run this yet."""
 _MOST = 1 << 30
 """How many bytes the outputs of a cache's graphs may take."""
 _FREE, _REPLAYS = 8, 8
@@ -127,8 +125,8 @@ def capture(forward: Run, inputs: Inputs, pool: Any) -> Graph:
 
 
 def captures(wanted: bool | None, models: Iterable[PreTrainedModel]) -> bool:
-    """Whether there are forward passes to capture, if the caller wants that; None for the default."""
-    return (CAPTURES_BY_DEFAULT if wanted is None else wanted) and any(map(takes_graphs, models))
+    """Whether there are forward passes to capture. None, the default, for those of models that allow it."""
+    return wanted is not False and any(map(takes_graphs, models))
 
 
 def takes_graphs(model: PreTrainedModel) -> bool:

@@ -23,7 +23,6 @@ from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache_set import CacheSet, Slots
 from xtok.models.forwards import together
-from xtok.models.graphs import captures
 from xtok.models.load import Source, draft_model
 from xtok.models.modes import Modes, within
 
@@ -120,7 +119,7 @@ class DraftEngine:
             ModelDraft(models[i], self._vocabulary) if i in models else as_draft(one) for i, one in enumerate(given)
         ]
         self._policy = Policy([DraftPolicy() for _ in given])
-        self._caches = CacheSet(captures=captures(None, (one.model for one in models.values())))
+        self._caches = CacheSet()  # without CUDA graphs, for the engine that it guesses for may be capturing its own
         self._texts: dict[DraftedText, None] = {}
         self._step = _Step(is_pure=False)
 
