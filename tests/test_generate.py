@@ -223,6 +223,12 @@ def test_what_is_wrong_with_a_prompt_of_a_list_names_the_prompt() -> None:
         XTokAssisted((fitting(TOKENS, "Llama", 0), TOKENS)).generate(["a", None, "b"], **GREEDY)
 
 
+def test_stop_strings_that_could_be_read_once_are_refused() -> None:
+    strings: Any = iter(["。"])
+    with pytest.raises(InvalidInputError, match=r"stop_strings is .*Give a text or a list"):
+        XTokAssisted((fitting(TOKENS, "Llama", 0), TOKENS)).generate(["a", "b"], stop_strings=strings, **GREEDY)
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("max_tokens", "max_new_tokens"), ("stop", "stop_strings"), ("temprature", "temperature"), ("zzz", None)],

@@ -137,6 +137,20 @@ def test_what_is_no_prompt_is_refused_before_any_work(name: str) -> None:
     assert not seen
 
 
+def test_an_encoding_may_have_a_mask_of_truth_values() -> None:
+    ids, mask = torch.tensor([[0, 0, 5, 6, 7]]), torch.tensor([[False, False, True, True, True]])
+    assert (
+        XT.generate({"input_ids": ids, "attention_mask": mask}, **GREEDY).token_ids
+        == XT.generate([5, 6, 7], **GREEDY).token_ids
+    )
+
+
+def test_an_encoding_taken_apart_is_refused_with_how_to_pass_it() -> None:
+    call: Any = XT.generate
+    with pytest.raises(InvalidInputError, match=r"generate\(encoding\), not generate\(\*\*encoding\)"):
+        call(**TOKENS(PROMPT, return_tensors="pt"), **GREEDY)
+
+
 def test_a_text_that_went_through_a_template_gets_no_second_beginning() -> None:
     text = TALKING.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
     assert text.startswith("<s>")

@@ -167,7 +167,7 @@ class XTokAssisted:
     @overload
     def generate(self, prompt: abc.Sequence[Prompt], **arguments: "Unpack[GenerateArguments]") -> list[Generation]: ...
     @within()
-    def generate(self, prompt: Any, **arguments: Any) -> Generation | list[Generation]:
+    def generate(self, prompt: Any = None, **arguments: Any) -> Generation | list[Generation]:
         """Answer a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, a tensor of shape (n,) or
         (1, n)); or a tokenizer's encoding of one text. A list of such prompts is answered by a list: a list of whole numbers
         is one prompt, a list of lists of them is several.
@@ -186,6 +186,10 @@ class XTokAssisted:
 
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
+        if prompt is None and "input_ids" in arguments:
+            raise InvalidInputError(
+                "A tokenizer's encoding is one argument here: generate(encoding), not generate(**encoding)."
+            )
         many = is_several(prompt)
         streamer = arguments.pop("streamer", None)
         batch_size, progress = arguments.pop("batch_size", BATCH), arguments.pop("progress", None)

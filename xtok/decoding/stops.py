@@ -1,6 +1,6 @@
 """`StopStrings`: stop strings, matched on the bytes of ids."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ class StopStrings(StoppingCriteria):
             self._stops = [stop.encode() for stop in found]
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"stop_strings is {strings!r}; give a text or a list of texts ({error}).") from error
-        if not found:
-            raise InvalidInputError(f"stop_strings is {strings!r}, which holds no text. Give one, or leave it out.")
+        if not found or isinstance(strings, Iterator):  # which only the first of several prompts would read
+            raise InvalidInputError(
+                f"stop_strings is {strings!r}, which holds no text. Give a text or a list, or leave it out."
+            )
         self._vocabulary = vocabulary
         self._longest = max(map(len, self._stops))
 

@@ -8,6 +8,7 @@ from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from xtok.errors import InvalidInputError, PromptWarning, shown, warn
@@ -178,6 +179,8 @@ def _given_ids(prompt: Any) -> list[int]:
             f"The encoding holds {', '.join(others)}, which a prompt can't have. Use target.generate(…, custom_generate=xt)."
         )
     ids, mask = _row(prompt["input_ids"]), prompt.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        mask = mask.long()
     seen = [1] * len(ids) if mask is None else _row(mask)
     if len(seen) != len(ids):
         raise InvalidInputError(f"The attention_mask has {len(seen)} places, and there are {len(ids)} input_ids.")
