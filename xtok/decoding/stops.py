@@ -27,10 +27,10 @@ class StopStrings(StoppingCriteria):
             self._stops = [stop.encode() for stop in found]
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"stop_strings is {strings!r}; give a text or a list of texts ({error}).") from error
-        if not found or isinstance(strings, Iterator):  # which only the first of several prompts would read
-            raise InvalidInputError(
-                f"stop_strings is {strings!r}, which holds no text. Give a text or a list, or leave it out."
-            )
+        if isinstance(strings, Iterator):
+            raise InvalidInputError(f"stop_strings is {strings!r}, which one prompt alone could read. Give a text or a list.")
+        if not found:
+            raise InvalidInputError(f"stop_strings is {strings!r}, which holds no text. Give one, or leave it out.")
         self._vocabulary = vocabulary
         self._longest = max(map(len, self._stops))
 
