@@ -144,6 +144,15 @@ def test_batches_may_be_of_chats(arguments: list[str], folder: Path, tmp_path: P
     assert given == [[[{"role": "user", "content": text}] for text in texts]]
 
 
+def test_batches_may_be_guessed_by_heads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("xtok.bench.lists.compare_batches", lambda _, draft, *__, **___: given.append(draft) or [])
+    asked = ["bench", "batches", "--target", str(folder), "--heads", str(pair.HEADS), "--setting", "greedy", "--json"]
+    run(*asked)
+    assert [one.file for one in given] == [pair.HEADS]
+    assert "--heads guess instead of a draft model" in run(*asked, "--ratio", "2", code=1)[1]
+
+
 def test_lists_of_batches_take_chats_and_no_text_twice_while_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     target, seen = chat_model(), list[Any]()
 

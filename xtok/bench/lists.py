@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
 from xtok.bench.runs import NONE, XTOK, Runs, Setting, System, by_transformers, by_xtok, check_prompts, write_in_turns
+from xtok.drafts.heads import HeadsDrafter
 from xtok.models.prompts import Prompt
 
 BATCHED, SINGLY = "transformers' batches", "xtok, one after another"
@@ -37,7 +38,7 @@ class BatchRow:
 
 def compare_batches(
     target: tuple[Any, Any],
-    draft: tuple[Any, Any],
+    draft: tuple[Any, Any] | HeadsDrafter,
     prompts: Sequence[Prompt],
     setting: Setting,
     sizes: Sequence[int],

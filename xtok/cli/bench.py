@@ -218,18 +218,23 @@ def batches(
     max_new_tokens: TokensOption = 64,
     batch: BatchOption = "1,2,4,8,16,32",
     as_chats: ChatsOption = False,
+    heads: Annotated[Path | None, typer.Option(help="A file of heads that guess instead of the draft model.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each batch.")] = 3,
     json: JsonOption = False,
 ) -> None:
     """Batches: those of transformers, padded, and those of xtok, without a draft and with one."""
     from xtok.bench import chats, lists
+    from xtok.drafts.heads import HeadsDrafter
 
     settings, sizes = ways.settings(), _sizes("batch", batch)
     texts: Any = [one.text for one in asked_questions(*sample)] if as_chats else sample.prompts(models.named)[: sample.limit]
-    pair = size.enlarged(models.load_pair(draft))
-    texts = chats.as_chats(pair[0][1], texts) if as_chats else texts
+    if heads is not None and (draft is not None or size != Size()):
+        raise InvalidInputError("--heads guess instead of a draft model, for the target as it is. Leave the other options out.")
+    made: Any = size.enlarged(models.load_pair(draft)) if heads is None else (models.load_target(), HeadsDrafter(heads))
+    target, guesses = made
+    texts = chats.as_chats(target[1], texts) if as_chats else texts
     shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
-    rows = [row for way in settings.values() for row in lists.compare_batches(*pair, texts, way, sizes, **shape)]
+    rows = [row for way in settings.values() for row in lists.compare_batches(target, guesses, texts, way, sizes, **shape)]
     print_found(rows, {"batches": rows}, json)
 
 
