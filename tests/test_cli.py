@@ -180,7 +180,10 @@ def test_another_target_without_a_draft_says_what_guesses(tmp_path: Path) -> Non
     ("given", "reported"),
     [
         (("--target", "{}"), "There is no draft model for {}. Give a hub id or path as --draft; xtok make-draft makes one"),
-        (("--target", "{}", "--draft", "lookup"), '--draft is "lookup", and this needs a draft model. Give a hub id or path.'),
+        (
+            ("--target", "{}", "--draft", "lookup"),
+            '--draft is "lookup", and this command needs a draft model. Give a hub id or path.',
+        ),
     ],
 )
 def test_what_needs_a_draft_model_takes_none_of_its_own_for_another_target(
@@ -251,8 +254,8 @@ USELESS = [
     (("generate", "a", "--budget", "5x4", "--draft", "none"), "--budget has no effect"),
     (("generate", "--file", "no-such-file.txt"), "no-such-file.txt can't be read: No such file"),
     (("generate", "a", "--draft", "no-such-file.safetensors"), "holds no heads"),
-    (("inspect", "--draft", str(HEADS)), "holds heads, and this needs a draft model"),
-    (("bench", "--draft", str(HEADS)), "holds heads, and this needs a draft model"),
+    (("inspect", "--draft", str(HEADS)), "holds heads, and this command needs a draft model"),
+    (("bench", "--draft", str(HEADS)), "holds heads, and this command needs a draft model"),
     (("bench", "--setting", "greedy", "--repetition-penalty", "1.3"), "--repetition-penalty has no effect"),
 ]
 

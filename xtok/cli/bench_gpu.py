@@ -16,7 +16,7 @@ def gpu(
     save: Annotated[Path | None, typer.Option(help="Also write the figures to this file, as JSON.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables in Markdown.")] = False,
 ) -> None:
-    """The shipped pair in the shapes of llm-jp-13B and open-calm-small on a GPU: 27 GB, and as much for KV caches."""
+    """The shipped pair on a GPU, in the shapes of llm-jp-13B and open-calm-small: 27 GB, and as much for KV caches."""
     import torch
 
     if not torch.cuda.is_available():
@@ -25,7 +25,7 @@ def gpu(
     from xtok.bench.rows import print_tables
 
     if save is not None and not save.parent.is_dir():
-        raise InvalidInputError(f"There is no folder {save.parent} for the figures. Make it, or choose another.")
+        raise InvalidInputError(f"The folder {save.parent}, for --save, doesn't exist. Create it, or choose another.")
     found = _large_on("cuda")
     if save is not None:
         save.write_text(as_json(found), encoding="utf-8")

@@ -89,7 +89,7 @@ class Tree:
         return self.subset(sorted(sorted(range(len(self)), key=lambda node: -probabilities[node])[:nodes]))
 
     def prefixed(self, token: int) -> "Tree":
-        """This tree, all of it after a new first node: `token`, a carried token."""
+        """The same tree after a new first node, which guesses `token`, a carried token."""
         believed = [CARRIED, *(CARRIED * one for one in self.probabilities)] if self.probabilities or not self.tokens else []
         return Tree((token, *self.tokens), (-1, *(1 + parent for parent in self.parents)), self.guess, (), tuple(believed))
 
@@ -120,7 +120,7 @@ class Tree:
 def chain(
     tokens: Iterable[int], guess: bytes = b"", distributions: Sequence[Distribution] = (), probabilities: Sequence[float] = ()
 ) -> Tree:
-    """A tree without branches: each of `tokens`, the target's ids, follows the one before it. The arguments are fields of `Tree`.
+    """A tree without branches: each of `tokens`, the target's ids, follows the one before it. Arguments are fields of `Tree`.
     Raises `InvalidInputError` if they don't fit together.
     """
     try:
