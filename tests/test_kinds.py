@@ -236,7 +236,7 @@ PINNED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: XT.with_drafts(5),
         r"names is 5; the drafts are \['GPTNeoXForCausalLM', .* Give a list",
     ),  # type: ignore[arg-type]
-    "texts that are no list": (lambda: DRAFTING.propose(None, 4), r"texts is None; give a list of the texts that add gave"),  # type: ignore[arg-type]
+    "texts that are no list": (lambda: DRAFTING.propose(None, 4), r"texts is None; give a list of texts that add returned"),  # type: ignore[arg-type]
     "ends that are no ids": (
         lambda: DraftEngine(TOKENS, DRAFT, ends=["a"]),  # type: ignore[list-item]
         r"ends is \['a'\]; give a list of ids, or leave it out",
