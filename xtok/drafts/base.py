@@ -1,4 +1,4 @@
-"""Drafts: whatever guesses what the target is about to write. No target is run here."""
+"""The interfaces of drafts and drafters, which guess what the target is about to pick."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
