@@ -350,7 +350,7 @@ def test_all_ways_to_guess_are_compared_and_an_answer_that_is_given_is_written()
 
 def test_a_kind_without_prompts_is_refused() -> None:
     target = load(pair.TARGET, "target")
-    with pytest.raises(InvalidInputError, match="A kind of prompts has none"):
+    with pytest.raises(InvalidInputError, match="One kind of prompts is empty"):
         compare_drafters(target, {}, {"prose": []}, max_new_tokens=4)
 
 

@@ -25,7 +25,7 @@ def gpu(
     from xtok.bench.rows import print_tables
 
     if save is not None and not save.parent.is_dir():
-        raise InvalidInputError(f"The folder {save.parent}, for --save, doesn't exist. Create it, or choose another.")
+        raise InvalidInputError(f"There is no folder {save.parent} for the figures. Make it, or choose another.")
     found = _large_on("cuda")
     if save is not None:
         save.write_text(as_json(found), encoding="utf-8")
