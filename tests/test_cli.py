@@ -271,7 +271,7 @@ def test_what_has_no_effect_or_makes_no_sense_is_refused(arguments: tuple[str, .
 
 @pytest.mark.parametrize("memory", ["inf", "1e300"])
 def test_memory_without_bounds_is_refused(memory: str) -> None:
-    printed = f"xtok: --memory is {float(memory)}; give a finite number of GiB, as 8, or leave it out for no limit.\n"
+    printed = f"xtok: --memory is {float(memory)}; give a finite number of GiB, such as 8, or leave it out for no limit.\n"
     assert run("serve", "--port", "0", "--memory", memory, code=1) == ("", printed)
 
 
@@ -370,7 +370,7 @@ def test_what_the_user_can_mend_is_reported_in_one_line(arguments: tuple[str, ..
         ),
         (
             ("train-heads", "--prompts", str(TARGET.parent / "prompts.txt"), "--out", "/"),
-            "xtok: / is a folder. Give the name of a file for the heads.\n",
+            "xtok: / is a folder. Give the path of a file for the heads.\n",
         ),
     ],
 )

@@ -186,7 +186,7 @@ SETTINGS: dict[str, Refused] = {
     "a device for each of three": (
         lambda: XTokAssisted(SAVED, device=("cpu",) * 3),
         InvalidInputError,
-        r"device is \('cpu', 'cpu', 'cpu'\); give one for both models, or a pair",
+        r"device is \('cpu', 'cpu', 'cpu'\); give one value for both models, or a pair",
     ),
     "a device and a map of devices": (
         lambda: XTokAssisted(SAVED, device="cpu", device_map="auto"),

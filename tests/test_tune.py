@@ -305,7 +305,7 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_written(
 
 
 def test_too_few_prompts_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="prompts that differ: 2"):
+    with pytest.raises(InvalidInputError, match="only 2 different prompts"):
         split(["a", "b", "a", " "])
 
 
