@@ -461,7 +461,7 @@ def test_the_demo_names_the_near_tie_after_which_transformers_goes_on_otherwise(
     ties = SimpleNamespace(stats=SimpleNamespace(near_ties=(NearTie(1, 0.5), NearTie(2, 0.06), NearTie(5, 0.1))))
     alone, drafted = (SimpleNamespace(ids=[1, 2, 3, 4], generation=ties, same=None) for _ in range(2))
     said = demo._verdict([alone, drafted], [1, 2, 3, 9])  # type: ignore[list-item]
-    assert said.startswith("identical to the target alone: yes. transformers' own generate goes on otherwise from token 3")
+    assert said.startswith("identical to the target alone: yes. transformers' own generate differs from token 3 on")
     assert "at token 2 the two best were 0.06 logits apart" in said
     assert demo._verdict([alone, drafted], [9, 2, 3, 4]) == "identical to the target alone: NO"  # type: ignore[list-item]
 

@@ -226,7 +226,7 @@ def check_ids(ids: Tensor, size: int) -> None:
     least, most = (int(end) for end in ids.aminmax())
     if least < 0 or most >= size:
         raise InvalidInputError(
-            f"The prompt has the id {least if least < 0 else most}, and the target's ids are 0 to {size - 1}. "
+            f"The prompt has the id {least if least < 0 else most}, and the target's ids are from 0 to {size - 1}. "
             "Encode it with the target's own tokenizer."
         )
 

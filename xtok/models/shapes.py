@@ -66,8 +66,8 @@ class Shapes:
         return found
 
     def guesses(self, length: int, new: int) -> int:
-        """How many nodes of a tree can follow `length` kept ids and so many new ones within the widest forward pass, and
-        without reading more positions.
+        """How many nodes of a tree can follow `length` kept ids and `new` ones, within the widest forward pass and without
+        reading more positions.
         """
         seen = self.seen(length + new)
         return min(seen - length, self.widest(seen)) - new

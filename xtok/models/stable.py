@@ -36,8 +36,8 @@ _CPU_CHUNK = 128
 each of 128, 6.1 for each of 512. Only whole chunks are taken over from another sequence.
 """
 _SMALL = 4096
-"""Products of no more multiplications than 16 * 16 * 16 aren't given to oneDNN by torch (`mkldnn_gemm_min_size` in ATen), and
-have other bits in half precision, of which only a few differ.
+"""torch doesn't pass products of up to 16 * 16 * 16 multiplications to oneDNN (`mkldnn_gemm_min_size` in ATen). In half
+precision, a few of their bits differ.
 """
 
 
@@ -165,7 +165,7 @@ class StableShapes(Shapes):
                         known.findings.agreed[shape] = known.trials.agrees(*shape)
             except torch.OutOfMemoryError:  # there may be enough another time
                 pass
-            except Exception:  # the model has no positions there, say, or memory is short: not for good, as far as is known
+            except Exception:  # such as too few positions, or too little memory, which may pass
                 known.failed.add(shape)
         return known.findings.agreed.get(shape, False)
 

@@ -25,7 +25,7 @@ FEW = 4
 _PIECES = (5, 11)
 """Ids forwarded in parts of these sizes must have the same bits as at once."""
 _NODES, _OTHERS, _CONTEXTS = 8, (1, 7), (2, 40, 448)
-"""A branch of so many nodes is tried after so many nodes of another, and after so many ids."""
+"""A branch of 8 nodes is tried after each of these numbers of another branch's nodes, and of ids before both."""
 _TIMES, _OUTPUTS = 2, 200_000
 """In how many forward passes a shape is tried, and how many outputs of matrices are compared at least: of a small model few
 bits differ, if any.
@@ -118,7 +118,7 @@ class Trials:
         return [torch.cat(logits, dim=1), *(part[tried, :, base : base + sum(pieces)] for part in cache.parts)]
 
     def _branched(self, base: int, before: int, after: int) -> Tensor:
-        """The logits of a chain of ids, (ids, vocabulary), with so many nodes of other chains before it and after it."""
+        """The logits of a chain of ids, (ids, vocabulary), with `before` and `after` nodes of other chains around it."""
         shape = _OneShape(USUAL, TRIED)
         slot = self._filled.tiled(1, base, shape.positions + 1, shape).join()
         slot.length = base
