@@ -215,7 +215,7 @@ def check_rows(criteria: StoppingCriteriaList, stop_strings: Any, rows: int) -> 
     if rows > 1 and not (ends or (limits and stop_strings is None)):
         raise UnsupportedArgumentError(
             "Stopping criteria for several rows need an eos_token_id: without one, transformers goes on with rows that have "
-            "stopped. Set eos_token_id, or call generate once per row."
+            "stopped. Call generate once per row, or set eos_token_id."
         )
 
 
