@@ -333,7 +333,9 @@ def test_a_cache_of_another_model_is_refused() -> None:
 def test_an_empty_cache_without_a_configuration_is_refused_for_other_layers_than_those_of_attention(name: str) -> None:
     lm = tiny(name, len(TOKENS)).float()
     xt = XTokAssisted((lm, TOKENS), PromptLookup())
-    with pytest.raises(UnsupportedArgumentError, match=r"no layers yet.* Leave \w+ out, or use DynamicCache\(conf"):
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"made without a configuration.* Leave \w+ out, or use DynamicCache\(conf"
+    ):
         xt.generate(PROMPT, **{CACHE: DynamicCache()}, **GREEDY)
     assert xt.generate(PROMPT, **{CACHE: DynamicCache(config=lm.config)}, **GREEDY).token_ids
 

@@ -180,7 +180,10 @@ def test_another_target_without_a_draft_says_what_guesses(tmp_path: Path) -> Non
     ("given", "reported"),
     [
         (("--target", "{}"), "There is no draft model for {}. Give a hub id or path as --draft; xtok make-draft makes one"),
-        (("--target", "{}", "--draft", "lookup"), '--draft is "lookup", and this needs a draft model. Give a hub id or path.'),
+        (
+            ("--target", "{}", "--draft", "lookup"),
+            '--draft is "lookup", and this command needs a draft model. Give a hub id or path.',
+        ),
     ],
 )
 def test_what_needs_a_draft_model_takes_none_of_its_own_for_another_target(
@@ -251,8 +254,8 @@ USELESS = [
     (("generate", "a", "--budget", "5x4", "--draft", "none"), "--budget has no effect"),
     (("generate", "--file", "no-such-file.txt"), "no-such-file.txt can't be read: No such file"),
     (("generate", "a", "--draft", "no-such-file.safetensors"), "holds no heads"),
-    (("inspect", "--draft", str(HEADS)), "holds heads, and this needs a draft model"),
-    (("bench", "--draft", str(HEADS)), "holds heads, and this needs a draft model"),
+    (("inspect", "--draft", str(HEADS)), "holds heads, and this command needs a draft model"),
+    (("bench", "--draft", str(HEADS)), "holds heads, and this command needs a draft model"),
     (("bench", "--setting", "greedy", "--repetition-penalty", "1.3"), "--repetition-penalty has no effect"),
 ]
 
@@ -268,7 +271,7 @@ def test_what_has_no_effect_or_makes_no_sense_is_refused(arguments: tuple[str, .
 
 @pytest.mark.parametrize("memory", ["inf", "1e300"])
 def test_memory_without_bounds_is_refused(memory: str) -> None:
-    printed = f"xtok: --memory is {float(memory)}; give a finite number of GiB, as 8, or leave it out for no limit.\n"
+    printed = f"xtok: --memory is {float(memory)}; give a finite number of GiB, such as 8, or leave it out for no limit.\n"
     assert run("serve", "--port", "0", "--memory", memory, code=1) == ("", printed)
 
 
@@ -367,7 +370,7 @@ def test_what_the_user_can_mend_is_reported_in_one_line(arguments: tuple[str, ..
         ),
         (
             ("train-heads", "--prompts", str(TARGET.parent / "prompts.txt"), "--out", "/"),
-            "xtok: / is a folder. Give the name of a file for the heads.\n",
+            "xtok: / is a folder. Give the path of a file for the heads.\n",
         ),
     ],
 )
@@ -458,7 +461,7 @@ def test_the_demo_names_the_near_tie_after_which_transformers_goes_on_otherwise(
     ties = SimpleNamespace(stats=SimpleNamespace(near_ties=(NearTie(1, 0.5), NearTie(2, 0.06), NearTie(5, 0.1))))
     alone, drafted = (SimpleNamespace(ids=[1, 2, 3, 4], generation=ties, same=None) for _ in range(2))
     said = demo._verdict([alone, drafted], [1, 2, 3, 9])  # type: ignore[list-item]
-    assert said.startswith("identical to the target alone: yes. transformers' own generate goes on otherwise from token 3")
+    assert said.startswith("identical to the target alone: yes. transformers' own generate differs from token 3 on")
     assert "at token 2 the two best were 0.06 logits apart" in said
     assert demo._verdict([alone, drafted], [9, 2, 3, 4]) == "identical to the target alone: NO"  # type: ignore[list-item]
 

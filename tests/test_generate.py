@@ -246,7 +246,7 @@ def test_a_prompt_that_is_longer_than_the_context_window_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         xt.generate([5] * 40, **{**GREEDY, "max_new_tokens": 2})
-    with pytest.warns(PromptWarning, match="The prompt has 41 tokens, and the target was made for 40") as warned:
+    with pytest.warns(PromptWarning, match="The prompt has 41 tokens, and the target's context window is 40") as warned:
         xt.generate([5] * 41, **{**GREEDY, "max_new_tokens": 2})
     assert warned[0].filename == __file__
 

@@ -236,7 +236,7 @@ PINNED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: XT.with_drafts(5),
         r"names is 5; the drafts are \['GPTNeoXForCausalLM', .* Give a list",
     ),  # type: ignore[arg-type]
-    "texts that are no list": (lambda: DRAFTING.propose(None, 4), r"texts is None; give a list of the texts that add gave"),  # type: ignore[arg-type]
+    "texts that are no list": (lambda: DRAFTING.propose(None, 4), r"texts is None; give a list of texts that add returned"),  # type: ignore[arg-type]
     "ends that are no ids": (
         lambda: DraftEngine(TOKENS, DRAFT, ends=["a"]),  # type: ignore[list-item]
         r"ends is \['a'\]; give a list of ids, or leave it out",
@@ -244,7 +244,7 @@ PINNED: dict[str, tuple[Callable[[], Any], str]] = {
     "an end below 0": (lambda: DraftEngine(TOKENS, DRAFT, ends=[2, -1]), r"ends holds -1; ids are 0 or more"),
     "fewer ids than a tokenizer writes": (
         lambda: DraftEngine(TOKENS, DRAFT, size=10),
-        rf"size is 10, and the tokenizer writes ids up to {len(TOKENS) - 1:,}\. Give how many ids the target has logits for",
+        rf"size is 10, but the tokenizer writes ids up to {len(TOKENS) - 1:,}\. Give the number of ids",
     ),
     "several texts as one": (lambda: train_heads(PAIR, "heads", "a text"), r"prompts is 'a text'; give a list of texts"),
     "a number that is long": (

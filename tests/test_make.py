@@ -159,7 +159,7 @@ def test_the_command_makes_a_draft_and_prints_what_it_brings(tmp_path: Path) -> 
     out = tmp_path / "draft"
     asked = ["--parameters", "400k", "--vocabulary", "1024", "--hours", "0.0001", "--max-new-tokens", "8", "--starts", "1"]
     printed = "".join(run("make-draft", "--prompts", str(tmp_path / "prompts.txt"), "--out", str(out), *asked))
-    assert "and the draft" in printed and "texts of" in printed
+    assert "and the draft" in printed and "trained on" in printed
     assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
     _, printed = run("make-draft", "--out", str(out), "--parameters", "many", code=1)
     assert "parameters is 'many'; give a number such as 5M" in printed

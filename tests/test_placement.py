@@ -248,7 +248,7 @@ def test_activations_quantised_by_the_range_of_a_whole_forward_are_refused() -> 
     """There what a target says of an id depends on the ids beside it, so nothing could be checked."""
     target, tokens = load(TARGET)
     dynamic = torch.ao.quantization.quantize_dynamic(target, {nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(UnsupportedModelError, match="not by its activations"):
+    with pytest.raises(UnsupportedModelError, match="with only its weights quantised"):
         XTokAssisted((dynamic, tokens), load(DRAFT))
 
 

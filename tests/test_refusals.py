@@ -69,7 +69,7 @@ SETTINGS: dict[str, Refused] = {
     "a threshold that is text": (
         lambda: XTokAssisted(PAIR, posterior_alpha="low"),
         InvalidInputError,
-        r"posterior_alpha is 'low'; .* above 0, and 1 at most",
+        r"posterior_alpha is 'low'; .* above 0, and at most 1",
     ),
     "a threshold that is no number": (
         lambda: XTokAssisted(PAIR, posterior_alpha=float("nan")),
@@ -186,7 +186,7 @@ SETTINGS: dict[str, Refused] = {
     "a device for each of three": (
         lambda: XTokAssisted(SAVED, device=("cpu",) * 3),
         InvalidInputError,
-        r"device is \('cpu', 'cpu', 'cpu'\); give one for both models, or a pair",
+        r"device is \('cpu', 'cpu', 'cpu'\); give one value for both models, or a pair",
     ),
     "a device and a map of devices": (
         lambda: XTokAssisted(SAVED, device="cpu", device_map="auto"),
@@ -258,7 +258,7 @@ PROMPTS: dict[str, Refused] = {
     "a processor without copies for several prompts": (
         lambda: XT.generate([PROMPT, "a"], logits_processor=LogitsProcessorList([Uncopiable()]), **GREEDY),
         UnsupportedArgumentError,
-        r"a copy each of Uncopiable, and copying failed \(no copies\)\. Call generate once per prompt",
+        r"its own copy of Uncopiable, and copying failed \(no copies\)\. Call generate once per prompt",
     ),
     "a streamer for several prompts": (
         lambda: XT.generate([PROMPT, "a"], streamer=Recorder(), **GREEDY),
@@ -273,7 +273,7 @@ PROMPTS: dict[str, Refused] = {
     "a function for a streamer": (
         lambda: XT.generate(PROMPT, streamer=print, **GREEDY),
         InvalidInputError,
-        r"streamer is <built-in function print>, which has no put and end\. Give one .* stream\(prompt\)",
+        r"streamer is <built-in function print>, which has no put and end methods\. Give one .* stream\(prompt\)",
     ),
     "a processor that is in no list": (
         lambda: XT.generate(PROMPT, logits_processor=Uncopiable(), **GREEDY),
@@ -293,7 +293,7 @@ PROMPTS: dict[str, Refused] = {
     "positions in a list": (
         lambda: XT.generate([5, 6, 7], position_ids=[0, 1, 2], **GREEDY),
         InvalidInputError,
-        r"position_ids is \[0, 1, 2\]; give a tensor of shape \(1, ids of the prompt\)",
+        r"position_ids is \[0, 1, 2\]; give a tensor of shape \(1, length of the prompt\)",
     ),
     "positions without rows": (
         lambda: XT.generate([5, 6, 7], position_ids=torch.arange(3), **GREEDY),

@@ -504,7 +504,7 @@ def test_a_schema_that_gets_too_hard_is_reported_as_the_cause(server: Server, st
     assert answer.status_code == (200 if streamed else 400)
     error = json.loads(found)["error"]
     assert (error["param"], error["type"]) == ("response_format", "invalid_request_error")
-    assert "can't be held to this response_format any further: " in error["message"]
+    assert "can't follow this response_format any further: " in error["message"]
     assert "<state>" not in error["message"]
 
 

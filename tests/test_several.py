@@ -567,7 +567,7 @@ def test_a_start_that_gives_no_drafter_is_reported() -> None:
         def start(self, request: Request) -> None:
             return None
 
-    with pytest.warns(DraftFailedWarning, match="must give a drafter"):
+    with pytest.warns(DraftFailedWarning, match="must return a drafter"):
         XTokAssisted((TARGET, TOKENS), [Nothing()]).generate("吾輩は", **GREEDY)
 
 

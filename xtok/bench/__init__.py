@@ -1,1 +1,1 @@
-"""Measuring: systems side by side, in turns, on the same work. Nothing that generates imports from here."""
+"""Benchmarks: systems side by side, in turns, on the same work. No code that generates imports from here."""

@@ -35,10 +35,10 @@ CHAT_SETTINGS = {
     "sampled": SETTINGS["sampled"],
     "own": Setting("sampled, the model's own settings", {"do_sample": True}),
 }
-"""How answers are generated. Models that are tuned for chats do without a repetition penalty."""
+"""How answers are generated: without a repetition penalty, which models that are tuned for chats don't need."""
 
 _FIRST = "What do you like best about autumn?"
-"""What each system answers before any answer counts: none of the questions, for token recycling remembers what it has seen."""
+"""A warm-up question, which no answer counts for. It is none of the others, since token recycling remembers what it saw."""
 
 
 class Question(NamedTuple):
@@ -49,26 +49,26 @@ class Question(NamedTuple):
 
 
 def questions() -> list[Question]:
-    """32 questions in eight kinds, which take turns."""
+    """32 questions of eight kinds, in alternating order."""
     kinds = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
     rounds = zip(*kinds.values(), strict=True)
     return [Question(kind, text) for texts in rounds for kind, text in zip(kinds, texts, strict=True)]
 
 
 def as_chats(tokenizer: Any, texts: Sequence[str]) -> list[Chat]:
-    """Each text as a chat's first message. Raises `InvalidInputError` if the target's tokenizer has no chat template."""
+    """Each text as the first message of a chat. Raises `InvalidInputError` if the target's tokenizer has no chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise InvalidInputError(
-            "The target's tokenizer has no chat template, so it can't be asked questions. Take a target that is tuned for "
-            "chats (--pair smollm2), or measure on texts to continue: xtok bench."
+            "The target's tokenizer has no chat template, so it can't be asked questions. Use a target that is tuned for "
+            "chats (--pair smollm2), or measure on texts to continue, with xtok bench."
         )
     return [[{"role": "user", "content": text}] for text in texts]
 
 
 @dataclass(frozen=True)
 class KindRow:
-    """xtok on all questions of a kind under one setting. `speed`: by the seconds per token of all of them together, where the
-    target alone has 1.
+    """xtok on all questions of a kind under one setting. `speed`: by the seconds per token over all of them, where the target
+    alone has 1.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class SettingsRow:
 
 
 def by_kind(rows: Sequence[KindRow]) -> list[SettingsRow]:
-    """The settings side by side."""
+    """A row for each kind of question, with all settings side by side."""
     found = {one.kind: SettingsRow(one.kind, one.questions, {}) for one in rows}
     for one in rows:
         named = {"speed": one.speed, "tokens per forward": one.tokens_per_forward}
@@ -105,13 +105,13 @@ def compare_chats(
     max_new_tokens: int,
     heads: HeadsDrafter | None = None,
 ) -> tuple[list[KindRow], list[Row]]:
-    """Let every system answer each question in turn, and give a row per kind of question, of xtok, and a row per system.
+    """Let every system answer each question in turn. Returns a row for each kind of question, of xtok, and one for each system.
 
-    xtok runs without a draft, by prompt lookup alone, by that and token recycling, by default, and by the draft alone; with
-    `heads`, by those with lookup and recycling, which the rows by kind are then of, and by those alone;
-    transformers' universal assisted generation with its defaults and a copy of the draft. If it refuses the pair (vocabularies
-    of one size), it has no row. A question's number is its seed. Raises `InvalidInputError` without questions, and for a target
-    without a chat template.
+    xtok runs without a draft, with prompt lookup alone, with that and token recycling, with its default drafts, and with the
+    draft alone. With `heads`, it also runs with them, lookup and recycling (the rows by kind are then of this), and with heads
+    alone. transformers' universal assisted generation runs with its defaults and a copy of the draft. If it refuses the pair
+    (vocabularies of one size), it has no row. A question's number is its seed. Raises `InvalidInputError` without questions,
+    and for a target without a chat template.
     """
     first, *chats = as_chats(target[1], [_FIRST, *(one.text for one in asked)])
     check_prompts(chats)

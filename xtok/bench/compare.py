@@ -40,16 +40,15 @@ _SURPRISE = "nats per id, by the target's own distribution at temperature 1; dra
 class Row:
     """One system over all prompts.
 
-    `identical` is None for sampled texts of transformers, whose draws differ; `near_ties` and `elsewhere` are None if near-ties
-    aren't known of each text; `acceptance_rate`, `split` and `ceiling` are known of xtok alone; `surprise` is that of sampled
-    answers to chats.
+    `identical`: None for sampled texts of transformers, whose draws differ. `near_ties`, `elsewhere`: None unless near-ties are
+    known for each text. `acceptance_rate`, `split`, `ceiling`: for xtok alone. `surprise`: for sampled answers to chats alone.
     """
 
     system: Annotated[str, Column("", note="Chain and tree are of the draft alone; UAG is transformers' own.")]
     identical: Annotated[int | None, Column("same ids", of="prompts", note="as the target alone, by xtok or `model.generate`.")]
     as_transformers: Annotated[int | None, Column(of="prompts", note="greedy texts that are those of `model.generate`.")]
-    near_ties: Annotated[int | None, Column(note="picks at which `model.generate`, of other shapes, may pick another id.")]
-    elsewhere: Annotated[int | None, Column(note="greedy texts that part from those of `model.generate` at no near-tie.")]
+    near_ties: Annotated[int | None, Column(note="picks at which `model.generate`, with other shapes, may pick another id.")]
+    elsewhere: Annotated[int | None, Column(note="greedy texts that leave those of `model.generate` at no near-tie.")]
     prompts: int
     new_tokens: int
     tokens_per_forward: Annotated[float, Column(form=".2f")]
@@ -73,13 +72,13 @@ def compare(
     guess_length: int,
     repeats: int = 1,
 ) -> list[Row]:
-    """Generate every prompt by every system in turn, and give a row per system.
+    """Continue every prompt by every system in turn. Returns a row for each system.
 
-    xtok runs without a draft, by prompt lookup alone, by that and token recycling, by default, by the draft alone, and by that
-    in chains and trees of `guess_length` draft tokens. Without a draft model, those that need none run, beside transformers'
-    prompt lookup. UAG runs with its defaults, with constant guesses of `guess_length`, and
-    with those of the length that is fastest on three of the prompts. If it refuses the pair (vocabularies of one size), it has
-    no rows. A prompt's number is its seed. Raises `InvalidInputError` without prompts.
+    xtok runs without a draft, with prompt lookup alone, with that and token recycling, with its default drafts, with the draft
+    alone, and with the draft in chains and trees of `guess_length` draft tokens. Without a draft model, only those that need
+    none run, and transformers' prompt lookup. UAG runs with its defaults, with guesses of constant `guess_length`, and with
+    guesses of the length that is fastest on three of the prompts. If it refuses the pair (vocabularies of one size), it has no
+    rows. A prompt's number is its seed. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
     arguments = {**setting.arguments, "max_new_tokens": max_new_tokens}
@@ -100,7 +99,7 @@ def compare(
 def _assisted(
     target: Any, draft: Any, calls: Sequence[Mapping[str, Any]], guess_length: int, title: str, arguments: Mapping[str, Any]
 ) -> dict[str, System]:
-    """UAG with its defaults, with guesses of that length, and of the length that is fastest on three calls; nothing if
+    """UAG with its defaults, with guesses of `guess_length`, and of the length that is fastest on three calls. Empty if
     transformers refuses the pair.
     """
     lengths = {UAG: None, **{UAG_LENGTH.format(length): length for length in sorted({guess_length, *LENGTHS})}}
@@ -116,8 +115,8 @@ def _assisted(
 
 
 def ways(target: Any, draft: Any) -> dict[str, XTokAssisted]:
-    """Xtok without a draft, and with as much guessed as pays by lookup, with recycling, with all, and by the draft alone. The
-    last two need a draft, which may be None.
+    """Instances of xtok that guess as much as pays: without a draft, with lookup, with lookup and recycling, with all drafts,
+    and with the draft alone. If `draft` is None, the last two are left out.
     """
     found = {
         NONE: XTokAssisted(target),
@@ -153,7 +152,7 @@ def row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:
 
 
 def _elsewhere(own: Runs, alone: Runs) -> int:
-    """How many texts part from those of the target alone at a pick that is none of their near-ties."""
+    """How many texts first differ from those of the target alone at a pick that isn't a near-tie."""
     new = [ids for run in own for ids in run.ids]
     expected = [ids for run in alone for ids in run.ids]
     count = 0

@@ -21,7 +21,7 @@ Prompt = str | tuple[str, str]
 
 @dataclass(frozen=True)
 class DrafterRow:
-    """One mixture of drafts on one kind of prompts. `identical` is None for texts that are given."""
+    """One combination of drafts on one kind of prompts. `identical`: None if the texts were prescribed."""
 
     kind: Annotated[str, Column(group=True)]
     system: Annotated[str, Column("")]
@@ -35,15 +35,14 @@ class DrafterRow:
 def compare_drafters(
     target: tuple[Any, Any], drafts: Mapping[str, Any], kinds: Mapping[str, Sequence[Prompt]], *, max_new_tokens: int
 ) -> list[DrafterRow]:
-    """Generate all prompts by the target alone, by each draft and by each with prompt lookup, and by all together, greedily.
-    Token recycling is one of the drafts.
+    """Continue all prompts greedily by the target alone, with each draft, with each draft and prompt lookup, and with all
+    drafts together. Token recycling is one of the drafts.
 
     xtok guesses as much as pays. If a prompt comes with an answer, the target is made to write that: small targets can't follow
-    a prompt, and what a system costs depends on what is written. Raises `InvalidInputError` for a
-    kind without prompts.
+    instructions, and a system's speed depends on what is written. Raises `InvalidInputError` for a kind without prompts.
     """
     if not all(kinds.values()):
-        raise InvalidInputError("A kind of prompts has none. Give 6 prompts or more.")
+        raise InvalidInputError("One kind of prompts is empty. Give 6 prompts or more.")
     lookup, drafts = PromptLookup(), {**drafts, "token recycling": TokenRecycling()}
     lists = {"prompt lookup": [lookup]} | {name: [draft] for name, draft in drafts.items()}
     lists |= {f"{name} + prompt lookup": [draft, lookup] for name, draft in drafts.items()}
@@ -62,7 +61,7 @@ def compare_drafters(
 
 
 def _call(target: Any, given: Prompt) -> dict[str, Any]:
-    """The arguments that let a model continue a prompt, by the answer if one is given."""
+    """The arguments that let a model continue a prompt, with the prescribed answer if there is one."""
     if isinstance(given, str):
         return {"texts": [given]}
     (model, tokenizer), (prompt, answer) = target, given
@@ -91,7 +90,7 @@ class DraftRow:
 def compare_drafts(
     target: tuple[Any, Any], drafts: Mapping[str, Any], prompts: Sequence[str], *, max_new_tokens: int
 ) -> list[DraftRow]:
-    """Write all prompts by the target alone and by each draft without lookup, and give the drafts, the fastest first.
+    """Continue all prompts by the target alone and with each draft without lookup. Returns the drafts, the fastest first.
 
     Greedily, with a repetition penalty, so that texts don't loop. Raises `InvalidInputError` without prompts.
     """

@@ -1,4 +1,4 @@
-"""What a GPU makes of a large pair: the target alone beside what its memory allows, a level of the draft, and lists."""
+"""Benchmarks of a large pair on a GPU: the target's speed as a share of what memory allows, draft levels, and lists."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,20 +36,20 @@ from xtok.models.load import parameters
 LARGE, SMALL = Shape(5120, 40, 13824, 40, 50688), Shape(768, 12, 3072, 12, 52096)
 """The shapes of llm-jp-13B, of 13.2e9 parameters, and of open-calm-small, of 165e6."""
 MOVED = 1 << 32
-"""How many bytes are read to see how fast memory is."""
+"""How many bytes are read to measure memory bandwidth."""
 _RUNS = 10
-"""How often it is read, of which the median counts."""
+"""How often they are read; the median counts."""
 _LEAST, _BATCHES = 8, 2
 """A list has 8 texts, or two batches if those are more. In xtok's, the next text begins when one ends."""
 _LEVELS = Budget(5, width=4, nodes=32, schedule="constant")
-"""As much is guessed in every round, so that the draft has the same forward passes whatever they cost."""
+"""A constant budget, so that the draft has the same forward passes whatever they cost."""
 
 
 @dataclass(frozen=True)
 class ListRow:
     """A system that writes a list of texts, `texts` of them at a time, with `graphs` (`XTokAssisted(compile=...)`) or without.
 
-    `of_bandwidth` is known of systems without a draft that write one text at a time, `split` and `of_ceiling` of xtok alone.
+    `of_bandwidth`: for systems without a draft that write one text at a time. `split`, `of_ceiling`: for xtok alone.
     """
 
     texts: Annotated[int, Column("at a time")]
@@ -68,7 +68,9 @@ class ListRow:
 
 @dataclass(frozen=True)
 class LevelRow:
-    """The draft in trees of 5 levels, 4 nodes of each of which are continued, of one text at a time: medians over texts."""
+    """The draft's time per level, in trees of 5 levels with 4 nodes of each continued, for one text at a time: medians over
+    texts.
+    """
 
     graphs: Annotated[bool, Column()]
     forward: Annotated[float, Column("ms of a forward", form=".2f", note="of the draft.")]
@@ -77,10 +79,10 @@ class LevelRow:
 
 @dataclass(frozen=True)
 class GpuFigures:
-    """What was found, and on what.
+    """All figures, and what they were measured on.
 
-    `bandwidth`: bytes per second. `read`: the bytes of weights that a forward of the target reads, all but the rows that ids
-    are looked up in. `limit`: how many tokens per second of one text that allows without a draft.
+    `bandwidth`: the memory's, in bytes per second. `read`: how many bytes of weights a forward pass of the target reads: all
+    but the input embeddings. `limit`: how many tokens per second that allows for one text without a draft.
     """
 
     device: str
@@ -107,8 +109,8 @@ class GpuFigures:
 
 
 def bandwidth(device: torch.device) -> float:
-    """How many bytes per second a device reads when it adds up `MOVED` of them, or reads and writes when it copies them,
-    whichever is more.
+    """The memory bandwidth of a device in bytes per second: reading while it adds up `MOVED` bytes, or reading and writing
+    while it copies them, whichever is faster.
     """
     source = torch.rand(MOVED // 4, dtype=torch.float32, device=device)
     copy = torch.empty_like(source)
@@ -127,9 +129,9 @@ def compare_on_gpu(
     max_new_tokens: int,
     repeats: int = 3,
 ) -> GpuFigures:
-    """Write lists by every system in turn, `sizes` of texts at a time, and time levels of the draft.
+    """Write lists of texts by every system in turn, at each of the batch `sizes`, and time levels of the draft.
 
-    It runs on any device; a CPU has no graphs. End-of-text tokens end nothing. Raises `InvalidInputError` without prompts.
+    It runs on any device; a CPU has no graphs. End-of-text tokens are ignored. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
     arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
@@ -153,7 +155,7 @@ def compare_on_gpu(
 def _lists(
     target: Any, draft: Any, prompts: Sequence[str], sizes: Sequence[int], arguments: dict[str, Any], repeats: int, least: float
 ) -> list[ListRow]:
-    """The rows of all sizes. `least`: how many seconds reading the weights for a token takes."""
+    """The rows of all sizes. `least`: the seconds that reading the weights takes for each token."""
     rows = list[ListRow]()
     alone = dict(zip(prompts, by_transformers(target, prompts, **arguments).ids, strict=True))
     for size in sizes:
@@ -176,7 +178,7 @@ def _xtok(target: Any, draft: Any, arguments: dict[str, Any], *, graphs: bool, b
 
 
 def _row(size: int, key: tuple[str, bool], runs: dict[tuple[str, bool], Runs], truth: list[Written], least: float) -> ListRow:
-    """`truth`: what transformers' own writes one at a time."""
+    """The row of one system. `truth`: the texts of transformers' own `generate`, one at a time. `least`: as for `_lists`."""
     own, (name, graphs) = runs[key], key
     parts, rate = own.split, own.tokens_per_second
     return ListRow(

@@ -1,4 +1,4 @@
-"""Lists of texts: batches of transformers beside those of xtok, and what `stable=True` gives and costs."""
+"""Benchmarks on lists of texts: transformers' batches and xtok's, and what `stable=True` gives and costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ BATCHED, SINGLY = "transformers' batches", "xtok, one after another"
 _BATCHES = 2
 """How many batches a list has. In xtok's, the next text begins when one ends."""
 _SINGLY = 8
-"""Texts are written one after another beside batches up to this size: beside larger ones it takes too long."""
+"""Up to this batch size, texts are also written one after another for comparison: for larger ones that takes too long."""
 _WARM = 8
-"""How many texts each system writes before any are measured with `stable` and without."""
+"""How many warm-up texts each system writes before `stable` is measured."""
 
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A system that writes a list of texts, `texts` of them at a time. `split` is known of xtok alone."""
+    """A system that writes a list of texts, `texts` of them at a time. `split`: for xtok alone."""
 
     setting: Annotated[str, Column(group=True)]
     texts: Annotated[int, Column("at a time")]
@@ -46,11 +46,11 @@ def compare_batches(
     max_new_tokens: int,
     repeats: int = 3,
 ) -> list[BatchRow]:
-    """Write lists by every system in turn, and give a row per system and size of a batch.
+    """Write lists of texts by every system in turn. Returns a row for each system and batch size.
 
-    End-of-text tokens end nothing, so that all texts have as much to do. A list is two batches of the next prompts, which begin
-    anew if there are too few: token recycling remembers answers. First each system writes one batch that isn't measured.
-    Raises `InvalidInputError` without prompts.
+    End-of-text tokens are ignored, so that all texts are equally long. Each list is two batches of the next prompts, since
+    token recycling remembers answers; after the last prompt comes the first again. Before measuring, each system writes one
+    batch. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
     arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}
@@ -73,7 +73,7 @@ def compare_batches(
 
 
 def _one_by_one(system: System) -> System:
-    """The system with batches of one text, whatever size is asked for."""
+    """The system with batches of one text, whatever size is requested."""
     return lambda size, **call: system(size=1, **call)
 
 
@@ -118,9 +118,9 @@ def compare_bits(
     max_new_tokens: int,
     repeats: int = 1,
 ) -> list[BitsRow]:
-    """Write a text after each prompt by every system in turn, and give a row per system and size of a batch.
+    """Continue each prompt by every system in turn. Returns a row for each system and batch size.
 
-    End-of-text tokens end nothing. Sampled texts have another seed in each repeat. Raises `InvalidInputError` without prompts.
+    End-of-text tokens are ignored. Sampled texts have another seed in each repeat. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
     arguments = {**setting.arguments, "max_new_tokens": max_new_tokens, "eos_token_id": None}

@@ -1,4 +1,4 @@
-"""What a round costs besides the models' forward passes: by the length of the context, and by the sizes of vocabularies."""
+"""How long a round takes apart from the models' forward passes: by context length, and by vocabulary sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ _DEVIATION = 3.0
 
 @dataclass(frozen=True)
 class ContextRow:
-    """Milliseconds per round, all but the models' forward passes, after about `context` ids of the target."""
+    """Milliseconds per round, without the models' forward passes, after about `context` ids of the target."""
 
     context: Annotated[int, Column(form=",")]
     budget: Annotated[str, Column("")]
@@ -62,10 +62,10 @@ class ContextRow:
 
 
 def compare_contexts(target_tokenizer: Any, draft_tokenizer: Any, texts: Sequence[str]) -> list[ContextRow]:
-    """Generate after contexts of some lengths by random models of one layer, and give a row per length and budget.
+    """Generate after contexts of several lengths with random models of one layer. Returns a row for each length and budget.
 
-    What a generation takes besides its rounds, such as its prompt, cancels out: the figures are differences of a long and a
-    short one, each the fastest of a few.
+    Figures are differences between a long and a short generation, each the fastest of a few, so that times outside rounds,
+    such as for reading the prompt, cancel out.
     """
     most = max(CONTEXTS)
     target, draft = (_random_model(tokenizer, most + 2 * _MANY) for tokenizer in (target_tokenizer, draft_tokenizer))
@@ -102,7 +102,7 @@ def _fastest(xt: XTokAssisted, prompt: str, count: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class VocabularyRow:
-    """How many milliseconds something takes if target and draft have so many ids; of what is done often, the median."""
+    """How many milliseconds something (`what`) takes if target and draft have this many ids; the median if it is repeated."""
 
     target: int
     draft: int
@@ -112,14 +112,14 @@ class VocabularyRow:
 
 @dataclass(frozen=True)
 class SizesRow:
-    """What takes how many milliseconds, by the ids of target and draft."""
+    """How many milliseconds something (`what`) takes, by the numbers of ids of target and draft."""
 
     what: Annotated[str, Column("")]
     milliseconds: Annotated[dict[str, float], Column(form=",.2f")]
 
 
 def by_size(rows: Sequence[VocabularyRow]) -> list[SizesRow]:
-    """The sizes side by side."""
+    """A row for each `what`, with all sizes side by side."""
     found = {row.what: SizesRow(row.what, {}) for row in rows}
     for row in rows:
         found[row.what].milliseconds[f"{row.target:,} × {row.draft:,}"] = row.milliseconds
@@ -127,9 +127,9 @@ def by_size(rows: Sequence[VocabularyRow]) -> list[SizesRow]:
 
 
 def compare_vocabularies(target_tokenizer: Any, draft_tokenizer: Any) -> list[VocabularyRow]:
-    """Time what is computed over vocabularies of some sizes: those of the tokenizers, with further pieces.
+    """Time the work over vocabularies of several sizes, which are the tokenizers' own with added pieces.
 
-    The models are random ones of one layer, whose forwards aren't counted. Errors are those of `with_pieces`.
+    The models are random ones of one layer, whose forward passes don't count. Errors are those of `with_pieces`.
     """
     rows = []
     for size in bar(VOCABULARIES, "vocabularies"):
@@ -161,7 +161,7 @@ def _seconds(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, float
 
 
 def _level(draft: ModelDraft, target: Vocabulary, rows: int, *, samples: bool) -> float:
-    """Seconds of a level besides its forward pass and alignment: what a deep tree takes longer than a flat one, per level."""
+    """Seconds of a tree level without its forward pass and alignment: how much longer a deep tree takes, per added level."""
     data = target.view.to_bytes(ids := prompt_ids(target.tokenizer, "The cat. 吾輩は猫である。"))
     context = Context(ids, data, len(data), noise=noise(0, 0, data))
     warpers = LogitsProcessorList([TemperatureLogitsWarper(_TEMPERATURE)] if samples else [])

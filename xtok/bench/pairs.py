@@ -1,4 +1,4 @@
-"""The models that are measured: as they are, enlarged, tuned, and useless."""
+"""The models to measure: as they are, enlarged, tuned, and useless ones."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,9 @@ Pair = tuple[tuple[Any, Any], tuple[Any, Any]]
 
 
 def enlarged(pair: Pair, ratio: float | None, large: bool) -> Pair:
-    """The pair in the sizes of a large one, or the target until its forward pass takes as long as `ratio` of the draft's."""
+    """The pair enlarged. `large`: both models, to the sizes of a large pair. `ratio`: the target, until its forward pass takes
+    this many times as long as the draft's. Neither: the pair as it is.
+    """
     (big, tokens), (small, pieces) = pair
     with busy("enlarging the models"):
         if large:
@@ -29,7 +31,7 @@ def enlarged(pair: Pair, ratio: float | None, large: bool) -> Pair:
 
 
 def with_vocabularies(pair: Pair, sizes: tuple[int, int] | None) -> Pair:
-    """The pair with vocabularies of these sizes."""
+    """The pair with vocabularies enlarged to these sizes, (target, draft); as it is if None."""
     return pair if sizes is None else (with_vocabulary(*pair[0], sizes[0]), with_vocabulary(*pair[1], sizes[1]))
 
 

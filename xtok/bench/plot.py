@@ -13,7 +13,7 @@ _COLOURS = {"target": "#4c78a8", "draft": "#f58518", "guess": "#eeca3b", "align"
 
 
 def draw(tables: Mapping[str, Sequence[Row]], title: str, path: Path) -> None:
-    """Draw a benchmark into `path`, PNG or SVG by its suffix: two charts for each table, by its title."""
+    """Draw a benchmark into the file `path`, a PNG or SVG by its suffix: two charts for each of the titled tables."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 0.4 + 3.4 * len(tables)), layout="constrained")
@@ -36,7 +36,7 @@ def title(target: str, draft: str, model: Any, ratio: float | None, large: bool)
 
 
 def check_drawable(path: Path) -> None:
-    """Raises `InvalidInputError` if nothing can be drawn into `path`, before anything is measured."""
+    """Raises `InvalidInputError` if `path` can't be drawn to. Called before anything is measured."""
     if path.suffix not in (".png", ".svg"):
         raise InvalidInputError(f"A picture can't be {path.name!r}. Use a name that ends in .png or .svg.")
     if not path.parent.is_dir():

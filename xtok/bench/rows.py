@@ -1,4 +1,4 @@
-"""The one printer of figures. Each type of row says beside its fields how they are printed."""
+"""Prints figures as tables. Each type of row says beside its fields how they are printed."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
@@ -17,9 +17,9 @@ class Column(NamedTuple):
 
     A field without a `Column` isn't printed, nor is one that is None in all rows. A dictionary has a column for each key.
 
-    `title`: by default the field's name; the column titled "" names the row. `form`: what `format` takes. `of`: another field,
-    printed after a slash. `note`: what the figures are, printed once after all tables. `group`: rows of different values are
-    in different tables, which the values head. `table`: the title of a further table, in which the column is.
+    `title`: by default the field's name; the column titled "" names the row. `form`: a format specification. `of`: another
+    field, printed after a slash. `note`: what the figures mean, printed once after all tables. `group`: each value of this
+    field gets a table of its own, with the value as its heading. `table`: the title of a separate table for this column.
     """
 
     title: str | None = None
@@ -31,7 +31,7 @@ class Column(NamedTuple):
 
 
 def print_tables(tables: Mapping[str, Sequence[Any]], *, markdown: bool = False) -> None:
-    """Print rows by the title of their table, each table's of one type (a dataclass or a NamedTuple), and then the notes."""
+    """Print tables by title, and then the notes. All rows of a table have one type, a dataclass or a NamedTuple."""
     notes: dict[str, str] = {}
     for title, rows in tables.items():
         columns = _columns(rows)

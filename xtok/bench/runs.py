@@ -24,11 +24,11 @@ R = TypeVar("R")
 ALONE, NONE, XTOK = "target alone", "xtok, no draft", "xtok"
 PLAIN: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
 PLAIN |= {"eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-"""Sampling in which nothing but a temperature shapes the distribution, whatever the target's own configuration says."""
+"""Sampling in which only a temperature shapes the distribution, whatever the target's generation config says."""
 
 
 class Setting(NamedTuple):
-    """The arguments of `generate` that texts are generated with, and what tables of them are headed by."""
+    """A way to generate: the title for tables, and the arguments of `generate`."""
 
     title: str
     arguments: dict[str, Any]
@@ -45,18 +45,16 @@ SETTINGS = {
 def named_settings(
     names: Sequence[str] | None, penalty: float | None = None, known: Mapping[str, Setting] = SETTINGS
 ) -> dict[str, Setting]:
-    """Those of the known settings that have these names, or all, with another repetition penalty if one is given.
+    """The known settings with these names, or all if None. `penalty`: another repetition penalty.
 
-    Raises `InvalidInputError` for other names, and for a penalty without effect.
+    Raises `InvalidInputError` for unknown names, and for a penalty without effect.
     """
     if unknown := [name for name in names or () if name not in known]:
         raise InvalidInputError(f"setting is {unknown[0]!r}; use one of {', '.join(known)}.")
     found = {name: way for name, way in known.items() if name in (names or known)}
     if penalty is not None:
         if "penalty" not in found:
-            raise InvalidInputError(
-                "--repetition-penalty has no effect without the setting penalty. Give --setting penalty, too."
-            )
+            raise InvalidInputError("--repetition-penalty has no effect without --setting penalty. Give both.")
         arguments = {"do_sample": False, "repetition_penalty": penalty}
         found["penalty"] = Setting(f"greedily, repetition penalty {penalty:g}", arguments)
     return found
@@ -69,9 +67,9 @@ def check_prompts(prompts: Sequence[Prompt]) -> None:
 
 
 class Written(NamedTuple):
-    """A run: the new ids of each text, the seconds and forward passes of all together, and xtok's stats of each.
+    """A run: the new ids of each text, the seconds and forward passes of all texts together, and xtok's stats of each text.
 
-    A forward pass counts for each text that shares it.
+    A forward pass counts once for each text that shares it.
     """
 
     ids: list[list[int]]
@@ -87,7 +85,7 @@ class Written(NamedTuple):
 
 
 System = Callable[..., Written]
-"""What writes `texts`, `size` of them at a time; `seed` is for sampled ones."""
+"""A system: a function that continues `texts`, `size` of them at a time, with `seed` if they are sampled."""
 
 
 def by_transformers(
@@ -123,7 +121,7 @@ def systems_of(target: tuple[Any, Any], xts: Mapping[str, XTokAssisted], argumen
 
 @contextmanager
 def _counting(model: Any) -> Iterator[list[int]]:
-    """The rows of each forward pass of `model`, which may be None, inside the block."""
+    """Yields a list to which each forward pass of `model` in the block adds its number of rows. `model` may be None."""
     rows: list[int] = []
     if model is None:
         yield rows
@@ -140,7 +138,7 @@ def _counting(model: Any) -> Iterator[list[int]]:
 def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
     """The arguments of transformers' universal assisted generation.
 
-    It changes its draft, and remembers by its tokenizers what it changed in which, so it gets copies.
+    It gets copies of draft and tokenizer, since it modifies its draft and keeps state for each tokenizer.
     """
     model = deepcopy(draft[0])
     if guess_length is not None:
@@ -173,11 +171,10 @@ def seconds_of(run: Callable[[], object], repeats: int = 1) -> float:
 def in_turns(
     systems: Mapping[K, Callable[..., R]], calls: Iterable[Mapping[str, Any]], title: str, *, rotated: bool = False
 ) -> dict[K, list[R]]:
-    """What systems give, each called with the arguments of each call, in turns. `title` is that of the progress bar.
+    """Call all systems with the arguments of each call, in turns. Returns their results. `title`: the progress bar's.
 
-    `rotated`: each call begins with the next system, so that none always runs after the same one.
-
-    The first call, in which budgets learn what forward passes take and graphs are captured, is left out.
+    `rotated`: each call begins with the next system, so that none always runs after the same one. Results of the first call
+    are left out: in it, budgets learn what forward passes take, and graphs are captured.
     """
     runs: dict[K, list[R]] = {name: [] for name in systems}
     order = deque(systems)
@@ -193,7 +190,7 @@ class Runs(list[Written]):
 
     @property
     def stats(self) -> list[Stats]:
-        """Those of each text by xtok."""
+        """The stats of each text, from xtok; empty for other systems."""
         return [one for run in self for one in run.stats]
 
     @property
@@ -215,12 +212,12 @@ class Runs(list[Written]):
         return median((other.seconds / other.tokens) / (run.seconds / run.tokens) for run, other in pairs)
 
     def total_speed(self, others: Sequence[Written]) -> float:
-        """The same of all runs together: the seconds per new token of another system ÷ those of this one."""
+        """The same over all runs together: the seconds per new token of another system ÷ those of this one."""
         seconds, of_others = (sum(run.seconds for run in some) / sum(run.tokens for run in some) for some in (self, others))
         return of_others / seconds
 
     def identical(self, others: Sequence[Written]) -> int:
-        """How many texts have the ids that another system gave them in the same run."""
+        """How many texts have the same ids as another system's in the same run."""
         pairs = (pair for run, other in zip(self, others, strict=True) for pair in zip(run.ids, other.ids, strict=True))
         return sum(own == theirs for own, theirs in pairs)
 
@@ -240,5 +237,5 @@ class Runs(list[Written]):
 
 
 def write_in_turns(systems: Mapping[K, System], calls: Iterable[Mapping[str, Any]], title: str) -> dict[K, Runs]:
-    """What systems write in turns whose order rotates, as by `in_turns`."""
+    """The runs of systems that write in turns, in rotating order."""
     return {name: Runs(found) for name, found in in_turns(systems, calls, title, rotated=True).items()}

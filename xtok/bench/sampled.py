@@ -26,12 +26,14 @@ TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 SHARED, TREE, MODE, REJECTION = "shared noise", "shared noise, tree", "the draft's mode", "rejection"
 ASSISTED = "transformers' assisted sampling"
 _FEW = 6
-"""How many ids are sampled to see the distribution of the first: transformers guesses nothing if one id is requested."""
+"""How many ids are sampled to test the distribution of the first: transformers guesses nothing if only one is requested."""
 
 
 @dataclass(frozen=True)
 class SampledRow:
-    """One system at one temperature. If it raised a `failure`, there are no figures; noise is measured of xtok alone."""
+    """One system at one temperature. `failure`: the error if it raised one; then there are no figures. Noise is timed for xtok
+    alone.
+    """
 
     temperature: Annotated[float, Column("T")]
     system: Annotated[str, Column("")]
@@ -52,10 +54,10 @@ def compare_sampled(
     guess_length: int,
     draws: int = 400,
 ) -> list[SampledRow]:
-    """Sample every prompt by every system at each temperature, and give a row per system.
+    """Sample after every prompt by every system, at each temperature. Returns a row for each system and temperature.
 
-    Nothing but the temperature shapes the distribution. `draws` texts of a few ids after one prompt show whether the first id
-    has the target's distribution. Raises `InvalidInputError` without prompts.
+    Only the temperature shapes the distribution. `draws`: how many texts of a few ids after one prompt are sampled to test
+    whether the first id has the target's distribution. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
     return [
@@ -66,7 +68,7 @@ def compare_sampled(
 
 
 class _Greedy:
-    """Guesses the most probable text of a draft model, whatever the noise."""
+    """A draft that guesses a draft model's most probable text and ignores noise."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
@@ -117,10 +119,10 @@ def _measured(
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """The p-value of Pearson's test of `counts`, (cells,), given what is `expected`, (cells,), of any dtype.
+    """The p-value of Pearson's chi-square test of `counts` against the `expected` counts, (cells,) each, of any dtype.
 
-    Cells in which fewer than 5 are expected count as one, as the test requires. If something was counted that can't happen,
-    the p-value is 0; if all counts are of one cell, 1.
+    Cells with fewer than 5 expected are merged into one, as the test requires. If something impossible was counted, the
+    p-value is 0; if there is only one cell, it is 1.
     """
     if bool(counts[expected == 0].any()):
         return 0.0
@@ -144,10 +146,10 @@ def _probabilities(target: Any, prompt: str, ids: list[int], temperature: float)
 
 
 def _surprise(probabilities: Tensor, ids: list[int]) -> tuple[float, float]:
-    """The mean surprise of `ids`, in nats, and how far it is from what is expected, in standard deviations.
+    """The mean surprise of `ids`, in nats, and how far it is from its expectation, in standard deviations.
 
-    Given the ids before, each one's surprise has the distribution's entropy as its mean, so the differences are a martingale
-    and their sum over the root of the summed variances is about standard normal.
+    Given the ids before it, an id's expected surprise is the distribution's entropy. So the sums of the differences are a
+    martingale, and their total divided by the root of the summed variances is about standard normal.
     """
     nats = -probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
     entropy = (probabilities * nats).sum(dim=1)

@@ -31,13 +31,13 @@ _EACH = 3
 """How many requests each client makes, one after another."""
 _TIMEOUT = 600.0
 _OPEN = build_opener(ProxyHandler({})).open
-"""Opens a page of this machine, whatever proxies the environment names."""
+"""Opens URLs of this machine, ignoring proxies that the environment names."""
 _TRANSFORMERS = "from transformers.cli.transformers import main; main()"
 
 
 @dataclass(frozen=True)
 class ServerRow:
-    """A server to which so many `clients` send requests at once."""
+    """A server to which `clients` clients send requests at once."""
 
     clients: Annotated[int, Column()]
     system: Annotated[str, Column("")]
@@ -48,7 +48,7 @@ class ServerRow:
 
 
 class Load(NamedTuple):
-    """The texts of some requests, the seconds to the first piece of each, and those of all together."""
+    """The texts of some requests, the seconds to the first piece of each, and the seconds until all ended."""
 
     texts: list[str]
     firsts: list[float]
@@ -58,7 +58,7 @@ class Load(NamedTuple):
 def compare_servers(
     target: str, draft: str, prompts: Sequence[str], clients: Sequence[int], *, max_new_tokens: int, repeats: int
 ) -> list[ServerRow]:
-    """Send requests to all servers in turn, and give a row per server and number of clients. `target`, `draft`: paths.
+    """Send requests to all servers in turn. Returns a row for each server and number of clients. `target`, `draft`: paths.
 
     Raises `InvalidInputError` without prompts, and if a server doesn't start.
     """
@@ -76,7 +76,9 @@ def compare_servers(
 
 
 def measure_added(xt: XTokAssisted, prompts: Sequence[str], *, max_new_tokens: int, repeats: int) -> float:
-    """What the server adds to a text of its engine, as a share: the median over texts, each between two of its engine."""
+    """How much time the server adds to that of its engine, as a share: the median over texts, each measured between two runs of
+    the engine alone.
+    """
     with _in_thread(xt) as (engine, port):
 
         def alone(texts: Sequence[str]) -> float:
@@ -106,7 +108,7 @@ def _row(clients: int, name: str, runs: dict[str, list[Load]]) -> ServerRow:
 
 
 def _load(port: int, model: str, max_new_tokens: int, texts: Sequence[str], clients: int) -> Load:
-    """All texts, by so many clients at once."""
+    """Continue all texts with requests from `clients` clients at once."""
     body = {"model": model, "max_tokens": max_new_tokens, "temperature": 0, "stream": True}
     with timed() as span, ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(lambda text: _answer(port, {**body, "prompt": text}), texts))
@@ -114,7 +116,7 @@ def _load(port: int, model: str, max_new_tokens: int, texts: Sequence[str], clie
 
 
 def _answer(port: int, body: dict[str, Any]) -> tuple[str, float]:
-    """A text, and the seconds to its first piece. Raises `InvalidInputError` if the server refuses."""
+    """The text of one request, and the seconds to its first piece. Raises `InvalidInputError` if the server refuses."""
     start, first, pieces = perf_counter(), 0.0, list[str]()
     url, data = f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode()
     try:
@@ -149,10 +151,10 @@ def _serving(name: str, target: str, draft: str) -> Iterator[int]:
 
 
 def _wait(started: "subprocess.Popen[bytes]", name: str, port: int) -> None:
-    """Wait until it is ready. Raises `InvalidInputError` if it ends or takes too long."""
+    """Wait until a server is ready. Raises `InvalidInputError` if it ends or takes too long."""
     for _ in range(int(_TIMEOUT)):
         if started.poll() is not None:
-            raise InvalidInputError(f"{name} ended with status {started.returncode}. Start it by hand to see why.")
+            raise InvalidInputError(f"{name} ended with status {started.returncode}. Run it yourself to see why.")
         try:
             with _OPEN(f"http://127.0.0.1:{port}/health", timeout=_TIMEOUT):
                 return

@@ -1,4 +1,4 @@
-"""A small trained model with more blocks or a larger vocabulary, as expensive as a large one, with the same picks."""
+"""Enlarges a small trained model by blocks or vocabulary: it costs as much as a large model, and picks the same ids."""
 
 import json
 from collections.abc import Mapping
@@ -20,26 +20,26 @@ from xtok.models.cache import CACHE, output_embeddings
 from xtok.models.load import from_config
 
 _OUTPUTS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj", "out_proj", "fc2")
-"""What attention and MLPs call the projection that they add to the residual stream by."""
+"""Names of the projections by which attention and MLPs write to the residual stream."""
 _WIDTH = 16384
 _TRIES, _CLEARLY = 5, 1.1
-"""How often forward passes of few and of more blocks are measured, until those of more take so many times as long."""
+"""How often forward passes with fewer and with more blocks are measured, until the latter take this many times as long."""
 _SEED = 0
 _SHARE = 1e-5
-"""The probability that ids which are added have together, at most."""
+"""The most probability that all added ids have together."""
 _ROUNDED = 1.0
 """By how much their logits may be off: by less, they stay as improbable as is promised."""
-_NO_ROWS = "{} can't be given further ids: its logits are no plain product of its last hidden states and a row for each id."
+_NO_ROWS = "{} can't be given further ids: its logits aren't a plain product of its last hidden states and a row for each id."
 
 
 def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrainedModel:
     """A copy of `model` with `blocks` more blocks, whose MLPs are `width` wide.
 
-    Law: its logits are those of `model`, bit for bit if the kernels are the same for all rows. The projections by which the
-    added blocks write are zero, all their other weights are not, so that a forward costs what theirs costs in arithmetic and in
-    memory traffic. (After Net2Net, Chen, Goodfellow, Shlens 2016, arXiv 1511.05641, which does the same.)
+    Law: its logits are those of `model`, bit for bit if the kernels are the same for all rows. In added blocks, only the
+    projections that write to the residual stream are zero, so a forward pass has the blocks' full cost in arithmetic and memory
+    traffic. (After Net2Net, Chen, Goodfellow, Shlens 2016, arXiv 1511.05641.)
 
-    Raises `UnsupportedModelError` for a model whose blocks are of a kind unknown here.
+    Raises `UnsupportedModelError` for a model with an unknown kind of blocks.
     """
     made = deepcopy(model)
     own, config, depth = blocks_of(made), made.config, made.config.num_hidden_layers
@@ -60,25 +60,26 @@ def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrai
 def with_vocabulary(model: PreTrainedModel, tokenizer: Any, size: int) -> tuple[PreTrainedModel, Any]:
     """A model and its tokenizer with further ids, `size` in all.
 
-    Law: texts are encoded as before and the logits of the tokenizer's own ids are what they were, within rounding. The ids
-    that are added have together a probability below 1e-4 if nothing but a temperature of 1 or less shapes the distribution,
-    and their logits vary as those of its own ids do. Each decodes to two pieces in a row. All of it is the same each time.
+    Law: texts are encoded as before, and the logits of the tokenizer's own ids are as before, within rounding. The added ids
+    together have a probability below 1e-4 if only a temperature of 1 or less shapes the distribution, and their logits vary
+    like those of its own ids. Each added id decodes to two pieces in a row. The result is the same each time.
 
-    Saved and loaded again, the model would lose the bias by which they are improbable: transformers' class has none.
-    Raises `UnsupportedModelError`, `UnsupportedTokenizerError`, or `InvalidInputError` for a `size` that can't be had.
+    Don't save the model: when loaded, it would lose the bias that makes these ids improbable, since transformers' class has
+    none. Raises `UnsupportedModelError`, `UnsupportedTokenizerError`, or `InvalidInputError` for an impossible `size`.
     """
     wide = with_pieces(tokenizer, size)
     return _with_rows(model, len(token_bytes(tokenizer)), size), wide
 
 
 def with_pieces(tokenizer: Any, size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with further pieces, `size` ids in all; law and errors are those of `with_vocabulary`.
+    """A tokenizer with added pieces, `size` ids in all. Its law and errors are those of `with_vocabulary`.
 
-    A Unigram would rather write the two pieces that one consists of, by their scores; and no merge of a BPE leads to one.
+    It never writes an added piece: in a Unigram, the two pieces that it consists of have the better score, and in a BPE, no
+    merge leads to it.
     """
     view, state = token_bytes(tokenizer), _parts_of(tokenizer)
     if size < len(view):
-        raise InvalidInputError(f"size is {size}, and the tokenizer has {len(view)} ids already. Give as many or more.")
+        raise InvalidInputError(f"size is {size}, but the tokenizer has {len(view)} ids already. Give at least as many.")
     vocab = state["model"]["vocab"]
     ids = vocab if isinstance(vocab, dict) else {piece: token for token, (piece, _) in enumerate(vocab)}
     if isinstance(vocab, dict):  # ids of added tokens that a vocabulary lacks are counted on from its end
@@ -92,7 +93,7 @@ def with_pieces(tokenizer: Any, size: int) -> PreTrainedTokenizerFast:
 
 
 def _parts_of(tokenizer: Any) -> dict[str, Any]:
-    """The parts of a tokenizer, as it saves them. Refuses those that might write pieces which are added."""
+    """The parts of a tokenizer, as it saves them. Raises `UnsupportedTokenizerError` if it might write added pieces."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state: dict[str, Any] = {"model": {}} if backend is None else json.loads(backend.to_str())
     model = state["model"]
@@ -100,16 +101,16 @@ def _parts_of(tokenizer: Any) -> dict[str, Any]:
     if (model.get("type") == "BPE" and not marked) or (model.get("type") == "Unigram" and _covers(tokenizer, model["vocab"])):
         return state
     raise UnsupportedTokenizerError(
-        f"{type(tokenizer).__name__} can't be given pieces that it surely never writes. "
-        "Use a fast tokenizer that is a Unigram, or a BPE that goes by its merges."
+        f"{type(tokenizer).__name__} can't be given more pieces without the risk that it writes them. "
+        "Use a fast tokenizer that is a Unigram, or a BPE that applies its merges."
     )
 
 
 def _covers(tokenizer: Any, vocab: list[tuple[str, float]]) -> bool:
     """Whether a Unigram has all characters of its pieces, and all ids in its vocabulary.
 
-    Its score for an unknown character is below the least of all pieces, so it falls with those that are added. Where such a
-    character is part of no piece, that makes no difference between two ways to write a text.
+    A Unigram scores an unknown character below all pieces, so added pieces would lower that score. If no piece has such a
+    character, the score is the same in all ways to write a text.
     """
     view, pieces = token_bytes(tokenizer), {piece for piece, _ in vocab}
     texts = (piece for token, (piece, _) in enumerate(vocab) if _is_text(view[token]))
@@ -129,7 +130,7 @@ def _joined(ids: Mapping[str, int], view: TokenBytes, size: int) -> dict[str, tu
     firsts = [piece for piece, token in ids.items() if _is_text(view[token])]
     seconds = [piece for piece in firsts if not (view[ids[piece]] or b"").startswith(b" ")]
     if size - len(view) > len(firsts) * len(seconds) // 4:
-        raise InvalidInputError(f"size is {size}, and the tokenizer's pieces don't make as many others. Give less.")
+        raise InvalidInputError(f"size is {size}, but pairs of the tokenizer's pieces don't make so many new ones. Give less.")
     random, found = Random(_SEED), dict[str, tuple[str, str]]()
     while len(found) < size - len(view):
         parts = random.choice(firsts), random.choice(seconds)
@@ -176,7 +177,7 @@ def _with_rows(model: PreTrainedModel, own: int, size: int) -> PreTrainedModel:
 
 
 def sized(model: PreTrainedModel, parameters: float, depth: int) -> PreTrainedModel:
-    """`model` enlarged to `depth` blocks and about so many parameters, by the width of its MLPs.
+    """`model` enlarged to `depth` blocks and about `parameters` parameters, by the width of its MLPs.
 
     Errors are those of `stretch`.
     """
@@ -186,9 +187,9 @@ def sized(model: PreTrainedModel, parameters: float, depth: int) -> PreTrainedMo
 
 
 def stretched_to(model: PreTrainedModel, seconds: float, width: int = _WIDTH) -> PreTrainedModel:
-    """`model` with so many more blocks that its forward pass of one token takes about `seconds`.
+    """`model` with enough added blocks that its forward pass of one token takes about `seconds`.
 
-    Errors are those of `stretch`, and `InvalidInputError` if the machine is too busy to see what a block takes.
+    Errors are those of `stretch`, and `InvalidInputError` if the machine is too busy to measure a block.
     """
     few, more = 2, 6
     smaller, larger = stretch(model, few, width), stretch(model, more, width)
@@ -197,7 +198,7 @@ def stretched_to(model: PreTrainedModel, seconds: float, width: int = _WIDTH) ->
         if top > _CLEARLY * base:
             return stretch(model, max(0, few + round((seconds - base) * (more - few) / (top - base))), width)
     raise InvalidInputError(
-        f"{more} blocks more took as long as {few}: other work keeps this machine busy. Try again without it."
+        f"{more} added blocks took no longer than {few}: other work keeps this machine busy. Try again when it is idle."
     )
 
 
@@ -231,7 +232,7 @@ def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
     depth = model.config.num_hidden_layers
     found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     if not found or not any(_outputs(found[0][0])):
-        raise UnsupportedModelError(f"The blocks of {type(model).__name__} are of a kind that can't be added to here.")
+        raise UnsupportedModelError(f"{type(model).__name__} has an unknown kind of decoder blocks, so none can be added.")
     return found[0]
 
 

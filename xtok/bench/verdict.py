@@ -1,4 +1,4 @@
-"""Whether a draft model pays for a target: what guessing costs, and how much of it is right, measured on a short sample."""
+"""Judges whether a draft model pays for a target: measures on a short sample what guessing costs and how much is right."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ GUESS = 5
 _ALONE = 9
 """How many tokens the target writes alone, to time it."""
 _TIMED, _LEAST, _SECONDS = 3, 3, 10.0
-"""On how many prompts the target alone is timed; how many are measured at least; after how long no further one is begun."""
+"""On how many prompts the target alone is timed; how many are measured at least; after how many seconds no other one starts."""
 _WRITTEN = 48
 """How many tokens a text has that the target writes as a sample."""
 
@@ -30,8 +30,8 @@ class Counted(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Seconds: of a forward pass of each model, of a token of the target alone, and of a round with `GUESS` draft tokens. The
-    latter two are of whole generations, whatever they do besides.
+    """Seconds: `target`, `draft`: of a forward pass of each model. `alone`: of a token of the target alone. `round`: of a round
+    with `GUESS` draft tokens. The last two are measured on whole generations, everything included.
     """
 
     target: float
@@ -44,10 +44,10 @@ class Timed(NamedTuple):
 class Verdict:
     """Whether guesses of a draft model pay, in chains.
 
-    `cost`: seconds of the draft's forward pass ÷ those of the target's. `depth`: how many draft tokens a guess has, of 1 to
-    `GUESS` the number that is fastest. `guessed`, `accepted`: ids of the target, in guesses of that depth, on `prompts`
-    prompts. `break_even`: the share that must be accepted for guessing to pay. `speed`: expected, where the target alone
-    has 1. `best`: the speed if every guess is accepted. `sentence`: all of that in words.
+    `cost`: seconds of the draft's forward pass ÷ those of the target's. `depth`: the fastest number of draft tokens in a guess,
+    from 1 to `GUESS`. `guessed`, `accepted`: how many of the target's ids were, in guesses of that depth, on `prompts` prompts.
+    `break_even`: the share that must be accepted for guessing to pay. `speed`: the expected speed, where the target alone has
+    1. `best`: the speed if every guess is accepted. `sentence`: all of that in words.
     """
 
     prompts: int
@@ -93,9 +93,9 @@ def _judged(target: Any, draft: Any, prompts: Sequence[Prompt], max_new_tokens: 
 
 
 def verdict(times: Timed, rounds: Sequence[Counted], prompts: int) -> Verdict:
-    """What follows from measured times and rounds.
+    """The verdict from measured times and rounds.
 
-    A round of fewer draft tokens is taken to cost as much less, and to have the first of the ids that were guessed.
+    A round with fewer draft tokens is assumed to cost proportionally less, and to have the first of the guessed ids.
     """
     extra = max(0.0, times.round / times.alone - 1)
     found = (_at(depth, extra, times, rounds, prompts) for depth in range(1, GUESS + 1))
@@ -104,7 +104,9 @@ def verdict(times: Timed, rounds: Sequence[Counted], prompts: int) -> Verdict:
 
 
 def _at(depth: int, extra: float, times: Timed, rounds: Sequence[Counted], prompts: int) -> Verdict:
-    """The verdict for guesses of that depth. `extra`: what a round of `GUESS` costs more than a token of the target alone."""
+    """The verdict for guesses of `depth` draft tokens. `extra`: how many seconds more a round of `GUESS` takes than a token of
+    the target alone.
+    """
     cut = [-(-one.guessed * depth // GUESS) for one in rounds]
     guessed, accepted = sum(cut), sum(min(one.accepted, few) for one, few in zip(rounds, cut, strict=True))
     count, more = max(1, len(rounds)), extra * depth / GUESS
@@ -137,7 +139,7 @@ def _rounds(samples: Sequence[Generation]) -> list[Counted]:
 
 
 def _times(first: Generation, alone: Generation, drafted: Generation) -> Timed:
-    """What a token and a round take after the prompt, which `first`, a text of one token, has read as well."""
+    """The times of a token and of a round, without the prompt's. `first`: a text of one token, whose time is the prompt's."""
     read, own, guessed = first.stats, alone.stats, drafted.stats
     tokens, rounds = (max(1, one.target_forwards - 1) for one in (own, guessed))
     least = 1e-9  # clocks of some systems tick coarsely

@@ -1,4 +1,4 @@
-"""A small trained model in the shape of a large one, with the same picks: wider hidden states, more heads, wider MLPs."""
+"""Gives a small trained model the shape of a large one, which picks the same: wider hidden states and MLPs, more heads."""
 
 from copy import deepcopy
 from math import sqrt
@@ -22,7 +22,7 @@ _AXES = {
     **dict.fromkeys(("down_proj", "dense_4h_to_h"), ("hidden", "units")),
     **dict.fromkeys(_NORMS, ("hidden",)),
 }
-"""What the rows and the columns of weights stand for, by the module that has them."""
+"""What the rows and columns of a module's weights are, by the module's name."""
 _WRITE = ("embed_tokens", "embed_in", "o_proj", "dense", "down_proj", "dense_4h_to_h")
 """What writes to the residual stream."""
 _CENTRED = ("embed_in", "dense", "dense_4h_to_h")
@@ -31,8 +31,8 @@ _QUERIES = {"q_proj": 1, "query_key_value": 3}
 """The first of every so many heads of rows makes queries."""
 _EPSILON = {"llama": "rms_norm_eps", "gpt_neox": "layer_norm_eps"}
 _UNKNOWN = (
-    "{} can't be widened. Only a Llama or a GPT-NeoX can, with a head of keys for each head of queries and with plain rotary "
-    "embeddings."
+    "{} can't be widened. Use a Llama or a GPT-NeoX without grouped-query attention (as many key heads as query heads) and "
+    "with plain rotary embeddings."
 )
 
 
@@ -51,7 +51,7 @@ SERVED = Shape(hidden=1024, heads=16, width=2816, blocks=16, vocabulary=8000)
 
 
 class _Heads(NamedTuple):
-    """Heads of `size` columns, in heads of `wide` columns, of which they take every `step`-th."""
+    """Attention heads of `size` columns that are put into heads of `wide` columns, in every `step`-th of them."""
 
     size: int
     wide: int
@@ -59,9 +59,9 @@ class _Heads(NamedTuple):
 
 
 def shaped(pair: tuple[PreTrainedModel, Any], shape: Shape) -> tuple[PreTrainedModel, Any]:
-    """A model enlarged to a shape, and its tokenizer; laws and errors are those of `with_vocabulary`, `widened` and `stretch`.
+    """A model enlarged to a shape, and its tokenizer. Laws and errors are those of `with_vocabulary`, `widened` and `stretch`.
 
-    It is made on the small one's device and in its precision, and no second model of that size is ever made.
+    It is made on the device and in the precision of the small one, and never takes the memory of two large models.
     """
     larger, tokens = with_vocabulary(*pair, shape.vocabulary)
     larger = widened(larger, shape.hidden, shape.heads, shape.width)
@@ -103,8 +103,8 @@ def widened(model: PreTrainedModel, hidden: int, heads: int, width: int) -> PreT
 def _heads(model: PreTrainedModel, hidden: int, heads: int, width: int) -> _Heads:
     """Which columns of wider heads are those of the narrow ones. Raises the errors of `widened`.
 
-    A wider head of a Llama rotates every so-many-th of its columns by the angles by which a narrow one rotates all. A GPT-NeoX
-    rotates the first columns of a head alone, as many as its configuration says.
+    A wide head of a Llama rotates every `step`-th of its columns by the angles by which a narrow one rotates all. A GPT-NeoX
+    rotates only the first columns of a head, as many as its configuration says.
     """
     own = model.config
     plain = own.model_type in _EPSILON and getattr(own, "num_key_value_heads", None) in (None, own.num_attention_heads)
@@ -115,15 +115,15 @@ def _heads(model: PreTrainedModel, hidden: int, heads: int, width: int) -> _Head
     whole = wide % size == 0 if own.model_type == "llama" else wide >= size
     if hidden % heads or not whole or any(given < few for given, few in zip((hidden, heads, width), least, strict=True)):
         raise InvalidInputError(
-            f"hidden, heads and width are {hidden}, {heads} and {width}. Give at least {', '.join(map(str, least))}, and as "
-            f"many columns for each head as make {'a multiple of' if own.model_type == 'llama' else 'at least'} {size}."
+            f"hidden, heads and width are {hidden}, {heads} and {width}. Give at least {', '.join(map(str, least))}, so that "
+            f"hidden / heads is whole and {'a multiple of' if own.model_type == 'llama' else 'at least'} {size}."
         )
     return _Heads(size, wide, wide // size if own.model_type == "llama" else 1)
 
 
 @torch.no_grad()
 def _fill(wide: Tensor, weight: Tensor, name: str, heads: _Heads) -> None:
-    """Copy a weight into a wider one, with zeros wherever else something would be written."""
+    """Copy a weight into a wider one, with zeros wherever the rest would write to hidden states."""
     module = name.split(".")[-2]
     axes = _AXES[module][: weight.dim()]
     if module in (*_WRITE, *_NORMS):

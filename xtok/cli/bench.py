@@ -39,12 +39,12 @@ from xtok.pair import prompts, quoting, technical
 from xtok.results.progress import busy
 
 ADDED = 8
-"""How many prompts show what a server adds to an engine."""
+"""On how many prompts the time that a server adds to its engine is measured."""
 app = typer.Typer()
 
 
 @app.callback(invoke_without_command=True)
-@app.command("compare", help="The target alone, transformers' universal assisted generation, and xtok: also without a command.")
+@app.command("compare", help="The target alone, transformers' universal assisted generation, and xtok: the default command.")
 @unless_a_command_follows
 @on_the_command_line
 def compare_systems(
@@ -67,7 +67,7 @@ def compare_systems(
         bool,
         typer.Option(
             "--tune",
-            help="Also measure the draft after tuning it on the target's texts, in minutes; on every other line of --prompts.",
+            help="Also fine-tune the draft, which takes minutes, and measure it. Of --prompts, every other line is for tuning.",
         ),
     ] = False,
     vocabularies: Annotated[
@@ -111,7 +111,7 @@ def compare_systems(
         narrow, pair = pair[1], pairs.with_vocabularies(pair, vocabularies)
         pair = size.enlarged(pair)
         big, drafts = pair[0], {"as it is": pair[1]}
-        if tune:  # before its vocabulary is enlarged, for a model of an enlarged one can't be saved
+        if tune:  # before its vocabulary is enlarged: a model with an enlarged one can't be saved
             model, tokenizer = pairs.tuned(big, pair[1] if vocabularies is None else narrow, others)
             own = model.to(pair[1][0].device, pair[1][0].dtype), tokenizer
             drafts["fine-tuned"] = own if vocabularies is None else stretch.with_vocabulary(*own, vocabularies[1])
@@ -145,7 +145,7 @@ def sampled(
     guess_length: GuessOption = 5,
     json: JsonOption = False,
 ) -> None:
-    """Sampling at four temperatures: whether the texts are draws from the target's distribution."""
+    """Sample at four temperatures, and test whether the texts are draws from the target's distribution."""
     from xtok.bench import sampled
 
     texts, pair = sample.prompts(models.named)[: sample.limit], size.enlarged(models.load_pair(draft))
@@ -187,7 +187,7 @@ def contexts(
     file: PromptsOption = None,
     json: JsonOption = False,
 ) -> None:
-    """What a round costs besides the models' forward passes, by the length of the context."""
+    """How long a round takes apart from the models' forward passes, by the length of the context."""
     from xtok.bench import overhead
 
     rows = overhead.compare_contexts(*_tokenizers(*Models(named, target).sources(draft)), Sample(file).prompts(named))
@@ -199,7 +199,7 @@ def contexts(
 def vocabularies(
     named: PairOption = None, target: TargetOption = None, draft: DraftOption = None, json: JsonOption = False
 ) -> None:
-    """What is computed over vocabularies besides the models' forward passes, by their sizes."""
+    """How long xtok's own work over vocabularies takes, without the models' forward passes, by vocabulary sizes."""
     from xtok.bench import overhead
 
     rows = overhead.compare_vocabularies(*_tokenizers(*Models(named, target).sources(draft)))
@@ -222,7 +222,7 @@ def batches(
     repeats: Annotated[int, typer.Option(min=1, help="How often to run each batch.")] = 3,
     json: JsonOption = False,
 ) -> None:
-    """Batches: those of transformers, padded, and those of xtok, without a draft and with one."""
+    """Batches: transformers' padded ones, and xtok's, without a draft and with one."""
     from xtok.bench import chats, lists
     from xtok.drafts.heads import HeadsDrafter
 
@@ -248,10 +248,12 @@ def bits(
     draft: DraftOption = None,
     max_new_tokens: TokensOption = 64,
     batch: BatchOption = "1,8",
-    repeats: Annotated[int, typer.Option(min=1, help="How often to write each text; sampled ones have other seeds.")] = 1,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="How often to write each text; sampled ones get a new seed each time.")
+    ] = 1,
     json: JsonOption = False,
 ) -> None:
-    """What stable=True gives and costs: texts that differ from those of the target alone, with it and without."""
+    """What stable=True gives and costs: how many texts differ from the target's alone, with it and without, and the speed."""
     from xtok.bench import lists
 
     settings, sizes, texts = ways.settings(), _sizes("batch", batch), sample.prompts(models.named)[: sample.limit]
@@ -298,12 +300,12 @@ for command in (chats, gpu):
 def _sizes(name: str, given: str) -> list[int]:
     """Numbers separated by commas. Raises `InvalidInputError` for anything else."""
     if not all(one.strip().isdecimal() and int(one) for one in given.split(",")):
-        raise InvalidInputError(f"{name} is {given!r}; give numbers from 1 separated by commas, as 1,8,32.")
+        raise InvalidInputError(f"{name} is {given!r}; give whole numbers from 1 on, separated by commas, such as 1,8,32.")
     return [int(one) for one in given.split(",")]
 
 
 def _tokenizers(target: str, draft: str | None) -> tuple[Any, Any]:
-    """Those of both models, whose weights aren't loaded."""
+    """The tokenizers of both models, whose weights aren't loaded."""
     from xtok.models.load import load_without_weights
 
     return load_without_weights(target, "target").tokenizer, load_without_weights(model_draft(target, draft), "draft").tokenizer

@@ -23,21 +23,21 @@ def chats(
         typer.Option("--prompts", help="A file with one question per line.", show_default="32 questions in eight kinds"),
     ] = None,
     heads: Annotated[
-        Path | None, typer.Option(help="A file of heads, to measure as well.", show_default="the pair's, of a named pair")
+        Path | None, typer.Option(help="A file of heads, to measure as well.", show_default="those of --pair")
     ] = None,
     limit: LimitOption = None,
     max_new_tokens: TokensOption = 128,
     setting: Annotated[
         list[str] | None,
         typer.Option(
-            help="How to generate: greedy, sampled (T = 0.8), or own (sampled as the target's configuration says). "
+            help="How to generate: greedy, sampled (T = 0.8), or own (sampled, by the target's generation config). "
             "May be given again.",
             show_default="all three",
         ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Questions of eight kinds as chats, on one thread: the target alone, transformers' assisted generation, and xtok."""
+    """Chats on one thread, by kinds of questions: the target alone, transformers' assisted generation, and xtok."""
     from xtok.bench import chats, runs
     from xtok.drafts.heads import HeadsDrafter
 
@@ -59,7 +59,7 @@ def chats(
 
 
 def asked_questions(file: Path | None, limit: int | None) -> "list[Question]":
-    """All lines of a file, or the questions that ship, up to a limit."""
+    """The lines of a file, or without one the questions that ship with xtok: the first `limit` of them."""
     from xtok.bench.chats import Question, questions
 
     return (questions() if file is None else [Question("of the file", line) for line in read_lines(file)])[:limit]

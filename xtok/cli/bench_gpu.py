@@ -16,7 +16,7 @@ def gpu(
     save: Annotated[Path | None, typer.Option(help="Also write the figures to this file, as JSON.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables in Markdown.")] = False,
 ) -> None:
-    """The shipped pair in the shapes of llm-jp-13B and open-calm-small on a GPU: 27 GB, and as much for KV caches."""
+    """The shipped pair on a GPU, in the shapes of llm-jp-13B and open-calm-small: 27 GB, and as much for KV caches."""
     import torch
 
     if not torch.cuda.is_available():

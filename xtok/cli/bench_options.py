@@ -1,4 +1,4 @@
-"""What the commands of `xtok bench` share: options, and that those before a command's name are the command's."""
+"""What the commands of `xtok bench` share: options, which may also come before a command's name."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 PromptsOption = Annotated[
     Path | None, typer.Option("--prompts", help="A file with one prompt per line.", show_default="20 held-out prompts")
 ]
-LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first prompts.", show_default="all")]
+LimitOption = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Use only this many prompts, the first ones.", show_default="all")
+]
 TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens to write for each prompt.")]
-GuessOption = Annotated[int, typer.Option(min=1, help="How many draft tokens a guess of fixed length has.")]
+GuessOption = Annotated[int, typer.Option(min=1, help="How many draft tokens to guess where the length is fixed.")]
 ChatsOption = Annotated[
     bool, typer.Option("--chats", help="Pass each prompt as a chat; without --prompts, the questions of xtok bench chats.")
 ]
@@ -25,7 +27,7 @@ BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas
 
 
 class Sample(NamedTuple):
-    """Options that say on what is measured."""
+    """Options that say which prompts to measure on."""
 
     file: PromptsOption = None
     limit: LimitOption = None
@@ -36,7 +38,7 @@ class Sample(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """Options that say how is generated."""
+    """Options that say how to generate."""
 
     setting: Annotated[
         list[str] | None,
@@ -44,22 +46,22 @@ class Ways(NamedTuple):
     ] = None
     penalty: Annotated[
         float | None,
-        typer.Option("--repetition-penalty", min=1, help="The repetition penalty of the setting penalty.", show_default="1.2"),
+        typer.Option("--repetition-penalty", min=1, help="The repetition penalty for --setting penalty.", show_default="1.2"),
     ] = None
 
     def settings(self) -> "dict[str, Setting]":
-        """Errors are those of `named_settings`."""
+        """The settings to measure under, by name. Errors are those of `named_settings`."""
         from xtok.bench.runs import named_settings
 
         return named_settings(self.setting, self.penalty)
 
 
 class Size(NamedTuple):
-    """Options that say how large models are made."""
+    """Options that enlarge the models."""
 
     ratio: Annotated[
         float | None,
-        typer.Option(min=1, help="Enlarge the target until its forward pass takes as long as so many of the draft's."),
+        typer.Option(min=1, help="Enlarge the target until its forward pass takes this many times as long as the draft's."),
     ] = None
     large: Annotated[
         bool, typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB.")
@@ -73,7 +75,7 @@ class Size(NamedTuple):
 
 
 def unless_a_command_follows(measure: Callable[..., None]) -> Callable[..., None]:
-    """Options before the name of a command are that command's, and then nothing else is measured."""
+    """Passes options that come before the name of a command on to that command, instead of calling `measure`."""
 
     @wraps(measure)
     def run(ctx: typer.Context, **options: Any) -> None:

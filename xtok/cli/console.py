@@ -21,7 +21,7 @@ PairOption = Annotated[
     str | None,
     typer.Option(
         "--pair",
-        help=f"A target with its draft model and heads by name: {' or '.join(PAIRS)}, a chat model, fetched once (93 MB).",
+        help=f"A named target with its draft model and heads: {' or '.join(PAIRS)}, a chat model, downloaded once (93 MB).",
         show_default="aozora",
     ),
 ]
@@ -42,12 +42,14 @@ GuessOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(help="Device of the models: cpu, cuda, … Of target and draft: cuda,cpu.", show_default="the best there is"),
+    typer.Option(
+        help="Device of both models, such as cuda, or of target and draft: cuda,cpu.", show_default="the best there is"
+    ),
 ]
 DtypeOption = Annotated[
     str | None,
     typer.Option(
-        help="Precision: float32, bfloat16, float16 or float64. Of target and draft: bfloat16,float32.",
+        help="Precision: float32, bfloat16, float16 or float64; or of target and draft: bfloat16,float32.",
         show_default="what their configurations say",
     ),
 ]
@@ -55,18 +57,18 @@ StableOption = Annotated[
     bool | None,
     typer.Option(
         "--stable/--no-stable",
-        help="Forward passes of fixed shapes: the same text with any draft and in any batch, to the last bit.",
+        help="Give forward passes fixed shapes, so that the text is the same with any draft and in any batch.",
         show_default="in half precision, if the target allows it",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 EVERY = 6
-"""Of the shipped prompts, every sixth is for measuring; the others are to tune on."""
+"""Every sixth of the shipped prompts is for measuring; the others are for tuning."""
 STDIN = Path("-")
 
 
 class Models(NamedTuple):
-    """Options that say which target is loaded, and where it and its drafts are computed."""
+    """Options that say which target is loaded, and the device and precision of it and its drafts."""
 
     named: PairOption = None
     target: TargetOption = None
@@ -90,13 +92,15 @@ class Models(NamedTuple):
         return str(found.target), draft or str(found.draft)
 
     def guess_sources(self, draft: str | None) -> tuple[str, str | None]:
-        """As `sources`, for commands that take heads as well as a draft model: of a named pair, what guesses better."""
+        """As `sources`, for commands that take heads, too. Without --draft, a named pair gives what guesses better: heads or
+        draft model.
+        """
         found, of_pair = self.sources(draft)
         return found, of_pair if self.named is None or draft else str(pair(self.named).guesser)
 
     @property
     def placed(self) -> dict[str, Any]:
-        """The arguments of `XTokAssisted` and of `placements` that say where models are computed."""
+        """`device` and `dtype`, as `XTokAssisted` and `placements` take them."""
         return {"device": by_model(self.device), "dtype": by_model(self.dtype)}
 
     def load_target(self) -> tuple[Any, Any]:
@@ -137,8 +141,8 @@ def on_the_command_line(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _reporting() -> Iterator[None]:
-    """Shows progress of loading on terminals only. Reports errors that the user can fix in one line; others are faults of xtok
-    and keep their tracebacks.
+    """Shows loading progress on terminals only. Reports in one line the errors that the user can fix; other errors are bugs
+    of xtok and keep their tracebacks.
     """
     from transformers.utils import logging
 
@@ -158,7 +162,7 @@ def _reporting() -> Iterator[None]:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Says how to resume a training that Ctrl-C stops."""
+    """If Ctrl-C stops the training in this block, says how to resume it."""
     try:
         yield
     except KeyboardInterrupt:
@@ -167,30 +171,32 @@ def resumable() -> Iterator[None]:
 
 
 def held_out(named: str | None) -> list[str]:
-    """Prompts to measure on: those of the pair that is named, or every sixth of those of the pair that ships."""
+    """Prompts to measure on: those of a named pair, or every sixth of those of the pair that ships."""
     return prompts()[::EVERY] if named is None or named == "aozora" else pair(named).prompts
 
 
 def model_draft(target: str, draft: str | None) -> str:
-    """The draft of a command that needs a model. Raises `InvalidInputError` if none is named, or something else."""
+    """The draft for a command that needs a draft model. Raises `InvalidInputError` if --draft names none, or no model."""
     if draft is None and target != OWN_TARGET:
         raise InvalidInputError(
             f"There is no draft model for {target}. Give a hub id or path as --draft; xtok make-draft makes one for any target."
         )
     if draft in ("none", "lookup"):
-        raise InvalidInputError(f'--draft is "{draft}", and this needs a draft model. Give a hub id or path.')
+        raise InvalidInputError(f'--draft is "{draft}", and this command needs a draft model. Give a hub id or path.')
     if draft is not None and _holds_heads(draft):
-        raise InvalidInputError(f"{draft} holds heads, and this needs a draft model. Use xtok generate for heads.")
+        raise InvalidInputError(f"{draft} holds heads, and this command needs a draft model. Use xtok generate for heads.")
     return draft or OWN_DRAFT
 
 
 def needs_no_model(target: str, draft: str | None) -> bool:
-    """Whether only what needs no model is to guess: prompt lookup is named, or nothing for a target without a draft."""
+    """Whether no model guesses: --draft is "lookup", or is left out for a target without a draft model."""
     return draft == "lookup" or (draft is None and target != OWN_TARGET)
 
 
 def drafts_of(target: str, draft: str | None) -> Any:
-    """What guesses, by its name: without one, the draft that ships for its own target, and no model for others."""
+    """What guesses, as `XTokAssisted` takes it, by --draft. Without one: the shipped draft for the shipped target, and what
+    needs no model for others.
+    """
     from xtok.drafts.given import without_a_model
     from xtok.drafts.heads import HeadsDrafter
     from xtok.drafts.lookup import PromptLookup
@@ -203,20 +209,20 @@ def drafts_of(target: str, draft: str | None) -> Any:
 
 
 def remembering(draft: Any, size: str | None) -> Any:
-    """What guesses, with prompt lookup that remembers `size` bytes, as 16M. Raises `InvalidInputError` if there is none."""
+    """The drafts, in which prompt lookup remembers `size` bytes ("16M"). Raises `InvalidInputError` without a draft."""
     from xtok.drafts.given import as_list, without_a_model
     from xtok.drafts.lookup import PromptLookup
 
     if size is None:
         return draft
-    bound = scaled("--remember", size, "KMG", 1024, "a number of bytes, as 16M")
+    bound = scaled("--remember", size, "KMG", 1024, "a number of bytes, such as 16M")
     if draft is None:
         raise InvalidInputError("--remember has no effect with --draft none. Leave one of them out.")
     return [PromptLookup(memory=bound) if isinstance(one, PromptLookup) else one for one in as_list(draft, without_a_model())]
 
 
 def scaled(name: str, given: str, units: str, step: int, wanted: str) -> int:
-    """A number that may have a unit, each `step` times the one before. Raises `InvalidInputError` for anything else."""
+    """A number that may end in one of `units`, each `step` times the one before. Raises `InvalidInputError` for others."""
     found = re.fullmatch(rf"(\d+(?:\.\d+)?)([{units}]?)", given.strip().upper())
     if found is None:
         raise InvalidInputError(f"{name} is {given!r}; give {wanted}.")
@@ -273,7 +279,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def as_json(found: Any, indent: int | None = 2) -> str:
-    """JSON of dataclasses and the like. If the output can't encode all characters, they are escaped."""
+    """Dataclasses and the like as JSON. If stdout can't encode all characters, those that aren't ASCII are escaped."""
     plain = "utf" in (sys.stdout.encoding or "").lower()
     return json.dumps(found, ensure_ascii=not plain, indent=indent, default=asdict)
 

@@ -41,22 +41,22 @@ QUESTIONS = ("What causes the seasons on Earth? Answer in three sentences.", "Wr
 ANSWERED: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False}
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.3}
 ROUND = Budget(2, width=4, nodes=7, schedule="constant")
-"""What is guessed for the real pair in each round. On a CPU, eight rows cost its target little more than one."""
+"""The budget of each round of the real pair. On a CPU, eight rows cost its target little more than one."""
 BLOCKS = 140
-"""By how many blocks the Japanese target is enlarged. Deep rather than wide: a forward pass of several ids then costs about
-what one of a single id costs, as it does on an accelerator."""
+"""How many blocks are added to the Japanese target. It is made deep rather than wide, so that a forward pass of several ids
+costs about as much as one of a single id, as on an accelerator."""
 WIDTH = 100
-"""In columns, if there is no terminal."""
+"""The width of the output in columns, without a terminal."""
 ALONE, DRAFTED = "alone", "xtok"
 REAL, SMALL, LARGE = "SmolLM2", "Japanese, as it ships", "Japanese, enlarged"
 INTRODUCTION = (
     "What you will see\n\n"
-    "A target model writes: on its own, and by xtok. There, something small guesses what comes next: a layer that reads "
-    "the target's hidden states (heads), or a model with another tokenizer (the draft). So does what the text repeats "
-    "(prompt lookup), and what the target considered likely before (token recycling). One forward pass of the target "
-    "checks all guesses of a round. The target picks every token itself, so both texts must be the same, token by token: "
-    "a right guess saves a forward pass, a wrong one changes nothing. The two texts are written in turns; the clock of "
-    "one stands still while the other is written. One thread.\n"
+    "A target model generates each text twice: alone, and with xtok. With xtok, something small guesses the next tokens: a "
+    "layer that reads the target's hidden states (heads), or a model with another tokenizer (the draft). Other guesses are "
+    "what the text repeats (prompt lookup), and what the target found likely before (token recycling). One forward pass of the "
+    "target verifies all guesses of a round. The target picks every token itself, so both texts must have the same tokens: "
+    "a right guess saves a forward pass, a wrong one changes nothing. The two texts are generated in turns, and only their own "
+    "time counts. One thread.\n"
 )
 ENGLISH = (
     "1. A real chat model\n\n"
@@ -81,12 +81,12 @@ Your own pair, by hub ids or folders:
 """
 TITLES = "the target alone", "by xtok"
 System = tuple[str, str]
-"""Which target, and by what."""
+"""A target's name, and what generates: the target alone, or xtok."""
 
 
 class Run:
-    """A text while it is written by one system. `seconds`: what its own tokens took. `generation`: None until it has ended.
-    `same`: whether it is as promised.
+    """A text while one system generates it. `seconds`: the time of its own rounds. `generation`: None until it has ended.
+    `same`: whether its ids are as promised.
     """
 
     def __init__(self, xt: XTokAssisted, prompt: Prompt, arguments: dict[str, Any]) -> None:
@@ -112,8 +112,8 @@ class Run:
 
 
 def demonstrate() -> bool:
-    """Write a few texts by targets alone and with their drafts. Whether all are the same, and those of transformers but for
-    near-ties of half precision.
+    """Generate a few texts by targets alone and with their drafts. Returns whether all are as promised: the same in both ways,
+    and the same as transformers', except after near-ties in half precision.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(INTRODUCTION)
@@ -125,7 +125,7 @@ def demonstrate() -> bool:
 
 
 def _english(console: Console) -> dict[System, list[Run]]:
-    """Questions, answered by the real pair; nothing if it can't be had."""
+    """The runs of questions to the real pair; none if it can't be downloaded."""
     real = pair("smollm2")
     try:
         folder = real.target  # fetched at first
@@ -175,7 +175,7 @@ def _japanese(console: Console) -> dict[System, list[Run]]:
 
 
 def _finish(runs: list[Run], show: Callable[[], object] = lambda: None) -> None:
-    """Write texts to their ends, always going on with the one that has taken less time so far."""
+    """Generate texts to their ends, always continuing the one that took less time so far."""
     while going := [run for run in runs if run.generation is None]:
         min(going, key=lambda run: run.seconds).advance()
         show()
@@ -197,7 +197,7 @@ def _race(console: Console, prompt: str, meaning: str, runs: list[Run], truth: l
 
 
 def _verdict(runs: list[Run], truth: list[int]) -> str:
-    """What is said of two texts beside each other and transformers' own; sets whether all is as promised."""
+    """A sentence that compares two texts with each other and with transformers' ids. Sets `same` of both."""
     alone, drafted = runs
     first = next((i for i, (own, other) in enumerate(zip(alone.ids, truth, strict=False)) if own != other), None)
     ties = {tie.position: tie.margin for tie in (alone.generation.stats.near_ties if alone.generation else None) or ()}
@@ -209,7 +209,7 @@ def _verdict(runs: list[Run], truth: list[int]) -> str:
     if before is None:
         return "identical to the target alone: yes"
     return (
-        f"identical to the target alone: yes. transformers' own generate goes on otherwise from token {first}: its forward "
+        f"identical to the target alone: yes. transformers' own generate differs from token {first} on: its forward "
         f"passes differ in the last bits of bfloat16, and at token {before} the two best were {ties[before]:.2f} logits apart. "
         "xtok's have fixed shapes (stable=True), so its ids are the same with any draft, each time."
     )
@@ -224,14 +224,14 @@ def _columns(runs: list[Run]) -> Table:
 
 
 def _cell(run: Run) -> tuple[Text, Text, Text]:
-    """The text so far, its figures, and who guessed how much of it."""
+    """The text so far, its figures, and how many of its tokens each draft guessed."""
     forwards = f", {run.generation.stats.target_forwards} forwards of the target" if run.generation else ""
     figures = Text(f"\n{len(run.tokens)} tokens{forwards}, {run.seconds:.1f} s")
     return tinted(run.tokens, run.xt.names), figures, legend(run.tokens, run.xt.names)
 
 
 def _print_summary(console: Console, runs: dict[System, list[Run]]) -> bool:
-    """Print what was measured, what is slower, and how to go on. Whether all texts are as promised."""
+    """Print what was measured, what is slower, and what to try next. Returns whether all texts are as promised."""
     seconds = {name: sum(run.seconds for run in some) for name, some in runs.items()}
     speeds = {(target, by): seconds[target, ALONE] / own for (target, by), own in seconds.items()}
     same = {name: all(run.same for run in some) for name, some in runs.items()}
@@ -264,6 +264,6 @@ def _comment(speeds: dict[System, float]) -> str:
     if slower:
         text += f"Slower than the target alone: {'; '.join(slower)}. "
     return text + (
-        "xtok saves forwards of the target: if they cost little more than the draft's, as the tiny target's do, there is "
+        "xtok saves forward passes of the target. If they cost little more than the draft's, as the tiny target's do, there is "
         "nothing to gain."
     )

@@ -47,18 +47,18 @@ def generate(
         typer.Option(
             "--chat/--no-chat",
             help="Send each prompt as a user's message, in the target's chat template.",
-            show_default="as the pair wants it; no chat for other targets",
+            show_default="--chat for --pair smollm2, else --no-chat",
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="The chat's system message.", show_default=False)] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the text after this string. May be given again.", show_default=False)
+        list[str] | None, typer.Option(help="Stop after this string. May be given again.", show_default=False)
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="Sample from the most probable tokens that reach this total.", show_default="the target's"
+            min=0, max=1, help="Sample from the most probable tokens that reach this sum.", show_default="the target's"
         ),
     ] = None,
     top_k: Annotated[
@@ -66,7 +66,8 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
     budget: Annotated[
-        str | None, typer.Option(help="How much to guess in every round, as DEPTHxWIDTH: 5x4.", show_default="as much as pays")
+        str | None,
+        typer.Option(help="How much to guess in every round: DEPTHxWIDTH, such as 5x4.", show_default="as much as pays"),
     ] = None,
     stable: StableOption = None,
     show: Annotated[
@@ -83,7 +84,9 @@ def generate(
     fixed = _budget(budget, draft)
     texts = _texts(prompt or [], file or [], prompts or [])
     if len(texts) > 1 and not json:
-        raise InvalidInputError(f"There are {len(texts)} prompts. Give --json for a line each, or put one in quotes.")
+        raise InvalidInputError(
+            f"There are {len(texts)} prompts. Give --json for a line each; if it is one prompt, put it in quotes."
+        )
     if chat is None:
         chat = models.named is not None and pair(models.named).chats
     if system is not None and not chat:
@@ -97,7 +100,7 @@ def generate(
     xt = XTokAssisted(target, drafts_of(target, draft), budget=fixed, stable=stable, **models.placed)
     if draft is None and target != OWN_TARGET:
         typer.echo(
-            "xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do). Name any small one.",
+            "xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do). Any small model will do.",
             err=True,
         )
     if json:
@@ -125,7 +128,7 @@ def _texts(given: list[str], files: list[Path], lists: list[Path]) -> list[str]:
 
 
 def _sampling(temperature: float, **settings: Any) -> dict[str, Any]:
-    """The arguments that sample. Raises `InvalidInputError` for those that have no effect on greedy texts."""
+    """The arguments of `generate` that sample. Raises `InvalidInputError` for those that have no effect on greedy texts."""
     given = {name: value for name, value in settings.items() if value is not None}
     if temperature:
         return {"do_sample": True, "temperature": temperature, **given}
@@ -143,7 +146,7 @@ def _budget(given: str | None, draft: str | None) -> "Budget | None":
         raise InvalidInputError('--budget has no effect with --draft none. Leave it out, or give a draft ("lookup" at least).')
     found = re.fullmatch(r"(\d+)x(\d+)", given)
     if found is None:
-        raise InvalidInputError(f"--budget is {given!r}; give a depth and a width, as 5x4. 5x1 is a chain.")
+        raise InvalidInputError(f"--budget is {given!r}; give a depth and a width, such as 5x4 for a tree or 5x1 for a chain.")
     from xtok.drafts.policy.settings import Budget
 
     return Budget(int(found[1]), width=int(found[2]), schedule="constant")

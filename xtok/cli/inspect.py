@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GUESS_LENGTH = 5
 MEASURED, MEASURED_TOKENS = 8, 32
-"""On how many prompts, and by how many tokens after each, drafts are measured."""
+"""On how many prompts drafts are measured, and how many tokens are generated for each."""
 
 
 @on_the_command_line
@@ -34,25 +34,26 @@ def inspect(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="A sample in UTF-8, such as your prompts, one text per line.",
-            show_default="the pair's prompts; of other targets, texts that they write",
+            help="A file with sample texts, such as your prompts, one per line, in UTF-8.",
+            show_default="the pair's prompts; for other targets, texts that they write",
         ),
     ] = None,
     weights: Annotated[
         bool,
         typer.Option(
-            "--weights/--no-weights", help="Load the models, and measure on the sample, for some seconds, whether guesses pay."
+            "--weights/--no-weights", help="Load the models and measure for some seconds whether guesses pay on the sample."
         ),
     ] = True,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Also measure which draft is fastest on lines of the sample, to their ends.")
+        bool,
+        typer.Option("--measure", help="Also measure which draft is fastest, on whole generations after lines of the sample."),
     ] = False,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="On how many lines to measure at most.", show_default=str(MEASURED))
+        int | None, typer.Option(min=1, help="Measure on at most this many lines.", show_default=str(MEASURED))
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Say whether a draft pays for a target, and how well their tokenizers fit."""
+    """Say whether a draft makes a target faster, and how well their tokenizers fit."""
     for name, given in {"measure": measure, "limit": limit, "device": options.device, "dtype": options.dtype}.items():
         if given and not weights:
             raise InvalidInputError(f"--{name} has no effect with --no-weights. Give one of them.")
@@ -152,10 +153,10 @@ def _print_fit(found: "Fit") -> None:
     print_tables({"": [_FitRow(name, target[name], draft[name]) for name in target]})
     length = GUESS_LENGTH * found.target_tokens_per_draft_token
     typer.echo(f"The sample has {found.texts} texts with {found.characters} characters.")
-    typer.echo(f"Both vocabularies have {found.shared} byte strings in common.")
+    typer.echo(f"The vocabularies have {found.shared} byte strings in common.")
     typer.echo(f"A guess of {GUESS_LENGTH} draft tokens is about {length:.1f} target tokens long.")
     if found.same:
-        typer.echo("The tokenizers are the same: guesses are ids and skip the text.")
+        typer.echo("The tokenizers are the same, so guesses are passed on as ids, without a detour through text.")
     typer.echo("What will be lost (the output stays the target's own):" if found.losses else "Nothing will be lost.")
     for loss in found.losses:
         typer.echo(f"- {loss}")

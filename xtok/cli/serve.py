@@ -14,43 +14,46 @@ from xtok.errors import InvalidInputError, install
 def serve(
     models: Models,
     draft: GuessOption = None,
-    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any free one.")] = 8000,
     api_key: Annotated[
         str | None, typer.Option(envvar="XTOK_API_KEY", help="The key that clients must send.", show_default=False)
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="A site whose pages may send requests, as https://example.org. May be given again.", show_default=False
+            help="An origin whose pages may send requests (CORS): https://example.org. May be given again.", show_default=False
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="The most texts to write at a time.")] = 16,
-    queue: Annotated[int, typer.Option(min=0, help="The most further texts that may wait.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="The most texts to generate at a time.")] = 16,
+    queue: Annotated[int, typer.Option(min=0, help="The most further texts that may wait for their turn.")] = 256,
     memory: Annotated[
         float | None, typer.Option(min=0, help="The most GiB for the KV caches of all texts.", show_default="no limit")
     ] = None,
     prefix_cache: Annotated[
-        bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Whether a text takes over what others have read.")
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache", help="Reuse the KV cache of earlier prompts and texts that begin alike."
+        ),
     ] = True,
     remember: Annotated[
         str | None,
         typer.Option(
-            help="Bytes, as 16M, in which earlier prompts and texts are remembered and looked up. The speed of a text then "
-            "depends on those of other clients.",
+            help="Bytes (such as 16M) for remembering earlier prompts and texts, which prompt lookup then searches. A text's "
+            "speed then depends on other clients' texts.",
             show_default="nothing",
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens of a text.")] = 4096,
     max_body: Annotated[int, typer.Option(min=1, help="The most bytes of a request.")] = 4 * 1024**2,
     max_seconds: Annotated[
-        float, typer.Option(min=0, help="The most seconds for a text, waiting included; 0 for no limit.")
+        float, typer.Option(min=0, help="The most seconds that a text may take, waiting included; 0 for no limit.")
     ] = 600.0,
     tool_call_parser: Annotated[
-        str, typer.Option(help="How calls of tools are read: hermes, llama3_json, mistral, qwen3_coder, auto, or none.")
+        str, typer.Option(help="The format of tool calls: hermes, llama3_json, mistral, qwen3_coder, auto, or none.")
     ] = "auto",
     reasoning_parser: Annotated[
-        str, typer.Option(help="How reasoning is read: qwen3, deepseek_r1, mistral, auto, or none.")
+        str, typer.Option(help="The format of reasoning: qwen3, deepseek_r1, mistral, auto, or none.")
     ] = "auto",
     log_texts: Annotated[bool, typer.Option("--log-texts", help="Also write prompts and texts to the log.")] = False,
     drain_seconds: Annotated[
@@ -58,7 +61,7 @@ def serve(
     ] = 30,
     stable: StableOption = None,
 ) -> None:
-    """Serve texts over HTTP, by OpenAI's API. Ends by SIGTERM or Ctrl-C."""
+    """Serve a model over HTTP, by OpenAI's API, until SIGTERM or Ctrl-C."""
     try:
         from xtok.serving.http.command import run
         from xtok.serving.http.formats import Parsers
@@ -74,7 +77,7 @@ def serve(
     target, draft = models.guess_sources(draft)
     name = "xtok-pair" if target == OWN_TARGET else Path(target).resolve().name if Path(target).exists() else target
     if memory is not None and not isfinite(memory * 1024**3):
-        raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, as 8, or leave it out for no limit.")
+        raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, such as 8, or leave it out for no limit.")
     size = None if memory is None else int(memory * 1024**3)
     asked = {one.kind: one.text for one in reversed(questions())}  # the first of each kind
     chats = [asked[kind] for kind in ("science", "code", "writing", "extraction")]

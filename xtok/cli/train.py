@@ -12,23 +12,26 @@ PromptsOption = Annotated[
     Path | None,
     typer.Option(
         "--prompts",
-        help="A file with a prompt per line, or a folder of such files.",
+        help="A file with one prompt per line, or a folder of such files.",
         show_default="questions that the target writes itself, if it has a chat template",
     ),
 ]
-HoursOption = Annotated[float, typer.Option(help="How long to take: two fifths of it for writing, the rest for learning.")]
+HoursOption = Annotated[float, typer.Option(help="How long to take: two fifths of it to write texts, the rest to train.")]
 StartsOption = Annotated[int, typer.Option(min=1, help="How many beginnings of each prompt the target continues.")]
 TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens the target writes after each beginning.")]
-EpochsOption = Annotated[int, typer.Option(min=1, help="The most epochs; training stops when nothing is gained.")]
+EpochsOption = Annotated[int, typer.Option(min=1, help="The most epochs; training stops early when it gains nothing.")]
 
 
 class Picks(NamedTuple):
     """Options that say how the target's tokens are picked."""
 
     sampled: Annotated[
-        float, typer.Option(min=0, max=1, help="The share of texts that are sampled; the others are greedy.")
+        float,
+        typer.Option(min=0, max=1, help="The share of texts that the target samples, from 0 to 1; the others are greedy."),
     ] = 0.5
-    temperature: Annotated[float | None, typer.Option(help="Of the sampled texts.", show_default="the target's")] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="The temperature of sampled texts.", show_default="the target's")
+    ] = None
 
 
 class _MadeRow(NamedTuple):
@@ -44,9 +47,9 @@ def make_draft(
     models: Models,
     picks: Picks,
     prompts_from: PromptsOption = None,
-    parameters: Annotated[str, typer.Option(help="About how many parameters the draft has, as 5M.")] = "5M",
+    parameters: Annotated[str, typer.Option(help="About how many parameters the draft is to have.")] = "5M",
     hours: HoursOption = 1.0,
-    vocabulary: Annotated[int, typer.Option(help="About how many ids the draft's tokenizer has.")] = 6144,
+    vocabulary: Annotated[int, typer.Option(help="About how many ids the draft's tokenizer is to have.")] = 6144,
     starts: StartsOption = 4,
     max_new_tokens: TokensOption = 192,
 ) -> None:
@@ -71,12 +74,14 @@ def make_draft(
         )
     rows = [_MadeRow(way, system, *figures) for way, by in done.ways.items() for system, figures in by.items()]
     print_tables({"on prompts that had no part in training": rows})
-    typer.echo(f"{out}: {done.parameters / 1e6:.1f} M parameters; {done.texts:,} texts of {done.tokens:,} tokens were learnt.")
+    typer.echo(
+        f"{out}: {done.parameters / 1e6:.1f} M parameters, trained on {done.texts:,} texts with {done.tokens:,} tokens in all."
+    )
 
 
 @on_the_command_line
 def tune_draft(
-    prompts_from: Annotated[Path, typer.Option("--prompts", help="A file with a prompt per line, or a folder of such files.")],
+    prompts_from: Annotated[Path, typer.Option("--prompts", help="A file with one prompt per line, or a folder of them.")],
     out: Annotated[Path, typer.Option(help="The folder for the tuned draft.")],
     models: Models,
     picks: Picks,
@@ -107,11 +112,11 @@ def tune_draft(
             lora=lora,
         )
     figures = f"{done.after:.2f} tokens per forward pass of the target with it, {done.before:.2f} with the draft as it was"
-    typer.echo(f"{out}: on prompts kept apart, {figures} ({done.texts} texts learnt).")
+    typer.echo(f"{out}: on held-out prompts, {figures} (trained on {done.texts} texts).")
     for way, (before, after) in done.ways.items():
         typer.echo(f"  {way}: {after:.2f}, before {before:.2f}")
     if round(done.after, 2) <= round(done.before, 2):
-        typer.echo("Nothing was gained. Keep the draft as it was, or give more prompts, of the kind that you will use.")
+        typer.echo("Nothing was gained. Keep the draft as it was, or give more prompts that are like those you will use.")
 
 
 class _StepRow(NamedTuple):
@@ -130,17 +135,19 @@ def train_heads(
     models: Models,
     picks: Picks,
     prompts_from: PromptsOption = None,
-    kind: Annotated[str, typer.Option(help="sequential (as EAGLE's) or medusa.")] = "sequential",
+    kind: Annotated[str, typer.Option(help="The kind of heads: sequential (like EAGLE's) or medusa.")] = "sequential",
     hours: HoursOption = 1.0,
-    steps: Annotated[int, typer.Option(min=1, help="How many tokens in a row the heads learn to guess.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="How many tokens ahead the heads learn to guess.")] = 4,
     size: Annotated[
         int | None, typer.Option(min=64, help="The width of sequential heads.", show_default="the target's hidden size")
     ] = None,
-    vocabulary: Annotated[int, typer.Option(min=64, help="How many ids sequential heads guess: those written most.")] = 8192,
+    vocabulary: Annotated[
+        int, typer.Option(min=64, help="How many ids sequential heads can guess: the most frequent ones.")
+    ] = 8192,
     starts: StartsOption = 4,
     max_new_tokens: TokensOption = 192,
 ) -> None:
-    """Train heads on the frozen target, on what it writes. If stopped, it resumes when run again."""
+    """Train heads for a target, which stays frozen, on texts that it writes. If stopped, it resumes when run again."""
     from xtok.tune import train_heads
 
     with resumable():
@@ -161,10 +168,10 @@ def train_heads(
     names = ("1st", "2nd", "3rd", "4th", "5th")
     rows = [_StepRow(i, dict(zip(names, ranks, strict=True))) for i, ranks in enumerate(done.accuracy, start=1)]
     ways = [_WayRow(way, value) for way, value in done.ways.items()]
-    print_tables({"how often the likeliest ids of each step were right, on prompts kept apart": rows, "with the heads": ways})
+    print_tables({"how often the likeliest ids of each step were right, on held-out prompts": rows, "with the heads": ways})
     typer.echo(
-        f"{out}: {done.after:.2f} tokens per forward of the target on prompts kept apart; {done.parameters / 1e6:.1f} M "
-        f"parameters, {done.texts:,} texts of {done.tokens:,} tokens were learnt."
+        f"{out}: {done.after:.2f} tokens per forward pass of the target on held-out prompts; {done.parameters / 1e6:.1f} M "
+        f"parameters, trained on {done.texts:,} texts with {done.tokens:,} tokens in all."
     )
 
 

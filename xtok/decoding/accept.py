@@ -1,4 +1,4 @@
-"""Other ways to accept the guesses of sampled sequences than that the target draws the same: by probabilities."""
+"""Ways to accept guesses of sampled sequences by their probabilities, instead of by whether the target draws the same id."""
 
 from collections.abc import Callable, Sequence
 from math import exp
@@ -12,14 +12,14 @@ from xtok.sampling.draws import Distribution
 from xtok.sampling.noise import ACCEPT, Noise
 
 Accept: TypeAlias = Callable[[Tensor, Tree, int, Noise, tuple[int, int]], tuple[int | None, Tensor]]
-"""Takes the target's scores at a position, (vocabulary,), the tree, the node before that position, the noise and its position.
-Returns the guess that is accepted, or None and the scores to draw from.
+"""Takes the target's scores at a position, (vocabulary,), the tree, the node before the position, the noise, and the position
+as the noise counts it. Returns the accepted guess, or None, and the scores to draw from.
 """
 
 
 def rejection(scores: Tensor, tree: Tree, node: int, noise: Noise, position: tuple[int, int]) -> tuple[int | None, Tensor]:
-    """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023) of chains that were drawn at random. What is picked are
-    draws from the target's own distribution, but they depend on the draft.
+    """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023), for chains of random draws. The picks are draws from the
+    target's own distribution, but depend on the draft.
     """
     if node + 1 >= len(tree.distributions):
         return None, scores
@@ -36,16 +36,16 @@ def typical(threshold: float, alpha: float) -> Accept:
 
 
 def accepts(scores: Tensor, distribution: Distribution, guess: int, uniform: float) -> bool:
-    """True with probability min(1, p / q) of `guess`: p is softmax(scores), (vocabulary,), and q is `distribution`, from which
-    `guess` was drawn. `uniform`: from 0 to 1.
+    """Whether to accept `guess`: true with probability min(1, p(guess) / q(guess)), where p is softmax(scores), (vocabulary,),
+    and q is `distribution`, from which `guess` was drawn. `uniform`: a uniform random number from 0 to 1.
     """
     given = float(distribution.probabilities[distribution.ids == guess].sum())
     return uniform * given < exp(float(scores[guess]) - float(scores.double().logsumexp(dim=-1)))
 
 
 def residual(scores: Tensor, distribution: Distribution) -> Tensor:
-    """What is drawn from after a rejection: scores, (vocabulary,), float64, whose softmax is the positive part of p - q,
-    normalised. p is softmax(scores), q is `distribution`. If nothing is left, `scores` as they are.
+    """The scores to draw from after a rejection, (vocabulary,), float64: their softmax is the positive part of p - q,
+    normalised, where p is softmax(scores) and q is `distribution`. If p - q has no positive part, `scores` unchanged.
     """
     wide = scores.double()
     whole = wide.logsumexp(dim=-1)

@@ -1,4 +1,4 @@
-"""Arguments that can't be honoured, refused before any work is done."""
+"""Refuses arguments that can't be honoured, before any work is done."""
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -19,7 +19,7 @@ from xtok.models.traits import Traits
 _CACHES = (None, "dynamic")
 _CACHE_FAULT = "cache_implementation={!r} can't be rolled back. Leave it out"
 _NAMED = {"attention_mask", "custom_generate", "inputs", "batch_size", "progress", "streamer"}
-"""What transformers is given by xtok, or not at all: if the caller passes None, it is left out."""
+"""Arguments that transformers gets from xtok or not at all. If the caller passes None for one, it is left out."""
 _LIMITS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time")
 _NUMBERS = (
     *_LIMITS,
@@ -35,7 +35,7 @@ _OBJECTS = {"generation_config": (GenerationConfig, "a GenerationConfig"), CACHE
 
 
 def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that can be passed on to transformers' `generate`. Raises `InvalidInputError` or `UnsupportedArgumentError`."""
+    """The arguments as transformers' `generate` takes them. Raises `InvalidInputError` or `UnsupportedArgumentError`."""
     check_arguments(arguments)
     arguments = with_cache_renamed(arguments)
     check_kinds(arguments)
@@ -43,10 +43,12 @@ def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_cache_renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments, a cache under the name that this release of transformers has for it. Raises `InvalidInputError` for two."""
+    """The arguments, with a cache under this transformers release's name for it. Raises `InvalidInputError` if both names are
+    given.
+    """
     given = [name for name in CACHE_NAMES if arguments.get(name) is not None]
     if len(given) > 1:
-        raise InvalidInputError("cache and past_key_values are two names of one argument. Give one of them.")
+        raise InvalidInputError("cache and past_key_values are two names for one argument. Give one of them.")
     renamed = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
     return {**renamed, CACHE: arguments[given[0]]} if given else renamed
 
@@ -93,7 +95,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_generate: Callable[..., Any]) -> None:
-    """Call transformers' `generate`. What it doesn't check, and stumbles over, becomes an error that names the arguments."""
+    """Call transformers' `generate`. If an argument that it doesn't check makes it fail, the error names the arguments."""
     try:
         model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=custom_generate, **arguments)
     except (XTokError, torch.OutOfMemoryError):
@@ -105,20 +107,20 @@ def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_
         raise InvalidInputError(" ".join(map(_unknown, unknown)) or reason(error)) from error
     except (AttributeError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise InvalidInputError(
-            f"transformers can't use one of {', '.join(sorted(arguments)) or 'its own settings'} "
-            f"({type(error).__name__}: {reason(error)}). Give each what its documentation of generate asks for."
+            f"transformers can't use one of {', '.join(sorted(arguments)) or 'the settings of the generation config'} "
+            f"({type(error).__name__}: {reason(error)}). Give each what its documentation for generate asks for."
         ) from error
 
 
 def _unknown(name: str) -> str:
-    """That generate has no such argument, and which one may have been meant."""
+    """The message that `generate` has no such argument, with the one that may have been meant."""
     known = list(GenerateArguments.__annotations__)
     near = [*(one for one in known if one.startswith(name)), *get_close_matches(name, known, 1)][:1]
     return f"generate has no argument {name}.{f' Did you mean {near[0]}?' if near else ''}"
 
 
 def listed_texts(name: str, given: Any) -> list[str]:
-    """The texts of a list. Raises `InvalidInputError` for anything else."""
+    """`given`, a list or other sequence of texts, as a list. Raises `InvalidInputError` for anything else."""
     is_list = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
     texts: list[str] = list(given) if is_list else []
     if not is_list or not all(isinstance(text, str) for text in texts):
@@ -127,14 +129,14 @@ def listed_texts(name: str, given: Any) -> list[str]:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises what can be raised before transformers has prepared anything."""
+    """Raises `UnsupportedArgumentError` or `InvalidInputError` for arguments that can be judged without transformers."""
     refused = {
         "assistant_model": "Pass it as the draft: XTokAssisted(target, draft).",
         "custom_generate": "XTokAssisted is the decoding method.",
-        "inputs_embeds": "The draft needs a text. Pass a prompt.",
+        "inputs_embeds": "Drafts need ids or text. Pass a prompt.",
         "inputs": "Pass the ids as the prompt, or use target.generate(inputs, custom_generate=xt).",
         "input_ids": "Pass the ids as the prompt, or use target.generate(input_ids, custom_generate=xt).",
-        "attention_mask": "A prompt has no padding. Use target.generate(input_ids, custom_generate=xt) for padded ones.",
+        "attention_mask": "Prompts have no padding here. For padded ids, use target.generate(input_ids, custom_generate=xt).",
         "batch_size": "It is for lists of prompts, in generate.",
         "progress": "It is for lists of prompts, in generate.",
         "streamer": "Iterate over stream(prompt), or use generate(prompt, streamer=streamer).",
@@ -143,7 +145,9 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         if arguments.get(name) is not None:
             raise UnsupportedArgumentError(f"{name} can't be used here. {remedy}")
     if arguments.get("synced_gpus"):
-        raise UnsupportedArgumentError("synced_gpus=True can't be used here: rounds differ from rank to rank. Leave it out.")
+        raise UnsupportedArgumentError(
+            "synced_gpus=True can't be used here: the number of rounds differs between ranks. Leave it out."
+        )
     if arguments.get("token_healing"):
         raise UnsupportedArgumentError("token_healing=True can't be used here: it would rewrite the prompt. Leave it out.")
     for name in ("logits_processor", "stopping_criteria"):
@@ -158,10 +162,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_streamer(streamer: Any, *, several: bool) -> None:
-    """Raises `InvalidInputError` for what is no streamer, `UnsupportedArgumentError` for several sequences."""
+    """Raises `InvalidInputError` unless it is a streamer or None, and `UnsupportedArgumentError` if `several` sequences run."""
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise InvalidInputError(
-            f"streamer is {streamer!r}, which has no put and end. Give one of transformers' streamers, or iterate over "
+            f"streamer is {streamer!r}, which has no put and end methods. Give one of transformers' streamers, or iterate over "
             "stream(prompt)."
         )
     if streamer is not None and several:
@@ -172,22 +176,22 @@ def check_prepared(config: GenerationConfig, ids: Tensor, inputs: Mapping[str, A
     """Raises `InvalidInputError` or `UnsupportedArgumentError` for what xtok can't honour. `ids`: (rows, length)."""
     positions = inputs.get("position_ids")
     if positions is not None and not (isinstance(positions, Tensor) and positions.dim() > 1):
-        raise InvalidInputError(f"position_ids is {shown(positions)}; give a tensor of shape (1, ids of the prompt).")
+        raise InvalidInputError(f"position_ids is {shown(positions)}; give a tensor of shape (1, length of the prompt).")
     check_config(config, inputs, rows=len(ids))
     check_ids(ids, known.ids_read)
     check_boundary(known, ids, inputs, config.max_length)
 
 
 def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int) -> None:
-    """Raises `UnsupportedArgumentError` for what can't give exactly what the target alone gives."""
+    """Raises `UnsupportedArgumentError` for settings under which the ids might not be those of the target alone."""
     mode = config.get_generation_mode()
     faults = {
-        "prompt_lookup_num_tokens and assistant_early_exit are not supported. Pass what guesses to XTokAssisted, such as "
+        "prompt_lookup_num_tokens and assistant_early_exit are not supported. Pass a draft to XTokAssisted instead, such as "
         "XTokAssisted(target, PromptLookup())": mode is GenerationMode.ASSISTED_GENERATION,
         f"generation mode {mode.value!r} (num_beams={config.num_beams}) is not supported. Use greedy search or sampling": (
             mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         ),
-        "inputs_embeds are not supported: the draft needs a text. Pass input_ids": inputs.get("inputs_embeds") is not None,
+        "inputs_embeds are not supported: drafts need ids or text. Pass input_ids": inputs.get("inputs_embeds") is not None,
         "use_cache=False is not supported: guesses are checked against a cache. Pass use_cache=True": not config.use_cache,
         _CACHE_FAULT.format(config.cache_implementation): config.cache_implementation not in _CACHES,
         "output_attentions and output_hidden_states are not supported. Leave them out": (
@@ -203,33 +207,36 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int)
 
 
 def check_rows(criteria: StoppingCriteriaList, stop_strings: Any, rows: int) -> None:
-    """Raises `UnsupportedArgumentError` if rows can't end alone: without an eos token, transformers' stopped rows run on."""
+    """Raises `UnsupportedArgumentError` for stopping criteria of several rows without an eos token: in transformers, a row that
+    has stopped then goes on until all have.
+    """
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     limits = all(isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria)) for criterion in criteria)
     if rows > 1 and not (ends or (limits and stop_strings is None)):
         raise UnsupportedArgumentError(
-            "stopping criteria for several rows without an eos_token_id, where ended rows run on, are not supported. Call "
-            "generate once per row."
+            "Stopping criteria for several rows need an eos_token_id: without one, transformers goes on with rows that have "
+            "stopped. Call generate once per row, or set eos_token_id."
         )
 
 
 def check_ids(ids: Tensor, size: int) -> None:
-    """Raises `InvalidInputError` unless there are ids, all of them below `size`."""
+    """Raises `InvalidInputError` unless there are ids, all of them from 0 to `size` - 1."""
     if not ids.numel():
-        raise InvalidInputError("The prompt has no ids. Pass at least one, as the token that begins texts.")
+        raise InvalidInputError("The prompt has no ids. Pass at least one, such as the token that begins texts.")
     least, most = (int(end) for end in ids.aminmax())
     if least < 0 or most >= size:
         raise InvalidInputError(
-            f"The prompt has the id {least if least < 0 else most}, and the target reads those from 0 to {size - 1}. "
+            f"The prompt has the id {least if least < 0 else most}, and the target's ids are from 0 to {size - 1}. "
             "Encode it with the target's own tokenizer."
         )
 
 
 def check_boundary(known: Traits, ids: Tensor, inputs: Mapping[str, Any], longest: int) -> None:
-    """Raises `UnsupportedArgumentError` for sequences beyond a rotary boundary whose logits depend on how they are forwarded.
+    """Raises `UnsupportedArgumentError` for sequences that go beyond a rotary boundary in a way that makes logits depend on how
+    ids are split into forward passes.
 
-    If a sequence crosses that of `longrope`, what is cached depends on what was forwarded at once. Transformers reads all
-    rows of a batch as the longest of them, which a row that runs for itself isn't.
+    If a sequence crosses the boundary of `longrope`, the cached keys depend on which ids were forwarded together. In a batch,
+    transformers uses the factors of the longest row for all rows; a row that runs alone has its own.
     """
     long, dynamic = known.longrope_boundary, known.dynamic_boundary
     if long is None and dynamic is None:
@@ -239,20 +246,20 @@ def check_boundary(known: Traits, ids: Tensor, inputs: Mapping[str, Any], longes
     held = 0 if cache is None else int(cache.get_seq_length())
     if long is not None and 0 < held <= long < min(rows) and not hasattr(cache, "is_croppable"):
         raise UnsupportedArgumentError(
-            f"{CACHE} holds {held} positions, and the prompt goes beyond position {long}, where {name} begins a cache "
-            f"of its own in this release of transformers. Leave {CACHE} out, or use transformers 5.23 or later."
+            f"{CACHE} holds {held} positions, and the prompt goes beyond position {long}, where {name} replaces the cache "
+            f"by its own in this release of transformers. Leave {CACHE} out, or use transformers 5.23 or later."
         )
     ends = [row + longest - ids.shape[1] for row in rows]
     crossing = [end for row, end in zip(rows, ends, strict=True) if long is not None and row <= long < end]
     if crossing:
         raise UnsupportedArgumentError(
             f"max_length={crossing[0]} crosses position {long}, where {name} changes its rotary factors. "
-            f"Keep prompt and new tokens within {long}, or begin with a prompt beyond it."
+            f"Keep prompt and new tokens within {long} positions, or begin with a longer prompt."
         )
     apart = long is not None and min(rows) <= long < max(rows)
     if apart or (dynamic is not None and min(rows) < max(rows) and max(ends) > dynamic):
         raise UnsupportedArgumentError(
-            f"Rows of {min(rows)} to {max(rows)} ids would all be read as the longest, which goes beyond position "
+            f"Rows of {min(rows)} to {max(rows)} ids would all get the rotary factors of the longest, which is beyond position "
             f"{long if apart else dynamic} of {name}. Call generate once per row, or xt.generate with a list of texts."
         )
 
@@ -272,7 +279,7 @@ def check_seed(seed: Any) -> None:
 
 
 def check_batch(batch_size: Any, progress: Any) -> None:
-    """Raises `InvalidInputError` for what is no batch size, or no choice of a progress bar."""
+    """Raises `InvalidInputError` unless `batch_size` is 1 or more and `progress` is True, False or None."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise InvalidInputError(f"batch_size is {batch_size!r}; it must be a whole number, 1 or more.")
     if not isinstance(progress, bool | None):

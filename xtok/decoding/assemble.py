@@ -1,4 +1,4 @@
-"""From what a caller hands to `XTokAssisted` to a `Setup`: models are loaded, and everything is checked."""
+"""Makes a `Setup` of the arguments of `XTokAssisted`: loads the models, and checks everything."""
 
 from dataclasses import replace
 from numbers import Real
@@ -45,11 +45,11 @@ def assemble(
     quantization_config: Any,
     attn_implementation: Any,
 ) -> Setup:
-    """Arguments and errors are those of `XTokAssisted`."""
+    """The setup of an instance. Arguments and errors are those of `XTokAssisted`."""
     _check_settings(budget, acceptance, compile=compile, stable=stable)
     for name, value in {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}.items():
         if not (isinstance(value, Real) and 0 < float(value) <= 1):
-            raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and 1 at most.")
+            raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and at most 1.")
     if acceptance == "typical":
         warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning)
     rejection_budget = replace(budget or Budget(depth=5), width=1, schedule="constant")
@@ -104,18 +104,22 @@ def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Place
     for one in models:
         check_places(one, "draft", places[1])
     if not models and places[1] not in (DEFAULT, places[0]):
-        raise InvalidInputError(f"{places[1]} is for the draft, and there is none to load. Give the target's alone.")
+        raise InvalidInputError(
+            f"{places[1]} is for the draft, and there is none to load. Give the target's alone, without a pair."
+        )
 
 
 def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *, acceptance: str) -> None:
     """Raises `InvalidInputError` or `UnsupportedArgumentError` for drafts that can't do what is requested."""
     if any(one.model is target.model for one in models):
-        raise InvalidInputError("The draft is the target itself, which can't guess sooner than it knows. Give a smaller model.")
+        raise InvalidInputError(
+            "The draft is the target itself, so guessing would take as long as generating. Give a smaller model."
+        )
     drawing = len(models) + sum(isinstance(one, HeadsDrafter) and one.is_sequential for one in given)
     if acceptance == "rejection" and given and (len(given), drawing) != (1, 1):
         raise UnsupportedArgumentError(
             "acceptance='rejection' needs the distribution that guesses are drawn from, so it takes one draft model, or "
-            "sequential heads, alone. Give one, or use acceptance='match'."
+            "sequential heads, alone. Give just that, or use acceptance='match'."
         )
     for one in given:
         if isinstance(one, HeadsDrafter):
@@ -123,23 +127,23 @@ def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *,
 
 
 def _shapes(target: Target, acceptance: Acceptance) -> StableShapes:
-    """Fixed shapes of the target's forward passes. Raises an `XTokError` if there can be none."""
+    """The fixed shapes of the target's forward passes. Raises an `XTokError` if it can't have any."""
     if acceptance != "match":
-        raise UnsupportedArgumentError(f"With acceptance={acceptance!r} ids depend on the draft; use acceptance='match'.")
+        raise UnsupportedArgumentError(f"With acceptance={acceptance!r}, ids depend on the draft. Use acceptance='match'.")
     name = type(target.model).__name__
     if not traits(target.model).shares:
         raise UnsupportedModelError(
-            f"{name} can't share forward passes, as fixed shapes need: what it computes follows its "
-            "sequence's length (dynamic rotary frequencies, ALiBi), or its cache is of another kind."
+            f"{name} can't share forward passes, which fixed shapes need: what it computes depends on the sequence's "
+            "length (dynamic rotary frequencies, ALiBi), or it has another kind of cache."
         )
     usual = {"max_new_tokens": 1, "num_beams": 1, "do_sample": False, "num_return_sequences": 1}
     if not as_generate(target, [0], usual)[0].is_plain:
-        raise UnsupportedModelError(f"{name} is given more than ids.")
+        raise UnsupportedModelError(f"{name} needs inputs besides ids, for which forward passes can't have fixed shapes.")
     return StableShapes(target.model)
 
 
 def _captured(target: PreTrainedModel, drafts: tuple[Draft, ...], wanted: bool | None) -> bool:
-    """Whether there are forward passes to capture. Raises `UnsupportedModelError` if they are wanted and can't be."""
+    """Whether to capture forward passes. Raises `UnsupportedModelError` if `wanted` is True and the target's can't be."""
     if wanted and not (traits(target).shares and takes_graphs(target)):
         raise UnsupportedModelError(
             f"Forward passes of {type(target).__name__}, on {traits(target).device}, can't be captured as CUDA graphs: it "

@@ -11,7 +11,7 @@ Ids = int | list[int] | Tensor
 
 class TextArguments(TypedDict, total=False):
     """The keyword arguments of `stream`, `stream_tokens`, `stream_rounds` and `Engine.submit`: those of xtok, and those of
-    transformers' `generate` that it honours. None stands for the default.
+    transformers' `generate` that it honours. None means the default.
 
     A type checker refuses others. Inputs that only some models read can be passed as `**inputs`, a `dict[str, Any]`.
     """

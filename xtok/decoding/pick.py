@@ -22,12 +22,12 @@ from xtok.sampling.noise import Noise, states_of
 from xtok.sampling.processors import known_cuts, scale
 
 _FEW, _MANY = 2**18, 2**24
-"""How many scores are drawn from at once: on a CPU what fits its caches, elsewhere what takes little memory."""
+"""How many scores a draw covers at once: on a CPU as many as fit its caches, elsewhere as many as take little memory."""
 
 
 class NearTie(NamedTuple):
-    """A pick that a forward pass of another shape might decide otherwise. `position`: its number among the new tokens, from 0.
-    `margin`: by how much it beat the second, in logits.
+    """A pick that might be another id if the forward pass had another shape. `position`: its index among the new tokens.
+    `margin`: how far ahead of the second-best id it was, in logits.
     """
 
     position: int
@@ -36,11 +36,12 @@ class NearTie(NamedTuple):
 
 @dataclass(repr=False)
 class Picker:
-    """Picks the ids of one sequence from the target's logits. Each pick depends on what is committed, and on no guess.
+    """Picks the ids of one sequence from the target's logits. Each pick depends on what is committed and on no guess, unless
+    `accept` is given.
 
-    `noise`, `keys`, (vocabulary,), int64: of a sampled sequence. `accept`: accepts guesses by probabilities, if given.
-    `tolerance`: a pick whose margin isn't more, in logits, is a near-tie. `scores` and `logits`, if they begin as (), record
-    those of all picks: (1, vocabulary), float32 each. `margin`: the smallest so far, in logits; None if it isn't known.
+    `noise`, and its `keys`, (vocabulary,), int64: for sampling; None if greedy. `accept`: accepts guesses by probabilities.
+    `tolerance`: a pick with no larger margin than this, in logits, is a near-tie. `scores` and `logits`: those of all picks so
+    far, (1, vocabulary), float32 each; None to record none. `margin`: the smallest so far, in logits; None if unknown.
     """
 
     processors: LogitsProcessorList
@@ -72,21 +73,21 @@ class Picker:
 
     @cached_property
     def cuts(self) -> list[Any]:
-        """The last processors, which are applied to the drawn ids alone."""
+        """The last processors, such as top-k and top-p, if they are applied to the drawn ids alone."""
         return list(self.processors[len(self._first) :])
 
     @cached_property
     def scale(self) -> float | None:
-        """How many times as large a difference of scores may be as one of logits; None if it may be anything."""
+        """By what factor processors may enlarge a difference of logits; None if there is no bound."""
         return None if self.judges else scale(self.processors)
 
     @cached_property
     def scale_before_cuts(self) -> float | None:
-        """`scale` before `cuts`; None if nothing but the logits of the committed prefix will do."""
+        """`scale` before `cuts`; None if only the logits after the committed prefix itself will do."""
         return None if self.judges or self._records else scale(self._first)
 
     def scored(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """The scores of one pick, (1, vocabulary), in the order and with the tensors of transformers' own loop, before `cuts`.
+        """The scores of one pick before `cuts`, (1, vocabulary), computed as transformers' own loop does.
 
         `ids`: the committed prefix, (1, length), int64. `logits`: after it, (1, vocabulary).
         """
@@ -99,10 +100,10 @@ class Picker:
         return scores
 
     def ahead(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """The scores of those picks of a forward pass that are the same whatever it commits: (picks, vocabulary).
+        """The scores for those picks of a forward pass that don't depend on what it commits, (picks, vocabulary): the first
+        pick, or all if scores depend on logits alone and draws aren't better made later and one by one, as on a CPU.
 
-        Those of the first pick; of all, if scores depend on logits alone, but on a CPU only what is needed is drawn, later.
-        `logits`: of the context and all nodes, (rows, vocabulary).
+        `logits`: after the context and all nodes, (rows, vocabulary).
         """
         if not self.processors and self.noise is None and not self._records:
             return logits
@@ -110,9 +111,10 @@ class Picker:
         return self.scored(ids, logits if alone and not on_host(logits.device) else logits[:1])
 
     def pick(self, ids: Tensor, logits: Tensor, position: tuple[int, int], tree: Tree, node: int) -> int:
-        """One pick after `ids`, (1, length), by `logits`, (1, vocabulary). Raises `InvalidInputError` if `draw` does.
+        """The pick after `ids`, (1, length), by `logits`, (1, vocabulary). Raises `InvalidInputError` if `draw` does.
 
-        `position`: in bytes and in ids without bytes, for noise. Guesses there are the children of `node` in `tree`.
+        `position`: the new text's length in bytes, and its ids without bytes: the noise depends on both. Guesses for this pick
+        are the children of `node` in `tree`.
         """
         scores = self.scored(ids, logits)
         if self.noise is None or self.accept is None:
@@ -121,17 +123,17 @@ class Picker:
         return self.picked(ids, left[None], position) if guess is None else guess
 
     def picked(self, ids: Tensor, scores: Tensor, position: tuple[int, int]) -> int:
-        """The best of what `scored` gives, or the draw that this position's noise decides. Arguments are those of `pick`."""
+        """The best id by the scores of `scored`, or the draw under this position's noise. Arguments are those of `pick`."""
         if self.noise is None:
             return self.note(*_best(scores))
         token = self._drawn(scores[0], position, self.cuts)
-        if token is None:  # it is too near to a cut to say, so all ids are cut
+        if token is None:  # the draw is too near to a cut to be sure of, so cuts are applied to all ids
             token = self._drawn(process(ids, scores, self.cuts)[0], position, [])
         assert token is not None
         return token
 
     def sure(self, ids: Tensor, logits: Tensor, position: tuple[int, int], tolerance: float) -> tuple[int | None, bool]:
-        """The likely pick, if it is known, and whether it stays the same if logits change by up to half of `tolerance`."""
+        """The likely pick, if known, and whether it stays the same if each logit changes by up to half of `tolerance`."""
         if self.scale_before_cuts is None:
             return None, False
         scores = self.scored(ids, logits)
@@ -143,19 +145,19 @@ class Picker:
         )
 
     def surely(self, token: int, margin: float, tolerance: float) -> tuple[int, bool]:
-        """A pick, and whether its margin is more than logits that change by up to half of `tolerance` may change."""
+        """`token`, and whether its `margin` is too large for changes of up to half of `tolerance` per logit to undo."""
         sure = self.scale_before_cuts is not None and margin > tolerance * self.scale_before_cuts
         return self.note(token, margin) if sure else token, sure
 
     def _drawn(self, scores: Tensor, position: tuple[int, int], cuts: list[Any]) -> int | None:
-        """The draw from what `cuts` leave of `scores`, (vocabulary,); None if it is too near to a cut to say."""
+        """The draw from what `cuts` leave of `scores`, (vocabulary,); None if it is too near to a cut to be sure."""
         assert self.noise is not None and self.keys is not None
         with self.meter.timing("noise"):
             drawn = draw(scores, self.keys, self.noise.at(*position), cuts)
         return None if drawn is None else self.note(*drawn)
 
     def note(self, token: int, margin: float) -> int:
-        """The pick `token`; its margin is remembered if it is the smallest so far, or no number."""
+        """Returns `token`, and remembers its margin if that is the smallest so far, or NaN."""
         if self.scale is not None:
             self.latest = margin / self.scale
             if self.margin is None or not (isnan(self.margin) or self.latest > self.margin):
@@ -170,13 +172,13 @@ class Picker:
 
     @property
     def near_ties(self) -> tuple[NearTie, ...] | None:
-        """The near-ties so far; None if margins say nothing."""
+        """The near-ties so far; None if margins aren't known."""
         return None if self.scale is None else tuple(self._near_ties)
 
 
 class Ahead(NamedTuple):
-    """What a sequence is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` gives them, and their positions, for
-    noise. `tolerance`: that of `Picker.sure`, for the scores after the first `final` ones.
+    """What a sequence is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` returns them, and their `positions`,
+    for the noise. `tolerance`: as for `Picker.sure`; it applies to the scores after the first `final` ones.
     """
 
     picker: Picker
@@ -187,7 +189,7 @@ class Ahead(NamedTuple):
 
     @property
     def tolerances(self) -> list[float]:
-        """By how much, in scores, each draw is to be sure."""
+        """For each pick, the margin, in scores, that a draw must have to be sure."""
         tolerance = self.tolerance * (self.picker.scale_before_cuts or 0.0)
         return [0.0 if row < self.final else tolerance for row in range(len(self.scores))]
 
@@ -198,9 +200,9 @@ class Ahead(NamedTuple):
 
 
 def picks(several: Sequence[Ahead]) -> list[list[tuple[int | None, float]]]:
-    """What some sequences of one target pick: for each of their scores the id, and its margin over the second, before top-p; if
-    it is to be sure, 0 if a cut might not leave it. All in one transfer from each device. An id is None if `Picker.picked`
-    has to say.
+    """What some sequences of one target pick, in one transfer from each device: for each of their scores the id, and its margin
+    over the second-best before `cuts`. If a cut might drop an id that is to be sure, its margin is 0. An id is None if
+    `Picker.picked` has to decide.
     """
     found: dict[int, list[tuple[int | None, float]]] = {}
     for numbers in _grouped([one.scores.device for one in several]):
@@ -247,7 +249,7 @@ def _at_once(several: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
 
 
 def single(logits: Tensor) -> Tensor:
-    """Logits, of any shape, in the precision that transformers picks by: narrower ones have the same order in it."""
+    """Logits of any shape, in the precision in which transformers picks: narrower ones are in the same order, so they stay."""
     return logits.float() if logits.dtype == torch.float64 else logits
 
 

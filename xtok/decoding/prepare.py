@@ -1,4 +1,4 @@
-"""From prompts to `Prepared`: what transformers' `generate` prepares for a decoding method, checked."""
+"""Prepares prompts: transformers' `generate` prepares each as for a decoding method of its own, and the result is checked."""
 
 import inspect
 from collections import Counter
@@ -27,16 +27,16 @@ from xtok.models.traits import Traits
 from xtok.sampling.noise import Noise, noise
 
 _COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
-"""What a model may be given beside ids that follows from those, and from the padding."""
+"""Inputs of a model that follow from the ids and their padding."""
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A prompt as transformers prepared it for a decoding method, and the noise to sample with.
 
-    `ids`: (1, length), int64, padding included. `inputs`: what else the target is given for them. `prompt`: what the caller
-    gave, None if that was ids; `template`: the arguments of a chat's template. `keeps_cache`: whether the caller handed in the
-    cache, or gets it. `shared`: processors and criteria that other sequences have, too. `seed`, `noise`: None if it is greedy.
+    `ids`: (1, length), int64, padding included. `inputs`: the target's other inputs. `prompt`: what the caller gave; None if
+    that was ids. `template`: the arguments of the chat template. `keeps_cache`: whether the caller gave the cache, or gets it
+    back. `shared`: processors and criteria that other sequences use, too. `seed`, `noise`: None if it is greedy.
     """
 
     ids: Tensor
@@ -56,7 +56,7 @@ class Prepared:
     shapes: StableShapes | None = None
 
     def with_own_state(self) -> "Prepared":
-        """With copies of what is `shared`: processors and criteria may keep a state."""
+        """The same with its own copies of what is `shared`, since processors and criteria may keep a state."""
         own = dict(zip(map(id, self.shared), _copied(self.shared), strict=True))
         processors = LogitsProcessorList(own.get(id(one), one) for one in self.processors)
         criteria = StoppingCriteriaList(own.get(id(one), one) for one in self.criteria)
@@ -64,7 +64,7 @@ class Prepared:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether ids are all that the model reads: beside them there is padding at most, and positions that count them."""
+        """Whether the model reads nothing but ids: other inputs only mark left padding, or count positions."""
         others = {name for name, value in self.inputs.items() if value is not None} - _COUNTED
         mask, positions = self.inputs.get("attention_mask"), self.inputs.get("position_ids")
         if others or any(one is not None and one.shape != self.ids.shape for one in (mask, positions)):
@@ -88,17 +88,17 @@ class Prepared:
 
     @property
     def end(self) -> int | None:
-        """The end of text, the first of several."""
+        """The first id that ends a text; None if none does."""
         ends = self.config._eos_token_tensor
         return None if ends is None or not ends.numel() or int(ends.min()) < 0 else int(ends.reshape(-1)[0])
 
     def recorded(self, what: str) -> tuple[Tensor, ...] | None:
-        """If `output_scores` or `output_logits` asks for them, the record of them, still empty."""
+        """An empty record, if `output_scores` or `output_logits`, as `what` says, is set; else None."""
         return () if self.config.return_dict_in_generate and getattr(self.config, what) else None
 
 
 def prepare(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> list[Prepared]:
-    """What a call is to generate, one or more sequences for each prompt (`num_return_sequences`), in order.
+    """The requests of a call, `num_return_sequences` for each prompt, in order.
 
     Raises `InvalidInputError` or `UnsupportedArgumentError` for what can't be honoured, before anything is generated.
     """
@@ -131,15 +131,15 @@ def prepare_one(setup: Setup, prompt: Any, arguments: dict[str, Any]) -> Prepare
     seed = arguments.pop("seed", None)
     given = _given(setup, [prompt], arguments)
     if len(given) > 1:
-        raise UnsupportedArgumentError(f"num_return_sequences={len(given)} gives several sequences. Call generate for them.")
+        raise UnsupportedArgumentError(f"num_return_sequences={len(given)} gives several sequences. Call generate instead.")
     return completed(setup, given, seed)[0]
 
 
 def completed(setup: Setup, given: Sequence[Prepared], seed: int | None) -> list[Prepared]:
-    """Adds noise and the shapes of forward passes as they are now, and checks all against how the instance was made.
+    """The requests with noise, and with the shapes of forward passes as they are now, checked against the instance's settings.
 
-    Equal prompts are numbered, different ones differ by their ids: so a prompt is sampled alike alone and in any batch.
-    Without a seed, one is drawn by torch's generator. Raises `InvalidInputError` if there is one and all are greedy.
+    Noise depends on the prompt's ids, and on its number among equal prompts, so a prompt is sampled alike alone and in any
+    batch. Without a seed, one is drawn from torch's generator. Raises `InvalidInputError` for a seed if all are greedy.
     """
     if seed is not None:
         check_seed(seed)
@@ -163,9 +163,9 @@ def completed(setup: Setup, given: Sequence[Prepared], seed: int | None) -> list
 
 
 def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, several: bool = False) -> list[Prepared]:
-    """Let transformers' `generate` prepare a prompt, and take what it hands to a decoding method.
+    """Let transformers' `generate` prepare a prompt, and capture what it passes to a decoding method.
 
-    `several`: whether the same arguments serve other prompts, too.
+    `several`: whether the same arguments are used for other prompts, too.
     """
     arguments = checked(arguments)
     prediction, stop_strings = _taken_prediction(arguments), _taken_stop_strings(target.model, arguments)
@@ -201,15 +201,15 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
 
 
 def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]:
-    """A batch as transformers prepared it, `ids` and `inputs` of (rows, …), row by row, each with processors, criteria and a
-    cache of its own.
+    """Split a batch as transformers prepared it, with `ids` and `inputs` of (rows, …), into rows, each with its own processors,
+    criteria and cache.
     """
     ids, inputs, known = batch.ids, batch.inputs, batch.traits
     check_prepared(batch.config, ids, inputs, known)
     if known.window is not None and ids.shape[1] > known.window:
         warn(
-            f"The prompt has {ids.shape[1]:,} tokens, and the target was made for {known.window:,}: what it writes after them "
-            "is rarely of use. Shorten the prompt.",
+            f"The prompt has {ids.shape[1]:,} tokens, and the target's context window is {known.window:,}: what it writes "
+            "beyond that is rarely of use. Shorten the prompt.",
             PromptWarning,
         )
     cache = inputs.pop(CACHE, None)
@@ -235,15 +235,15 @@ def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]
 
 
 def _taken_prediction(arguments: dict[str, Any]) -> Prediction | None:
-    """The text that the caller expects, which may be prepared already. Raises `InvalidInputError`."""
+    """The text that the caller expects, taken out of the arguments; None without one. Raises `InvalidInputError`."""
     given = arguments.pop("prediction", None)
     if not isinstance(given, str | Prediction | None):
-        raise InvalidInputError(f"prediction is {given!r}; it must be a text: what the answer is likely to be.")
+        raise InvalidInputError(f"prediction is {given!r}; it must be a text that the answer is likely to contain.")
     return Prediction(given) if given and isinstance(given, str) else given or None
 
 
 def _taken_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> str | list[str] | None:
-    """Stop strings, wherever they were set. Transformers must not see them: it would ask for a tokenizer, and drop it."""
+    """Stop strings, taken out of wherever they were set. transformers must not see them: it would ask for a tokenizer."""
     given = arguments.pop("stop_strings", None)
     configs = (arguments.get("generation_config"), model.generation_config)
     configured = next((config.stop_strings for config in configs if config is not None and config.stop_strings), None)
@@ -257,13 +257,13 @@ def _stateful(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _copied(kept: Any, name: str | None = None) -> Any:
-    """A copy of something with a name, or of logits processors and stopping criteria. Raises `UnsupportedArgumentError`."""
+    """A deep copy of `kept`, which errors call `name` or by its classes. Raises `UnsupportedArgumentError` if copying fails."""
     try:
         return deepcopy(kept)
     except Exception as error:
         names = name or ", ".join(type(one).__name__ for one in kept)
         raise UnsupportedArgumentError(
-            f"Several sequences need a copy each of {names}, and copying failed ({error}). Call generate once per prompt."
+            f"Each sequence needs its own copy of {names}, and copying failed ({error}). Call generate once per prompt."
         ) from error
 
 
@@ -294,12 +294,12 @@ def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProce
 
 
 def _as_row(allowed: Callable[[int, Tensor], list[int]], number: int) -> Callable[[int, Tensor], list[int]]:
-    """A row that is generated by itself would always be number 0."""
+    """The function `allowed` as for row `number`: a row that is generated by itself would always be row 0."""
     return lambda _, ids: allowed(number, ids)
 
 
 def passed_to_generate(name: str) -> Any:
-    """An argument of the `generate` that called. Transformers hands a callable neither its streamer nor its assistant."""
+    """An argument of the `generate` call in progress: transformers passes a callable neither its streamer nor its assistant."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "generate":
         frame = frame.f_back

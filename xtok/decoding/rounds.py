@@ -1,4 +1,4 @@
-"""The only decoding loop: a round plans what to guess, lets the target verify it, and commits what was right.
+"""The only decoding loop. A round guesses, lets the target verify the guesses, and commits the target's picks.
 
 Every committed id is the target's own pick from its own logits on the committed prefix. A guess decides only how many picks a
 forward pass yields.
@@ -23,12 +23,12 @@ from xtok.models.timing import timed
 
 _NOTHING = Tree()
 _KEPT = 2048
-"""Of how many of a prompt's last ids at least hidden states are kept for drafters, if it has so many: no heads see more."""
+"""For how many of a prompt's last ids hidden states are kept for drafters, at least: no heads see more."""
 
 
 class Known(NamedTuple):
     """What is known of the first rows of a forward pass before anything is committed: their `scores`, (rows, vocabulary), and
-    the id that each picks, with its margin over the second; None as the id if the scores are to be asked again.
+    for each its pick and that one's margin over the second-best. The pick is None if it must be made again from the scores.
     """
 
     scores: Tensor
@@ -36,10 +36,10 @@ class Known(NamedTuple):
 
 
 def run(admit: Callable[[list[Sequence]], Iterable[Sequence]]) -> Iterator[dict[Sequence, list[int]]]:
-    """Run sequences to their ends, round by round. After each round it gives what each sequence in it committed.
+    """Run sequences to their ends, round by round. After each round, yields the ids that each sequence in it committed.
 
-    `admit`: called before each round with the sequences that are running, gives those that join them. It is over when none is
-    running. What fails in a sequence, be it by an error, ends that sequence alone (`finish_reason`).
+    `admit`: called before each round with the running sequences, returns those that join them. Ends when none is running. An
+    error in a sequence ends that sequence alone (`finish_reason`).
     """
     running: list[Sequence] = []
     while running := [one for one in (*running, *admit(running)) if one.finish_reason is None]:
@@ -48,16 +48,16 @@ def run(admit: Callable[[list[Sequence]], Iterable[Sequence]]) -> Iterator[dict[
 
 
 def run_one(sequence: Sequence) -> Iterator[list[int]]:
-    """As `run`, for one sequence: gives what each round committed."""
+    """As `run`, for one sequence: yields the ids that each round committed."""
     waiting = iter([sequence])
     for committed in run(lambda _: waiting):
         yield committed[sequence]
 
 
 def _round(sequences: list[Sequence]) -> list[list[int]]:
-    """Plan, verify and commit a round of sequences that haven't ended. Returns what each commits.
+    """Guess, verify and commit for sequences that haven't ended. Returns the ids that each commits.
 
-    A sequence whose prompt isn't read yet has some of it read.
+    For a sequence whose prompt isn't read yet, a part of the prompt is read instead.
     """
     start = timing.perf_counter()
     guessing = [one for one in sequences if one.drafting is not None and not one.is_reading]
@@ -72,7 +72,7 @@ def _round(sequences: list[Sequence]) -> list[list[int]]:
 
 
 def _batches(sequences: list[Sequence]) -> list[tuple[Batch, list[Sequence]]]:
-    """The batches of a round, with their sequences: those that share forward passes and what is known of costs and gains."""
+    """The batches of a round, each with its sequences: those that share forward passes and a policy."""
     groups = dict[int, list[Sequence]]()
     for one in sequences:
         shares = one.slot.shares and one.policy is not None and one.policy.reads_clock
@@ -86,7 +86,7 @@ def _batch(sequences: list[Sequence]) -> Batch:
 
 
 def _observe(batches: list[tuple[Batch, list[Sequence]]], seconds: float, *, is_pure: bool) -> None:
-    """Let policies learn from a round, of which each batch has taken an equal part."""
+    """Let policies learn from a round, in which each batch is taken to have had an equal part of the time."""
     for batch, some in batches:
         outcomes = [one.outcome for one in some if one.outcome is not None]
         if outcomes and (policy := some[0].policy):
@@ -95,7 +95,7 @@ def _observe(batches: list[tuple[Batch, list[Sequence]]], seconds: float, *, is_
 
 
 def _plan(sequence: Sequence, batch: Batch) -> Steps[Tree]:
-    """What the drafts guess. What fails beside them, such as a warning that is an error, ends the sequence."""
+    """The guess of the drafts. An error that isn't a draft's, such as a warning that is set to raise, ends the sequence."""
     sequence.outcome = None
     try:
         limit = _limit(sequence)
@@ -109,7 +109,9 @@ def _plan(sequence: Sequence, batch: Batch) -> Steps[Tree]:
 
 
 def _limit(sequence: Sequence) -> Budget:
-    """No id is guessed that could not be committed any more, or has no position or row left in the target's forward pass."""
+    """The budget, limited to ids that could still be committed and that have a position and a row in the target's forward
+    pass.
+    """
     room = sequence.config.max_length - sequence.ids.shape[1] - 1
     if sequence.deepest is not None:
         room = min(room, sequence.deepest - sequence.slot.length - len(sequence.text.ids) + sequence.read)
@@ -119,7 +121,7 @@ def _limit(sequence: Sequence) -> Budget:
 
 
 def _evened(sequences: list[Sequence], trees: list[Tree]) -> list[Tree]:
-    """Guesses with no more nodes than pay: if sequences share a forward pass, a node more in one is a row more in all."""
+    """The guesses, cut to as many nodes as pay: in a shared forward pass, a node more for one sequence is a row for all."""
     if not any(trees):
         return trees
     sharing = {one: tree for one, tree in zip(sequences, trees, strict=True) if one.slot.shares and one.room()}
@@ -136,7 +138,7 @@ def _evened(sequences: list[Sequence], trees: list[Tree]) -> list[Tree]:
 
 
 def _verified(sequences: list[Sequence], trees: list[Tree]) -> list[list[int]]:
-    """Let the target verify what was guessed, and commit what was right. Returns what each commits."""
+    """Let the target verify the guesses, and commit its picks. Returns the ids that each sequence commits."""
     unread = [one.unread() for one in sequences]
     asks = [
         Ask(one.slot, [*ids, *tree.tokens], 1 + len(tree.tokens), tree.parents)
@@ -152,9 +154,9 @@ def _verified(sequences: list[Sequence], trees: list[Tree]) -> list[list[int]]:
 def _picked_ahead(
     sequences: list[Sequence], read: list[int], trees: list[Tree], checked: list[Answer | Exception]
 ) -> list[Known]:
-    """What sequences pick after as many of their rows as can be picked from before anything is committed, in one transfer.
+    """The picks of all rows that can be picked from before anything is committed, for all sequences in one transfer.
 
-    If that fails, its error takes the place of what was `checked`.
+    If that fails for a sequence, the error replaces its entry in `checked`.
     """
     ahead: dict[int, Ahead] = {}
     for i, (one, tree, answer) in enumerate(zip(sequences, trees, checked, strict=True)):
@@ -174,7 +176,7 @@ def _picked_ahead(
 
 
 def _picked(ahead: list[Ahead]) -> list[list[tuple[int | None, float]] | Exception]:
-    """As `picks`; if one of them makes that fail, such as scores of another size, the error is its alone."""
+    """As `picks`, but if one sequence makes that fail, such as by scores of another size, only that one gets the error."""
     try:
         return [*picks(ahead)]
     except Exception as error:
@@ -212,7 +214,7 @@ def _checked(sequence: Sequence, read: int, tree: Tree, checked: Answer | Except
 
 
 def _has_drafters(sequence: Sequence) -> bool:
-    """Start the drafters of a sequence, if it has any that aren't. False if that ended it: an exit there ends it alone, too."""
+    """Start the drafters of a sequence, if they haven't been. Returns False if that ended it: even an exit ends it alone."""
     try:
         _ = sequence.session
     except BaseException as error:
@@ -241,8 +243,8 @@ def _commit(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> li
 
 
 def _hidden(sequence: Sequence, tree: Tree, checked: Answer, nodes: list[int]) -> Tensor | None:
-    """The target's hidden states after some nodes, -1 for the context, (nodes, layers, size); the prompt's in front of them, if
-    those are new. None if the target shows none.
+    """The target's hidden states after some nodes (-1: the context), (nodes, layers, size), preceded by the prompt's if
+    drafters haven't had those. None if no drafter reads hidden states.
     """
     if checked.hidden is None:
         return None
@@ -257,10 +259,10 @@ def _hidden(sequence: Sequence, tree: Tree, checked: Answer, nodes: list[int]) -
 
 @torch.no_grad()
 def _walk(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> tuple[list[int], list[int], int | None]:
-    """Walk the picks along the guesses, until those or the sequence ends. `known`: the first picks.
+    """Pick id after id along the guesses, until no guess matches or the sequence ends. `known`: the first picks.
 
-    Returns the ids picked; the nodes after which they were picked: -1, for the context, and its descendants; and the carried
-    token: the likely next pick, if it is left to the next round.
+    Returns the picked ids; the nodes after which they were picked (-1, for the context, and then accepted guesses); and the
+    carried token: the likely next pick, if it is left to the next round.
     """
     text = sequence.text
     offset, _ = text.position
@@ -285,8 +287,8 @@ def _walk(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> tupl
 
 
 def _pick(sequence: Sequence, tree: Tree, node: int, checked: Answer, known: Known) -> tuple[int | None, bool]:
-    """What is picked after a node, and whether that is sure. If it may depend on where the node is in the cache, it is left to
-    the next round.
+    """The pick after a node, and whether it is sure. If it may depend on the node's position in the cache, it is left to the
+    next round.
     """
     picker, ids, place, row = sequence.picker, sequence.ids, sequence.text.position, slice(node + 1, node + 2)
     in_place = node < _in_place(sequence, tree)
@@ -301,9 +303,9 @@ def _pick(sequence: Sequence, tree: Tree, node: int, checked: Answer, known: Kno
 
 
 def _in_place(sequence: Sequence, tree: Tree) -> int:
-    """How many of the first nodes have the logits that they would have if they were committed before they are forwarded.
+    """How many of the first nodes get exactly the logits that they would get if they were committed first.
 
     With fixed shapes, those of the others differ in their last bits: attention adds up in the order of the cache. They are
-    forwarded again by the next round, if they come true.
+    forwarded again in the next round, if they turn out right.
     """
     return tree.leading_chain if sequence.slot.fixed else len(tree)

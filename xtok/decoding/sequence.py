@@ -25,16 +25,16 @@ from xtok.models.modes import as_called
 
 _LIMITS = (MaxLengthCriteria, MaxTimeCriteria)
 _KNOWN = (MaxLengthCriteria, EosTokenCriteria, StopStrings)
-"""Answered here by the ids alone: asking them would take a transfer from the device for each id."""
+"""Criteria that are evaluated here from the ids: calling them would take a transfer from the device for each id."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One forward pass of the target: what was guessed, and what of it was right.
+    """One round, which has one forward pass of the target: what was guessed, and what of it was right.
 
-    `offset`: how many bytes of new text there were before. `tree`: the guesses, in ids of the target. `drafts`: which draft
-    guessed each node, the cheapest of several; None for a pick carried over from the round before. `right`: the nodes that
-    were accepted, each the parent of the next. `committed`: how many ids.
+    `offset`: how many bytes the new text had before the round. `tree`: the guesses, in the target's ids. `drafts`: the index of
+    the draft that guessed each node, the cheapest if several did; None for a pick carried over from the round before. `right`:
+    the accepted nodes, each the parent of the next. `committed`: how many ids were committed.
     """
 
     offset: int
@@ -50,20 +50,20 @@ class Round:
 
     @property
     def accepted(self) -> int:
-        """How many of them were right."""
+        """How many of the guessed ids were right."""
         return len(self.right)
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class Sequence:
-    """The state of one generation: its ids and bytes, its slot in the target, how it is picked, drafted and ended.
+    """The state of one generation: its ids and bytes, its cache slots, and what picks, guesses and stops for it.
 
-    `ids`: what processors and criteria read, (1, length), padding included. `text`: the ids without padding, and their bytes.
-    `deepest`: how many positions the target has, if that is known. `slots`: its slots in all models. `drafting`: starts its
-    drafters, if it has any. `drafts`: their names. `read`: how many of its ids the slot holds; `adopted`: how many
-    of those other sequences read. `hidden`: the target's hidden states of the prompt's other ids, the most recent parts of it,
-    until drafters take them. `outcome`: what became of the latest round's guess. `error`: what ended it, if `finish_reason` is
-    "error".
+    `slot`: its cache slot in the target; `slots`: those in all models. `ids`: what processors and criteria read, (1, length),
+    padding included. `text`: the ids without padding, and their bytes. `deepest`: how many positions the target has, if known.
+    `drafting`: starts its drafters, if it has any; `drafts`: their names. `read`: how many of its ids the slot holds;
+    `adopted`: how many of those were taken over from other sequences. `hidden`: the target's hidden states for the latest part
+    of the prompt, until drafters take them. `outcome`: what became of the latest round's guess. `error`: what ended it, if
+    `finish_reason` is "error".
     """
 
     slot: Slot
@@ -102,7 +102,7 @@ class Sequence:
 
     @property
     def new_ids(self) -> list[int]:
-        """What was committed so far."""
+        """The ids that were committed so far, without the prompt's."""
         return self.text.new_ids
 
     @property
@@ -112,11 +112,11 @@ class Sequence:
 
     @cached_property
     def session(self) -> Session | None:
-        """Its drafters, which are started when this is first used: after the prompt was read."""
+        """Its drafters, which are started when this is first read, after the prompt was forwarded; None if it has none."""
         return None if self.drafting is None else self.drafting()
 
     def unread(self) -> list[int]:
-        """What is to be forwarded next: committed ids, no more of them than the slot takes at once."""
+        """The committed ids to forward next, at most as many as the slot takes at once."""
         size = self.slot.takes(self.left, self.text.prompt_length - self.read)
         return list(self.text.ids[self.read : self.read + size])
 
@@ -126,11 +126,11 @@ class Sequence:
         return len(self.text.ids) - self.read
 
     def room(self) -> int:
-        """How many nodes of a tree can be forwarded with what is unread; 0 if not all of that can."""
+        """How many nodes of a tree can be forwarded with the unread ids; 0 if not even all of those can."""
         return self.slot.guesses(self.left) if self.slot.takes(self.left, 0) == self.left else 0
 
     def end(self, reason: str | None = None) -> None:
-        """Release its drafters and its slots. `reason`: what ended it, unless that is known already."""
+        """Release its drafters and its slots. `reason`: the `finish_reason`, unless that is set already."""
         self.finish_reason = self.finish_reason or reason
         if (session := vars(self).get("session")) is not None:
             session.close()
@@ -143,7 +143,7 @@ class Sequence:
         self.end()
 
     def append(self, token: int) -> None:
-        """Commit an id, and ask whether to stop."""
+        """Commit an id, and end the sequence if a stopping criterion says so."""
         self.text.append(token)
         if self.picker.processors or self.criteria:
             self.catch_up()

@@ -25,7 +25,7 @@ from xtok.models.stable import StableShapes
 
 Acceptance = Literal["match", "rejection", "typical"]
 FORMAT, PREDICTION = "format", "prediction"
-"""The names, in a trace, of what guesses by the format that a text is held to, and from the text that the caller expects."""
+"""The names, in a trace, of the drafts that guess by the text's format and from the caller's prediction."""
 _UNSTABLE = (
     "{} computes in {}, so the last bits of its logits depend on what else is in a forward pass, and its forward passes can't "
     "have fixed shapes. The reason: {} The same call gives the same text, unless a draft learns between calls; but if the "
@@ -39,11 +39,11 @@ _UNSTABLE = (
 class Setup:
     """The target, what guesses for it and how much, and how guesses are accepted.
 
-    `names`: those of `drafts`, in order, no two alike. `rejection_budget`: for rejection sampling: chains of one length, for
-    what is left out of a guess must not depend on it. `accept`: accepts guesses of sampled sequences; None to accept those that
-    the target draws itself. `stable`: as the caller gave it; `shapes`: the fixed shapes of the target's forward passes, if any.
-    `captures`: whether forward passes become CUDA graphs. `policy` and `caches` change: what guessing costs and gains, learnt
-    from all sequences, and the KV caches that calls leave to later ones.
+    `names`: the unique names of `drafts`, in order. `rejection_budget`: for rejection sampling: chains of one length, since a
+    guess must not be cut by what was drawn. `accept`: accepts guesses of sampled sequences; None to accept those that the
+    target draws itself. `stable`: as the caller gave it. `shapes`: the fixed shapes of the target's forward passes, if any.
+    `captures`: whether forward passes are captured as CUDA graphs. Two parts change: `policy`, which learns from all sequences
+    what guessing costs and gains, and `caches`, which keeps KV caches for later calls.
     """
 
     target: Target
@@ -62,7 +62,9 @@ class Setup:
     def with_drafts(self, names: Collection[str]) -> "Setup":
         given = list(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else [None]
         if not all(name in self.names for name in given):
-            raise InvalidInputError(f"names is {shown(names)}; the drafts are {list(self.names)}. Give a list of some of them.")
+            raise InvalidInputError(
+                f"names is {shown(names)}; the drafts are {list(self.names)}. Give a list of any of these names."
+            )
         kept = [i for i, name in enumerate(self.names) if name in given]
         drafts = tuple(self.drafts[i] for i in kept)
         return replace(
@@ -90,7 +92,7 @@ class Setup:
         return tuple(sorted({layer for one in heads for layer in one.layers_for(self.target.model)}))
 
     def positions_beside(self, positions: float = 1, *, prediction: bool = False) -> int:
-        """How many cache positions a sequence of so many positions may need beside those: for guesses and padding."""
+        """How many cache positions a sequence of `positions` may need in addition, for guesses and padding."""
         budget = self.budget
         most = max(64, budget.nodes, 4 * budget.depth * budget.width) if self.drafts or prediction else 1
         if self.shapes is None and not self.captures:
@@ -99,7 +101,7 @@ class Setup:
         return max(most, 1 + seen - ceil(positions))
 
     def shapes_now(self) -> StableShapes | None:
-        """The shapes for a call. None, with a warning, if bits can't be fixed any more: with other numbers of threads, say."""
+        """The shapes for a call. None, with a warning, if they no longer fix bits, as after a change of torch's threads."""
         if self.shapes is not None:
             try:
                 self.shapes.check()
@@ -109,7 +111,7 @@ class Setup:
         return self.shapes
 
     def policy_without_a_clock(self) -> Policy:
-        """A policy for one sequence: what it decides follows from ids and counts, so the same call gives the same text."""
+        """A policy for one sequence, which decides by ids and counts alone, so that the same call gives the same text."""
         size = weights(self.target.model)
         models = map(self.model_of, self.drafts)
         return Policy.nominal([WITHOUT_A_MODEL if one is None else weights(one) / size for one in models], self.policy.padded)
@@ -119,17 +121,19 @@ class Setup:
         if any(predictions) and self.acceptance == "rejection":
             raise UnsupportedArgumentError(
                 "acceptance='rejection' needs the distribution that guesses are drawn from, and a prediction has none. Leave "
-                "it out, or use acceptance='match'."
+                "prediction out, or use acceptance='match'."
             )
         if self.stable and not (self.shapes is not None and shared):
             raise UnsupportedArgumentError(
-                f"stable=True can't go on in a cache of the caller's, or read anything but ids. Leave {CACHE} and "
-                "further inputs of the model out, or stable=True."
+                f"stable=True works with ids alone, without a given cache or further inputs of the model. Leave {CACHE} and "
+                "those inputs out, or leave out stable=True."
             )
 
 
 def padding(shapes: StableShapes | None, *, captures: bool) -> Callable[[int, int], int]:
-    """How many rows each sequence has in a forward pass of the target, by how many share it and how many each needs."""
+    """A function that gives how many rows each sequence has in a forward pass of the target, padding included, by how many
+    sequences share it and how many rows each needs.
+    """
     if shapes is not None:
         return shapes.padded
     return lambda sequences, rows: doubled(rows) if captures else rows
@@ -143,7 +147,7 @@ def warn_unstable(target: Target, error: XTokError, *, stable: bool | None) -> N
 
 
 def named(drafts: Iterable[str], *reserved: str) -> tuple[str, ...]:
-    """Names of drafts, numbered if they would be alike; none is among the `reserved`."""
+    """Unique names of drafts: equal ones are numbered, and none is among the `reserved`."""
     found: list[str] = []
     for name in drafts:
         found.append(name if name not in (*found, *reserved) else f"{name} ({len(found) + 1})")

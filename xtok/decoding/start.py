@@ -1,4 +1,4 @@
-"""From a request to a sequence: it gets its slot in the target's cache, its picker, and what starts its drafters."""
+"""Starts a request: its sequence gets a slot in the target's cache, a picker, and a function that starts its drafters."""
 
 from collections import abc
 from collections.abc import Collection
@@ -24,7 +24,7 @@ from xtok.sampling.processors import warpers
 
 
 def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = None) -> Sequence:
-    """The sequence of a request, with its slots in `caches`. `most`: how many positions those may have, beside guesses."""
+    """The sequence of a request, with its slots in `caches`. `most`: how many positions each may have, without guesses."""
     request = request.with_own_state() if request.shared else request
     vocabulary, known, guesses = setup.target.vocabulary, request.traits, bool(setup.drafts or request.prediction)
     branches, half = not guesses or known.branches_in(request.cache), known.computes_in_half
@@ -37,7 +37,7 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
             prompt = request.ids, request.config
             slot = cached_model(model, request.cache, request.inputs, hidden_layers=layers, prompt=prompt)
         varies = half and not (request.shapes is not None and slot.fixed)
-        slots.adopts = caches.keeps and (not varies or setup.stable is False)  # bits of what is taken over may be other ones
+        slots.adopts = caches.keeps and (not varies or setup.stable is False)  # what is taken over may differ in its last bits
         adopted = slot.adopt(request.unpadded) if slots.adopts else 0
         judged = request.noise is not None and setup.accept is not None
         meter = Meter(chains_only=not branches, exact=not judged and not varies, shared_forwards=slot.shares)
@@ -84,8 +84,8 @@ def _budget(setup: Setup, *, judged: bool, branches: bool) -> Budget:
 
 
 def _own_drafts(request: Prepared, *, judged: bool) -> dict[str, Draft]:
-    """The drafts of one sequence alone, by name. A format takes no part if guesses are judged by probabilities: to drop some
-    would change the distribution of the others.
+    """The drafts that only this sequence has, by name. If guesses are judged by probabilities, formats are left out: dropping
+    some guesses would change the distribution of the others.
     """
     guides = [make for one in request.processors if callable(make := getattr(one, "guide", None))]
     own: dict[str, Draft] = {}
@@ -95,8 +95,8 @@ def _own_drafts(request: Prepared, *, judged: bool) -> dict[str, Draft]:
 
 
 def _policy(setup: Setup, own: Collection[str], *, varies: bool) -> Policy:
-    """Sequences share what all of the instance learn of costs and gains; unless that, by the shapes of forward passes, might
-    change the text of a call that is repeated (it `varies`: bits depend on shapes).
+    """The instance's policy, which learns from all sequences; or, if the sequence `varies` (its bits depend on the shapes of
+    forward passes), one that reads no clock, so that a repeated call gives the same text.
     """
     policy = setup.policy_without_a_clock() if varies and setup.stable is not False else setup.policy
     for _ in own:
@@ -119,6 +119,6 @@ def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy
         slots=slots,
     )
     drafts = list(setup.drafts)
-    if not policy.reads_clock:  # what others taught it would change what this one guesses, and so shapes
+    if not policy.reads_clock:  # what they learnt from other sequences would change guesses, and so shapes
         drafts = [one.without_memory() if isinstance(one, PromptLookup | TokenRecycling) else one for one in drafts]
     return Session([*drafts, *own], given, policy, request.unpadded, request.noise)

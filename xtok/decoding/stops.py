@@ -12,13 +12,13 @@ from xtok.errors import InvalidInputError
 
 
 class StopStrings(StoppingCriteria):
-    """Stops a sequence at the first token whose bytes complete one of some strings, as transformers' `StopStringCriteria` does:
-    what the prompt begins may be completed, and a control token counts as its name (`</s>`).
+    """Stops a sequence at the first token that completes a stop string, as transformers' `StopStringCriteria` does: a string
+    may begin in the prompt, and a control token counts as its name (`</s>`).
 
-    Unlike that one, it needs no table of the vocabulary for each set of strings, and finds characters that are spread over
-    tokens with every tokenizer. A check takes time linear in the length of the strings.
+    Unlike transformers', it needs no table of the vocabulary for each set of strings, and with every tokenizer it finds
+    characters that are spread over tokens. A check takes time linear in the length of the strings.
 
-    Raises `InvalidInputError` unless `strings` is a text or holds some texts.
+    Raises `InvalidInputError` unless `strings` is a text, or one or more texts.
     """
 
     def __init__(self, vocabulary: Vocabulary, strings: str | Iterable[str]) -> None:
@@ -28,14 +28,16 @@ class StopStrings(StoppingCriteria):
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"stop_strings is {strings!r}; give a text or a list of texts ({error}).") from error
         if isinstance(strings, Iterator):
-            raise InvalidInputError(f"stop_strings is {strings!r}, which one prompt alone could read. Give a text or a list.")
+            raise InvalidInputError(
+                f"stop_strings is {strings!r}, an iterator, which can be read only once. Give a text or a list."
+            )
         if not found:
-            raise InvalidInputError(f"stop_strings is {strings!r}, which holds no text. Give one, or leave it out.")
+            raise InvalidInputError(f"stop_strings is {strings!r}, which is empty. Give at least one text, or leave it out.")
         self._vocabulary = vocabulary
         self._longest = max(map(len, self._stops))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StopStrings":
-        """Itself: it keeps nothing of a sequence."""
+        """The same object, since it keeps no state."""
         return self
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -44,7 +46,7 @@ class StopStrings(StoppingCriteria):
         return torch.tensor([self.completed(row) for row in rows.tolist()], dtype=torch.bool, device=rows.device)
 
     def completed(self, ids: Sequence[int]) -> bool:
-        """Whether the last of some ids completes a string."""
+        """Whether the last of `ids` completes a stop string."""
         last = self._bytes_of(ids[-1])
         before, size, index = list[bytes](), 0, len(ids) - 1
         while index and size + 1 < self._longest:

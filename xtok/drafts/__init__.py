@@ -1,1 +1,1 @@
-"""Drafts: all that guesses how a sequence goes on. The target is not run here."""
+"""Drafts: everything that guesses how a sequence goes on. Nothing here runs the target."""

@@ -1,4 +1,4 @@
-"""Drafts: whatever guesses what the target is about to write. No target is run here."""
+"""The interfaces of drafts and drafters, which guess what the target is about to pick."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from xtok.sampling.noise import Noise
 
 @dataclass(frozen=True)
 class Context:
-    """What a drafter guesses after: the target's ids, their bytes, and how many of those bytes are the prompt's.
+    """The text that a drafter continues: `ids`, the target's; `data`, their bytes; `prompt_size`, how many are the prompt's.
 
-    `noise`: that under which the target picks, None if it picks greedily. `controls`: how many of the new ids have no bytes.
+    `noise`: the noise under which the target samples; None if it is greedy. `controls`: how many of the new ids have no bytes.
 
-    With fixed shapes (`stable`) the last id may be one that isn't committed yet: one time in a hundred the target's next
-    forward pass doesn't confirm it. The next context then has another id in its place, and goes on from there.
+    With fixed shapes (`stable`) the last id may not be committed yet. One time in a hundred, the target's next forward pass
+    doesn't confirm it, and the next context has another id in its place.
     """
 
     ids: Sequence[int]
@@ -43,26 +43,27 @@ class Drafter(Protocol):
 
 
 class ModelDrafter(ABC):
-    """A drafter that runs a model. It is written for one sequence, and yields what it wants forwarded."""
+    """A drafter that runs a model. It guesses for one sequence, by a generator that yields the forward passes it needs."""
 
     @abstractmethod
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """As `propose`, by forward passes that it yields."""
+        """As `propose`, but yields each forward pass that it needs and is sent the result, so that sequences can share them."""
 
     def propose(self, context: Context, budget: Budget) -> Tree:
-        """Guess by forward passes of its own."""
+        """Guess, by forward passes that no other sequence shares."""
         return together([self.guess(context, budget)])[0]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence that is to be drafted, as far as drafters have to know it.
+    """What a drafter needs to know of the sequence that it is to guess for.
 
-    `vocabulary`, `end`: the target's, and its end of text. `samples`: whether the target draws. `independent`: guesses are to
-    be draws of noise of their own, with their distributions, for speculative sampling. `warpers`: what shapes distributions in
-    any vocabulary. `prompt`: a text, a chat, or None if the target was given ids; `template`: the arguments of a chat's
-    template. `model`: the target, if there is one at hand. `hidden_layers`: after which of its layers hidden
-    states are shown to drafters. `slots`: the sequence's cache slots in all models.
+    `vocabulary`: the target's. `meter`: the sequence's counts and times. `samples`: whether the target samples. `independent`:
+    guesses are to be random draws under their own noise and to carry their distributions, for speculative sampling. `end`: the
+    target's id that ends a text. `warpers`: the logits processors that suit any vocabulary, such as temperature. `prompt`: a
+    text, a chat, or None if the target was given ids. `template`: the arguments of the chat template. `model`: the target;
+    None if another engine runs it. `hidden_layers`: after which of its layers drafters are shown hidden states. `slots`: the
+    sequence's cache slots in all models.
     """
 
     vocabulary: Vocabulary
@@ -79,19 +80,19 @@ class Request:
 
     @property
     def shapes(self) -> LogitsProcessorList:
-        """What shapes a draft's distribution: nothing if the target picks greedily."""
+        """The processors to apply to a draft's logits: `warpers`, or none if the target is greedy."""
         return self.warpers if self.samples and self.warpers is not None else LogitsProcessorList()
 
 
 def check_request(given: Any) -> None:
-    """Raises `InvalidInputError` for what is no request."""
+    """Raises `InvalidInputError` unless `given` is a `Request`."""
     if not isinstance(given, Request):
-        raise InvalidInputError(f"request is {shown(given)}; a drafter is started by xtok, or by an xtok.Request of your own.")
+        raise InvalidInputError(f"request is {shown(given)}; give an xtok.Request. XTokAssisted makes one for each sequence.")
 
 
 @runtime_checkable
 class Draft(Protocol):
-    """What makes drafters: a model, `PromptLookup`, `HeadsDrafter`, or an object of the caller's own."""
+    """Makes a drafter for each sequence: a model, `PromptLookup`, `HeadsDrafter`, or an object of the caller's own."""
 
     def start(self, request: Request) -> Drafter:
         """A drafter for one sequence."""

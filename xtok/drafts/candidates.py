@@ -1,4 +1,4 @@
-"""The target's ids that a draft's distribution makes likely, under the target's noise or without it."""
+"""Maps a draft's distributions to the target's ids, and finds the likeliest of them, under the target's noise or without it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from xtok.sampling.draws import Distribution
 from xtok.sampling.largest import largest
 
 _BEST, _LENGTHENED = 40, 64
-"""How many of the target's ids are found, and for how many of the draft's likeliest ids longer ones are considered."""
+"""How many of the target's ids are returned, and how many of the draft's likeliest ids are projected onto more than one."""
 _IDS = 8
-"""How many ids of the target each id of the draft is projected onto: those of most weight, and of equal ones the first."""
+"""Onto how many ids of the target each id of the draft is projected: those with most weight, and among equals the first."""
 
 
 def _table(projected: Projection, draft_size: int, target_size: int) -> tuple[Tensor, Tensor]:
@@ -35,11 +35,11 @@ def _table(projected: Projection, draft_size: int, target_size: int) -> tuple[Te
 
 
 class Candidates:
-    """Takes distributions over a draft's ids to the target's ids. It is made once for a pair; nothing in it changes."""
+    """Maps distributions over a draft's ids to the target's ids. It is made once for a pair, and never changes."""
 
     def __init__(self, projected: Projection, size: int, keys: Tensor, ends: Iterable[int], target_end: int | None) -> None:
-        """`size`: how many ids the draft has. `keys`: those of the target's ids for noise, (vocabulary,), int64, on the draft's
-        device. `ends`: the draft's ids that end a text; they are taken to `target_end`, if there is one.
+        """`size`: how many ids the draft has. `keys`: the noise keys of the target's ids, (vocabulary,), int64, on the draft's
+        device. `ends`: the draft's ids that end a text, which are mapped to `target_end`, if there is one.
         """
         ids, weights = _table(projected, size, len(keys))
         if target_end is not None:
@@ -54,11 +54,12 @@ class Candidates:
     def likeliest(
         self, ids: Tensor | None, probabilities: Tensor, noise: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """The target's ids that are likeliest to be drawn, int64, and how likely, falling: (rows, few) each.
+        """The target's ids that are likeliest to be drawn, int64, and their probabilities, in descending order: (rows, few)
+        each.
 
-        An id may come several times; then it is as likely as all of them together (`summed`). `ids`, `probabilities`: of the
-        draft, int64 and float32, (rows, ids) each, falling; if `ids` is None, of all its ids. `noise` takes keys, (ids,) or
-        (rows, ids), to exponential noise, (rows, ids); None if the target picks greedily.
+        If an id comes several times, its probability is the sum (`summed`). `ids`, `probabilities`: the draft's, int64 and
+        float32, (rows, ids) each, in descending order; or of all its ids if `ids` is None. `noise`: maps keys, (ids,) or (rows,
+        ids), to exponential noise, (rows, ids); None if the target is greedy.
         """
         seen: Any = slice(None) if ids is None else ids
         likely, own = (probabilities, ids) if ids is not None else largest(probabilities, _LENGTHENED)
@@ -85,7 +86,7 @@ class Candidates:
 
 
 def summed(tokens: Sequence[int], probabilities: Sequence[float]) -> list[tuple[int, float]]:
-    """Each id once, with the sum of its probabilities, falling."""
+    """Each id once, with the sum of its probabilities, in descending order."""
     sums: dict[int, float] = {}
     for token, probability in zip(tokens, probabilities, strict=True):
         sums[token] = sums.get(token, 0.0) + probability

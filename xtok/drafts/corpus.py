@@ -1,4 +1,4 @@
-"""Texts in which continuations are looked up, and a memory of the latest."""
+"""An index of texts for looking up continuations, and a memory of the latest texts."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -8,30 +8,30 @@ from threading import Lock
 import numpy as np
 
 DEPTH = 32
-"""How many bytes before a position are compared."""
+"""How many bytes before a position are compared at most."""
 _LOOKED = 16
 """How many positions are considered if many agree."""
 _SAME = 12
-"""Continuations whose first so many bytes agree count as one."""
+"""Continuations count as one if this many of their first bytes agree."""
 _GAP = b"\xff"
 """Separates texts; UTF-8 has no such byte."""
 _SEGMENT = 1 << 18
-"""How many bytes of text are indexed together at most: that takes 0.15 s, and a lookup asks each segment."""
+"""How many bytes of text one segment's index has at most: making it takes 0.15 s, and a lookup searches every segment."""
 _SEGMENTS = 4
-"""How many segments of full size a memory has room for at least, for a whole one is forgotten at once."""
+"""How many segments of full size a memory has room for at least, since a segment is forgotten as a whole."""
 _CHUNK = 1024
-"""A text is compared with what is remembered in chunks of so many bytes."""
+"""In chunks of this many bytes, a new text is compared with what is remembered."""
 
 
 class Corpus:
     """Texts with an index of the bytes before each position: a suffix array of the reversed texts (Manber, Myers 1990).
 
-    Law: `continuations` follow those positions before which the most bytes, up to 32, agree with the end of what is looked up.
-    A look-up takes time in proportion to the logarithm of the corpus' size; making the index takes a few sorts.
+    Law: `continuations` are what follows those positions before which most bytes, up to 32, agree with the end of the given
+    text. A lookup takes time proportional to the logarithm of the corpus's size; making the index takes a few sorts.
     """
 
     BYTES_PER_BYTE = 6
-    """How many bytes texts and their index take for each byte of text."""
+    """How many bytes of memory texts and their index take, per byte of text."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         """`texts`: in UTF-8; less than 2 GiB together."""
@@ -40,7 +40,7 @@ class Corpus:
         self._positions = _sorted_suffixes(np.frombuffer(self._reversed, dtype=np.uint8)).astype(np.int32)
 
     def __len__(self) -> int:
-        """How many bytes the texts have, with those that separate them."""
+        """How many bytes the texts have, separators included."""
         return len(self._data)
 
     def __contains__(self, text: bytes) -> bool:
@@ -52,8 +52,8 @@ class Corpus:
         return self._data[1:-1].split(_GAP)
 
     def continuations(self, end: bytes, size: int, count: int) -> tuple[int, list[tuple[bytes, float]]]:
-        """How many of the last bytes of `end` occur, and the likeliest `count` continuations of that, of at most `size` bytes,
-        each with the share of occurrences that it follows.
+        """How many of the last bytes of `end` occur in the texts, and what follows there: the `count` likeliest continuations,
+        of at most `size` bytes, each with its share of the occurrences.
         """
         wanted = end[-DEPTH:][::-1]
         agreeing = self._agreeing(wanted)
@@ -107,11 +107,11 @@ def _common(one: bytes, other: bytes) -> int:
 
 
 class TextMemory:
-    """The latest texts, as far as they and their indexes fit into `size` bytes; the oldest are forgotten first.
+    """The latest texts that, with their indexes, fit into `size` bytes. The oldest are forgotten first.
 
-    Law: `continuations` follow those positions of remembered texts before which the most bytes agree with the end of what is
-    looked up, as those of a `Corpus` do. Adding a text takes time in proportion to its size times the logarithm of a segment's
-    (after log-structured merge trees, O'Neil et al. 1996). One memory may serve several threads.
+    Law: `continuations` are those that a `Corpus` of the remembered texts would give. Adding a text takes time proportional to
+    its size times the logarithm of a segment's (after log-structured merge trees, O'Neil et al. 1996). One memory may serve
+    several threads.
     """
 
     def __init__(self, size: int) -> None:
@@ -125,7 +125,7 @@ class TextMemory:
         return Corpus.BYTES_PER_BYTE * sum(len(one) for one in self._segments)
 
     def add(self, text: bytes) -> None:
-        """Remember a text, but for a beginning that is remembered already, as that of a chat that has grown."""
+        """Remember a text, without a beginning that is remembered already, such as that of a chat that has grown."""
         with self._lock:
             segments = list(self._segments)
             new = 0
@@ -141,7 +141,7 @@ class TextMemory:
             self._segments = segments
 
     def continuations(self, end: bytes, size: int, count: int) -> tuple[int, list[tuple[bytes, float]]]:
-        """As those of a `Corpus`; of equally good ones, those in later texts first."""
+        """As `Corpus.continuations`; among equally good ones, those in later texts come first."""
         found = [one.continuations(end, size, count) for one in reversed(self._segments)]
         most = max((agreeing for agreeing, _ in found), default=0)
         best = [texts for agreeing, texts in found if agreeing == most and texts]

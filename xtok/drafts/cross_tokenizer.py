@@ -18,15 +18,17 @@ from xtok.models.roles import DraftModel
 from xtok.sampling.largest import largest
 
 _CONSIDERED = 64
-"""For how many ids probabilities are computed: the others have next to none, once logits are multiplied by `SHARPNESS`."""
+"""For how many ids probabilities are computed: others have almost none after logits are multiplied by `SHARPNESS`."""
 
 _TIED = 1e-6
-"""A chain replaces its last token by a longer one only if that is likelier by more than rounding."""
+"""A chain replaces the context's last token by a longer one only if that is likelier by more than rounding."""
 
 
 @dataclass
 class _Guess(Path):
-    """A guessed text. `token`: the draft's last. `given`: bytes that the context has already, with which `written` begins."""
+    """A guessed text. `token`: the draft's last token of it. `given`: the bytes at the beginning of `written` that the context
+    has already.
+    """
 
     given: bytes = b""
     token: int = 0
@@ -38,11 +40,11 @@ class _Guess(Path):
 
 @dataclass(eq=False, repr=False)
 class CrossTokenizerDrafter(ModelDrafter):
-    """Reads the context in the draft's own ids, guesses texts, and gives them in the target's ids. Each sequence has its own.
+    """Reads the context in the draft's own ids, guesses texts, and returns them in the target's ids. For one sequence.
 
-    The last draft token of the context may be the beginning of a longer one (token healing, as in guidance). So guesses start
-    both after it and with longer tokens in its place, with the probabilities that the draft gives to each, from the forward
-    pass that reads the context. The draft's end of text becomes `target_end`.
+    The last draft token of the context may be the beginning of a longer token (token healing, as in guidance). So some guesses
+    start after it and others with longer tokens in its place. The draft's forward pass over the context gives the
+    probabilities of both. The draft's end of text becomes `target_end`.
     """
 
     draft: DraftModel
@@ -143,7 +145,7 @@ class CrossTokenizerDrafter(ModelDrafter):
         return only
 
     def _tree(self, context: Context, guesses: list[_Guess], budget: Budget) -> Tree:
-        """The likeliest texts that guesses add, in the target's ids."""
+        """The likeliest of the guessed texts, as a tree of the target's ids."""
         probabilities: dict[tuple[bytes, bool], float] = {}
         for guess in guesses:
             if len(guess.written) >= len(guess.given):

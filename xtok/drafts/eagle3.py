@@ -15,17 +15,17 @@ from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of, ids_read, vocabulary_size
 
 _WINDOW = 2048
-"""Of how many of the most recent positions hidden states are kept, as many as such heads are trained with."""
+"""How many of the latest positions the heads see: as many as such heads are trained with."""
 _SETTINGS = {
     *("hidden_size", "intermediate_size", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
 }
-"""What is read of a configuration. Others could name code, such as kernels to fetch."""
+"""The settings that are read from a configuration. Others could name code, such as kernels to download."""
 
 
 class _Layer(LlamaDecoderLayer):  # type: ignore[no-untyped-call, unused-ignore]
-    """A layer whose attention reads a pair: the embedding of an id, and a state, (…, 2 * size). It gives a state, (…, size)."""
+    """A decoder layer that reads pairs of an id's embedding and a state, (…, 2 * size), and returns states, (…, size)."""
 
     def __init__(self, config: LlamaConfig, normed: bool) -> None:
         """`normed`: whether the attention's output is added to the state after its norm."""
@@ -115,7 +115,7 @@ def layers_of_eagle3(config: dict[str, Any], model: PreTrainedModel) -> tuple[in
 
 
 def check_eagle3(config: dict[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
-    """Raises `InvalidInputError` unless the heads were made for a target of this class, hidden size and vocabulary."""
+    """Raises `InvalidInputError` unless the heads were made for a target of this architecture, hidden size and vocabulary."""
     own = model.config.get_text_config(decoder=True)
     classes = ((config.get("speculators_config") or {}).get("verifier") or {}).get("architectures") or [type(model).__name__]
     size = config.get("target_hidden_size") or config["transformer_layer_config"]["hidden_size"]

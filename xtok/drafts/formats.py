@@ -1,4 +1,4 @@
-"""Guesses by a format that the target is held to, such as a JSON schema: what it forces, and nothing that it forbids."""
+"""Guesses by a format that the text must follow, such as a JSON schema: what the format forces, and nothing that it forbids."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -14,31 +14,33 @@ from xtok.sampling.grammar import GrammarError
 _LEAST = 0.1
 """Tokens that are less probable aren't added to a guess."""
 _DISCOUNT = 0.5
-"""How much less each next token counts than it was seen, so that one of many is improbable (absolute discounting)."""
+"""How much is subtracted from each next token's count, so that rarely seen ones are improbable (absolute discounting)."""
 _ONWARD = 0.6
-"""How probable a node is taken to be after its parent, if a drafter doesn't say."""
+"""The assumed probability of a node after its parent, if a drafter gives none."""
 
 
 class Guide(Protocol):
-    """What a format says of the text that may follow. A logits processor that holds a text to a format may have a method
-    `guide(prompt)`, which makes one from the prompt's ids, padding included.
+    """Follows a text under a format, and says which tokens may come next. A logits processor that enforces a format may have a
+    method `guide(prompt)`, which makes a guide from the prompt's ids, padding included.
 
-    It is asked for guesses alone. What is picked goes by the processor, so a guide that is wrong costs speed only.
+    Guides are only used for guesses. The processor decides what is picked, so a wrong guide costs speed only.
     """
 
     def push(self, token: int) -> bool:
-        """Add a token to the text, if the format allows it. Returns whether it does."""
+        """Add a token to the text if the format allows it. Returns whether it was added."""
 
     def pop(self, tokens: int) -> None:
-        """Take that many tokens off the end of the text."""
+        """Remove this many tokens from the end of the text."""
 
     def forced(self) -> Sequence[int]:
-        """The tokens with which any text goes on, as far as that is certain; empty if it isn't."""
+        """The next tokens that any valid text must have; empty if there is a choice."""
 
 
 @dataclass(frozen=True)
 class FormatDraft:
-    """A draft for one sequence that is held to a format. `guide` makes its guide; `prompt_length`: how many ids come before."""
+    """A draft for one sequence that must follow a format. `guide`: makes its guide. `prompt_length`: how many ids the prompt
+    has.
+    """
 
     guide: Callable[[], Guide]
     prompt_length: int
@@ -49,8 +51,8 @@ class FormatDraft:
 
 
 class _Node(NamedTuple):
-    """A token that is to be guessed. `parent`: its parent in the new tree. `depth`: how many tokens are before it in the guess.
-    `given`: its node in the tree that is fitted, if it is in there.
+    """A token to guess. `parent`: its parent in the new tree. `depth`: how many guessed tokens come before it. `given`: its
+    node in the tree that is being fitted; None if it isn't from there.
     """
 
     token: int
@@ -61,11 +63,11 @@ class _Node(NamedTuple):
 
 
 class FormatDrafter:
-    """Guesses what a format forces, and between such runs what was there before: separators and white space. It also fits the
-    guesses of other drafters to the format.
+    """Guesses what a format forces, and between forced runs what came there before, such as separators and white space. It also
+    fits the guesses of other drafters to the format.
 
-    For that, a text is a sequence of symbols: its tokens, but each run of forced ones is one symbol, None. What followed one or
-    two symbols so far is guessed to follow them again.
+    To guess between forced runs, it treats a text as a sequence of symbols: each token is one, and so is each whole run of
+    forced tokens, as None. What followed the same one or two symbols before is guessed to follow them again.
     """
 
     def __init__(self, guide: Guide, prompt_length: int) -> None:
@@ -79,18 +81,18 @@ class FormatDrafter:
         self._followers: defaultdict[tuple[int | None, ...], Counter[int]] = defaultdict(Counter)
 
     def propose(self, context: Context, budget: Budget) -> Tree:
-        """What is forced next, or followed the same before."""
+        """A tree of what is forced next, or of what followed the same symbols before."""
         tree = self._fitted(context, Tree(), budget.longest, begins=True)
         return tree.likeliest(budget.verified(sorted(tree.probabilities, reverse=True)))
 
     def fit(self, context: Context, tree: Tree, longest: int) -> Tree:
-        """A guess of another drafter after `context` without what the format forbids, and with what it forces after each node
-        that is left. No added node is deeper than `longest`.
+        """Another drafter's guess after `context`, without nodes that the format forbids, and with those that it forces after
+        each remaining node. No added node is deeper than `longest`.
         """
         return self._fitted(context, tree, longest, begins=False) if tree else tree
 
     def _fitted(self, context: Context, tree: Tree, longest: int, *, begins: bool) -> Tree:
-        """As `_grown`; the tree as it is, once the grammar can't be followed: that is for the processor to report."""
+        """As `_grown`, but the tree as it is once the guide fails to follow the text, which the processor will report."""
         if self._follows:
             try:
                 return self._grown(context, tree, longest, begins=begins)
@@ -117,7 +119,7 @@ class FormatDrafter:
         return Tree(tuple(one.token for one in found), tuple(one.parent for one in found), tree.guess, (), probabilities)
 
     def _after(self, node: _Node, index: int, tree: Tree, children: dict[int, list[int]], longest: int) -> list[_Node]:
-        """What is to be guessed after a node, which was pushed last. `index`: its own in the new tree."""
+        """The nodes to guess after a node, whose token was pushed last. `index`: the node's index in the new tree."""
         run, depth = self._forced(), node.depth + 1
         expected = {run[0]: 1.0} if run else self._expected()
         found = list[_Node]()
@@ -132,7 +134,7 @@ class FormatDrafter:
         return found
 
     def _expected(self) -> dict[int, float]:
-        """What followed the latest symbols so far, with its share."""
+        """The tokens that followed the latest symbols before, each with its share."""
         latest = self._latest(len(self._symbols))
         for known in (latest, latest[:1]):
             if (followers := self._followers.get(known)) is not None:
@@ -181,7 +183,7 @@ class FormatDrafter:
         return True
 
     def _back_to(self, size: int) -> None:
-        """Take tokens off until so many are left."""
+        """Remove tokens from the guide's text until `size` are left."""
         if len(self._ids) > size:
             self._guide.pop(len(self._ids) - size)
             del self._ids[size:], self._symbols[size:]

@@ -1,4 +1,4 @@
-"""Takes what a caller gives as drafts to a list of drafts."""
+"""Turns the `draft` argument of a caller into a list of drafts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def without_a_model() -> list[Draft]:
 
 
 def as_list(draft: Any, beside: Sequence[Draft]) -> list[Any]:
-    """The drafts and models that a caller gives, as a list. A single model, or heads, is joined by the drafts `beside` it."""
+    """The drafts and models that a caller gives, as a list. To a single model, or to heads, the drafts `beside` are added."""
     if draft is None:
         return []
     if isinstance(draft, list):

@@ -26,10 +26,10 @@ CHILDREN = 8
 _SMALL = 8192
 """Of vocabularies up to this size, all ids are considered."""
 _SEEN, _LEAST, _MOST = 1024, 64, 256
-"""Of larger ones, so many ids are considered in all rows of a forward pass together, and in one row at least and at most."""
+"""Of larger ones: how many ids are considered in all rows of a forward pass together, and in one row at least and at most."""
 SHARPNESS = 1 / 0.6
-"""Draft logits are multiplied by this, since a distribution's best token is the target's best more often than it would be
-drawn. Of temperatures from 0.5 to 1.25, 0.6 was measured to be best.
+"""Draft logits are multiplied by this for greedy targets: a draft's best token is the target's best more often than its
+probability says. In measurements with temperatures from 0.5 to 1.25, 0.6 was best.
 """
 
 
@@ -37,9 +37,9 @@ drawn. Of temperatures from 0.5 to 1.25, 0.6 was measured to be best.
 class Path:
     """A guessed continuation of the context, with the bytes `written`.
 
-    `parent`: the node of the draft's cache that its last token continues. `confidence`: the probability of its last token
-    alone, if all before it is right. `is_open`: whether the draft can continue it. `kept`: the probability that it is right
-    and none of its known continuations is.
+    `probability`: that the whole path is right. `parent`: the node of the draft's cache that its last token continues.
+    `confidence`: the probability of its last token alone, given that all before it is right. `is_open`: whether the draft can
+    continue it. `kept`: the probability that it is right and none of its known continuations is.
     """
 
     probability: float
@@ -55,8 +55,8 @@ class Path:
 
 @dataclass
 class IdPath(Path):
-    """A guess in the target's `ids`, of which `controls` many have no bytes. `distributions`: what they were drawn from, for
-    speculative sampling.
+    """A guess in the target's `ids`. `controls`: how many of them have no bytes. `distributions`: what they were drawn from,
+    for speculative sampling.
     """
 
     ids: tuple[int, ...] = ()
@@ -68,8 +68,8 @@ AnyPath = TypeVar("AnyPath", bound=Path)
 
 
 class TreeDrafter(ModelDrafter):
-    """A drafter whose guesses grow level by level. What fails after a first draw is raised in the next round: what was drawn
-    must be judged, for to throw some draws away would change the distribution of those that are kept.
+    """A drafter whose guesses grow level by level. An error after a first draw is raised in the next round instead: discarding
+    draws because of it would change the distribution of those that are kept.
     """
 
     _failure: Exception | None = None
@@ -89,8 +89,9 @@ class TreeDrafter(ModelDrafter):
 def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | None, Tensor]:
     """The likeliest ids of each row of `logits`, int64, and their probabilities after `warpers`, float32: (rows, ids) each.
 
-    The ids are None for all ids in their order. Of large vocabularies, and of distributions that warpers cut, they are some of
-    the likeliest, falling: a pass over the whole vocabulary in every row would take longer than the draft's forward pass.
+    The ids are None if these are all ids, in their order. For large vocabularies, and if warpers cut distributions, they are
+    some of the likeliest, in descending order: processing the whole vocabulary in every row would take longer than the draft's
+    forward pass.
     """
     ids, values = None, logits
     if logits.shape[1] > _SMALL or any(type(one) is not TemperatureLogitsWarper for one in warpers):
@@ -108,16 +109,16 @@ def noise_states(context: Context, guesses: Sequence[IdPath], purpose: int = PIC
 def noise_after(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> Tensor:
     """The target's exponential noise after each guess, (guesses, ids), float32. `keys`: (ids,) or (guesses, ids), int64.
 
-    A probability divided by it is exp(log(probability) + Gumbel noise), so the largest quotient is the draw if the
-    probabilities are the target's distribution.
+    A probability divided by this noise is exp(log(probability) + Gumbel noise). So if the probabilities are the target's, the
+    largest quotient is at the id that it draws.
     """
     return near_exponential(keys, states_of(noise_states(context, guesses), keys.device))
 
 
 def drawn(meter: Meter, context: Context, guess: IdPath, distribution: Distribution, keys: Tensor) -> tuple[int, float]:
-    """An id drawn from `distribution` after a guess, under noise by which the target doesn't draw, and its probability.
+    """An id drawn from `distribution` after a guess, under noise that the target doesn't use, and its probability.
 
-    `keys`: of all ids of the target, (vocabulary,), int64.
+    `keys`: the noise keys of all ids of the target, (vocabulary,), int64.
     """
     with meter.timing("noise"):
         states = states_of(noise_states(context, [guess], GUESS), keys.device)
@@ -134,8 +135,8 @@ def as_lists(meter: Meter, *parts: Tensor) -> Steps[list[list[Any]]]:
 
 
 def check_numbers(logits: Tensor, probabilities: Sequence[Sequence[float]]) -> None:
-    """Raises `ArithmeticError` if `probabilities` are NaN because `logits`, (rows, vocabulary), hold NaN or infinity, after an
-    overflow, say: such a draft would seem to have no guesses.
+    """Raises `ArithmeticError` if `probabilities` are NaN because `logits`, (rows, vocabulary), hold NaN or infinity, such as
+    after an overflow: the draft would seem to have no guesses.
     """
     if any(isnan(one) for row in probabilities for one in row[:1]) and not bool(logits.max() < torch.inf):
         raise ArithmeticError("its logits hold NaN or infinity; load it in another precision, or use another one")
@@ -147,7 +148,7 @@ def next_ids(
     """The continuations of each guess by its likeliest next ids, under the target's noise if it samples.
 
     `ids`: candidates after each guess, int64, (guesses, ids). `conditionals`: their probabilities, float32, of the same shape.
-    `keys`: those of all ids for noise, (vocabulary,), int64. `view`: their bytes.
+    `keys`: the noise keys of all ids, (vocabulary,), int64. `view`: the bytes of all ids.
     """
     if context.noise is not None:
         conditionals = conditionals / noise_after(context, front, keys[ids])
@@ -178,9 +179,9 @@ def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
 def grown(
     first: list[AnyPath], budget: Budget, expand: Callable[[list[AnyPath]], Steps[Sequence[Sequence[AnyPath]]]]
 ) -> Steps[list[AnyPath]]:
-    """The guesses `first`, and all that grow from them as far as the budget allows.
+    """The guesses `first`, and all continuations of them that the budget allows.
 
-    `expand` gives the continuations of each of some guesses, by one forward pass of the draft.
+    `expand`: returns the continuations of each of some guesses, by one forward pass of the draft.
     """
     found, new, waiting = list(first), first, list[AnyPath]()
     for level in count(1):

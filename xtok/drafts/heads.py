@@ -29,10 +29,10 @@ LAST = -1
 
 @dataclass(frozen=True)
 class HeadsInfo:
-    """Which target heads were trained for, and how accurate they are. `target`: the last part of its name. `vocabulary`: a
-    digest of the bytes of its ids. `accuracy`: how often the likeliest, second likeliest, … id was right at each step, (steps,
-    ranks). `layers`: after which layers of the target hidden states are read. `window`: how many positions sequential heads
-    see; None for Medusa's.
+    """The target that heads were trained for, and their accuracy. `target`: the last part of its name. `vocabulary`: a digest
+    of the bytes of its ids. `accuracy`, (steps, ranks): how often the likeliest, second likeliest, … id was right at each step.
+    `layers`: after which of the target's layers they read hidden states. `window`: how many positions sequential heads see;
+    None for Medusa's.
     """
 
     target: str
@@ -50,7 +50,7 @@ class HeadsDrafter:
 
     def __init__(self, file: str | PathLike[str]) -> None:
         """`file`: what `xtok train-heads` wrote, or a folder with EAGLE-3 heads in the format of speculators. Raises
-        `InvalidInputError` for what holds no heads.
+        `InvalidInputError` if it holds neither.
         """
         self._made, self._eagle3 = Verdicts(self._for, _embeddings_of), None
         try:
@@ -107,7 +107,7 @@ class HeadsDrafter:
         """Raises `InvalidInputError` unless the heads were trained for this target."""
         if not (isinstance(model, PreTrainedModel) and isinstance(view, TokenBytes)):
             raise InvalidInputError(
-                f"Heads are checked against a model and the bytes of its ids (TokenBytes); given was {shown((model, view))}."
+                f"check takes a model and the bytes of its ids (TokenBytes), and was given {shown((model, view))}."
             )
         if self._eagle3 is not None:
             check_eagle3(*self._eagle3, model)
@@ -133,12 +133,12 @@ class HeadsDrafter:
         """A drafter for one sequence of `request.model`, for which the heads were trained."""
         check_request(request)
         if request.model is None:
-            raise InvalidInputError("Heads guess from the target's hidden states, and no target is at hand. Use another draft.")
+            raise InvalidInputError("Heads need the target's hidden states, and the request has no model. Use another draft.")
         made, model, view = self._made(request.model), request.model, request.vocabulary.view
         layers = self.layers_for(model)
         if not set(layers) <= set(request.hidden_layers):
             raise InvalidInputError(
-                f"hidden_layers of the request is {request.hidden_layers}; heads read those after {layers}."
+                f"hidden_layers of the request is {request.hidden_layers}; these heads read layers {layers}."
             )
         columns = tuple(request.hidden_layers.index(layer) for layer in layers)
         keys = request.vocabulary.keys.to(device_of(model))
@@ -147,18 +147,18 @@ class HeadsDrafter:
         slot = request.slots.take(made, hidden_layers=(LAST,))
         if not slot.shares:
             raise InvalidInputError(
-                f"Heads in {model.dtype} on {model.device} gave other logits in a tree than alone. Use another draft."
+                f"In {model.dtype} on {model.device}, these heads give other logits in a tree than alone. Use another draft."
             )
         independent = request.independent and request.samples
         return SequentialDrafter(made, slot, columns, keys, view, request.meter, request.shapes, independent)
 
 
 _FACTS = {"target": "name", "hidden_size": "hidden size", "vocabulary": "vocabulary"}
-"""What must be the same of the target that heads were trained for, in words."""
+"""What a target must have in common with the one that heads were trained for, as error messages call it."""
 
 
 def _embeddings_of(model: PreTrainedModel) -> Any:
-    """What heads share with a target: they are built anew when it was moved or changed."""
+    """The embeddings that heads share with a target. Heads are rebuilt if these were moved or replaced."""
     modules = model.get_input_embeddings(), output_embeddings(model)
     weights = [getattr(module, "weight", None) for module in modules]
     return model.device, [(one.data_ptr(), one._version) for one in weights if isinstance(one, Tensor) and not one.is_meta]
@@ -200,7 +200,7 @@ def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
     head = output_embeddings(model)
     if head is None or getattr(head, "in_features", None) != size:
         raise InvalidInputError(
-            f"{type(model).__name__} has no output embedding of its hidden size, {size}, that heads could share."
+            f"{type(model).__name__} has no output embedding of its hidden size, {size}, which heads need to share."
         )
     digest = sha256(b"\0".join(b"\1" if piece is None else b"\2" + piece for piece in view.table)).hexdigest()
     return HeadsInfo(Path(str(model.name_or_path)).name, size, digest[:16])

@@ -15,11 +15,11 @@ from xtok.drafts.tree import Tree, Trie, chain
 from xtok.errors import InvalidInputError
 
 _LONGEST = 8
-"""More agreeing ids than that count as so many."""
+"""The most agreeing ids that are told apart: more count as this many."""
 _PRIOR = (0.0, 0.2, 0.5, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9)
 """How often the next id is the same if 0, 1, … ids before it are: an assumption, until enough was observed."""
 _WEIGHT = 4
-"""So many observations weigh as much as the assumption."""
+"""How many observations weigh as much as the assumption."""
 _LEAST = 0.01
 """Ids that are less probable aren't guessed."""
 _SMALLEST = 1 << 16
@@ -32,15 +32,15 @@ class PromptLookup:
     """Guesses what followed the longest earlier occurrence of the text's end, in prompt and output or in a corpus (prompt
     lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding). It needs no model and next to no time.
 
-    `corpus`: texts that the target may quote, such as retrieved documents. They are looked up by their bytes, so that any
-    tokenizer will do, and in a time that hardly depends on their size. `memory`: how many bytes may be taken by earlier
-    sequences, prompts and outputs, in which is looked up as well; about a sixth of that is text, and the oldest is forgotten
-    first. Then the speed of a text depends on what others generated before, though its tokens don't. One object may serve
-    several instances and threads.
+    `corpus`: texts that the target may quote, such as retrieved documents. They are searched by bytes, so any tokenizer will
+    do, and in a time that hardly depends on their size. `memory`: how many bytes to spend on remembering earlier sequences
+    (prompts and outputs), which are searched as well. About a sixth of it is text; the oldest is forgotten first. With a
+    memory, a sequence's speed depends on earlier ones, though its tokens don't. One object may serve several instances and
+    threads.
     """
 
     def __init__(self, corpus: Sequence[str] = (), *, memory: int = 0) -> None:
-        """Raises `InvalidInputError` unless `corpus` is a list of texts and `memory` a number of bytes."""
+        """Raises `InvalidInputError` unless `corpus` is a list of texts and `memory` is 0 or a large enough number of bytes."""
         texts = list(corpus) if isinstance(corpus, Iterable) else [None]
         if isinstance(corpus, (str, bytes, Mapping)) or not all(isinstance(text, str) for text in texts):
             raise InvalidInputError(
@@ -77,7 +77,7 @@ class PromptLookup:
         return Lookup(self.index, request.vocabulary.encoder, memory=self._memory)
 
     def without_memory(self) -> "PromptLookup":
-        """The same, but for what earlier sequences generated."""
+        """The same draft without a memory of earlier sequences."""
         if self._memory is None:
             return self
         other = PromptLookup(self._texts)
@@ -86,8 +86,8 @@ class PromptLookup:
 
 
 class Prediction:
-    """Guesses that a text is the one that its caller predicts (OpenAI's Predicted Outputs), and after the two differ, again as
-    soon as they agree somewhere. One object may serve several sequences.
+    """Guesses that the output follows a text that the caller expects (OpenAI's Predicted Outputs). After the two differ, it
+    guesses again as soon as the end of the output occurs in that text. One object may serve several sequences.
     """
 
     def __init__(self, text: str) -> None:
@@ -99,9 +99,9 @@ class Prediction:
 
 
 class Lookup:
-    """The drafter of `PromptLookup` and `Prediction` for one sequence. `encoder`: that of the target. `prediction`: the bytes
-    of the text that is expected, if there is one: then only that is guessed from, and `corpus` is that text alone. `memory`:
-    what remembers the text when it has ended, for later ones.
+    """The drafter of `PromptLookup` and `Prediction` for one sequence. `encoder`: the target's. `prediction`: the bytes of the
+    expected text, if there is one; `corpus` then holds that text alone, and all guesses are from it. `memory`: remembers the
+    text, once it has ended, for later sequences.
     """
 
     def __init__(
@@ -137,7 +137,9 @@ class Lookup:
 
     @staticmethod
     def _mix(trie: Trie, found: list[tuple[list[int], int, float]], belief: "Belief") -> None:
-        """Add continuations to the tree: each with how many ids before it agree with the text's end, and its share of them."""
+        """Add continuations to the tree. `found`: the ids of each, how many ids before it agree with the text's end, and its
+        share of the occurrences.
+        """
         left = 1.0
         for i, (ids, agreeing, share) in enumerate(found):
             probabilities = [left * share * probability for probability in belief.probabilities(agreeing, len(ids))]
@@ -148,7 +150,7 @@ class Lookup:
                 belief.given = ids, agreeing
 
     def _repeated(self, ids: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
-        """Continuations in prompt and output, `ids`, of which the last may not be committed, as for `_mix`."""
+        """Continuations found in `ids`, prompt and output, as `_mix` takes them. The last id may not be committed yet."""
         repeats = self._repeats
         for token in ids[len(repeats.ids) : -1]:
             repeats.append(token)
@@ -158,7 +160,7 @@ class Lookup:
         return [(repeats.continuation(position, budget.longest, ids[-1]), agreeing, 1.0) for position, agreeing in found]
 
     def _found(self, corpus: Corpus | TextMemory, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """Continuations in the corpus, as for `_mix`; of a text that is the beginning of the prediction, the rest of that."""
+        """Continuations found in the corpus, as `_mix` takes them; the rest of the prediction while the output follows it."""
         new = context.data[context.prompt_size :]
         if self._prediction is not None and self._prediction.startswith(new):
             rest = self._prediction[len(new) : len(new) + _BYTES * budget.longest]
@@ -181,7 +183,7 @@ class Lookup:
 
 
 class Belief:
-    """How probable continuations are, by how many ids before them agree. It is learnt from what became of earlier ones."""
+    """How probable continuations are, by how many ids before them agree, as learnt from earlier ones that were verified."""
 
     def __init__(self) -> None:
         self._hits = [rate * _WEIGHT for rate in _PRIOR]
@@ -198,7 +200,7 @@ class Belief:
         return found
 
     def learn(self, new: Sequence[int]) -> None:
-        """Learn from what became of the continuation `given` last: `new` ids came in its place, if that is known."""
+        """Compare the continuation `given` last with the `new` ids that were committed in its place; none if unknown."""
         (ids, agreeing), self.given = self.given, ([], 0)
         for i, (guess, truth) in enumerate(zip(ids, new, strict=False)):
             known = min(agreeing + i, _LONGEST)

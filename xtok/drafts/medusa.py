@@ -30,14 +30,14 @@ class MedusaHeads(nn.Module):
         self.bias = nn.Parameter(torch.zeros(count, size, dtype=torch.float32, device="cpu"))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Takes hidden states, (…, size), to those for the tokens after the next one, (…, count, size)."""
+        """Maps hidden states, (…, size), to those for the tokens after the next one, (…, count, size)."""
         return hidden[..., None, :] + nn.functional.silu(torch.einsum("...i,koi->...ko", hidden, self.weight) + self.bias)
 
 
 @dataclass(eq=False, repr=False)
 class MedusaDrafter(ModelDrafter):
-    """The drafter of one sequence. `column`: which of the layers that the target shows is read. `head`: the
-    target's output embedding. `keys`: of its ids, for noise.
+    """The drafter of Medusa's heads for one sequence. `column`: the index, among the layers that drafters are shown, of the one
+    to read. `keys`: the noise keys of the target's ids. `head`: the target's output embedding. `view`: the bytes of its ids.
     """
 
     heads: MedusaHeads
@@ -50,7 +50,7 @@ class MedusaDrafter(ModelDrafter):
     _hidden: Tensor | None = None
 
     def take_hidden(self, start: int, hidden: Tensor) -> None:
-        """Take in hidden states, (picks, layers, hidden size), of which the last is that from which the last id was picked."""
+        """Keep the last of these hidden states, (picks, layers, hidden size), from which the last id was picked."""
         self._hidden = hidden[-1, self.column]
 
     @torch.no_grad()

@@ -16,9 +16,9 @@ _NONE = Cost(0, 0.0)
 class Meter:
     """Counts and times of one sequence while it runs.
 
-    `draft_forwards`: forward passes of drafts. `target_replays`: forward passes of the target that were replayed CUDA graphs.
-    `draft_error`: what a draft failed with. `accepted_by_draft`: how many guessed ids of each draft were accepted. `seconds`:
-    by part; a forward pass that sequences share counts for each of them in equal parts.
+    `draft_forwards`: how many forward passes drafts had. `target_replays`: how many of the target's replayed a CUDA graph.
+    `draft_error`: the error of a draft that failed. `accepted_by_draft`: how many guessed ids of each draft were accepted.
+    `seconds`: by part; of a shared forward pass, each sequence has an equal share.
     """
 
     draft_forwards: int = 0
@@ -58,9 +58,9 @@ class Meter:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Note the forward pass in the block as one cost of the guess that is being timed.
+        """Record the block, with its forward pass if it has one, as one cost of the guess that is being timed.
 
-        Its seconds are those of the whole block, times the number of sequences that share the forward pass: as if each of them
+        The cost's seconds are those of the block, times the number of sequences that share the forward pass, as if each of them
         had as much to do.
         """
         self._shared, start = Cost(0, 0.0), self.now()

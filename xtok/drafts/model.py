@@ -34,7 +34,7 @@ class ModelDraft:
         return self._draft.model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelDraft":
-        """Itself: nothing in it changes but parts that are made at their first use."""
+        """The same object, since it never changes, except for parts that are made at their first use."""
         return self
 
     @cached_property
@@ -43,7 +43,7 @@ class ModelDraft:
         return identity_projection(self._target.size, own.size) if self._same else projection(self._target.view, own.view)
 
     def start(self, request: Request) -> Drafter:
-        """A drafter that guesses ids of the target if the draft has the same tokens or the target samples, and else text."""
+        """A drafter for one sequence. It guesses ids if the tokens are the target's or the target samples, else text."""
         model = self._draft
         slot = request.slots.take(model.model)
         if self._same:
@@ -75,5 +75,5 @@ def _own_prompt(tokenizer: Any, request: Request) -> list[int] | None:
     template = {name: value for name, value in request.template.items() if name != "chat_template"}  # which is the target's
     try:
         return chat_ids(tokenizer, request.prompt, template)
-    except Exception:  # templates refuse roles that they don't know, and a draft never spoils a generation
+    except Exception:  # templates refuse unknown roles, and a draft must not make generation fail
         return None

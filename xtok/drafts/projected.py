@@ -1,4 +1,4 @@
-"""A draft model that guesses ids of the target, by its own distribution projected onto the target's vocabulary."""
+"""A drafter that guesses the target's ids, by a draft model's distribution projected onto the target's vocabulary."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,12 +31,12 @@ from xtok.models.roles import DraftModel
 from xtok.sampling.draws import Distribution
 
 _PENDING = 3
-"""How many bytes of an unfinished character there are at most."""
+"""The most bytes of an unfinished character."""
 
 
 @dataclass
 class _Guess(IdPath):
-    """A guess. `draft_ids`: the draft's ids for its last one. `size`: how many ids the draft has read after it."""
+    """A guess. `draft_ids`: the draft's ids for the guess's last id. `size`: how many ids the draft has read after it."""
 
     draft_ids: tuple[int, ...] = ()
     size: int = 0
@@ -44,14 +44,14 @@ class _Guess(IdPath):
 
 @dataclass(eq=False, repr=False)
 class ProjectedDrafter(TreeDrafter):
-    """Guesses what the target is about to pick, in ids with the bytes `target`. Each sequence has its own.
+    """Guesses the target's next ids for one sequence. `target`: the bytes of the target's ids.
 
-    The distribution of each id is the draft's own, shaped by `warpers` and projected onto the target's vocabulary: an id with
-    which several of the draft's tokens begin has the sum of their probabilities. If the target picks greedily, the likeliest
-    guess is the best id of that distribution. If it samples, it is what the target would draw, by its own noise, from that
-    distribution (Daliri, Musco, Suresh 2024, arXiv 2408.07978), and the next ones are what it would draw if the distribution
-    were a little different. If `independent`, guesses are a chain of draws under other noise that carry their distributions,
-    for speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
+    For each id, the draft's distribution is shaped by `warpers` and projected onto the target's vocabulary: an id gets the sum
+    of the probabilities of all draft tokens that begin with it. For a greedy target, the first guess is the likeliest id. For
+    a sampling target, it is what the target's own noise would draw from the projected distribution (Daliri, Musco, Suresh
+    2024, arXiv 2408.07978), and further guesses are what it would draw if the distribution were a little different. If
+    `independent`, a guess is a chain of draws under other noise that carry their distributions, for speculative sampling
+    (Leviathan et al. 2023, Chen et al. 2023).
     """
 
     draft: DraftModel
@@ -64,9 +64,9 @@ class ProjectedDrafter(TreeDrafter):
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """A tree of guesses; a chain if the budget's width is 1, and always of independent draws.
+        """A tree of guesses; a chain if the budget's width is 1 or draws are independent.
 
-        What fails after a first draw is raised in the next round.
+        An error after a first draw is raised in the next round.
         """
         self._raise_failure()
         depth = self.reader.longest(min(budget.depth, budget.longest))
@@ -95,7 +95,7 @@ class ProjectedDrafter(TreeDrafter):
             return [[] for _ in front]
 
     def _read(self, front: list[_Guess]) -> Steps[Tensor]:
-        """The draft's logits after each guess, (guesses, vocabulary). An id of the target may be several of the draft's."""
+        """The draft's logits after each guess, (guesses, vocabulary). One id of the target may be several ids of the draft."""
         tokens, parents, last = list[int](), list[int](), list[int]()
         first = self.reader.branched
         for guess in front:

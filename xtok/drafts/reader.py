@@ -1,4 +1,4 @@
-"""A draft model that reads what the target writes."""
+"""Reads the target's text with a draft model."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ from xtok.models.roles import DraftModel
 
 
 class Reader:
-    """Reads the text of one sequence in the draft's own ids, and gives the draft's logits after them. Of a text that is longer
-    than the draft's window, it reads the most recent part. The time per round doesn't grow with the text.
+    """Reads one sequence's text in the draft's own ids, and gives the draft's logits after them. If the text is longer than the
+    draft's context window, it reads the latest part. The time per round doesn't grow with the text.
     """
 
     def __init__(self, draft: DraftModel, meter: Meter, slot: Slot, prompt: Sequence[int] | None = None) -> None:
@@ -42,18 +42,20 @@ class Reader:
 
     @property
     def branched(self) -> int:
-        """How many nodes the cache slot holds after the text."""
+        """How many nodes of a tree the cache slot holds after the text."""
         return self._slot.branched
 
     def longest(self, guess: int) -> int:
-        """How long a guess may be, at most `guess` tokens, so that half of the window is left for the text."""
+        """How many tokens a guess may have: `guess`, or fewer to leave half of the window for the text."""
         return guess if self._window is None else min(guess, self._window // 2)
 
     def holds(self, tokens: int) -> bool:
         return self._window is None or tokens <= self._window
 
     def read(self, context: Context, guess: int) -> bytes:
-        """Take in the context, leaving room in the window for `guess` ids. Returns the bytes of an unfinished character."""
+        """Encode what is new in the context, leaving room in the window for `guess` ids. Returns the bytes of an unfinished
+        character at its end.
+        """
         with self._meter.timing("align"):
             same, pending = self._follow(context)
             self._held = min(self._held, max(0, same - self._start))
@@ -61,11 +63,13 @@ class Reader:
             return pending
 
     def reads(self, token: int, piece: bytes) -> Sequence[int]:
-        """The draft's own ids for an id of the target with the bytes `piece`; empty if it has none."""
+        """The draft's ids for the target's id `token`, whose bytes are `piece`; empty if it can't write them."""
         return self.ids_of(piece) or () if piece else ()
 
     def ids_of(self, piece: bytes) -> list[int] | None:
-        """The draft's ids for some bytes, if it has any: one with these bytes, else the tokenizer's, else one per byte."""
+        """The draft's ids for some bytes: one with just these bytes, else what the tokenizer gives, else one per byte; None if
+        it can't write them.
+        """
         if piece not in self._ids_of:
             self._ids_of[piece] = self._find_ids(piece)
         return self._ids_of[piece]
@@ -87,7 +91,9 @@ class Reader:
         return next((token for token in own.view.ids_of_bytes(piece) if token < own.size), None)
 
     def _follow(self, context: Context) -> tuple[int, bytes]:
-        """Take in what is new. Returns how many first ids are unchanged, and the bytes of an unfinished character."""
+        """Encode what is new in the context. Returns how many of the first ids are unchanged, and the bytes of an unfinished
+        character at its end.
+        """
         if self._seen is None:
             self._begin = context.prompt_size if self._own_prompt else 0
             self._seen = context.data[: self._begin]
@@ -102,7 +108,7 @@ class Reader:
         return same, self._text.pending
 
     def _move_start(self, guess: int) -> None:
-        """Choose the first id that is read, so that text and guess fit into the window. It moves in steps of half a window."""
+        """Choose the first id to read, so that text and guess fit into the window. It moves in steps of half a window."""
         if self._window is None:
             return
         room = max(1, self._window - guess)
@@ -127,7 +133,7 @@ class Reader:
         return logits
 
     def branch(self, tokens: list[int], parents: list[int]) -> Steps[Tensor]:
-        """The draft's logits after further tokens, nodes of a tree, (tokens, vocabulary). `parents` are as for `Ask`."""
+        """The draft's logits after each of `tokens`, new nodes of a tree, (tokens, vocabulary). `parents`: as for `Ask`."""
         return self._forward(Ask(self._slot, tokens, len(tokens), parents))
 
     def take_back(self) -> None:
@@ -149,7 +155,7 @@ class IdReader(Reader):
         self._shown = list[int]()
 
     def reads(self, token: int, piece: bytes) -> Sequence[int]:
-        """The id itself; empty if the model lacks it or ends its text with it."""
+        """The id itself; empty if the draft lacks it, or takes it for the end of a text."""
         return (token,) if token < self._draft.vocabulary.size and token not in self._draft.vocabulary.ends else ()
 
     def _follow(self, context: Context) -> tuple[int, bytes]:

@@ -3,16 +3,16 @@
 from itertools import islice
 
 _LEVELS = 16
-"""For how many of the repeated ends, the longest first, the latest occurrence is kept; for others it may be an older one."""
+"""For how many repeated ends of the text, longest first, the latest occurrence is kept; for others it may be an older one."""
 _STEPS = 64
-"""How many of them are searched for followers: a text that repeats itself has as many as it has ids."""
+"""How many repeated ends are searched for followers: a text that repeats itself has as many as it has ids."""
 
 
 class Repeats:
     """A suffix automaton of ids that are appended one by one (Blumer et al. 1985, Theoretical Computer Science 40).
 
-    Law: `followers` are the ids that followed earlier occurrences of the text's ends, those of the longest ends first; of
-    equally long ones, the latest first. An append or a look-up takes as long for any length of text.
+    Law: `followers` are the ids that followed earlier occurrences of the text's ends, those of the longest ends first, and
+    among equally long ones the latest first. The time of an append or a lookup doesn't depend on the text's length.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class Repeats:
         self._refresh(before, token)
 
     def followers(self, count: int, ahead: int | None = None) -> list[tuple[int, int]]:
-        """At most `count` positions with different ids, each with how many ids before it agree with the end of the text, to
-        which `ahead` counts, if it is given.
+        """At most `count` positions with different ids, each with how many ids before it agree with the end of the text.
+        `ahead`: one more id, which counts as the text's last.
         """
         found: dict[int, tuple[int, int]] = {}
         state = self._link[self._last]
@@ -51,8 +51,8 @@ class Repeats:
         return list(found.values())[:count]
 
     def continuation(self, position: int, longest: int, ahead: int | None = None) -> list[int]:
-        """The `longest` ids from a position on. After the end of the text (and the id `ahead`), they start again at the
-        position: what repeats itself is taken to go on repeating.
+        """The `longest` ids from `position` on. Where the text (and the id `ahead`) ends, they start again at `position`: a
+        repetition is taken to go on.
         """
         found = self.ids[position : position + longest]
         if ahead is not None and len(found) < longest:
@@ -68,7 +68,7 @@ class Repeats:
         return len(self._next) - 1
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest end that occurred before, which may have to be split off from another."""
+        """The state of the longest end that occurred before. It may have to be split off from another state."""
         whole = self._next[state][token]
         if self._length[whole] == self._length[state] + 1:
             return whole

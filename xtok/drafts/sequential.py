@@ -26,11 +26,11 @@ HEAD_DIM = 64
 
 
 class StateHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call, unused-ignore]
-    """What reads pairs: a hidden state of the target, and the id that was picked from it. After each pair it gives logits of
-    the next id, and a state that takes the place of the target's hidden state if that id is only guessed.
+    """The base of sequential heads. They read pairs of a hidden state of the target and the id that was picked from it. After
+    each pair they give logits for the next id, and a state that stands in for the target's hidden state while that id is only
+    guessed.
 
-    `ids`: the target's id of each id that it has logits for, (ids,), int64. `window`: of how many of the most recent positions
-    hidden states are kept for it.
+    `ids`: the target's ids for which there are logits, (ids,), int64. `window`: how many of the latest positions they see.
     """
 
     _supports_sdpa = True
@@ -39,11 +39,11 @@ class StateHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
     model: Any
 
     def fused(self, hidden: Tensor) -> Tensor:
-        """The state of each of the target's hidden states, (…, layers, hidden size): (…, size)."""
+        """Fuse the target's hidden states of several layers, (…, layers, hidden size), into one state each, (…, size)."""
         raise NotImplementedError
 
     def pairs(self, ids: Tensor, states: Tensor) -> Tensor:
-        """What the layer reads of pairs of `ids`, (rows, new), and `states`, (rows, new, size)."""
+        """The layer's input for pairs of `ids`, (rows, new), and `states`, (rows, new, size)."""
         raise NotImplementedError
 
     def logits_after(self, states: Tensor) -> Tensor:
@@ -51,14 +51,14 @@ class StateHeads(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
         raise NotImplementedError
 
     def step(self, ids: Tensor, states: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
-        """The states after pairs, (rows, new, size), and the cache. `inputs`: the layer's others."""
+        """The states after pairs, (rows, new, size), and the KV cache. `inputs`: the layer's other inputs."""
         output = self.model(inputs_embeds=self.pairs(ids, states), **inputs)
         return output.last_hidden_state, getattr(output, CACHE, None)
 
     def forward(
         self, input_ids: Tensor, states: Tensor | None = None, *, logits_to_keep: int = 0, **inputs: Any
     ) -> CausalLMOutputWithPast:
-        """As a causal LM, of which `hidden_states` are the states. `states`: zeros if left out."""
+        """The forward pass of a causal LM, with the states as its `hidden_states`. `states`: zeros if left out."""
         for name in ("output_hidden_states", "return_dict"):
             inputs.pop(name, None)
         if states is None:
@@ -73,16 +73,18 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
     """A decoder layer on the target's hidden states (as in EAGLE, Li et al. 2024, arXiv 2401.15077, and EAGLE-3, 2025, arXiv
     2503.01840), as xtok trains it.
 
-    Hidden states of several layers are fused into one. Embeddings of ids are the target's, and logits are made by the rows of
-    its output embedding for `ids`, the ids that it writes most. A window of positions is seen, as many as in training.
+    Hidden states of several layers are fused into one. Input embeddings are the target's. Logits are made by the rows of its
+    output embedding for `ids`, the ids that it writes most. The heads see a window of positions, as many as in training.
 
-    `scales`, (layers,): what brings the hidden states of each layer to about the same size.
+    `scales`, (layers,): factors that bring the hidden states of all layers to about the same size.
     """
 
     config_class = MistralConfig
 
     def __init__(self, config: MistralConfig, layers: int, embedding: nn.Module, output: nn.Module, ids: Tensor) -> None:
-        """`layers`: of how many layers hidden states are read. `embedding`, `output`: the target's. `ids`: (ids,), int64."""
+        """`layers`: how many layers' hidden states are read. `embedding`, `output`: the target's input and output embeddings.
+        `ids`: (ids,), int64.
+        """
         super().__init__(config)
         size, hidden = config.hidden_size, int(output.in_features)  # type: ignore[arg-type]
         self.fuse = nn.Linear(layers * hidden, size, bias=False)
@@ -117,7 +119,7 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
         return self.mix(torch.cat([self.norm_id(embedded), self.norm_state(states)], dim=-1))  # type: ignore[no-any-return]
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Logits of `ids`, (…, ids), by last hidden states of the target as `self.out` predicts them."""
+        """Logits of `ids`, (…, ids), from last hidden states of the target, as `self.out` predicts them."""
         if self._rows is None:
             logits: Tensor = self._targets[1](hidden)
             return logits[..., self.ids.to(logits.device)]
@@ -139,8 +141,8 @@ def _rows(output: Any, ids: Tensor) -> tuple[Tensor, ...] | None:
 
 
 def sequential_config(ids: int, size: int, inner: int, heads: int, groups: int, window: int) -> MistralConfig:
-    """The configuration of the layer. `ids`: how many ids there are logits for. `groups`: how many heads have keys and values.
-    `window`: of how many positions are seen.
+    """The configuration of the layer. `ids`: how many ids have logits. `size`: the hidden size. `inner`: the MLP's size.
+    `heads`, `groups`: how many attention heads and key-value heads there are. `window`: how many positions the layer sees.
     """
     return MistralConfig(
         vocab_size=ids,
@@ -172,8 +174,8 @@ Made = TypeVar("Made", bound=StateHeads)
 
 
 def built(make: Callable[[], Made], tensors: Mapping[str, Tensor], model: PreTrainedModel) -> Made:
-    """What `make` makes, with these tensors, on the device and in the dtype of a target. Raises `ValueError` if they have other
-    names or shapes, before it takes memory for more.
+    """The module that `make` makes, with these tensors, on the device and in the dtype of a target. Raises `ValueError` if the
+    tensors have other names or shapes, before it allocates memory.
     """
     with torch.device("meta"):  # draws nothing from the caller's generator
         made: Any = make()
@@ -189,22 +191,23 @@ def built(make: Callable[[], Made], tensors: Mapping[str, Tensor], model: PreTra
 
 
 def checked_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
-    """Ids of a target, int64. Raises `ValueError` unless they are different ids that it reads and has logits for."""
+    """`ids` as int64. Raises `ValueError` unless they are distinct ids that the target reads and has logits for."""
     size = min(vocabulary_size(model), ids_read(model))
     if ids.dim() != 1 or ids.is_floating_point() or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size:
         raise ValueError(f"its ids aren't all from 0 to {size - 1:,}")
     if len(set(ids.tolist())) < len(ids):
-        raise ValueError("some of its ids are there twice")
+        raise ValueError("some of its ids occur twice")
     return ids.long()
 
 
 @dataclass(eq=False, repr=False)
 class SequentialDrafter(TreeDrafter):
-    """The drafter of one sequence. `columns`: which of the layers that the target shows are read. `keys`: of the target's ids,
-    for noise. `independent`: guesses are draws of noise of their own, with their distributions, for speculative sampling.
+    """The drafter of sequential heads for one sequence. `slot`: its cache slot in the heads. `columns`: the indices, among the
+    layers that drafters are shown, of those to read. `keys`: the noise keys of the target's ids. `independent`: guesses are
+    draws under other noise, with their distributions, for speculative sampling.
 
-    The slot in the heads holds the pairs of the ids from `_start` on, and while a tree grows those of its nodes. `_hidden`: of
-    the pairs that are yet to be read, (pairs, layers, hidden size). `_states`: after the last pair, and after each node.
+    The slot holds the pairs of the ids from `_start` on, and those of a tree's nodes while it grows. `_hidden`: the hidden
+    states of pairs that are yet to be read, (pairs, layers, hidden size). `_states`: after the last pair, and after each node.
     """
 
     heads: StateHeads
@@ -220,9 +223,9 @@ class SequentialDrafter(TreeDrafter):
     _states: list[Tensor] = field(default_factory=list)
 
     def take_hidden(self, start: int, hidden: Tensor) -> None:
-        """Take in the hidden states, (picks, layers, hidden size), from which the ids from `start` on were picked.
+        """Keep the hidden states, (picks, layers, hidden size), from which the ids from `start` on were picked.
 
-        Of a longer text than the window the most recent part is kept.
+        If there are more than the window has positions, the latest are kept.
         """
         hidden = hidden[:, list(self.columns)]
         self.slot.roll_back(self.slot.length)  # ends the tree
@@ -239,17 +242,17 @@ class SequentialDrafter(TreeDrafter):
             self._restart(start + len(hidden) - len(self._hidden), self._hidden)
 
     def _restart(self, start: int, hidden: Tensor) -> None:
-        """Forget what was read. `hidden`: of the ids from `start` on."""
+        """Forget what was read, and start with the `hidden` states of the ids from `start` on."""
         self.slot.start_anew()
         dropped = max(0, len(hidden) - self.heads.window)
         self._start, self._hidden = start + dropped, hidden[dropped:]
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """A tree of the likeliest guesses; a chain if the budget's width is 1, and always of independent draws. There are no
-        guesses as long as no hidden state is known.
+        """A tree of the likeliest guesses; a chain if the budget's width is 1 or draws are independent; empty while no hidden
+        state is known.
 
-        What fails after a first draw is raised in the next round.
+        An error after a first draw is raised in the next round.
         """
         self._raise_failure()
         ids = context.ids[self._start + self.slot.length :]

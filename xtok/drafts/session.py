@@ -1,4 +1,4 @@
-"""Drafting for one sequence: which drafters are asked, how their guesses are merged, and what became of them."""
+"""Drafting for one sequence: asks drafters, merges their guesses, and keeps track of what became of them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,20 +22,20 @@ from xtok.sampling.noise import Noise
 
 
 class Session:
-    """The drafters of one sequence, one of each draft. It knows no target, and reads no clock but for its own forward passes.
+    """The drafters of one sequence, one for each draft. It doesn't use the target, and only times its own forward passes.
 
-    It has its own copy of what is committed, and drafters are shown that: nothing that is committed is ever read from one.
-    The policy holds what drafts cost and gain, in this sequence and others. A drafter that can't be made, or raises, is
-    reported once, by a `DraftFailedWarning`, and not asked again.
+    Drafters are shown the session's own copy of the committed ids, so they can't change what is committed. The policy holds
+    what drafts cost and gain, in this sequence and others. If a drafter can't be made, or raises, it is reported once, by a
+    `DraftFailedWarning`, and not asked again.
 
-    A carried token (a pick that is left to the next round, which is likely to make it again) is guessed first, by no draft.
-    What drafts guess comes after it, and is judged only if it was right.
+    A carried token (a pick that was left to the next round, which will probably make it again) comes first in the tree, and
+    the drafts' guesses come after it. They are judged only if it is confirmed.
     """
 
     def __init__(
         self, drafts: Sequence[Draft], request: Request, policy: Policy, prompt: Sequence[int], noise: Noise | None = None
     ) -> None:
-        """`prompt`: the target's ids, without padding. `noise`: that under which the target picks; None if it is greedy."""
+        """`prompt`: the target's ids, without padding. `noise`: the noise under which the target samples; None if greedy."""
         self._meter = request.meter
         self._size = request.vocabulary.size
         self.policy = policy
@@ -58,15 +58,15 @@ class Session:
         try:
             drafter = draft.start(request)
             if not callable(getattr(drafter, "propose", None)):
-                raise InvalidInputError(f"start gave {drafter!r}; it must give a drafter, with propose(context, budget).")
+                raise InvalidInputError(f"start returned {drafter!r}; it must return a drafter, with propose(context, budget).")
             self._drafters[-1] = drafter
         except Exception as error:
             self._fails(len(self._drafters) - 1, error)
 
     def extend(self, ids: Sequence[int], hidden: Tensor | None = None, carried: int | None = None) -> None:
-        """Take in what was committed since. `carried`: the carried token, if there is one. `hidden`: the target's hidden states
-        from which it picked the last ids, that token included: those of `ids`, and what is known of the prompt's before them,
-        (picks, layers, hidden size). They are shown to drafters that have `take_hidden`.
+        """Add newly committed `ids`. `carried`: the carried token, if there is one. `hidden`: the target's hidden states from
+        which the last ids were picked, (picks, layers, hidden size): those for `ids` and the carried token, after what is known
+        of the prompt's. They are passed to drafters that have `take_hidden`.
         """
         for token in ids:
             self._text.append(token)
@@ -80,8 +80,8 @@ class Session:
                     self._fails(draft, error)
 
     def learn(self, ids: Sequence[int], logits: Tensor) -> None:
-        """Show drafters that have `learn`, and were asked, the `logits`, (ids, vocabulary), after `ids`: the last committed one
-        and each guessed one.
+        """Pass the target's `logits`, (ids, vocabulary), after `ids`, which are the last committed id and all guessed ones, to
+        drafters that were asked and have `learn`.
         """
         for draft, drafter in enumerate(self._drafters):
             is_left_alone = self._guessed is not None and self.proposals[draft].tree is None
@@ -92,10 +92,10 @@ class Session:
                     self._fails(draft, error)
 
     def propose(self, limit: Budget, batch: Batch | None = None, unread: int = 1, *, chained: bool = False) -> Steps[Tree]:
-        """A tree of what the drafters guess that are worth asking; a chain if the limit's width is 1.
+        """A tree of the guesses of all drafters that are worth asking; a chain if the limit's width is 1.
 
-        `batch`: the sequences of the round; None for this one alone. `unread`: how many committed ids are forwarded with it.
-        `chained`: drafts may guess trees, and of what those make together the likeliest path alone is kept.
+        `batch`: the sequences of the round; None for this one alone. `unread`: how many committed ids the target forwards with
+        the guess. `chained`: keep only the likeliest path of the merged tree.
         """
         batch = batch or Batch()
         self._first = self._carried if batch.guesses else None
@@ -129,24 +129,24 @@ class Session:
         return Context([*ids, self._first], text.data + piece, text.prompt_size, controls, self._noise)
 
     def _whole(self, tree: Tree) -> Tree:
-        """A guess with the carried token before it, if there is one."""
+        """The tree with the carried token before it, if there is one."""
         return tree if self._first is None else tree.prefixed(self._first)
 
     def sources(self, tree: Tree) -> tuple[int | None, ...]:
-        """Which draft guessed each node, the cheapest of several; None for a carried token."""
+        """The index of the draft that guessed each node, the cheapest if several did; None for a carried token."""
         first = int(self._first is not None)
         owners = {first + node: draft for draft, one in enumerate(self.proposals) for node in one.own}
         return tuple(owners.get(node) for node in range(len(tree)))
 
     def offer(self) -> list[float] | None:
-        """How probable the nodes of the latest guess are believed to be, falling; None unless the budget goes by costs."""
+        """The corrected probabilities of the latest guess's nodes, in descending order; None unless the schedule is "cost"."""
         if self._guessed is None or self._guessed[0].schedule != "cost":
             return None
         probabilities = sorted(self._believed(self._guessed[1]), reverse=True)
         return probabilities if self._first is None else [CARRIED, *(CARRIED * probability for probability in probabilities)]
 
     def cut(self, nodes: int) -> Tree:
-        """Cut the latest guess to its likeliest nodes, so many at most."""
+        """Cut the latest guess to its likeliest nodes, at most `nodes` of them."""
         assert self._guessed is not None
         limit, tree = self._guessed
         nodes, is_left = nodes - (self._first is not None), nodes > 0
@@ -156,21 +156,21 @@ class Session:
         return self._whole(self._guessed[1]) if is_left else Tree()
 
     def _of(self, tree: Tree, nodes: list[int]) -> Tree:
-        """The tree of some nodes, in that order. They stay those of the drafts that guessed them."""
+        """The tree of some nodes, in that order. Keeps track of which drafts guessed them."""
         self.proposals = [
             replace(one, own=frozenset(i for i, node in enumerate(nodes) if node in one.own)) for one in self.proposals
         ]
         return tree.subset(nodes)
 
     def _believed(self, tree: Tree) -> list[float]:
-        """How probable each node is believed to be: of a guess that stands alone, by its draft's account."""
+        """The corrected probability of each node. If only one draft guessed, its own calibration corrects them."""
         alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
         return self.policy.probabilities(alone[0], tree) if len(alone) == 1 else list(tree.probabilities)
 
     def outcome(self, rows: float) -> Outcome:
-        """What became of the round's guess, now that ids came by `extend`. The policy learns from those of all sequences.
+        """What became of the round's guess, after `extend`. The policy learns from the outcomes of all sequences.
 
-        `rows`: how many the sequence had in the target's forward pass.
+        `rows`: how many rows the sequence had in the target's forward pass.
         """
         committed, picks = self._committed, len(self._committed)
         if self._guessed is None:
@@ -190,14 +190,14 @@ class Session:
         return Outcome(rows, picks, drafting, proposals, block, path, self.policy.drafts)
 
     def _adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
-        """Apply the heuristic schedule to each draft that guessed: `block` was committed. `depth`: what each begins with."""
+        """Apply the heuristic schedule to each draft that guessed. `depth`: the first depth. `block`: what was committed."""
         for draft, one in zip(self.policy.drafts, proposals, strict=True):
             if one.tree:
                 full = len(one.tree.path_of(block)) == one.tree.depth
                 draft.depth = max(1, (draft.depth or depth) + (2 if full else -1))
 
     def close(self) -> None:
-        """Show the whole text to drafters that have `ends`, and let go of all, and of what they hold."""
+        """Pass the whole text to drafters that have `ends`, and release all drafters."""
         for draft, drafter in enumerate(self._drafters):
             if callable(ends := getattr(drafter, "ends", None)):
                 try:
@@ -207,7 +207,7 @@ class Session:
         self._drafters = [None for _ in self._drafters]
 
     def _own(self, draft: int, limit: Budget, sure: float, batch: Batch) -> Budget | None:
-        """The limit of one draft; None if it isn't to be asked."""
+        """The budget of one draft for this round; None if it isn't to be asked."""
         if limit.schedule == "heuristic":
             return replace(limit, depth=self.policy.drafts[draft].depth or limit.depth)
         if limit.schedule == "constant":
@@ -217,7 +217,7 @@ class Session:
         return DraftBudget.of(limit, self.policy, self.policy.drafts[draft], batch, self._unread, sure)
 
     def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Steps[Proposal]:
-        """A guess, as far as it can be verified."""
+        """Ask a drafter. Its guess is cut to what can be verified."""
         drafted, first = list[Cost](), draft not in self._asked
         self._asked.add(draft)
         try:
@@ -235,7 +235,7 @@ class Session:
         return Proposal(tree, sure, drafted, took.seconds - sum(one.share for one in drafted), first)
 
     def _fitted(self, draft: int, context: Context, tree: Tree, longest: int) -> Tree:
-        """A guess of a draft, fitted by other drafters that have `fit`: those of a format."""
+        """A draft's guess, fitted to the format by other drafters that have `fit`."""
         for other, drafter in enumerate(self._drafters):
             if other != draft and callable(fit := getattr(drafter, "fit", None)):
                 try:
@@ -247,12 +247,12 @@ class Session:
     def _fails(self, draft: int, error: Exception) -> Proposal:
         self._drafters[draft] = None
         self._meter.draft_error = f"{type(error).__name__}: {error}"
-        message = f"The draft failed ({self._meter.draft_error}). The rest of this text comes without it."
+        message = f"The draft failed ({self._meter.draft_error}). The rest of this text is generated without it."
         warn(message, DraftFailedWarning)
         return Proposal()
 
     def _merged(self, limit: Budget, sequences: int) -> Tree:
-        """One tree of all guesses. A guess that stands alone stays as it is."""
+        """All guesses, merged into one tree. If there is only one guess, it stays as it is."""
         guessed = [(draft, one.tree) for draft in self.policy.cheapest_first() if (one := self.proposals[draft]).tree]
         if len(guessed) < 2:
             for draft, tree in guessed:
@@ -277,13 +277,15 @@ class Session:
 
 
 def _sound(tree: Tree) -> Tree:
-    """A tree of whole numbers and of probabilities, whatever a drafter made it of. Raises if that can't be."""
+    """A drafter's tree, converted to plain numbers. Raises `InvalidInputError` or another error for what is no valid tree."""
     if not isinstance(tree, Tree):
-        raise InvalidInputError(f"propose gave {tree!r}; it must give a Tree, as xtok.chain makes one of ids.")
+        raise InvalidInputError(f"propose returned {tree!r}; it must return a Tree, such as xtok.chain(ids).")
     given = [float(probability) for probability in tree.probabilities]
     probabilities = tuple(min(1.0, max(0.0, probability)) for probability in given)
     if any(map(isnan, given)):
-        raise InvalidInputError(f"A probability of a tree is {tree.probabilities!r}; give probabilities.")
+        raise InvalidInputError(
+            f"The probabilities of a tree are {tree.probabilities!r}, and some are NaN. Give numbers from 0 to 1."
+        )
     guess = tree.guess if isinstance(tree.guess, bytes) else b""
     distributions = tree.distributions if isinstance(tree.distributions, tuple) else ()
     if not all(isinstance(one, Distribution) for one in distributions):

@@ -14,9 +14,10 @@ CARRIED = 0.98
 class Tree:
     """Guessed continuations of a context. A node is one id; its parent is an earlier node, or -1 for the context itself.
 
-    `tokens`: the target's id of each node. `guess`: the bytes that the drafter believes to be likeliest; only measurements use
-    it. `probabilities`: how probable the drafter believes it to be that the target picks each node and all nodes above it;
-    empty if it doesn't say. `distributions`: what each node was drawn from, if the tree is a chain of random draws; else empty.
+    `tokens`, `parents`: the target's id of each node, and its parent. `guess`: the bytes of the text that the drafter believes
+    to be likeliest; only benchmarks use them. `probabilities`: for each node, the probability that the target picks it and all
+    its ancestors, as the drafter estimates it; empty if it doesn't. `distributions`: what each node was drawn from, if the tree
+    is a chain of random draws; else empty.
     """
 
     tokens: tuple[int, ...] = ()
@@ -45,7 +46,7 @@ class Tree:
         return next((i for i, pair in enumerate(pairs) if pair == (node, token)), None)
 
     def children(self, node: int) -> list[int]:
-        """The ids that are guessed after `node`; -1 is the context."""
+        """The ids that are guessed after `node`, or after the context if that is -1."""
         return [token for parent, token in zip(self.parents, self.tokens, strict=True) if parent == node]
 
     def path_of(self, tokens: Iterable[int]) -> list[int]:
@@ -65,7 +66,7 @@ class Tree:
         return found - {node}
 
     def likeliest_path(self, longest: int) -> list[int]:
-        """The nodes on the way from the context through each node's likeliest child, `longest` of them at most."""
+        """The nodes of the path that starts at the context and takes the likeliest child of each node: `longest` at most."""
         path: list[int] = []
         while len(path) < longest:
             children = [i for i, parent in enumerate(self.parents) if parent == (path[-1] if path else -1)]
@@ -79,7 +80,7 @@ class Tree:
         return self.subset([node for node, depth in enumerate(self._depths()) if depth <= longest])
 
     def likeliest(self, nodes: int) -> "Tree":
-        """The tree of the likeliest nodes, so many at most; of the first ones if it has no probabilities."""
+        """The tree of the likeliest nodes, `nodes` of them at most; of the first ones if it has no probabilities."""
         if len(self) <= nodes:
             return self
         probabilities = list(self.probabilities or [1.0] * len(self))
@@ -88,13 +89,13 @@ class Tree:
         return self.subset(sorted(sorted(range(len(self)), key=lambda node: -probabilities[node])[:nodes]))
 
     def prefixed(self, token: int) -> "Tree":
-        """The tree that begins with `token`, a carried token, and goes on as this one."""
+        """The same tree after a new first node, which guesses `token`, a carried token."""
         believed = [CARRIED, *(CARRIED * one for one in self.probabilities)] if self.probabilities or not self.tokens else []
         return Tree((token, *self.tokens), (-1, *(1 + parent for parent in self.parents)), self.guess, (), tuple(believed))
 
     @property
     def leading_chain(self) -> int:
-        """How many of the first nodes are a chain from the context on."""
+        """How many of the first nodes form a chain that starts at the context."""
         return next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self))
 
     @property
@@ -108,7 +109,7 @@ class Tree:
         return depths
 
     def subset(self, nodes: list[int]) -> "Tree":
-        """The tree of some nodes, in that order. The parent of each must be among them, before it."""
+        """The tree of these nodes, in this order. The list must name each node's parent before the node."""
         index = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         tokens = tuple(self.tokens[node] for node in nodes)
         parents = tuple(index[self.parents[node]] for node in nodes)
@@ -119,7 +120,9 @@ class Tree:
 def chain(
     tokens: Iterable[int], guess: bytes = b"", distributions: Sequence[Distribution] = (), probabilities: Sequence[float] = ()
 ) -> Tree:
-    """A tree without branches: each of `tokens`, the target's ids, follows the one before it. Raises `InvalidInputError`."""
+    """A tree without branches: each of `tokens`, the target's ids, follows the one before it. Arguments are fields of `Tree`.
+    Raises `InvalidInputError` if they don't fit together.
+    """
     try:
         ids, drawn, given = tuple(tokens), tuple(distributions), tuple(probabilities)
     except TypeError as error:
@@ -131,7 +134,7 @@ def chain(
 
 
 class Trie:
-    """Collects guesses, and merges those that begin alike: a node has the probability of all guesses that go through it.
+    """Collects guesses and merges their common prefixes: a node has the probability of all guesses that go through it.
 
     Law: a node's probability is at most its parent's, so the likeliest nodes are a tree. `owners`: the source of each node.
     """
@@ -144,7 +147,7 @@ class Trie:
         self.owners: list[int] = []
 
     def add(self, tokens: Iterable[int], probability: float) -> None:
-        """Add a guess. Guesses that are added exclude each other: their probabilities are summed up."""
+        """Add a guess. Guesses that are added are taken to be mutually exclusive: their probabilities are summed."""
         node = -1
         for token in tokens:
             node = self._child(node, token, 0)
@@ -162,7 +165,9 @@ class Trie:
             self.probabilities[node] = min(probability, above)
 
     def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
-        """The likeliest nodes, in ascending order. `count` is given all probabilities, falling, and says how many to keep."""
+        """The likeliest nodes, in ascending order. `count` takes all probabilities, in descending order, and says how many to
+        keep.
+        """
         ranked = sorted(range(len(self.probabilities)), key=lambda node: -self.probabilities[node])
         return sorted(ranked[: count([self.probabilities[node] for node in ranked])])
 

@@ -1,4 +1,4 @@
-"""A model and its cache: loading, trying out what it can do, forwarding, rolling back.
+"""A model and its KV cache: loading it, trying what it can do, forwarding, and rolling back.
 
-Nothing here knows who guesses, or how ids are picked.
+Nothing here knows what guesses, or how ids are picked.
 """

@@ -1,4 +1,4 @@
-"""transformers' KV caches, and what a model's configuration and weights say of it."""
+"""transformers' KV caches, and facts about a model that its configuration and weights tell."""
 
 import inspect
 from collections.abc import Sequence
@@ -29,21 +29,22 @@ def layers_of(cache: Cache) -> list[Any]:
 
 
 def record_past(cache: Cache) -> None:
-    """Let layers with a window remember what a roll-back may need. Recurrent ones would remember too little."""
+    """Let layers with a sliding window keep what a roll-back may need. Recurrent ones would keep too little."""
     for layer in layers_of(cache):
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.activate_past_recording()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def layer_kinds(model: PreTrainedModel) -> list[str]:
-    """The kinds of a model's layers, as its configuration and its masks name them; one without a name if it names none."""
+    """The kinds of a model's layers, as its configuration and masks name them; one with an empty name if it names none."""
     return list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""])
 
 
 def stacked(outputs: Any, layers: Sequence[int]) -> Tensor:
-    """The hidden states after some layers, (rows, ids, layers, hidden size): 0 for the embeddings, -1 for what makes logits.
+    """The hidden states after some layers, (rows, ids, layers, hidden size). Layer 0 is the embeddings, and -1 the states from
+    which logits are made.
 
-    Raises `UnsupportedModelError` for the outputs of a model that doesn't return hidden states.
+    Raises `UnsupportedModelError` if the outputs have no hidden states.
     """
     if not outputs.hidden_states:
         raise UnsupportedModelError("The target returns no hidden states, which heads guess from. Use another draft.")
@@ -58,40 +59,40 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def context_window(model: PreTrainedModel) -> int | None:
-    """How many positions `model` was made for; None if its configuration doesn't say."""
+    """The context window of `model`, in positions; None if its configuration doesn't say."""
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
     return next((int(size) for name in names if (size := getattr(config, name, None))), None)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """How many ids `model` has logits for, those without a token included."""
+    """How many ids `model` has logits for, including ids for which the tokenizer has no token."""
     head = output_embeddings(model)  # a quantised one's weights have shapes of their own
     return int(getattr(head, "out_features", None) or model.config.get_text_config(decoder=True).vocab_size)
 
 
 def end_ids(model: PreTrainedModel) -> list[int]:
-    """The ids that end a text, by the generation configuration of `model`."""
+    """The ids that end a text, by the generation config of `model`; empty if there are none."""
     ends = model.generation_config.eos_token_id
     return [] if ends is None else [int(end) for end in (ends if isinstance(ends, list) else [ends])]
 
 
 def weights(model: PreTrainedModel) -> int:
-    """How many weights `model` has, 1 at least."""
+    """How many parameters `model` has, but at least 1."""
     return max(1, sum(weight.numel() for weight in model.parameters()))
 
 
 def output_embeddings(model: Any) -> Any:
-    """What makes logits of a model's last hidden states; None if it has no such module."""
+    """The module that makes logits from a model's last hidden states; None if it has none."""
     return model.get_output_embeddings()
 
 
 def supports_logits_to_keep(model: Any) -> bool:
-    """Whether `model` can leave out the logits of all but the last positions."""
+    """Whether `model` can compute the logits of the last positions alone (`logits_to_keep`)."""
     return bool(model._supports_logits_to_keep())
 
 
 def ids_read(model: PreTrainedModel) -> int:
-    """How many ids `model` can read, those without a token included."""
+    """How many ids `model` has input embeddings for, including ids for which the tokenizer has no token."""
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     return int(rows or model.config.get_text_config(decoder=True).vocab_size)

@@ -17,8 +17,7 @@ from xtok.models.shared_cache import SharedCache
 from xtok.models.traits import Traits
 
 _SNAPSHOTS = 16
-"""How many states a recurrent draft keeps: those of two rounds, since it may read in one what it reads otherwise in the next.
-"""
+"""How many states a recurrent draft keeps: those of two rounds, since the next round may replace what one round read."""
 
 
 class CacheSet:
@@ -32,9 +31,9 @@ class CacheSet:
         captures: bool = False,
         keeps: bool = False,
     ) -> None:
-        """`rows`: how many sequences there will be at a time. `capacity`: rows × positions that the cache of each model may
-        have; None for any number. `captures`: whether forward passes are captured if a model allows it. `keeps`: whether later
-        sequences may take over what earlier ones read.
+        """`rows`: how many sequences run at a time. `capacity`: how many rows × positions each model's cache may have; None for
+        any number. `captures`: whether to capture CUDA graphs of models that allow it. `keeps`: whether later sequences may
+        take over what earlier ones have in the cache.
         """
         self._rows, self._capacity, self._captures, self.keeps = rows, capacity, captures, keeps
         self._caches: dict[PreTrainedModel, SharedCache] = {}
@@ -68,7 +67,7 @@ class CacheSet:
 
 
 class CachePool:
-    """The cache sets of an instance's calls. If forward passes are captured, a call has an earlier one's set and graphs."""
+    """The cache sets of an instance's calls. If forward passes are captured, calls reuse sets and graphs of earlier ones."""
 
     def __init__(self, *, captures: bool) -> None:
         self._captures = captures
@@ -76,8 +75,8 @@ class CachePool:
 
     @contextmanager
     def lent(self, rows: int, modes: Modes) -> Iterator[CacheSet]:
-        """Caches for a call with so many sequences at a time, given back if the call ends well. A call under autocast has its
-        own, since a cache keeps the precision in which it was made.
+        """Caches for a call with `rows` sequences at a time, which return to the pool if the call ends well. A call under
+        autocast gets new ones, since a cache keeps the precision in which it was made.
         """
         free = [] if modes.autocast else self._free
         try:
@@ -91,12 +90,12 @@ class CachePool:
 
 
 class Slots:
-    """The cache slots of one sequence, one in each model that takes part. `adopts`: whether they may take over what other
-    sequences read.
+    """The cache slots of one sequence, one in each model that runs for it. `adopts`: whether they may take over what other
+    sequences have in the cache.
     """
 
     def __init__(self, caches: CacheSet | None = None, most: int | None = None) -> None:
-        """`most`: how many positions the sequence may have in a model, beside guesses; None for as many as it needs."""
+        """`most`: how many positions the sequence may take in each model, without guesses; None for as many as it needs."""
         self._caches, self._most = caches or CacheSet(), most
         self._taken: list[Slot] = []
         self.adopts = True
@@ -123,7 +122,7 @@ class Slots:
         return slot
 
     def leave(self, *, keep: bool = False) -> None:
-        """Leave them all. `keep`: other sequences may take over what they hold."""
+        """Release all slots. `keep`: whether other sequences may take over what they hold."""
         for slot in self._taken:
             slot.leave(keep=keep)
         self._taken.clear()

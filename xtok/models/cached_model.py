@@ -31,13 +31,13 @@ from xtok.models.traits import layer_windows
 class CachedModel(Slot):
     """A causal LM and its KV cache.
 
-    Law: after each call but `branch` the cache holds exactly the positions of `ids[:length]`, where `ids` is what was forwarded
-    and kept. The nodes of a tree follow those until `keep` or `roll_back` ends it.
+    Law: after each call but `branch`, the cache holds exactly the positions of `ids[:length]`, where `ids` is what was
+    forwarded and kept. After `branch`, the nodes of a tree follow those, until `keep` or `roll_back` ends the tree.
+
     `inputs`: further inputs of the model for the prompt (attention mask, positions), which transformers continues for new ids.
-    `hidden`, with `hidden_layers`: the hidden states after those layers, (ids, layers, hidden size), of what the latest
-    `forward` or `branch` forwarded; None after `prefill`.
-    `prompt`: ids, (1, length), int64, padding included, and the generation's configuration: the first forward pass is its
-    prefill.
+    `hidden_layers`: after which layers `hidden` has the hidden states, (ids, layers, hidden size), of the latest `forward` or
+    `branch`; None after `prefill`. `prompt`: its ids, (1, length), int64, padding included, and the generation config; the
+    first forward pass reads it.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class CachedModel(Slot):
         self._recorded = self.length
 
     def stop_recording(self) -> None:
-        """Leave the cache as transformers leaves it, for it may be handed back."""
+        """Put the cache into the state in which transformers leaves it, since the caller may get it back."""
         for layer in layers_of(self.cache):
             if hasattr(layer, "record_past"):
                 layer.record_past = False
@@ -236,6 +236,6 @@ class CachedModel(Slot):
         self._recorded = 0
 
     def _has_slid(self) -> bool:
-        """Whether some layer's window has moved past positions that a deeper roll-back would need again."""
+        """Whether some layer's window has dropped positions that a further roll-back would need."""
         layers = (layer for layer in layers_of(self.cache) if getattr(layer, "is_sliding", False))
         return any(layer.get_seq_length() >= layer.sliding_window for layer in layers)

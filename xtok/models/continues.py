@@ -1,4 +1,4 @@
-"""Whether guesses can be checked by a model and taken back from it: what is looked at when it is loaded."""
+"""Checks, when a model is loaded, that guesses can be verified by it and rolled back from its cache."""
 
 from contextlib import suppress
 from copy import deepcopy
@@ -20,12 +20,12 @@ from xtok.models.traits import Verdicts, rolls_back
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The share of what a fault would change that rounding may change."""
+    """How far rounding may change a result, as a share of how far a fault would change it."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
 
 
 def check_rolls_back(model: Any, role: str) -> None:
-    """Raises `UnsupportedModelError` unless the guesses of a round can be taken back from the model's cache."""
+    """Raises `UnsupportedModelError` unless a round's guesses can be rolled back from the model's cache."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model. Use a decoder-only model as {role}.")
@@ -43,11 +43,11 @@ _REMEMBERS = (
 
 
 def check_continues(model: PreTrainedModel, role: str) -> None:
-    """Raises `UnsupportedModelError` unless a text has the same logits forwarded at once, after a cache, and id by id.
+    """Raises `UnsupportedModelError` unless a text has the same logits forwarded at once, in parts after a cache, and id by id.
 
-    Encoders that are loaded as language models look at what follows, too, and so do activations that are quantised by the range
-    of a whole forward pass. Some old models keep no cache. Others keep something beside its layers, which isn't taken back
-    (Qwen4 in transformers before 5.23). Each model is tried once, by four ids; one with recurrent layers by six.
+    Encoders that are loaded as language models also attend to what follows, and so in effect do activations that are quantised
+    by the range of a whole forward pass. Some old models keep no cache. Others keep state outside the cache's layers, which
+    isn't rolled back (Qwen4 in transformers before 5.23). Each model is tried once, with four ids, or six if it is recurrent.
     """
     if (context_window(model) or _TRIED) < _TRIED:
         return
@@ -56,8 +56,8 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
         causal, continues, able, _ = _CONTINUES(model)
     except FloatingPointError as error:
         raise UnsupportedModelError(
-            f"{name} gives logits that are NaN or infinite for the ids {error}, so nothing can be picked from them. Look "
-            f"whether its weights are whole, or load the {role} in bfloat16 or float32 if they overflow in {model.dtype}."
+            f"{name} gives logits that are NaN or infinite for the ids {error}, so nothing can be picked from them. Check "
+            f"that its weights are complete, or load the {role} in bfloat16 or float32 if they overflow in {model.dtype}."
         ) from error
     except Exception as error:
         raise UnsupportedModelError(
@@ -80,7 +80,7 @@ def check_continues(model: PreTrainedModel, role: str) -> None:
 
 
 _TRIED = 4
-"""By how many ids a model is tried."""
+"""With how many ids a model is tried."""
 
 
 class _Trial(NamedTuple):

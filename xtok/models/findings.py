@@ -1,4 +1,4 @@
-"""What was found out about a model by trying, kept in the user's cache folder for the next process."""
+"""Results of trial forward passes of a model, kept in the user's cache folder for later processes."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _SAMPLED = 64
 
 
 def cache_folder() -> Path | None:
-    """The folder of files kept between processes: `XTOK_CACHE`, or xtok in the user's cache folder; None without a home."""
+    """The folder for files kept between processes: `XTOK_CACHE`, or `xtok` in the user's cache folder; None without a home."""
     if named := os.environ.get("XTOK_CACHE"):
         return Path(os.path.expanduser(named))
     if named := os.environ.get("XDG_CACHE_HOME"):
@@ -41,8 +41,8 @@ def cache_folder() -> Path | None:
 
 
 def described(model: PreTrainedModel, state: Sequence[object]) -> str | None:
-    """A digest of all that a model's bits depend on: its configuration and weights, the `state` it is run in, the machine
-    and the libraries. None for a model that runs other code, too.
+    """A digest of all that the bits of a model's logits depend on: its configuration and weights, the `state` in which it runs,
+    the machine and the libraries. None for a model that runs code besides that of its classes.
     """
     if not all(map(_is_known, model.modules())):
         return None
@@ -55,7 +55,7 @@ def described(model: PreTrainedModel, state: Sequence[object]) -> str | None:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether a module runs the code of its class alone, but for hooks of accelerate and transformers."""
+    """Whether a module runs the code of its class alone, apart from hooks of accelerate and transformers."""
     hooks: list[Any] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     libraries = {str(getattr(hook, "__module__", None)).partition(".")[0] for hook in hooks}
     return libraries <= {"accelerate", "transformers"} and ("forward" not in vars(module) or hasattr(module, "_hf_hook"))
@@ -92,13 +92,13 @@ def _weights(model: PreTrainedModel) -> list[Any]:
 
 
 class Findings:
-    """What trials of a model in one state gave, and the small JSON file that keeps it for other processes.
+    """The results of a model's trials in one state, and the small JSON file that keeps them for other processes.
 
-    `agreed`: by rows, ids of each row, and cache positions that are read, whether such a forward pass gave the usual bits.
+    `agreed`: for each (rows, ids per row, cache positions read), whether a forward pass of that shape gave the usual bits.
     `tolerance`: that of `StableShapes`; None until it is measured.
 
-    Each process sees a whole file, the latest that was written. Without a digest there is none; one that can't be used is as
-    good as none.
+    Processes replace the file as a whole, so each reads a complete one. Without a digest there is no file; an unreadable one
+    is ignored.
     """
 
     def __init__(self, digest: str | None) -> None:
@@ -108,7 +108,7 @@ class Findings:
         self.path = None if digest is None or folder is None else folder / "shapes" / f"{digest[:32]}.json"
 
     def load(self) -> bool:
-        """Take in what was written, but what this process found itself. Returns whether there was a file that makes sense."""
+        """Read the file, but keep what this process found itself. Returns whether there was a valid file."""
         try:
             found = json.loads("" if self.path is None else self.path.read_text(encoding="utf-8"))
             agreed, tolerance = {tuple(shape): agrees for *shape, agrees in found["agreed"]}, found["tolerance"]
@@ -123,7 +123,7 @@ class Findings:
         return True
 
     def save(self) -> None:
-        """Replace the file as a whole, with what others had written by now."""
+        """Replace the file, keeping what other processes have written to it meanwhile."""
         if self.path is None:
             return
         self.load()

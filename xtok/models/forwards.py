@@ -1,7 +1,7 @@
 """Sequences ask for forward passes, and models answer: one forward pass for all that wait for the same model.
 
-Whatever guesses or checks is written for one sequence, as a generator. It yields what it wants forwarded and is sent the
-logits, or yields tensors and is sent them as lists: one transfer for all that wait for a device.
+Code that guesses or verifies is written for one sequence, as a generator. It yields an `Ask` for a forward pass and is sent
+the logits, or yields tensors to `Look` at and is sent their numbers: one transfer for all that wait for a device.
 """
 
 import sys
@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 
 
 class Answer(NamedTuple):
-    """What a forward pass says of a sequence.
+    """A forward pass's results for a sequence.
 
-    `logits`: after the last ids, (rows, vocabulary), as many as were requested. `hidden`: the hidden states of all new ids
-    after the layers that the slot shows, (ids, layers, hidden size), if it shows any.
+    `logits`: after the last ids, (rows, vocabulary), as many rows as were requested. `hidden`: the hidden states of all new
+    ids, (ids, layers, hidden size), after the layers that the slot shows; None if it shows none. `cost`: what it took.
     """
 
     logits: Tensor
@@ -32,11 +32,11 @@ class Answer(NamedTuple):
 
 
 class Slot(Protocol):
-    """A sequence's cache slot in a model: what the model keeps of it, and how it is forwarded.
+    """A sequence's cache slot in a model: what the model's cache holds of it, and how it is forwarded.
 
-    `chunk`: how many ids of a prompt are forwarded at once, None for all. `forwards`: how many forward passes it had.
-    `vocabulary`: how many ids the model has logits for. `shares`: whether sequences can share its forward passes. `limit`: how
-    many positions the sequence may have; None for any number. `fixed`: whether forward passes have fixed shapes.
+    `vocabulary`: how many ids the model has logits for. `chunk`: how many ids of a prompt are forwarded at once; None for all.
+    `forwards`: how many forward passes the slot had. `shares`: whether sequences can share forward passes. `limit`: how many
+    positions the sequence may take; None for any number. `fixed`: whether forward passes have fixed shapes.
     """
 
     device: torch.device
@@ -49,20 +49,20 @@ class Slot(Protocol):
 
     @property
     def tolerance(self) -> float:
-        """By how much, in logits, the best id after a node at another index than its depth is to beat the second."""
+        """The margin, in logits, that makes a pick sure after a node whose index isn't its depth, where bits may differ."""
         return 0.0
 
     def takes(self, new: int, prompt: int) -> int:
-        """How many of `new` ids are forwarded next, the first `prompt` of which are of a prompt."""
+        """How many of `new` ids to forward next. The first `prompt` of them belong to a prompt."""
         return new
 
     def guesses(self, new: int) -> int:
-        """How many nodes of a tree can be forwarded after so many new ids."""
+        """How many nodes of a tree can be forwarded together with `new` ids before them."""
         return sys.maxsize
 
     @property
     def server(self) -> Any:
-        """The model that forwards it, with its cache."""
+        """What forwards the slot: a model with its cache."""
 
     @property
     def length(self) -> int:
@@ -76,24 +76,24 @@ class Slot(Protocol):
         """End a tree: keep the nodes of `path`, each the parent of the next and the first a child of -1. Drop the others."""
 
     def roll_back(self, length: int) -> bool:
-        """Take the newest positions back until `length` are left. False, and nothing done, if too much was forgotten."""
+        """Roll back to the first `length` positions. Returns False, and does nothing, if the cache no longer holds enough."""
 
     def start_anew(self) -> None:
         """Forget everything."""
 
     def adopt(self, ids: Sequence[int]) -> int:
-        """Hold as much of the beginning of `ids`, which are to be read, as another sequence has read or is reading, but never
-        all. Returns how many of them; none if that isn't known. For a slot that holds nothing.
+        """Take over the longest prefix of `ids`, which are to be read next, that another sequence has in the cache, but never
+        all of `ids`. Returns its length; 0 if there is none. Only for a slot that holds nothing.
         """
         return 0
 
     def leave(self, *, keep: bool = False) -> None:
-        """Leave the slot to another sequence. `keep`: what it holds may be adopted."""
+        """Release the slot. `keep`: whether other sequences may adopt what it holds."""
 
 
 class Parent(IntEnum):
-    """Instead of a parent's index: `CONTEXT` if the parent is the last of all kept ids, `ALL_BUT_LAST` if it is the one before.
-    In tensors alone: `KEPT` for a new id that is kept, and `PADDING`.
+    """Values in place of a parent's index. `CONTEXT`: the parent is the last kept id. `ALL_BUT_LAST`: it is the one before.
+    Only in tensors: `KEPT` for a new id that is kept, and `PADDING`.
     """
 
     CONTEXT = -1
@@ -103,14 +103,14 @@ class Parent(IntEnum):
 
 
 class Ask(NamedTuple):
-    """What a sequence wants forwarded: `ids` after what its slot holds, of which the last `rows` are to have logits.
+    """A request for a forward pass: `ids` after what the sequence's slot holds, of which the last `rows` get logits.
 
-    `parents`, one for each of the last of them, make those nodes of a tree, which lasts until it is kept or rolled back. A
-    parent is the index of an earlier node, those of earlier forward passes counted, or `Parent.CONTEXT` or
-    `Parent.ALL_BUT_LAST`, which are -1 and -2. A node sees its ancestors alone, and its position is its depth. The ids before
-    those are kept.
+    `parents`: one for each of the last ids, which become nodes of a tree; the ids before them are kept. The tree lasts until it
+    is kept or rolled back. A parent is the index of an earlier node, counted on from earlier forward passes, or
+    `Parent.CONTEXT` or `Parent.ALL_BUT_LAST`, which are -1 and -2. A node sees the context and its ancestors alone, and its
+    position is the context's length plus its depth.
 
-    `states`: (ids, size), what the model reads beside each id, if it does.
+    `states`: what the model reads beside each id, (ids, size); None for models that read ids alone.
     """
 
     slot: Slot
@@ -121,13 +121,13 @@ class Ask(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a sequence wants to look at: numbers of any shapes, on one device."""
+    """A request for the numbers of tensors, of any shapes, on one device."""
 
     parts: Sequence[Tensor]
 
 
 class Looked(NamedTuple):
-    """Those numbers, as lists, and the sequence's share of the seconds that it took."""
+    """The numbers as lists, and the sequence's share of the seconds that the transfer took."""
 
     lists: list[list[Any]]
     seconds: float
@@ -138,9 +138,9 @@ Steps = Generator[Ask | Look, Any, Result]
 
 
 def together(runs: Sequence[Steps[Result]]) -> list[Result]:
-    """Run some sequences side by side to their ends, and give what each returns. They share forward passes and transfers.
+    """Run generators of several sequences together to their ends, sharing forward passes and transfers. Returns their results.
 
-    A forward pass that fails is raised where it was requested.
+    If a forward pass fails, the error is raised inside the generator that asked for it.
     """
     results: dict[int, Result] = {}
     wanted: dict[int, Ask | Look] = {}
@@ -156,7 +156,7 @@ def together(runs: Sequence[Steps[Result]]) -> list[Result]:
 
 
 def _go_on(run: Steps[Any], answer: Answer | Exception | Looked | None) -> tuple[Ask | Look | None, Any]:
-    """What a sequence wants next, or None and what it returns."""
+    """What a generator asks for next, or None and its result."""
     try:
         if isinstance(answer, Exception):
             return run.throw(answer.with_traceback(None)), None
@@ -168,7 +168,7 @@ def _go_on(run: Steps[Any], answer: Answer | Exception | Looked | None) -> tuple
 
 
 def _answers(wanted: dict[int, Ask | Look]) -> dict[int, Answer | Exception | Looked | None]:
-    """Answer those that want to look at numbers; if there are none, all that ask for a forward pass."""
+    """Answer all that look at numbers, or, if there are none, all that ask for a forward pass."""
     looks = {number: want.parts for number, want in wanted.items() if isinstance(want, Look)}
     if not looks:
         return dict(zip(wanted, answered([want for want in wanted.values() if isinstance(want, Ask)]), strict=True))
@@ -187,7 +187,7 @@ def _looked(looks: list[Sequence[Tensor]]) -> list[Looked]:
 
 
 def answered(asks: Sequence[Ask]) -> list[Answer | Exception]:
-    """The answer of each, or the error of its forward pass, if it fails alone, too."""
+    """The answer to each, or the error of its forward pass if that also fails alone."""
     found: dict[int, Answer | Exception] = {}
     for server in {id(ask.slot.server): ask.slot.server for ask in asks}.values():
         for group in server.groups([ask for ask in asks if ask.slot.server is server]):
@@ -196,7 +196,7 @@ def answered(asks: Sequence[Ask]) -> list[Answer | Exception]:
 
 
 def _served(serve: Callable[[Any], Sequence[Any]], wanted: Sequence[Any]) -> list[Any]:
-    """What all are answered together, or, if that fails, each alone: the answer or the error."""
+    """Serve all together, or, if that fails, each alone. Returns answers or errors."""
     try:
         return [*serve(wanted)]
     except Exception as error:

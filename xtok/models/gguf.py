@@ -1,6 +1,6 @@
-"""Models in GGUF files, the format of llama.cpp. transformers reads them; what it would read wrong is mended here, or refused.
+"""Models in GGUF files, the format of llama.cpp. transformers reads them; what it would read wrong is fixed or refused here.
 
-What the values of `tokenizer.ggml.pre` mean is laid down in llama.cpp, src/llama-vocab.cpp.
+llama.cpp's src/llama-vocab.cpp defines what the values of `tokenizer.ggml.pre` mean.
 """
 
 import struct
@@ -22,7 +22,7 @@ _PASS = "Or load it with transformers, check its tokenizer, and pass the pair (m
 _WORDS = frozenset({"gpt-2", "phi-2", "mpt", "olmo"})
 """Values of `pre` for GPT-2's own pattern, which the tokenizer has if transformers knows no other."""
 _DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
-"""Values of `pre` for GPT-2's own pattern after every digit was cut off. transformers leaves the digits out."""
+"""Values of `pre` for GPT-2's own pattern after splitting off every digit. transformers' reader doesn't split off digits."""
 _WHOLE = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "midm-2.0", "lfm2", "tekken"})
 """Values of `pre` for vocabularies whose words are taken whole even where no merges lead to them, and whose texts begin with
 BOS unless the file says otherwise. transformers' reader does neither.
@@ -34,7 +34,7 @@ _RESCALED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 
 
 class GGUF(NamedTuple):
-    """What a file says of itself. `dtype`: that of its weights, bfloat16 if they are quantised."""
+    """A file and its header. `dtype`: that of its weights; bfloat16 if they are quantised."""
 
     file: Path
     metadata: dict[str, Any]
@@ -46,7 +46,7 @@ def is_gguf(source: object) -> bool:
 
 
 def check_installed() -> None:
-    """Raises `InvalidInputError` if something is missing that reads GGUF files."""
+    """Raises `InvalidInputError` if a package for reading GGUF files is missing or too old."""
     if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
         raise InvalidInputError(
             f"GGUF files need {' and '.join(missing)}, which isn't installed. Install with: {install('gguf')}"
@@ -66,7 +66,7 @@ def read_gguf(source: str | PathLike[str], role: str) -> GGUF:
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
     file = Path(source)
-    again = f"The {role} {source} is damaged, or no GGUF file"
+    again = f"The {role} {source} is damaged or isn't a GGUF file"
     try:
         metadata, names = read_gguf_metadata(str(file))
         header = GgufHeader.from_file(str(file))
@@ -80,16 +80,16 @@ def read_gguf(source: str | PathLike[str], role: str) -> GGUF:
     scaled = metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     if scaled != "none" or not set(names).isdisjoint(_RESCALED):
         raise InvalidInputError(
-            f"The {role} {source} scales its rotary positions ({scaled}), which transformers doesn't read from GGUF files. Use "
-            f"the model in safetensors as {role}."
+            f"The {role} {source} scales its rotary positions ({scaled}), and transformers doesn't read that from GGUF files. "
+            f"Use the same model in safetensors as {role}."
         )
     return GGUF(file, metadata, header.dtype or torch.bfloat16)
 
 
 def load_gguf(read: GGUF, config: Any, **where: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model of a file, its weights dequantised, and what transformers says of the loading. `where`: `dtype`, `device_map`.
+    """The model of a file, with dequantised weights, and transformers' loading report. `where`: `dtype` and `device_map`.
 
-    Most of the time goes into transformers' reading of the vocabulary, twice: about 10 s for 50,000 ids.
+    Most of the time, transformers reads the vocabulary, twice: about 10 s for 50,000 ids.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
@@ -123,7 +123,7 @@ def tokenizer_of(read: GGUF, role: str) -> Any:
     if kind not in ("gpt2", "llama") or (kind == "gpt2" and pre not in known):
         named = f"tokenizer.ggml.pre={pre!r}" if kind == "gpt2" else f"tokenizer.ggml.model={kind!r}"
         raise InvalidInputError(
-            f"The {role} {read.file} has a tokenizer with {named}, which isn't read right from GGUF files. Known are those of "
+            f"The {role} {read.file} has a tokenizer with {named}, which isn't read right from GGUF files. Supported are "
             f"SentencePiece and {', '.join(sorted(known))}. Use the model in safetensors. {_PASS.format(role=role)}"
         )
     settings: dict[str, Any] = {"add_bos_token": True} if kind == "gpt2" and pre in _WHOLE else {}

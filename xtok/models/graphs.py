@@ -1,7 +1,7 @@
-"""CUDA graphs: a forward pass of a shape that came before is replayed, which launches all of its kernels at once.
+"""CUDA graphs: a forward pass of a shape that was captured is replayed, which launches all of its kernels at once.
 
-A forward pass of one id launches some hundreds of kernels, which in small models take longer to launch than to run. What a
-graph reads and writes has fixed addresses: inputs are copied to them, and outputs from them.
+A forward pass of one id launches hundreds of kernels, which in small models take longer to launch than to run. A graph reads
+and writes fixed addresses: inputs are copied to them, and outputs from them.
 """
 
 from collections import OrderedDict
@@ -18,22 +18,22 @@ from xtok.models.kernels import kernel_state, settings_of
 
 Inputs: TypeAlias = "dict[str, Tensor]"
 Run: TypeAlias = Callable[[Inputs], "list[Tensor]"]
-"""A forward pass, by its inputs. Whatever else it depends on is the same each time."""
+"""A forward pass as a function of its inputs. Whatever else it depends on is the same each time."""
 
 _MOST = 1 << 30
 """How many bytes the outputs of a cache's graphs may take."""
 _FREE, _REPLAYS = 8, 8
-"""After the first 8 captures there is one more for 8 replays at most: it takes as long as some forward passes."""
+"""After the first 8 captures, there is at most one more for every 8 replays: it takes as long as some forward passes."""
 _COLLECTS = "transformers.utils.output_capturing"
-"""Its hooks collect what modules return and do nothing else. They stay once hidden states were requested."""
+"""transformers' module whose hooks only collect what modules return. They stay once hidden states were requested."""
 _ALONE = Lock()
-"""In a process one graph at a time can be captured."""
+"""Held while a graph is captured, since a process can capture only one at a time."""
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured forward pass: `replay` computes `outputs` from `inputs`, both where they are in memory."""
+    """A captured forward pass: `replay` computes `outputs` from `inputs`, both at fixed addresses."""
 
     inputs: Inputs
     outputs: list[Tensor]
@@ -43,8 +43,8 @@ class Graph:
 class Graphs:
     """The captured forward passes of one cache.
 
-    Law: `run` gives the bits of the forward pass that it is handed. A graph whose outputs differ from those is not used, and
-    once one can't be captured, none is from then on.
+    Law: `run` gives the bits of the forward pass that it is handed. A graph whose outputs differ from those is not used. After
+    the first capture that fails, nothing more is captured.
     """
 
     def __init__(self) -> None:
@@ -55,15 +55,14 @@ class Graphs:
         self._made: OrderedDict[Hashable, Graph] = OrderedDict()
 
     def clear(self) -> None:
-        """Forget all: what was captured reads and writes memory that is no longer there."""
+        """Drop all graphs, since the memory that they read and write is gone."""
         self._made.clear()
         self._seen.clear()
         self._pool = None  # one that no graph is left of can't be used again
 
     def run(self, shape: Hashable, forward: Run, inputs: Inputs) -> list[Tensor]:
-        """The outputs of a forward pass, the caller's own. It is captured if one of this shape came before, and then replayed.
-
-        `shape`: all that it depends on besides its inputs.
+        """The outputs of a forward pass, as tensors of the caller's own. A shape that came before is captured, unless too many
+        were, and then replayed. `shape`: all that the forward pass depends on besides its inputs.
         """
         device = next(iter(inputs.values())).device
         if not self._can or torch.is_autocast_enabled(device.type):
@@ -105,7 +104,7 @@ def _replayed(graph: Graph, inputs: Inputs) -> list[Tensor]:
 
 
 def capture(forward: Run, inputs: Inputs, pool: Any) -> Graph:
-    """Capture a forward pass that ran before. It reads `inputs` where they are, and computes in a `pool`.
+    """Capture a forward pass that ran before. It reads `inputs` where they are in memory, and computes in a memory `pool`.
 
     Other threads may use the GPU meanwhile. Whatever fails, the caller's stream stays the current one, unlike with
     `torch.cuda.graph`.
@@ -125,7 +124,7 @@ def capture(forward: Run, inputs: Inputs, pool: Any) -> Graph:
 
 
 def captures(wanted: bool | None, models: Iterable[PreTrainedModel]) -> bool:
-    """Whether there are forward passes to capture. None, the default, for those of models that allow it."""
+    """Whether to capture forward passes. `wanted`: None, the default, captures those of models that allow it."""
     return wanted is not False and any(map(takes_graphs, models))
 
 

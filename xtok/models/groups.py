@@ -7,8 +7,8 @@ from xtok.models.forwards import Ask
 from xtok.models.shapes import USUAL
 
 _NARROW, _PADDED = 8, 64
-"""Sequences of up to so many new ids share a forward pass however unlike they are, and forward passes of up to so many rows of
-padding and ids are shared: that costs less than forward passes of their own.
+"""Sequences with up to 8 new ids share a forward pass even if their numbers of ids differ much. A shared pass of up to 64 ids,
+padding included, isn't split, however much is padding. Separate passes would cost more.
 """
 
 
@@ -18,12 +18,12 @@ def row_of(ask: Ask) -> int:
 
 
 def is_wide(ask: Ask) -> bool:
-    """Whether it is a part of a prompt whose forward pass, if shapes are fixed, is as wide as the part, and of one sequence."""
+    """Whether this is a part of a prompt that, with fixed shapes, gets a forward pass of its own, as wide as the part."""
     return len(ask.ids) > USUAL and not ask.parents
 
 
 def grouped(asks: Sequence[Ask]) -> list[list[Ask]]:
-    """Groups of asks that have about as many new ids, and whose rows are near each other."""
+    """Groups of asks with similar numbers of new ids and with rows near each other."""
     groups = list[list[Ask]]()
     for ask in sorted(asks, key=lambda ask: len(ask.ids)):
         if groups and len(ask.ids) <= max(_NARROW, 2 * len(groups[-1][0].ids)):

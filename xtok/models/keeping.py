@@ -1,4 +1,4 @@
-"""A KV cache that sequences share, whose rows keep what ended sequences have read, for later ones that begin alike."""
+"""A prefix cache: a shared KV cache whose rows keep what ended sequences have read, for later ones that begin alike."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from xtok.models.shared_cache import SharedCache, SharedSlot
 
 
 class KeepingSlot(SharedSlot):
-    """A row of a cache that keeps what rows hold.
+    """A sequence's row in a `KeepingCache`.
 
-    `reads`: what each kept position was read from, as far as that decides what it holds; None if it read more than ids.
-    `adopts`: whether it may take over what other rows hold.
+    `reads`: what each kept position was read from, as far as that decides its bits; None if the row read more than ids.
+    `adopts`: whether the row may take over what other rows hold.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -56,11 +56,11 @@ class KeepingSlot(SharedSlot):
 
 
 class KeepingCache(SharedCache):
-    """A shared cache whose rows keep what they hold. Running sequences have the first rows, but for gaps that those leave which
-    end. Rows after them, and gaps, may keep what they hold, until a sequence or its memory needs them.
+    """A shared cache whose rows keep what they hold. Running sequences have the first rows, with gaps where others have ended.
+    Gaps and the rows after may keep what they hold, until a running sequence needs them or their memory.
 
-    Law: what a sequence takes over was read from ids that it begins with, and, with `shapes`, by forward passes that it would
-    have had itself.
+    Law: what a sequence takes over was read from the ids that it begins with, and, with `shapes`, by forward passes that it
+    would have had itself.
     """
 
     _slot_kind = KeepingSlot
@@ -77,13 +77,13 @@ class KeepingCache(SharedCache):
         super().leave(row)
 
     def forget(self) -> None:
-        """Let rows that sequences have left keep nothing."""
+        """Forget what the rows of ended sequences keep."""
         self._kept.clear()
 
     def adopt(self, row: KeepingSlot, wanted: list[Read]) -> int:
-        """Let an empty row hold as much as another does of what its sequence is to read. Returns how many positions.
+        """Give an empty row as much as another row holds of what its sequence is to read. Returns how many positions.
 
-        It is the row of a sequence that has ended, if more of that is of use than is not, and else a copy.
+        If the sequence can use at least half of what an ended sequence's row keeps, it gets that row, otherwise a copy.
         """
         if row.held or not self.parts:
             return 0
@@ -125,14 +125,14 @@ class KeepingCache(SharedCache):
         super()._grow(rows, positions)
 
     def _shrink(self, rows: int, positions: int) -> None:
-        """Keep no more than so many rows and positions, what was used most recently."""
+        """Shrink to `rows` and `positions`, keeping what was used most recently."""
         for index in list(self._kept):
             if index >= rows:
                 self._move_away(index, range(len(self._rows), rows))
         self._kept.cut(positions)
 
     def _move(self, source: int, target: int) -> None:
-        """Move what a row holds to a row that no sequence has, and what that keeps, if anything, the other way."""
+        """Move what a row holds to a row without a sequence, and what that one keeps, if anything, to the first."""
         used, kept = self._used[source], len(self._kept[target]) if target in self._kept else 0
         for part in self.parts if source != target else ():
             if source < len(part):  # a failed forward pass may have left it without memory
@@ -147,7 +147,7 @@ class KeepingCache(SharedCache):
         self._kept.swap(source, target)
 
     def _saved(self, part: Tensor, row: int, kept: int) -> Tensor | None:
-        """A copy of what a row keeps, unless it is forgotten, which it is if there is no memory for that."""
+        """A copy of what a row keeps; None if it keeps nothing, or there is no memory for the copy and it is forgotten."""
         if row in self._kept:
             try:
                 return part[row, :, :kept].clone()
@@ -163,7 +163,7 @@ class KeepingCache(SharedCache):
         self._used[target] = max(count, self._used[target])
 
     def _vacate(self, first: int, last: int) -> None:
-        """Let rows from `first` to `last` keep nothing. What they keep moves to spare rows or is forgotten."""
+        """Empty the rows from `first` to `last`. What they keep moves to spare rows, or is forgotten."""
         for index in list(self._kept):
             if first <= index < last:
                 self._move_away(index, range(max(last, len(self._rows)), min(map(len, self.parts))))

@@ -1,4 +1,4 @@
-"""What torch chooses its kernels by, which a caller may change: two equal states give the same bits."""
+"""The state by which torch chooses its kernels, which a caller may change. Equal states give the same bits."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from xtok.models.traits import attention_of
 
 
 def kernel_state(model: PreTrainedModel) -> tuple[Any, ...]:
-    """All that a model's bits depend on besides its weights and the machine."""
+    """All that the bits of a model's results depend on besides its weights and the machine."""
     device, found = device_of(model), torch.backends
     cuda: Any = found.cuda  # which attention is set there goes for all devices
     attention = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()]
@@ -32,8 +32,8 @@ def kernel_state(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def model_state(model: PreTrainedModel) -> tuple[Any, ...]:
-    """All that what a model computes depends on: the above, which weights it has, how often they were written to, and which
-    adapters are active.
+    """All that a model's results depend on: its `kernel_state`, its weights and how often they were written to, and its active
+    adapters.
     """
     weights = ((id(one), None if one.is_inference() else one._version) for one in model.parameters())
     switches = (settings_of(one) for one in model.modules() if "_active_adapter" in vars(one))
@@ -51,12 +51,12 @@ def settings_of(module: nn.Module) -> str:
 
 
 def check_threads(device: torch.device) -> None:
-    """Raises `InvalidInputError` for numbers of threads that cut tensors in the middle of a vector: torch computes the rest of
-    a thread's part by functions whose last bits differ.
+    """Raises `InvalidInputError` for a number of threads that isn't a power of two. It would split tensors in the middle of a
+    vector, and torch computes the rest of a thread's part by functions whose last bits differ.
     """
     threads = torch.get_num_threads()
     if device.type == "cpu" and threads & (threads - 1):
         raise InvalidInputError(
-            f"torch uses {threads} threads, and results are independent of the rest of a batch only with a power of two. Call "
+            f"torch uses {threads} threads, but results are independent of the rest of a batch only with a power of two. Call "
             f"torch.set_num_threads({1 << threads.bit_length() - 1})."
         )

@@ -9,23 +9,23 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.cache_utils import CacheLayerMixin
 
 QUERIES = 4
-"""Attention to fewer queries has other kernels nearly everywhere."""
+"""Attention with fewer queries than this uses other kernels nearly everywhere."""
 _STEP = 64
-"""The cache grows by multiples of so many positions, and by half of what it has."""
+"""The cache grows by a multiple of this many positions, and by at least half of its size."""
 
 
 def doubled(count: int) -> int:
-    """The least power of two that isn't less, so that there are few sizes."""
+    """The least power of two that is at least `count`, so that there are few sizes."""
     return 1 << (count - 1).bit_length()
 
 
 class View:
-    """What a forward pass reads and writes: of the rows from `first` on, the first `seen` positions; new ids go to
-    `cache_positions`, (rows, new). `new`: in a forward pass of one row, the positions of its new ids,
-    without padding, which isn't written; None for several rows.
+    """The part of the cache that a forward pass uses: it reads the first `seen` positions of the rows from `first` on, and
+    writes new ids to `cache_positions`, (rows, new). `new`: in a forward pass of one row, the positions of its new ids without
+    padding, which isn't written; None for several rows.
 
-    `rows`: how many the cache has at least. `capacity`: rows × positions that it may have; None for any number. `evenly`:
-    whether attention has a multiple of `QUERIES` queries for each row.
+    `rows`: how many the cache has at least. `capacity`: how many rows × positions it may have; None for any number. `evenly`:
+    whether attention gets a multiple of `QUERIES` queries for each row.
     """
 
     def __init__(self, rows: int, capacity: int | None, *, evenly: bool = False) -> None:
@@ -37,14 +37,14 @@ class View:
         self.index = torch.arange(first, self.last, dtype=torch.int64, device=cache_positions.device)[:, None]
 
     def need(self, last: int, reach: int, rows: int, positions: int) -> None:
-        """Say how many rows and positions the next forward pass needs, and how many rows have sequences, of how many positions
-        at most.
+        """Set what the next forward pass needs: rows up to `last` and positions up to `reach`. `rows` and `positions`: how many
+        rows have sequences, and the most positions of one.
         """
         self._needed = last, reach
         self._least = rows, max(positions, reach)
 
     def shape(self, rows: int, positions: int) -> tuple[int, int]:
-        """How many rows and positions a layer is to have that has so many.
+        """The rows and positions that a layer is to have, if it has `rows` and `positions` now.
 
         They grow by more than is needed, if memory allows it. Rows may take the memory of positions that ended sequences left,
         and the other way round.
@@ -64,10 +64,10 @@ class View:
 
 
 class EvenKeys(Tensor):
-    """Keys, (rows, heads, seen, size), that `scaled_dot_product_attention` compares with a multiple of `QUERIES` queries.
+    """Keys, (rows, heads, seen, size), for which `scaled_dot_product_attention` gets a multiple of `QUERIES` queries.
 
-    Law: the result is that of other keys, within rounding. What is made of such keys and has their last two dimensions, such as
-    keys repeated for more heads, is of this kind, too; all else is a tensor.
+    Law: the result is that of plain tensors, within rounding. Tensors made from such keys that have their last two dimensions,
+    such as keys repeated for more heads, are of this class, too; all others are plain.
     """
 
     @classmethod
@@ -113,7 +113,9 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write new ones, (rows, heads, new, size), to their positions. Returns what rows see, (rows, heads, seen, size)."""
+        """Write new keys and values, (rows, heads, new, size), to their positions. Returns those that rows see, (rows, heads,
+        seen, size).
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.grow()
@@ -127,7 +129,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
 
     def _grown(self, held: Any) -> Tensor:
-        """`held`, or what has another shape and holds the same."""
+        """`held`, or a tensor of the shape that the layer is to have, with the same contents."""
         rows, _, positions, _ = held.shape
         wanted = self._view.shape(rows, positions)
         if wanted == (rows, positions):
@@ -145,7 +147,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         return held.narrow(0, view.first, view.last - view.first).narrow(2, 0, view.seen)
 
     def tile(self, other: "Layer", rows: int, positions: int, capacity: int, held: int) -> None:
-        """Hold in some positions of each row, over and over, the first `held` positions of another layer's first row."""
+        """Fill the first `positions` of each row by repeating the first `held` positions of another layer's first row."""
         assert other.keys is not None and other.values is not None
         sources = torch.arange(positions, dtype=torch.int64, device=other.keys.device) % held
         tiles = (part[:1, :, sources].expand(rows, -1, -1, -1) for part in (other.keys, other.values))

@@ -1,6 +1,6 @@
-"""Where models come from: a hub id, a local path, or the caller's hands.
+"""Loads models from a hub id or a local path, or takes a loaded one.
 
-What is loaded is data: tensors in safetensors or in torch's own format. No code that comes with them is run.
+Only data is loaded: tensors in safetensors or in torch's own format. Code that comes with a model never runs.
 """
 
 import json
@@ -35,18 +35,18 @@ Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 
 DEFAULT = Placement()
 _TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "*.gguf", "*.txt")
-"""Files of a tokenizer have names like these."""
+"""Name patterns of a tokenizer's files."""
 from_config: Any = AutoModelForCausalLM.from_config
-"""A model of a configuration, with random weights."""
+"""Makes a model from a configuration, with random weights."""
 
 
 def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.device | None = None) -> tuple[PreTrainedModel, Any]:
-    """The model and the tokenizer of a source. `role`: "target" or "draft", for the messages of errors.
+    """The model and the tokenizer of a source. `role`: "target" or "draft", for error messages.
 
-    `place`: where a model that is loaded here is put; by default on the device `beside`, or else on the best.
+    `place`: where to put a model that is loaded here; by default on the device `beside`, or without one on the best device.
 
     Raises `InvalidInputError` for what can't be loaded, and `UnsupportedModelError` for a model that isn't decoder-only, has no
-    language model head, or has weights that only code could open.
+    language model head, or has weights that can't be read without running code.
     """
     if isinstance(source, (str, PathLike)):
         with _loading(source, role):
@@ -67,7 +67,7 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
                     **{"dtype": "auto", **place.arguments()},
                 )
                 model, found = loaded
-            if missing := sorted(found["missing_keys"]):  # which transformers makes up at random
+            if missing := sorted(found["missing_keys"]):  # transformers would fill them at random
                 raise InvalidInputError(
                     f"The {role} {source} lacks {len(missing)} of its weights, {missing[0]} among them. "
                     "Load it with a causal language model's weights, or save it again."
@@ -100,7 +100,7 @@ class Described(NamedTuple):
 
 
 def load_without_weights(source: str, role: str) -> Described:
-    """A model as its files describe it. Raises `InvalidInputError`, and `UnsupportedModelError` if it can't have that role."""
+    """What a model's files say about it. Raises `InvalidInputError`, or `UnsupportedModelError` if it can't have that role."""
     with _loading(source, role):
         config = _checked(source, role)
         with torch.device("meta"):
@@ -110,7 +110,7 @@ def load_without_weights(source: str, role: str) -> Described:
 
 
 def parameters(model: Any) -> int:
-    """How many parameters a forward pass reads: all but an untied input embedding. Of a mixture of experts, all count."""
+    """How many parameters a forward pass reads: all but an untied input embedding. All experts count."""
     rows, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     whole = sum(int(weight.numel()) for weight in model.parameters())
     return whole if head is not None and head.weight is rows else whole - int(rows.numel())
@@ -122,12 +122,12 @@ def _is_pair(source: Any) -> bool:
 
 
 def check_places(source: Any, role: str, place: Placement) -> None:
-    """Raises `InvalidInputError` if a loaded model would have to be changed: those handed in never are."""
+    """Raises `InvalidInputError` if `place` would change a loaded model: models that callers pass are never changed."""
     if _is_pair(source) and not _is_placed(source[0], place):
         other = "('cuda', None)" if role == "draft" else "(None, 'cuda')"
         raise InvalidInputError(
-            f"The {role} is loaded already, on {source[0].device} in {source[0].dtype}, so {place} can't be honoured. Place it "
-            f"before you hand it in; a setting of the other model alone is a pair, the target's and the drafts', such as "
+            f"The {role} is loaded already, on {source[0].device} in {source[0].dtype}, so {place} can't be honoured. Move or "
+            f"convert it before you pass it. For the other model alone, give a pair, the target's and the drafts', such as "
             f"device={other}."
         )
 
@@ -160,7 +160,7 @@ def _check_placed(source: str | PathLike[str], config: Any, place: Placement, ro
 
 def _move(model: Any, device: torch.device, source: str | PathLike[str], role: str) -> None:
     """Put a model on a device. Raises `InvalidInputError` if it doesn't fit."""
-    if model.device == device:  # as that of a quantised one, which may not be moved, is
+    if model.device == device:  # as for quantised models, which may not be moved
         return
     try:
         model.to(device)
@@ -172,14 +172,14 @@ def _move(model: Any, device: torch.device, source: str | PathLike[str], role: s
 
 
 def target_model(source: Any, place: Placement = DEFAULT) -> Target:
-    """A target. Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` for what can't be one."""
+    """Load a target. Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` for unfit sources."""
     return Target(*_loaded(source, "target", place, None))
 
 
 def draft_model(source: Any, place: Placement = DEFAULT, beside: torch.device | None = None) -> DraftModel:
-    """A draft model; errors are those of `target_model`."""
+    """Load a draft model. Errors are those of `target_model`."""
     model, vocabulary = _loaded(source, "draft", place, beside)
-    _ = vocabulary.encoder  # refused here if it can't be had, and not in the first call
+    _ = vocabulary.encoder  # fails here, and not in the first call
     with reading(vocabulary.tokenizer):
         return DraftModel(model, vocabulary, tuple(special_ids(vocabulary.tokenizer)[0]))
 
@@ -198,7 +198,7 @@ def _loaded(source: Any, role: str, place: Placement, beside: torch.device | Non
 
 
 def _check_sizes(model: PreTrainedModel, view: TokenBytes, role: str) -> None:
-    """Raises `InvalidInputError` if a text may have ids that the model can't read. Control tokens are met in few texts."""
+    """Raises `InvalidInputError` if the tokenizer has ids that the model can't read, even if few texts have them."""
     last, size = max((token for token, piece in enumerate(view.table) if piece), default=-1), ids_read(model)
     if last >= size:
         raise InvalidInputError(
@@ -213,7 +213,7 @@ _MEND = "Download or save it again, or load it with transformers and pass the pa
 
 @contextmanager
 def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
-    """Raises errors of transformers, safetensors and the network as errors of xtok."""
+    """Turns errors of transformers, safetensors and the network in the block into errors of xtok."""
     try:
         yield
     except XTokError:
@@ -235,13 +235,13 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
         raise InvalidInputError(
             f"The {role} {source} needs {module}, which isn't installed. Install it with: {remedy}"
         ) from error
-    except Exception as error:  # files make no sense in many ways, and each has its own
+    except Exception as error:  # broken files raise all kinds of errors
         remedy = (_TRUST if "trust_remote_code" in str(error) else _MEND).format(role=role)
         raise InvalidInputError(f"The {role} {source} can't be loaded: {reason(error)}. {remedy}") from error
 
 
 def _checked(source: str | PathLike[str], role: str) -> Any:
-    """The configuration of a source. Refuses what transformers would refuse with a less clear message, or would open."""
+    """The configuration of a source. Refuses what transformers would refuse less clearly, or would load but shouldn't."""
     if not str(source).strip():
         raise InvalidInputError(f"The {role} has an empty name. Pass a hub id, or the path of a saved model.")
     folder = Path(source)
@@ -296,7 +296,7 @@ def _file(source: str | PathLike[str], name: str) -> Path | None:
 
 
 def _tokenizer(source: str | PathLike[str], role: str) -> Any:
-    """Raises `InvalidInputError` for a folder without a tokenizer, of which transformers says something else."""
+    """The tokenizer of a source. Raises `InvalidInputError` if a folder has none, which transformers reports wrongly."""
     folder = Path(source)
     if is_gguf(source):
         return tokenizer_of(read_gguf(source, role), role)
@@ -309,7 +309,7 @@ def _tokenizer(source: str | PathLike[str], role: str) -> Any:
 
 
 def _check_plain(file: Path, source: str | PathLike[str], role: str) -> None:
-    """Refuse weights that only code could open, before anything else is read. Raises `UnsupportedModelError`."""
+    """Raises `UnsupportedModelError` for weights that can't be read without running code, before anything else is read."""
     if file.suffix == ".safetensors":
         return
     try:

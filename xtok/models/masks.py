@@ -1,4 +1,4 @@
-"""What new ids of several sequences see of what a KV cache holds, made on the device."""
+"""Attention masks for new ids of several sequences over a KV cache, made on the device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from torch.nn.functional import pad
 from xtok.models.forwards import Parent
 
 _NODES = 64
-"""Memory for nodes grows by multiples of that."""
+"""Memory for nodes grows by multiples of this."""
 
 
 @dataclass(frozen=True)
 class NewIds:
-    """What is new in a row of the cache. `base`: how many positions are taken. `kept`: how many of those and of the new ids are
-    kept. `ids`: the new ones, kept ones first; `parents`: a `Parent` or a node's index for each. `nodes`: how many nodes the
-    row's tree has, new ones included.
+    """The new ids of a row of the cache. `base`: how many positions are taken before them. `kept`: how many of those positions
+    and of the new ids are kept. `ids`: the new ids, kept ones first. `parents`: a `Parent` or a node's index for each. `nodes`:
+    how many nodes the row's tree has, new ones included.
     """
 
     base: int = 0
@@ -34,7 +34,9 @@ class NewIds:
         return max(self.parents, default=Parent.KEPT) >= self.nodes - new
 
     def line(self, width: int, other: int) -> list[int]:
-        """All of it as numbers, with padding in front: an id of its own, since the keys of another might be NaN, or `other`."""
+        """All fields as one list of numbers, with padding in front. The padding is one of the row's own ids, since other ids'
+        keys might be NaN, or `other` if it has none.
+        """
         padding = width - len(self.ids)
         filler = self.ids[0] if self.ids else other
         return [self.base, self.kept, *[filler] * padding, *self.ids, *[Parent.PADDING] * padding, *self.parents]
@@ -49,7 +51,7 @@ class Trees:
     """
 
     def __init__(self, windows: Mapping[str, int | None], dtype: torch.dtype, device: torch.device) -> None:
-        """`windows`: of how many positions each kind of layer sees the last; None for all."""
+        """`windows`: how many of the last positions each kind of layer sees; None for all."""
         self.windows, self._dtype, self._device = windows, dtype, device
         self._size = 0  # of nodes, after which there is one more for ids that are none
         self._ancestors = torch.zeros((0, 1, 0), dtype=torch.bool, device=device)
@@ -110,7 +112,7 @@ class Trees:
     def _added(
         self, rows: slice, numbers: Tensor, parents: Tensor, guessed: Tensor, nodes: int, *, linked: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Ancestors, (rows, new, nodes), bool, depths and whether a path is short, (rows, new), int64, of new nodes."""
+        """For new nodes: ancestors, (rows, new, nodes), bool; depths, and whether paths are short, (rows, new), int64 each."""
         if nodes > self._size or rows.stop > len(self._ancestors):
             self._enlarge(rows.stop, nodes)
         own = (numbers[..., None] == torch.arange(nodes, dtype=torch.int64, device=numbers.device)) & guessed[..., None]
@@ -134,7 +136,7 @@ class Trees:
         self._short, self._depths = (pad(held, (0, more, 0, more_rows)) for held in (self._short, self._depths))
 
     def _masks(self, visible: Tensor, positions: Tensor, key_positions: Tensor) -> dict[str, Tensor]:
-        """What is visible, (rows, new, seen), bool, less what lies before a layer's window, as masks."""
+        """Masks for each kind of layer: what is `visible`, (rows, new, seen), bool, without what lies before its window."""
         masks = {}
         for kind, window in self.windows.items():
             near = visible
@@ -148,7 +150,7 @@ class Trees:
 def tree_masks(
     windows: Mapping[str, int | None], held: int, parents: Sequence[int], new: int, like: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the `new` last nodes of a tree after `held` positions see of all positions and nodes.
+    """Positions and masks for the last `new` nodes of a tree that follows `held` positions.
 
     Returns their positions, (new,), int64, and a mask, (1, 1, new, positions and nodes), additive, for each kind of layer, in
     the dtype and on the device of `like`.

@@ -1,11 +1,12 @@
-"""The modes of torch under which xtok computes: its own, whatever the caller's are.
+"""torch's modes: xtok computes under its own, whatever the caller's are.
 
-What is kept between calls, or between the rounds of a stream, may be written to under other modes than it was made under. A
-tensor made in `torch.inference_mode` can't be, and one made where `meta` is the default device holds nothing. So xtok makes
-everything under the same modes. The caller's autocast stays, since it decides what a model computes.
+Tensors that are kept between calls, or between the rounds of a stream, may be made under one mode and written to under another.
+Tensors made in `torch.inference_mode` can't be written to outside it, and tensors made where `meta` is the default device
+hold nothing. So xtok makes everything under the same modes. The caller's autocast stays, since it decides what a model
+computes.
 
-The default dtype is that of the whole process, other threads included, so it can't be set here: whatever makes a tensor names
-its dtype.
+The default dtype is that of the whole process, other threads included, so it can't be set here: all code that makes a tensor
+names its dtype.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ import torch
 
 
 class Modes(NamedTuple):
-    """What a caller's modes decide. `inference`: whether its own code, such as a logits processor, runs in inference mode.
-    `autocast`: the kinds of device with autocast, and its dtype.
+    """The modes of a caller that count. `inference`: whether its own code, such as a logits processor, runs in inference mode.
+    `autocast`: the types of device with autocast, each with its dtype.
     """
 
     inference: bool = False
@@ -37,9 +38,9 @@ def current() -> Modes:
 
 @contextmanager
 def within(modes: Modes | None = None) -> Iterator[None]:
-    """Compute under xtok's own modes, with the autocast of `modes`, or the caller's. A decorator as well.
+    """Compute under xtok's own modes, with the autocast of `modes`, or the caller's. A context manager and a decorator.
 
-    What is made within `Modes()` serves later calls under any modes. It must not be open while a generator yields.
+    What is made within `Modes()` can be used by later calls under any modes. Don't yield from a generator inside the block.
     """
     modes = current() if modes is None else modes
     before = _INFERENCE.set(modes.inference)
@@ -59,7 +60,7 @@ def within(modes: Modes | None = None) -> Iterator[None]:
 
 
 def as_called() -> AbstractContextManager[object]:
-    """For the caller's code that xtok runs: inference mode, if the caller is in it."""
+    """A context for the caller's code that xtok runs: inference mode, if the caller is in it."""
     return torch.inference_mode() if _INFERENCE.get() else nullcontext()
 
 

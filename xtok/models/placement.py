@@ -23,7 +23,7 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 
 @dataclass(frozen=True)
 class Placement:
-    """What is requested for one model. `dtype` None is "auto": the precision that its configuration says.
+    """Where to put one model, and how. `dtype`: None means "auto", the precision that its configuration says.
 
     `quantization_config` and `attn_implementation` are those of transformers' `from_pretrained`.
     """
@@ -63,7 +63,7 @@ def _placement(device: Any, dtype: Any, device_map: Any, quantization_config: An
             "as BitsAndBytesConfig(load_in_4bit=True)."
         )
     if attn_implementation is not None and not (isinstance(attn_implementation, str) and attn_implementation.strip()):
-        raise InvalidInputError(f"attn_implementation is {shown(attn_implementation)}; give a name: sdpa, eager, ….")
+        raise InvalidInputError(f"attn_implementation is {shown(attn_implementation)}; give a name, such as sdpa or eager.")
     placed = _device(device), _dtype(dtype), _map(device_map, device)
     return Placement(*placed, quantization_config, attn_implementation)
 
@@ -81,7 +81,7 @@ def _each(name: str, given: Any) -> tuple[Any, Any]:
     if not isinstance(given, tuple):
         return given, given
     if len(given) != 2:
-        raise InvalidInputError(f"{name} is {given!r}; give one for both models, or a pair: the target's and the drafts'.")
+        raise InvalidInputError(f"{name} is {given!r}; give one value for both models, or a pair: the target's, the drafts'.")
     return given
 
 
@@ -95,7 +95,9 @@ def _device(given: Any) -> torch.device | None:
             f"device is {given!r}, which can't be used: {reason(error)}. Use cpu, or an accelerator that torch finds."
         ) from error
     if device.type == "meta":
-        raise InvalidInputError(f"device is {given!r}, where nothing is computed. Use cpu, cuda or cuda:1, say.")
+        raise InvalidInputError(
+            f"device is {given!r}, where nothing is computed. Use cpu, or an accelerator such as cuda or cuda:1."
+        )
     return device
 
 

@@ -1,4 +1,4 @@
-"""What rows of a shared cache hold of sequences that have ended, for later ones that begin alike."""
+"""Records what the rows of a shared cache keep of ended sequences, for later ones that begin alike."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -10,15 +10,15 @@ Read: TypeAlias = "tuple[int, int]"
 
 
 def common(one: Sequence[Read], other: Sequence[Read]) -> int:
-    """How many positions two beginnings have in common."""
+    """The length of the common prefix, in positions."""
     if one[: len(other)] == other[: len(one)]:
         return min(len(one), len(other))
     return sum(1 for _ in takewhile(bool, map(eq, one, other)))
 
 
 def usable(held: Sequence[Read], wanted: Sequence[Read]) -> int:
-    """How many positions a sequence can take over that is to read `wanted`: never all, since the last gives the first logits,
-    and no part of what is to be read by one forward pass whose bits depend on its width.
+    """How many positions of `held` a sequence that is to read `wanted` can take over. It is never all, since the last one gives
+    the first logits; and a forward pass whose bits depend on its width is taken over as a whole or not at all.
     """
     count, position = min(common(held, wanted), len(wanted) - 1), 0
     if not wanted or not any(width for _, width in wanted[: count + 1]):
@@ -29,12 +29,12 @@ def usable(held: Sequence[Read], wanted: Sequence[Read]) -> int:
 
 
 class Kept(dict[int, list[Read]]):
-    """What rows hold that was read for sequences that have ended, by the rows' indices, the one used least recently first.
-    Running sequences have other rows.
+    """What rows keep of ended sequences, by the rows' indices, least recently used first. Rows of running sequences aren't in
+    it.
     """
 
     def put(self, index: int, reads: list[Read]) -> None:
-        """Keep a row, used just now. Others that hold a beginning of it are forgotten."""
+        """Record a row as kept and just used. Rows that hold no more than a prefix of it are forgotten."""
         for other in [other for other, held in self.items() if held == reads[: len(held)]]:
             del self[other]
         if reads:
@@ -55,5 +55,5 @@ class Kept(dict[int, list[Read]]):
             del reads[positions:]
 
     def rank(self, index: int) -> int:
-        """0 for a row that holds nothing; of the others, the more recently used a row, the higher."""
+        """0 for a row that keeps nothing; for others, the higher the more recently they were used."""
         return 1 + list(self).index(index) if index in self else 0

@@ -16,14 +16,14 @@ from xtok.models.shared_cache import SharedCache
 from xtok.models.traits import Traits, Verdicts, attention_of, read, settings_of
 
 _UNLIKE = ("moshi",)
-"""Models whose cache keeps a window, while what is forwarded at once sees all of itself. No short text betrays them."""
+"""Models whose cache keeps a window, though ids of one forward pass see each other beyond it. No short text shows that."""
 _SHARED = 8
 """How many positions shared forward passes are tried with."""
 
 
 def _try_sharing(model: PreTrainedModel) -> tuple[bool, int | None]:
-    """Whether a forward pass of several branches gives what it should; and how many bytes a position takes in a shared cache,
-    None if a forward pass of several sequences doesn't.
+    """Whether the model handles several branches in a forward pass; and how many bytes a position takes in a shared cache, or
+    None if it doesn't handle several sequences in a forward pass.
     """
     known = read(model)
     branches = known.is_plain and _sees_by_positions(model) and _branches_as_it_should(model)
@@ -34,7 +34,9 @@ def _try_sharing(model: PreTrainedModel) -> tuple[bool, int | None]:
 
 
 def _sees_by_positions(model: PreTrainedModel) -> bool:
-    """Whether no layer sees a part of the context by the order of its keys: known by name, for no short context shows it."""
+    """Whether all layers choose what they see by positions, not by the order of keys. Exceptions are known by name, since no
+    short context shows them.
+    """
     config = model.config.get_text_config(decoder=True)
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
     return kinds <= {"full_attention", "sliding_attention", "global"}
@@ -42,8 +44,8 @@ def _sees_by_positions(model: PreTrainedModel) -> bool:
 
 @within(Modes())
 def _branches_as_it_should(model: PreTrainedModel) -> bool:
-    """Whether a node after another branch has the logits that it has in a chain of its own, but for rounding, which changes
-    little compared with seeing the other branch, too.
+    """Whether a node after another branch has the same logits as in a chain of its own, within rounding. Rounding changes
+    little compared with what seeing the other branch would change.
     """
     cached = cached_model(model, new_cache(model))
     first, other, *rest = (
@@ -64,11 +66,11 @@ def _branches_as_it_should(model: PreTrainedModel) -> bool:
 
 @within(Modes())
 def _shared_position_bytes(model: PreTrainedModel) -> int | None:
-    """How many bytes a position takes in a shared cache; None unless two sequences have the logits in shared forward passes
-    that each has alone.
+    """How many bytes a position takes in a shared cache; None unless two sequences have the same logits in shared forward
+    passes as alone.
 
-    They have unlike lengths, and one has a tree, of which a later branch is kept. Differences below those between the two
-    are rounding.
+    The two differ in length, and one has a tree, of which a later branch is kept. Differences that are small compared with
+    those between the two sequences count as rounding.
     """
     try:
         long, short = (slots := SharedCache(model)).join(), slots.join()
@@ -105,4 +107,4 @@ def _found(model: PreTrainedModel) -> Traits:
 
 
 traits = Verdicts(_found, settings_of)
-"""The traits of a model. It is tried once, until its modules, its weights or what it computes by are changed."""
+"""The traits of a model. It is tried once, and again after its modules, weights or settings were changed."""

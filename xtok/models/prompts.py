@@ -21,14 +21,14 @@ Prompt = str | Chat | Sequence[int] | Tensor | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class KnownPrompt:
-    """A text or a chat with its ids, for several texts: `prompt_ids` isn't called again."""
+    """A prompt with its ids, which aren't computed again. For several sequences after one text or chat."""
 
     prompt: Prompt
     ids: list[int]
 
 
 _OF_CHATS = ("tools", "enable_thinking")
-"""Arguments of chat templates with names of their own. All others are given as `chat_template_kwargs`."""
+"""Arguments of chat templates that are arguments of `generate`, too. All others are given in `chat_template_kwargs`."""
 _DECIDED = frozenset(
     {"conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs"}
 )
@@ -40,7 +40,9 @@ _READING = Lock()
 
 @contextmanager
 def reading(tokenizer: Any) -> Iterator[None]:
-    """One thread at a time, for reading sets truncation, padding and control tokens of a fast tokenizer. They are put back."""
+    """Let one thread at a time use the tokenizer: encoding sets a fast tokenizer's truncation, padding and control tokens.
+    Afterwards they are restored.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     with _READING:
         if backend is None:
@@ -69,10 +71,10 @@ def special_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
 def prompt_ids(
     tokenizer: Any, prompt: Any, split_special_tokens: bool | None = None, template: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """A target's ids for a prompt: ids are taken as they are; a text gets its tokenizer's leading special tokens, never a
-    trailing end of text, and no second beginning if it went through a chat template.
+    """A target's ids for a prompt. Ids are taken as they are. A text gets the tokenizer's leading special tokens, but no
+    trailing end of text. A chat goes through the chat template, and gets no second BOS.
 
-    `split_special_tokens`: None for the tokenizer's own setting. `template`: arguments of a chat's template.
+    `split_special_tokens`: None for the tokenizer's own setting. `template`: the arguments of the chat template.
     Raises `InvalidInputError` for a prompt that is none of these or has no ids, and for arguments that don't fit it.
     """
     template = template or {}
@@ -92,16 +94,18 @@ def prompt_ids(
         )
     ids = ids or [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
     if not ids:
-        raise InvalidInputError(f"The prompt {prompt!r} has no ids, and the target has no token to begin with. Pass a text.")
+        raise InvalidInputError(
+            f"The prompt {prompt!r} has no ids, and the target has no token that begins texts. Pass a text."
+        )
     return ids
 
 
 def _check_arguments(prompt: Any, split_special_tokens: Any, template: Mapping[str, Any]) -> None:
-    """Raises `InvalidInputError` for settings that make no sense, or are for another kind of prompt."""
+    """Raises `InvalidInputError` for invalid settings, and for those that are for another kind of prompt."""
     if not isinstance(split_special_tokens, bool | None):
         raise InvalidInputError(f"split_special_tokens is {split_special_tokens!r}; it must be True, False or None.")
     for name in sorted(_DECIDED & set(template)):  # padding, for one, may take any amount of memory
-        raise InvalidInputError(f"{name} can't be set in chat_template_kwargs: xtok reads chats as ids. Leave it out.")
+        raise InvalidInputError(f"{name} can't be set in chat_template_kwargs: xtok sets it itself. Leave it out.")
     kind = "token ids" if is_ids(prompt) else "a chat" if is_chat(prompt) else "a text"
     if template and kind != "a chat":
         raise InvalidInputError(
@@ -112,8 +116,8 @@ def _check_arguments(prompt: Any, split_special_tokens: Any, template: Mapping[s
 
 
 def read_prompt(tokenizer: Any, prompt: Any, arguments: dict[str, Any]) -> tuple[list[int], Any, dict[str, Any]]:
-    """The ids of a prompt; the prompt itself, None if it is ids; and the arguments of a chat's template, which are taken out of
-    those of the call, as `split_special_tokens` is. Raises `InvalidInputError` for what is no prompt.
+    """The ids of a prompt; the prompt itself, None if it is ids; and the arguments of the chat template. Those, and
+    `split_special_tokens`, are removed from the call's `arguments`. Raises `InvalidInputError` for what is no prompt.
     """
     given, splits = arguments.pop("chat_template_kwargs", None), arguments.pop("split_special_tokens", None)
     if not (given is None or (isinstance(given, Mapping) and all(isinstance(name, str) for name in given))):
@@ -176,14 +180,14 @@ def _given_ids(prompt: Any) -> list[int]:
         return _row(prompt)
     if others := sorted(set(prompt) - _ENCODED):
         raise InvalidInputError(
-            f"The encoding holds {', '.join(others)}, which a prompt can't have. Use target.generate(…, custom_generate=xt)."
+            f"The encoding has {', '.join(others)}, which a prompt can't have. Use target.generate(…, custom_generate=xt)."
         )
     ids, mask = _row(prompt["input_ids"]), prompt.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         mask = mask.long()
     seen = [1] * len(ids) if mask is None else _row(mask)
     if len(seen) != len(ids):
-        raise InvalidInputError(f"The attention_mask has {len(seen)} places, and there are {len(ids)} input_ids.")
+        raise InvalidInputError(f"The attention_mask has {len(seen)} values for {len(ids)} input_ids. Give one for each.")
     return [token for token, one in zip(ids, seen, strict=True) if one]
 
 
@@ -203,18 +207,18 @@ def _row(given: Any) -> list[int]:
     if wrong:
         raise InvalidInputError(f"The prompt's ids hold {wrong[0]!r}. Give whole numbers, as a list or a tensor of shape (n,).")
     if not row:
-        raise InvalidInputError("The prompt has no ids. Pass at least one, as the token that begins texts.")
+        raise InvalidInputError("The prompt has no ids. Pass at least one, such as the token that begins texts.")
     return [int(one) for one in row]
 
 
 def _check_encodable(text: Any) -> None:
-    """Refuse half a surrogate pair, of which tokenizers only say that its type is wrong."""
+    """Raises `InvalidInputError` for half of a surrogate pair, for which tokenizers only report a wrong type."""
     try:
         str.encode(text) if isinstance(text, str) else None
     except UnicodeEncodeError as error:
         raise InvalidInputError(
-            f"The prompt has {text[error.start]!r} at {error.start}, half a character that UTF-8 can't hold. "
-            "Leave it out, or put together what it was cut from."
+            f"The prompt has {text[error.start]!r} at index {error.start}, half of a surrogate pair, which UTF-8 can't encode. "
+            "Leave it out, or pass the whole character."
         ) from error
 
 
@@ -231,7 +235,7 @@ def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> l
         ends = "".join(tokenizer.convert_ids_to_tokens(after))
         same = "" if before else " tokenizer(prompt, add_special_tokens=False) leaves it out, too."
         warn(
-            f"The target's tokenizer puts {ends} after a prompt. xtok leaves it out, so that the text goes on. "
+            f"The target's tokenizer puts {ends} after a prompt. xtok leaves it out, so that the text can go on. "
             f"To keep it, write it out: generate(prompt + {ends!r}).{same}",
             PromptWarning,
         )
@@ -239,7 +243,7 @@ def _text_ids(tokenizer: Any, text: str, split_special_tokens: bool | None) -> l
 
 
 _WARNED: WeakSet[Any] = WeakSet()
-"""The tokenizers that a warning was given about: they end prompts."""
+"""The tokenizers for which a warning was given already that they end prompts."""
 
 
 def is_chat(prompt: Any) -> bool:
@@ -249,7 +253,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def chat_ids(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> list[int] | None:
-    """A chat in a tokenizer's own template; None if it has none. Raises whatever the template raises."""
+    """A chat's ids, by the tokenizer's own chat template; None if it has none. Raises whatever the template raises."""
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template:
         return None
     begins = {"add_generation_prompt": not template.get("continue_final_message", False)}

@@ -1,4 +1,4 @@
-"""Quantised layers: whether the rows of a forward pass depend on one another, and whether they round their inputs.
+"""Quantised layers: whether the rows of a forward pass depend on one another, and whether layers round their inputs.
 
 Both are measured on the model itself, because libraries name their layers, weights and settings in many ways.
 """
@@ -28,18 +28,17 @@ def check_rows(model: PreTrainedModel, role: str) -> None:
     if (layer := quantization_of(model).mixing) is not None:
         raise UnsupportedModelError(
             f"{layer} in {type(model).__name__} quantises its input by the range or the outliers of all rows of a forward "
-            f"pass: the logits of an id depend on the ids beside it. Use a {role} that is quantised by its weights and not by "
-            "its activations, or whose activations are quantised row by row (in bitsandbytes: load_in_8bit=True with "
-            "llm_int8_threshold=0.0)."
+            f"pass, so the logits of an id depend on the ids beside it. Use a {role} with only its weights quantised, or one "
+            "whose activations are quantised row by row (in bitsandbytes: load_in_8bit=True with llm_int8_threshold=0.0)."
         )
 
 
 class Quantization(NamedTuple):
-    """What the quantised layers of a model do.
+    """How the quantised layers of a model compute.
 
-    `mixing`: the class of a linear layer whose rows depend on one another by more than rounding; None if there is none.
-    `rounds_input`: whether a layer rounds its input as half precision does, or more coarsely, whatever its dtype: because it
-    computes in half precision, or quantises activations. There a difference in the last bit of float32 may change picks.
+    `mixing`: the class of a linear layer in which rows depend on one another by more than rounding; None if there is none.
+    `rounds_input`: whether a layer rounds its input to half precision or more coarsely, because it computes in half precision
+    or quantises activations. Then a difference in the last bit of float32 may change picks.
     """
 
     mixing: str | None
@@ -47,8 +46,8 @@ class Quantization(NamedTuple):
 
 
 def _try_layers(model: PreTrainedModel) -> Quantization:
-    """Forward a model once, if it has layers that aren't plain. Each of those forwards a few rows, alone and beside outliers,
-    and values that half precision would round away.
+    """Forward a model once, if it has layers that aren't plain, and try each of those: with a few rows, alone and beside
+    outliers, and with values that half precision would round away.
     """
     layers = [layer for layer in _linear_layers(model) if not _is_plain(layer)]
     mixing, rounding = list[str](), list[bool]()
@@ -64,7 +63,7 @@ def _try_layers(model: PreTrainedModel) -> Quantization:
 
 
 quantization_of = Verdicts(_try_layers)
-"""What the quantised layers of a model do, tried once."""
+"""How the quantised layers of a model compute, tried once for each model."""
 
 
 def _rounds(layer: nn.Module, like: Tensor) -> bool:
@@ -86,7 +85,7 @@ _SMALL = 1.1875
 
 
 def _linear_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Whatever multiplies by a matrix, of any library: its sizes are named like those of torch's or transformers' own."""
+    """The linear layers, of any library: modules whose sizes are named as in those of torch or transformers."""
     names = "in_features", "infeatures", "nx"
     return [layer for layer in model.modules() if any(isinstance(getattr(layer, name, None), int) for name in names)]
 

@@ -1,4 +1,4 @@
-"""Models with recurrent layers, whose states can't be taken back position by position."""
+"""Models with recurrent layers, whose states can't be rolled back position by position."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ from xtok.models.cache import layers_of, new_cache
 from xtok.models.cached_model import CachedModel
 
 _LONGEST = 16
-"""How many positions are forwarded again together with new ones. More would cost more than the forward pass they save."""
+"""How many positions may be forwarded again together with new ones. More would cost more than the forward pass they save."""
 _STATES = frozenset(vars(LinearAttentionLayer()))
-"""What a recurrent layer remembers."""
+"""The attributes that hold a recurrent layer's states."""
 
 
 def cached_model(
@@ -30,7 +30,7 @@ def cached_model(
     snapshots: int = 1,
     prompt: tuple[Tensor, Any] | None = None,
 ) -> CachedModel:
-    """`model` with its KV cache. `snapshots`: how many earlier states of recurrent layers are kept, to return to."""
+    """`model` with its KV cache. `snapshots`: how many earlier states of recurrent layers are kept for roll-backs."""
     if any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
         return RecurrentModel(model, cache, inputs, snapshots=snapshots, hidden_layers=hidden_layers, prompt=prompt)
     return CachedModel(model, cache, inputs, hidden_layers=hidden_layers, prompt=prompt)
@@ -89,8 +89,8 @@ def _has_no_limits(module: Any) -> bool:
 class RecurrentModel(CachedModel):
     """A causal LM with recurrent layers, for chains of guesses.
 
-    To take positions back it returns to a snapshot from before them. The positions between that and where it should be are
-    forwarded again, together with what comes next, so that most rounds still cost one forward pass.
+    To roll back, it restores a snapshot of an earlier state. The kept positions after that are forwarded again together with
+    what comes next, so most rounds still cost one forward pass.
     """
 
     def __init__(self, *given: Any, snapshots: int, **more: Any) -> None:
@@ -161,7 +161,9 @@ class RecurrentModel(CachedModel):
         self._recorded = self._held
 
     def _return_to_a_snapshot(self) -> None:
-        """To the newest that is old enough; to nothing if all are newer, or older than what a window remembers."""
+        """Return to the newest snapshot that is old enough; or start from nothing if all are too new, or too old for what a
+        sliding window still holds.
+        """
         oldest = self._recorded if self._has_slid() else 0
         self._snapshots = {held: states for held, states in self._snapshots.items() if oldest <= held <= self.length}
         if not self._snapshots:
@@ -181,7 +183,7 @@ class RecurrentModel(CachedModel):
 
 
 def _states(layer: Any) -> dict[str, Any]:
-    """A copy of what a recurrent layer remembers. What its attention does, if it has one, can be cropped."""
+    """A copy of a recurrent layer's states. Those of its attention, if it has any, can be cropped and aren't copied."""
     if not isinstance(layer, LinearAttentionLayer):
         return {}
     return {name: deepcopy(value) for name, value in vars(layer).items() if name in _STATES}

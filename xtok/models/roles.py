@@ -19,7 +19,7 @@ class Target:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model and its tables, shared by all sequences. `lead`: the ids that its tokenizer puts in front of every text."""
+    """A draft model and its vocabulary, shared by all sequences. `lead`: the ids that its tokenizer puts before every text."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary

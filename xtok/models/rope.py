@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on how long a sequence is: from which position on, and on whose length."""
+"""Rotary embeddings that depend on a sequence's length: from which position on they do, and how sequences share a model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,11 +28,11 @@ def _ropes(model: PreTrainedModel) -> list[Mapping[str, Any]]:
 
 
 def turns(model: PreTrainedModel) -> Callable[[], AbstractContextManager[None]]:
-    """For one sequence: a context to forward `model` in, as if that sequence were the only one it was ever given.
+    """Returns, for one sequence, a context in which to forward `model` as if it never had another sequence.
 
-    Rotary embeddings remember the longest sequence (`dynamic`), or are set anew by each forward pass (`longrope`). So sequences
-    take turns, also those of other threads. Each finds what it left, at first what a new model has; in between, the model
-    remembers what it did before.
+    Rotary embeddings keep the longest sequence (`dynamic`), or are set by each forward pass (`longrope`). So sequences take
+    turns, also with those of other threads. A sequence finds the embeddings as it left them, at first those of a new model;
+    outside the context, the model has the ones that it had before.
     """
     modules = _dynamic_modules(model)
     if not modules and longrope_boundary(model) is None:
@@ -61,7 +61,7 @@ _ORIGINAL, _FREQUENCIES, _LONGEST = "original_inv_freq", "inv_freq", "max_seq_le
 
 
 def _dynamic_modules(model: PreTrainedModel) -> list[Any]:
-    """Those that remember. A model may call frequencies dynamic that are fixed (HunYuan), and then its modules know better."""
+    """The modules that keep the longest sequence. A model may call fixed frequencies dynamic (HunYuan); its modules don't."""
     if not any("dynamic" in rope["rope_type"] for rope in _ropes(model)):
         return []
     return [module for module in model.modules() if hasattr(module, _LONGEST) and _is_dynamic(getattr(module, "rope_type", ""))]
@@ -72,12 +72,12 @@ def _is_dynamic(kind: Any) -> bool:
 
 
 def _prefixes(module: Any) -> list[str]:
-    """What the names of the frequencies begin with, for each kind of layer; nothing if there is one."""
+    """The prefix of the frequencies' names for each kind of layer; one empty prefix if there is one kind."""
     return [name.removesuffix(_ORIGINAL) for name in (*vars(module), *module._buffers) if name.endswith(_ORIGINAL)]
 
 
 def _state(module: Any) -> _State:
-    """The frequencies, and the longest sequence that they are made for."""
+    """The frequencies, and the longest sequence for which they were made."""
     found = {}
     for prefix in _prefixes(module):
         found[prefix + _FREQUENCIES] = getattr(module, prefix + _FREQUENCIES)
@@ -86,7 +86,7 @@ def _state(module: Any) -> _State:
 
 
 def _fresh(module: Any) -> _State:
-    """The state of a new model. Frequencies that no long sequence has changed are new ones."""
+    """The state of a new model: frequencies as they are before any long sequence."""
     state, first = _state(module), module.original_max_seq_len
     for prefix in _prefixes(module):
         if state[prefix + _LONGEST] > first:

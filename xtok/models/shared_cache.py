@@ -30,7 +30,7 @@ from xtok.models.traits import Traits, read
 class SharedSlot:
     """A sequence's row in a shared cache; `Slot` says what it does.
 
-    `moves`: which positions of the row, kept nodes of a tree, are yet to move, and to which.
+    `moves`: the positions of kept tree nodes that are yet to be moved within the row, each with the position to move it to.
     """
 
     shares = True
@@ -62,7 +62,7 @@ class SharedSlot:
         return sys.maxsize if self._shapes is None else self._shapes.guesses(self.length, new)
 
     def new(self, ask: Ask | None) -> NewIds:
-        """What `ask` adds to the row; nothing if there is none."""
+        """The new ids that `ask` adds to the row; none if it is None."""
         if ask is None:
             return NewIds(self.held, self.length, nodes=self.branched)
         kept = len(ask.ids) - len(ask.parents)
@@ -95,8 +95,8 @@ class SharedSlot:
 class SharedCache:
     """A model, and one KV cache for the sequences that it forwards together.
 
-    Law: a sequence's logits are those that it has alone, within rounding, whatever other rows hold; with `shapes` in every bit,
-    after ids that are kept and after nodes whose index is their depth. Rows between those that ask get padding.
+    Law: a sequence's logits are those that it has alone, within rounding, whatever other rows hold. With `shapes`, they are the
+    same in every bit, after kept ids and after nodes whose index is their depth. Rows between those that ask get padding.
     """
 
     _slot_kind: type[SharedSlot] = SharedSlot
@@ -112,9 +112,10 @@ class SharedCache:
         shapes: Shapes | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        """`known`: the model's traits. `rows`: how many there are from the beginning. `capacity`: rows × positions, as long as
-        their sequences need no more; None for any number. `shapes`: those that forward passes are to have; None for what each
-        needs. `graphs`: what captures forward passes, which then have few shapes, too.
+        """`known`: the model's traits. `hidden_layers`: after which layers answers have hidden states. `rows`: how many the
+        cache has at first. `capacity`: how many rows × positions it may have, unless running sequences need more; None for any
+        number. `shapes`: those that forward passes are to have; None for what each needs. `graphs`: captures forward passes,
+        which then have few shapes, too.
         """
         known = known or read(model)
         self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
@@ -130,9 +131,9 @@ class SharedCache:
         self._used: list[int] = []  # up to which position each row may hold something
 
     def join(self, most: int | None = None) -> SharedSlot:
-        """A row for a sequence: one that another left, or a further one.
+        """A row for a new sequence: one that another left, or a new one.
 
-        `most`: how many positions it may have beside guesses, if that is less than the model was made for.
+        `most`: how many positions it may take, without guesses, if that is less than the model's context window.
         """
         if None not in self._rows:
             self._rows.append(None)
@@ -155,7 +156,7 @@ class SharedCache:
         return [part for layer in self._layers for part in (layer.keys, layer.values) if part is not None]
 
     def tiled(self, rows: int, positions: int, capacity: int, shapes: Shapes) -> "SharedCache":
-        """A cache of some rows with memory for `capacity` positions each, the first `positions` of which repeat what this
+        """A new cache of `rows` rows with memory for `capacity` positions each. Their first `positions` repeat what this
         cache's first row holds.
         """
         made = SharedCache(self._model, rows=rows, shapes=shapes)
@@ -196,8 +197,8 @@ class SharedCache:
         return self._shapes.width(last - first, new, self._seen(asks[0]))
 
     def _span(self, asks: Sequence[Ask]) -> tuple[int, int]:
-        """The first row that is forwarded, and the one after the last; if forward passes are captured, all rows up to a power
-        of two, as far as there are so many: few shapes.
+        """The first row to forward, and the one after the last. If forward passes are captured, these are all rows up to a
+        power of two, or all that there are, so that there are few shapes.
         """
         asked = _rows(asks)
         first, last = min(asked), 1 + max(asked)
@@ -252,14 +253,14 @@ class SharedCache:
         return self._graphs.run((first, last, width, seen), partial(self._computed, first, seen), inputs)
 
     def _captures(self, asks: Sequence[Ask]) -> bool:
-        """Whether the forward pass is one of those that are captured; not one that makes the cache or reads a prompt."""
+        """Whether to capture the forward pass: not if it makes the cache or reads a prompt."""
         return self._graphs is not None and not is_wide(asks[0]) and all(layer.is_initialized for layer in self._layers)
 
     def _computed(
         self, first: int, seen: int, inputs: Inputs, new: range | None = None, logits: int | None = None
     ) -> list[Tensor]:
-        """What the model computes by `inputs` and the cache alone, so that it can be captured. `first`, `seen`, `new`: see
-        `View`. `logits`: of how many of the last ids those are wanted; None for all.
+        """Run the model on `inputs` and the cache alone, so that it can be captured. `first`, `seen`, `new`: as in `View`.
+        `logits`: for how many of the last ids to compute logits; None for all.
         """
         ids, positions, cache_positions = (inputs[name] for name in ("ids", "positions", "cache_positions"))
         masks = {kind: inputs[kind] for kind in self._trees.windows}
@@ -278,7 +279,7 @@ class SharedCache:
         return [outputs.logits, *([stacked(outputs, self._hidden_layers)] if self._hidden_layers else [])]
 
     def _grow(self, rows: int, positions: int) -> None:
-        """Let the cache have so many rows and positions at least. What was captured knows its former memory."""
+        """Grow the cache to at least `rows` and `positions`. Graphs are dropped if it moves in memory."""
         self._need(rows, positions)
         if self._graphs is not None and any(self._view.shape(*part.shape[::2]) != part.shape[::2] for part in self.parts):
             self._graphs.clear()
@@ -289,7 +290,7 @@ class SharedCache:
         self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
 
     def _clear(self, first: int, ends: Sequence[int], seen: int) -> None:
-        """Empty what others left after the `ends` of rows, as far as it is read: NaN would be seen through any mask."""
+        """Zero what earlier sequences left after the `ends` of rows, where it will be read: NaN would pass any mask."""
         self._used += [0] * (first + len(ends) - len(self._used))
         for index, end in enumerate(ends, start=first):
             if end < min(self._used[index], seen):
@@ -322,7 +323,7 @@ class SharedCache:
                 self._rows[gap], row.index = row, gap
 
     def _move(self, source: int, target: int) -> None:
-        """Let a row that no sequence has hold what another does, which stays there, too."""
+        """Copy what a row holds to a row without a sequence."""
         used = self._used[source]
         for part in self.parts:
             if used and source < len(part):  # a failed forward pass may have left it without memory

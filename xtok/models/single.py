@@ -15,10 +15,10 @@ _ATTENTION = ("eager", "sdpa")
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with weights that are converted to float32 whenever they are read: one of them at a time takes memory.
+    """A copy of `model` whose weights are converted to float32 whenever they are read, so that only one at a time takes memory.
 
-    Without the rounding of half precision it shows by which formula a model computes. Its modules are new ones with the hooks
-    and attributes of `model`'s, which stays as it is. Quantised weights aren't converted.
+    Without the rounding of half precision, it shows by which formula a model computes. Its modules are new ones with the hooks
+    and attributes of the originals; `model` isn't changed. Quantised weights aren't converted.
     Raises `ValueError` if a module's forward was replaced by what can't be called for another module.
     """
     modules = list(model.modules())

@@ -1,8 +1,8 @@
-"""Batch-invariant forward passes: shapes by which an id has the same bits whatever is forwarded with it, found out by trying.
+"""Batch-invariant forward passes: finds, by trial, shapes in which an id's bits don't depend on what is forwarded with it.
 
-The bits of a sum depend on the order in which it is added up, and that on the kernels that a matrix's shape selects. So ids
-have the same bits if all forward passes have shapes that were seen to give the same, and as many positions of the cache are
-read for a position, whatever else is forwarded.
+The bits of a sum depend on the order of its addends, and that depends on the kernels that a matrix's shape selects. So an id
+always has the same bits if all forward passes have shapes that gave the same bits in trials, and if the number of cache
+positions that are read depends on the id's position alone.
 """
 
 from collections.abc import Iterator
@@ -28,26 +28,27 @@ _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 _NARROWEST = 2
 """One row alone is multiplied by other kernels nearly everywhere, so a forward pass has 2 at least."""
 _SHARE = 0.1
-"""The share of the time of a sequence's forward passes that trying shapes for it may take."""
+"""How much time trying shapes may take, as a share of the time of a sequence's forward passes."""
 _MARGIN = 8
-"""How many times the largest difference of logits that was seen between indices of nodes is taken for what may be."""
+"""The tolerance, in multiples of the largest difference of logits that trials showed between indices of nodes."""
 _CPU_CHUNK = 128
 """How many ids of a prompt are forwarded at once on a CPU, where more are no faster: SmolLM2 135M in bfloat16 takes 6.0 ms for
 each of 128, 6.1 for each of 512. Only whole chunks are taken over from another sequence.
 """
 _SMALL = 4096
-"""Products of no more multiplications than 16 * 16 * 16 aren't given to oneDNN by torch (`mkldnn_gemm_min_size` in ATen), and
-have other bits in half precision, of which only a few differ.
+"""torch doesn't pass products of up to 16 * 16 * 16 multiplications to oneDNN (`mkldnn_gemm_min_size` in ATen). In half
+precision, a few of their bits differ.
 """
 
 
 @dataclass
 class _Known:
-    """What was found out about a model in one state: on its device, with so many threads and such kernels.
+    """What is known about a model in one state: on its device, with a number of threads and a choice of kernels.
 
-    `even`: whether a forward pass may have a single query of attention. `chunk`: how many ids of a prompt are read at once.
-    `fault`: why bits can't be fixed in that state. `trials`: what tries it. `refused`: rows and ids of each that gave other
-    bits for some number of positions. `failed`: what couldn't be tried in this process.
+    `findings`: results of trials. `trials`: runs them. `even`: whether a forward pass may have a single query of attention.
+    `chunk`: how many ids of a prompt are read at once. `fault`: why bits can't be fixed in that state; None if they can.
+    `refused`: the (rows, ids per row) that gave other bits for some number of positions. `failed`: the shapes that couldn't be
+    tried in this process.
     """
 
     findings: Findings
@@ -59,22 +60,22 @@ class _Known:
     failed: set[tuple[int, int, int]] = field(default_factory=set)
 
     def learn(self) -> None:
-        """Keep what was found for other processes, and take in what those found."""
+        """Save what was found for other processes, and load what those found."""
         self.findings.save()
         self.refused = {(rows, width) for (rows, width, _), agrees in self.findings.agreed.items() if not agrees}
 
 
 class StableShapes(Shapes):
-    """The shapes of a model's forward passes. They depend on the model and on what chooses its kernels alone.
+    """The fixed shapes of a model's forward passes. They depend only on the model and on what chooses its kernels.
 
-    Forward passes over 16 ids of one sequence have the usual bits. Another shape is used once it was seen to give the same.
-    Those of several sequences are tried when they are first wanted; those of one sequence, and the tolerance, in a tenth of the
-    time that its forward passes take. What was found is kept in the user's cache folder. Several threads may use it: what one
-    of them tries, the others do without.
+    The usual bits are those of forward passes over 16 ids of one sequence. Another shape is used once trials gave the same
+    bits. Shapes for several sequences are tried when they are first needed; those for one sequence, and the tolerance, within a
+    tenth of the time that its forward passes take. Results are kept in the user's cache folder. Several threads may share an
+    object: while one tries a shape, the others do without it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises `UnsupportedModelError` if not even forward passes of one shape have the same bits."""
+        """Raises `UnsupportedModelError` if even forward passes of one shape give different bits."""
         self._model = model
         self._found = dict[tuple[object, ...], _Known]()
         self._lock, self._thread = Lock(), local()
@@ -83,15 +84,15 @@ class StableShapes(Shapes):
         self.check()
 
     def check(self) -> None:
-        """Raises `UnsupportedModelError` or `InvalidInputError` if bits can't be fixed now, with so many threads, say. Forward
-        passes then have the usual shape.
+        """Raises `UnsupportedModelError` or `InvalidInputError` if bits can't be fixed now, as with some numbers of threads.
+        Forward passes then have the usual shape.
         """
         self.refresh()
         if (fault := self._known.fault) is not None:
             raise fault
 
     def refresh(self) -> None:
-        """Look at what a caller may have changed. What this thread asks from now on is answered for the model as it is now."""
+        """Take note of what a caller may have changed. From now on, this thread gets answers for the model as it is now."""
         state = kernel_state(self._model)
         if state not in self._found:
             with self._lock:
@@ -108,7 +109,7 @@ class StableShapes(Shapes):
 
     @property
     def tolerance(self) -> float:
-        """8 times the largest difference that was seen at other indices than a node's depth; infinity until it is measured."""
+        """8 times the largest difference of logits seen after nodes whose index isn't their depth; infinity until measured."""
         known = self._known
         if known.findings.tolerance is None and known.fault is None and self._may_try():
             with self._trying(known) as may:
@@ -124,27 +125,29 @@ class StableShapes(Shapes):
         self._served += seconds
 
     def padded(self, rows: int, new: int) -> int:
-        """How many ids of each of some rows are forwarded if there are `new`, as far as it was tried."""
+        """How many ids are forwarded for each of `rows` rows if there are `new`, by the shapes tried so far."""
         refused = self._known.refused
         return next((width for width in self._widths(rows, new) if (rows, width) not in refused), new)
 
     def width(self, rows: int, new: int, seen: int) -> int | None:
-        """The least of a few widths for `new` ids that is known to give the usual bits; None if none is."""
+        """The least width for `new` ids that is known to give the usual bits; None if there is none."""
         return next((width for width in self._widths(rows, new) if self._agrees(rows, width, seen)), None)
 
     def _widths(self, rows: int, new: int) -> list[int]:
-        """How many ids of a sequence forward passes may have if there are `new`, the least first."""
+        """The widths that a forward pass may have for `new` ids, the least first."""
         least = ceil(_NARROWEST / rows) if self._known.even else FEW
         return [width for width in _WIDTHS if width >= max(new, least)]
 
     def widest(self, seen: int) -> int:
-        """The most ids of one sequence that are forwarded. The widest shape is tried last: it is seldom used."""
+        """The most ids of one sequence that a forward pass can have. The widest shape is tried last: it is seldom used."""
         if not self._agrees(1, 2 * USUAL, seen):
             return USUAL
         return WIDEST if self._agrees(1, WIDEST, seen, share=0.25) else 2 * USUAL
 
     def _agrees(self, rows: int, width: int, seen: int, *, share: float = 1.0) -> bool:
-        """Whether such a shape is known to give the usual bits. It is tried if no more than a `share` of the time is spent."""
+        """Whether this shape is known to give the usual bits. It is tried first if trials took less than `share` of the time
+        that they may take.
+        """
         if (rows, width) == (1, USUAL):
             return True
         known = self._known
@@ -162,7 +165,7 @@ class StableShapes(Shapes):
                         known.findings.agreed[shape] = known.trials.agrees(*shape)
             except torch.OutOfMemoryError:  # there may be enough another time
                 pass
-            except Exception:  # the model has no positions there, say, or memory is short: not for good, as far as is known
+            except Exception:  # such as too few positions, or too little memory, which may pass
                 known.failed.add(shape)
         return known.findings.agreed.get(shape, False)
 
@@ -185,7 +188,7 @@ class StableShapes(Shapes):
             self._lock.release()
 
     def _find(self, state: tuple[Any, ...]) -> _Known:
-        """What other processes found out, or whether ids have the bits at once that they have in parts or before a branch."""
+        """What is known about the model in this `state`, from other processes' files, or from first trials."""
         device, _, attention, *_ = state
         even = attention == "sdpa"  # others get as few queries as there are
         chunk = _CPU_CHUNK if device.type == "cpu" else CHUNK
@@ -201,12 +204,12 @@ class StableShapes(Shapes):
 
 
 def _check_kind(model: PreTrainedModel) -> None:
-    """Raises `UnsupportedModelError` for what trials wouldn't show: how many ids an expert reads depends on all ids."""
+    """Raises `UnsupportedModelError` for mixtures of experts, which trials wouldn't find out, and for too short windows."""
     name = type(model).__name__
     if any("expert" in f"{path} {type(module).__name__}".lower() for path, module in model.named_modules()):
         raise UnsupportedModelError(
-            f"{name} is a mixture of experts: how many ids each expert reads depends on all that is forwarded, and bits depend "
-            "on how many."
+            f"{name} is a mixture of experts: how many ids each expert reads depends on all ids of a forward pass, and the "
+            "bits depend on that."
         )
     if (window := context_window(model) or 2 * WIDEST) <= WIDEST:
         raise UnsupportedModelError(f"{name} has {window} positions, too few to try it out.")

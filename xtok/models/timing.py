@@ -1,4 +1,4 @@
-"""What forward passes take."""
+"""How long forward passes take."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """What a forward pass took: `rows`, the ids of all `texts` (sequences) that shared it, padding included, and `seconds`.
+    """What a forward pass took. `rows`: the ids of all sequences in it, padding included. `seconds`: its time. `texts`: how
+    many sequences shared it.
 
-    `repeated`: whether another of those sequences has reported it. `replayed`: whether it was a CUDA graph.
+    `repeated`: whether another of those sequences reported it already. `replayed`: whether it replayed a CUDA graph.
     """
 
     rows: int
@@ -32,7 +33,7 @@ class Span:
 
 @contextmanager
 def timed() -> Iterator[Span]:
-    """How long the block takes; known after it."""
+    """Time the block: the span has its seconds after the block."""
     span, start = Span(), perf_counter()
     try:
         yield span

@@ -27,13 +27,14 @@ from xtok.models.single import HALF
 
 T = TypeVar("T")
 _ROUNDINGS = {True: 4, False: 128}
-"""By how many roundings of the largest logit the gap of two ids may change between forward passes over one row and over many,
-in half precision and above: an estimate. In SmolLM2 135M it was 2.0 in bfloat16, 2.8 in float16 and 65 in float32 at most.
+"""Estimates, in half precision and above, of how much the gap between two ids' logits may change between forward passes over
+one row and over many, in rounding steps of the largest logit. SmolLM2 135M had at most 2.0 in bfloat16, 2.8 in float16 and 65
+in float32.
 """
 _REMEDY = f"Leave {CACHE} out, or use DynamicCache(config=model.config)."
 _ATTENTION = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer")
 _INDEXED = ("DynamicIndexedLayer",)
-"""What transformers takes back rightly since its caches say whether they can."""
+"""Layers that transformers rolls back correctly since its caches say whether they can be cropped."""
 _OTHERS = ("LinearAttentionLayer", "DummyLayer")
 
 
@@ -41,18 +42,19 @@ _OTHERS = ("LinearAttentionLayer", "DummyLayer")
 class Traits:
     """What is known of a model as it is now.
 
-    `name`: that of its class. `device`: where it takes its ids. `dtypes`: those of its weights and buffers. `vocabulary`: how
-    many ids it has logits for; `ids_read`: how many it can read. `window`: how many positions it was made for, None if its
-    configuration doesn't say. `supports_logits_to_keep`: whether it can leave out the logits of all but the last positions.
-    `longrope_boundary`, `dynamic_boundary`: the positions from which its rotary embeddings depend on a sequence's length.
+    `name`: its class. `device`: where it takes its ids. `dtype`: its precision; `dtypes`: those of its weights and buffers.
+    `vocabulary`: how many ids it has logits for; `ids_read`: how many it can read. `window`: its context window in positions,
+    None if its configuration doesn't say. `supports_logits_to_keep`: whether it can compute the logits of the last positions
+    alone. `longrope_boundary`, `dynamic_boundary`: the positions from which its rotary embeddings depend on the length of a
+    sequence.
 
-    `layers`: for each layer of its KV cache, of how many positions it sees the last, None for all; `windows`: the same by the
-    names that the model has for kinds of layers. `is_plain`: whether all layers are attention.
+    `layers`: for each layer of its KV cache, how many of the last positions it sees, None for all; `windows`: the same by the
+    model's names for kinds of layers. `is_plain`: whether all layers are attention.
 
-    What is tried: `branches`: whether one forward pass can continue several branches of a tree. `shares`: whether sequences
-    can share its forward passes; `position_bytes`: how many bytes of a shared cache a position then takes. `rounds_input`:
-    whether quantised layers round their input as half precision does, or more coarsely. `largest_logit`: the mean of the
-    largest magnitudes.
+    Found by trial: `branches`: whether one forward pass can continue several branches of a tree. `shares`: whether sequences
+    can share its forward passes; `position_bytes`: how many bytes a position then takes in a shared cache. `rounds_input`:
+    whether quantised layers round their input to half precision, or more coarsely. `largest_logit`: the mean, over positions,
+    of the largest magnitude.
     """
 
     name: str
@@ -81,7 +83,7 @@ class Traits:
         return casts or self.rounds_input or not self.dtypes.isdisjoint(HALF)
 
     def tolerance(self, *, half: bool) -> float:
-        """An estimate of how far forward passes of another shape change the gap of two ids, in logits; 0 for a model that
+        """An estimate of how much another shape of a forward pass may change the gap between two ids' logits; 0 if the model
         wasn't tried. `half`: whether it computes in half precision.
         """
         kinds = HALF if half else (torch.float32, torch.float64)
@@ -89,14 +91,15 @@ class Traits:
         return _ROUNDINGS[half] * float(torch.finfo(dtype).eps) * self.largest_logit
 
     def check_cache(self, cache: Cache | None) -> None:
-        """Raises `UnsupportedModelError` if guesses can't be taken back from a cache, and `UnsupportedArgumentError` if it was
-        made for another model. One that keeps less than the model sees would show several ids more at once than each alone.
+        """Raises `UnsupportedModelError` if guesses can't be rolled back from a cache, and `UnsupportedArgumentError` if it was
+        made for another model. In a cache that keeps less than the model sees, several ids forwarded at once would see more
+        than each alone.
         """
         if cache is None or not (rolls_back(cache) or (not cache.layers and _grows(cache))):
             raise UnsupportedModelError(f"A cache of type {type(cache).__name__} can't be rolled back. {_REMEDY}")
         kept, seen = layer_windows(cache), self.layers
         if not kept and not self.is_plain:
-            fault = f"has no layers yet, and those of {self.name} aren't all plain attention"
+            fault = f"was made without a configuration, but not all layers of {self.name} are plain attention"
         elif len(kept) > len(seen) or (len(kept) < len(seen) and not _grows(cache)):
             fault = f"has {len(kept)} layers, and {self.name} has {len(seen)}"
         elif less := [pair for pair in zip(kept, seen, strict=False) if pair[0] and pair[0] < (pair[1] or inf)]:
@@ -106,8 +109,8 @@ class Traits:
         raise UnsupportedArgumentError(f"{CACHE} {fault}. {_REMEDY}")
 
     def branches_in(self, cache: Cache) -> bool:
-        """Whether the model can continue several branches of a tree in `cache`: each layer has to keep just what the model sees
-        there, or all, as the masks of trees expect.
+        """Whether the model can continue several branches of a tree in `cache`: as tree masks expect, each layer must keep
+        exactly what the model sees there, or all positions.
         """
         kept = layer_windows(cache)
         fits = len(kept) == len(self.layers) and all(one in (None, seen) for one, seen in zip(kept, self.layers, strict=True))
@@ -136,15 +139,15 @@ def read(model: PreTrainedModel) -> Traits:
 
 
 class Verdicts(Generic[T]):
-    """What was found out about models, kept until they change. Threads may share it; two of them may find out the same."""
+    """Caches what `find` returns for each model, until the model changes. Threads may share it; two may compute the same."""
 
     def __init__(self, find: Callable[[PreTrainedModel], T], key: Callable[[PreTrainedModel], Hashable] | None = None) -> None:
-        """`find`: what finds it out; its errors aren't kept. `key`: what it depends on besides modules and weights."""
+        """`find`: computes the verdict; its errors aren't kept. `key`: what that depends on besides modules and weights."""
         self._find, self._key = find, key
         self._kept: WeakKeyDictionary[PreTrainedModel, tuple[Any, T]] = WeakKeyDictionary()
 
     def __call__(self, model: PreTrainedModel) -> T:
-        """The verdict on `model`, found out if there is none, or the model was changed since."""
+        """The verdict on `model`, computed if there is none or the model was changed since."""
         state = _parts(model), None if self._key is None else self._key(model)
         kept = self._kept.get(model)
         if kept is not None and kept[0] == state:
@@ -187,15 +190,15 @@ def settings_of(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def layer_windows(cache: Cache) -> list[int | None]:
-    """For each layer of a KV cache, of how many positions it keeps what is needed; None for all."""
+    """For each layer of a KV cache, how many of the last positions it keeps; None for all."""
     return [layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in list[Any](cache.layers)]
 
 
 def rolls_back(cache: Cache) -> bool:
-    """Whether positions can be taken back from `cache`: a window's or a recurrent layer's by what is remembered of them.
+    """Whether `cache` can be rolled back. Layers with a window and recurrent ones can, by what they record of the past.
 
-    Layers of unknown kinds may forget. Some layer has to know how many positions were forwarded. What a model keeps beside the
-    layers isn't taken back.
+    Layers of unknown kinds are taken not to. At least one layer must know how many positions were forwarded. What a model
+    keeps outside the layers isn't rolled back.
     """
     if any(isinstance(kept, Tensor) for kept in vars(cache).values()):
         return False

@@ -1,4 +1,4 @@
-"""Forward passes of a model in several shapes, whose bits are compared."""
+"""Trials: forwards a model in several shapes, and compares the bits of the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ from xtok.models.shapes import USUAL, Shapes
 from xtok.models.shared_cache import SharedCache
 
 TRIED = 512
-"""How many positions are read when it is tried what rows change."""
+"""How many positions are read in trials of whether the number of rows changes bits."""
 WIDEST = 64
-"""How many new ids of one sequence a forward pass may have."""
+"""The most new ids of one sequence in a forward pass of a fixed shape."""
 FEW = 4
-"""Fewer rows differ in rare values if at all, so such shapes are tried on more ids."""
+"""Shapes with fewer ids than this differ in rare values if at all, so they are tried on more ids."""
 _PIECES = (5, 11)
-"""Ids forwarded in such parts are to have the bits that they have at once."""
+"""Ids forwarded in parts of these sizes must have the same bits as at once."""
 _NODES, _OTHERS, _CONTEXTS = 8, (1, 7), (2, 40, 448)
-"""A branch of so many nodes is tried after so many nodes of another, and after so many ids."""
+"""A branch of 8 nodes is tried after each of these numbers of another branch's nodes, and of ids before both."""
 _TIMES, _OUTPUTS = 2, 200_000
 """In how many forward passes a shape is tried, and how many outputs of matrices are compared at least: of a small model few
 bits differ, if any.
 """
 _READ = 64
-"""How many ids a cache is filled with for trying, over and over."""
+"""How many ids fill the cache for trials, repeated over and over."""
 _UNEQUAL = (
-    "The bits of {}'s logits depend on what else is forwarded, even where all forwards have one shape. Activations that are "
-    "quantised by the range of a whole forward do that, and sizes that vectors or threads (now {}) don't divide. Try another "
-    "precision or torch.set_num_threads(1)."
+    "The bits of {}'s logits depend on what else is in a forward pass, even if all forward passes have one shape. Possible "
+    "causes are activations that are quantised by the range of a whole forward pass, and sizes that vectors or threads (now "
+    "{}) don't divide. Try another precision, or torch.set_num_threads(1)."
 )
 
 
@@ -62,13 +62,13 @@ class Trials:
         logits = at_once[0][0, :_NODES]
         name = type(self._model).__name__
         if not logits.isfinite().any():
-            raise UnsupportedModelError(f"The logits of {name} aren't numbers. A higher precision may mend that.")
+            raise UnsupportedModelError(f"The logits of {name} are NaN or infinite. Load it in a higher precision.")
         if not _same(at_once, in_parts) or not torch.equal(self._branched(base, 0, _OTHERS[-1]), logits):
             raise UnsupportedModelError(_UNEQUAL.format(name, torch.get_num_threads()))
 
     def difference(self) -> float:
-        """The largest difference of logits between indices of nodes, or what rounding the largest logit may change, if that is
-        more; infinity for a model with too few positions to look.
+        """The largest difference of logits between indices of nodes, but at least the rounding step of the largest logit;
+        infinity for a model with too few positions to try.
         """
         found, largest = 0.0, torch.finfo(self._model.dtype).max / 2  # some models give ids that they mask the least number
         contexts = [base for base in _CONTEXTS if base <= self._base(TRIED)]
@@ -82,7 +82,7 @@ class Trials:
         return found if contexts and found < inf else inf
 
     def agrees(self, rows: int, width: int, seen: int) -> bool:
-        """Whether a shape gives the usual bits: of all its ids, and of further forward passes if it has fewer than 16."""
+        """Whether a shape gives the usual bits for all its ids, in several forward passes if it has few."""
         base, new = self._base(seen), max(width, min(USUAL, (_TIMES if rows * width >= FEW else 2 * _TIMES) * width))
         outputs = sum(size for _, size in self._layers)
         for turn in range(ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))):
@@ -93,7 +93,7 @@ class Trials:
         return True
 
     def _base(self, seen: int) -> int:
-        """After how many ids shapes are tried: `WIDEST` more can follow."""
+        """After how many ids shapes are tried, so that `WIDEST` more can follow."""
         return min(seen, context_window(self._model) or seen) - WIDEST
 
     def _ids(self, first: int, count: int) -> list[int]:
@@ -118,7 +118,7 @@ class Trials:
         return [torch.cat(logits, dim=1), *(part[tried, :, base : base + sum(pieces)] for part in cache.parts)]
 
     def _branched(self, base: int, before: int, after: int) -> Tensor:
-        """The logits of a chain of ids, (ids, vocabulary), with so many nodes of other chains before it and after it."""
+        """The logits of a chain of ids, (ids, vocabulary), with `before` and `after` nodes of other chains around it."""
         shape = _OneShape(USUAL, TRIED)
         slot = self._filled.tiled(1, base, shape.positions + 1, shape).join()
         slot.length = base
@@ -133,7 +133,7 @@ class Trials:
 
 @dataclass(frozen=True)
 class _OneShape(Shapes):
-    """So many new ids of each row, and so many positions that are looked at, whatever is forwarded."""
+    """One shape for all forward passes: `ids` new ids of each row, and `positions` that are read."""
 
     ids: int
     positions: int

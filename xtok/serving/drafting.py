@@ -1,4 +1,4 @@
-"""Drafting for texts that another engine writes: that one schedules, checks and commits, and here is only what guesses."""
+"""Guesses for texts that another engine generates. That engine schedules, verifies and commits; this module only guesses."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,16 +27,16 @@ from xtok.models.load import Source, draft_model
 from xtok.models.modes import Modes, within
 
 CHAINS = Budget(width=2)
-"""How much is guessed at most. Chains by two paths of the pair that ships have 1.90 ids per step, by one 1.78, and by eight
-1.89, in half as much time again.
+"""The default budget. Drafting 2 paths, of which the likeliest becomes the chain, gave the pair that ships 1.90 ids per step;
+1 path gave 1.78, and 8 paths 1.89, in half as much time again.
 """
 
 
 @dataclass(eq=False)
 class DraftedText:
-    """A text that another engine writes, as its `DraftEngine` knows it.
+    """A text that another engine generates, as `DraftEngine.add` returns it.
 
-    `ids`: what is committed of it so far, prompt included. `session`: its drafters. `slots`: its cache slots in drafts.
+    `ids`: the ids committed so far, prompt included. `session`: its drafters. `slots`: its cache slots in draft models.
     """
 
     ids: list[int]
@@ -54,11 +54,12 @@ class DraftedText:
 
 @dataclass
 class _Step:
-    """A step of the other engine, from the end of a proposal at `start` on. `seconds`: how long it took, once ids came of it.
+    """A step of the other engine, which starts when a proposal ends (`start`). `seconds`: how long it took; None until the
+    first `observe`.
 
-    `rows`: of each text that is proposed for, how many ids the forward pass has. `is_pure`: whether it has nothing else.
-    `batch`: the texts that are proposed for; if it guesses, drafts took `drafting` seconds. `observed`: how many ids came of
-    each text. `late`: those of them that came of several steps, or of one without a proposal.
+    `rows`: for each text with a proposal, how many ids it has in the forward pass. `is_pure`: whether that pass has no others.
+    `batch`: the texts with a proposal; if it guesses, drafts took `drafting` seconds. `observed`: how many ids of each text
+    the step committed. `late`: texts whose observed ids are of several steps, or of a step without a proposal.
     """
 
     rows: dict[DraftedText, int] = field(default_factory=dict)
@@ -72,11 +73,11 @@ class _Step:
 
 
 class DraftEngine:
-    """Guesses how texts go on that another engine generates. Texts share the forward passes of drafts.
+    """Guesses for texts that another engine generates. Texts share the forward passes of drafts.
 
     Laws: a guess is a chain, the likeliest path of what all drafts guess together. It decides how fast a text comes, never
     what it says, as long as the other engine commits the target's own picks. A draft that raises is reported by a
-    `DraftFailedWarning` and not asked again for that text. Memory doesn't grow with the number of texts that came and went.
+    `DraftFailedWarning` and not asked again for that text. Memory doesn't grow with the number of texts that were dropped.
 
         engine = DraftEngine(tokenizer, "cyberagent/open-calm-small")
         text = engine.add(prompt_ids)
@@ -85,8 +86,9 @@ class DraftEngine:
             engine.observe(text, verify(guess.tokens))  # the target's own picks along the guess, and one after it
         engine.drop(text)
 
-    For one thread. Unless the budget is constant, how much is guessed depends on what that gained, and on the time from the end
-    of `propose` to the next `observe`, which is taken for a forward pass of the target over all texts proposed for.
+    Use an object in one thread at a time. Unless the budget is constant, how much is guessed depends on what guesses gained
+    and on the time from the end of `propose` to the next `observe`. That is taken for one forward pass of the target over all
+    texts of the proposal.
     """
 
     @within(Modes())
@@ -99,9 +101,10 @@ class DraftEngine:
         ends: Collection[int] = (),
         budget: Budget | None = None,
     ) -> None:
-        """`tokenizer`: the target's, of transformers. `draft`: as for `XTokAssisted`; a model guesses together with what the
-        text repeats. `size`: how many ids the target has logits for; None for as many as the tokenizer has. `ends`: those that
-        end a text; if empty, the tokenizer's. `budget`: without one, two paths for a chain, and of those as much as pays.
+        """`tokenizer`: the target's, from transformers. `draft`: as for `XTokAssisted`, but a model is joined by prompt lookup
+        alone, and heads and token recycling are refused. `size`: how many ids the target has logits for; None for as many as
+        the tokenizer has. `ends`: the ids that end a text; if empty, the tokenizer's. `budget`: by default, drafts follow two
+        paths, and a chain is as long as pays.
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
@@ -113,28 +116,30 @@ class DraftEngine:
         self._end = next(iter(ends), None) if own is None or (ends and own not in ends) else own
         given = as_list(draft, beside=[PromptLookup()] if self._budget.width > 1 else [])
         if not given or any(isinstance(one, HeadsDrafter | TokenRecycling) for one in given):
-            raise InvalidInputError(f"draft is {draft!r}; give what guesses from ids alone: a model, or PromptLookup(), say.")
+            raise InvalidInputError(f"draft is {draft!r}; give what guesses from ids alone, such as a model or PromptLookup().")
         models = {i: draft_model(one) for i, one in enumerate(given) if not is_drafting(one)}
         self._drafts = [
             ModelDraft(models[i], self._vocabulary) if i in models else as_draft(one) for i, one in enumerate(given)
         ]
         self._policy = Policy([DraftPolicy() for _ in given])
-        self._caches = CacheSet()  # without CUDA graphs, for the engine that it guesses for may be capturing its own
+        self._caches = CacheSet()  # without CUDA graphs: the other engine may be capturing its own
         self._texts: dict[DraftedText, None] = {}
         self._step = _Step(is_pure=False)
 
     @property
     def texts(self) -> list[DraftedText]:
-        """Those that were added and not dropped."""
+        """The texts that were added and not dropped."""
         return list(self._texts)
 
     @within(Modes())
     def add(self, ids: Sequence[int]) -> DraftedText:
-        """A text to guess for. `ids`: the target's, of all that is committed, without padding. Raises `InvalidInputError`."""
+        """Add a text to guess for. `ids`: all that is committed of it, in the target's ids, without padding. Raises
+        `InvalidInputError` if there are none, and for ids that the target lacks.
+        """
         ids = self._checked(ids)
         if not ids:
-            raise InvalidInputError("The text has no ids. Give at least one, as the token that begins texts.")
-        self._step.is_pure = False  # its prompt is read in this step, or it has no part in it
+            raise InvalidInputError("The text has no ids. Give at least one, such as the token that begins texts.")
+        self._step.is_pure = False  # this step reads the new text's prompt, or leaves the text out
         slots = Slots(self._caches)
         request = Request(self._vocabulary, Meter(), end=self._end, slots=slots)
         text = DraftedText(ids, Session(self._drafts, request, self._policy, ids), slots)
@@ -143,10 +148,10 @@ class DraftEngine:
 
     @within(Modes())
     def observe(self, text: DraftedText, ids: Sequence[int]) -> None:
-        """Take in what one step committed of a text: what of its guess was right, and the id after it. No ids: the step read
-        more of its prompt. Raises `InvalidInputError`.
+        """Report the ids that one step committed to a text: the accepted part of its guess, and the id after it. Give no ids if
+        the step only read more of its prompt. Raises `InvalidInputError` for a dropped text, and for ids that the target lacks.
 
-        After steps without a proposal, call this for each of them, or for all but the last at once and then for the last.
+        After steps without a proposal, call this once for each of them, or once for all but the last and once for the last.
         """
         self._check(text)
         ids, step = self._checked(ids), self._step
@@ -161,7 +166,7 @@ class DraftEngine:
             text.show()
 
     def drop(self, text: DraftedText) -> None:
-        """Forget a text. Raises `InvalidInputError` for one that was dropped."""
+        """Forget a text and free its cache slots. Raises `InvalidInputError` for one that was dropped already."""
         self._check(text)
         del self._texts[text]
         text.session.close()
@@ -169,18 +174,18 @@ class DraftEngine:
 
     @within(Modes())
     def propose(self, texts: Sequence[DraftedText], longest: int) -> list[Tree]:
-        """What the target is to check after each of some texts in its next forward pass, in which other texts have no part:
-        chains of up to `longest` of its ids. They are empty in the first step unless the budget is constant, for what guessing
-        costs isn't known yet. Raises `InvalidInputError`.
+        """A guess for each of `texts`, in order: a chain of up to `longest` of the target's ids, which may be empty. The target
+        is to verify them in its next forward pass, over these texts alone. In the first step all are empty unless the budget is
+        constant: what guessing costs isn't known yet. Raises `InvalidInputError`.
         """
         if not isinstance(longest, int) or isinstance(longest, bool) or longest < 0:
             raise InvalidInputError(f"longest is {longest!r}; it must be a whole number, 0 or more.")
         if not isinstance(texts, Sequence) or isinstance(texts, str | bytes):
-            raise InvalidInputError(f"texts is {shown(texts)}; give a list of the texts that add gave.")
+            raise InvalidInputError(f"texts is {shown(texts)}; give a list of texts that add returned.")
         for text in texts:
             self._check(text)
         if len(set(texts)) < len(texts):
-            raise InvalidInputError("A text is proposed for twice. Name each once.")
+            raise InvalidInputError("texts holds the same text twice. Give each once.")
         self._learn()
         start, limit = perf_counter(), replace(self._budget, longest=min(self._budget.longest, longest))
         going = [text for text in texts if longest and text.ids[-1] not in self._vocabulary.ends]
@@ -198,11 +203,13 @@ class DraftEngine:
         return dict(zip(texts, trees, strict=True))
 
     def _learn(self) -> None:
-        """Let drafts learn from the step that is over. One that isn't pure measures no forward pass, but shows which guesses
-        were right.
+        """Let drafts learn from the step that is over. A step that isn't pure says nothing about latency, but shows which
+        guesses were right.
         """
         step, self._step = self._step, _Step(is_pure=False)
-        texts = [text for text in step.observed if text not in step.late]  # only these were forwarded, not put off, nor over
+        texts = [
+            text for text in step.observed if text not in step.late
+        ]  # the others were put off, have ended, or span several steps
         if step.seconds is None or not texts:
             return
         outcomes = [
@@ -213,7 +220,7 @@ class DraftEngine:
 
     def _check(self, text: Any) -> None:
         if not (isinstance(text, DraftedText) and text in self._texts):
-            raise InvalidInputError("The text isn't drafted for here, or was dropped. Add it first.")
+            raise InvalidInputError("The text was not added to this engine, or was dropped. Add it first.")
 
     def _checked(self, ids: Any) -> list[int]:
         """`ids` as a list. Raises `InvalidInputError` if they can't be the target's."""
@@ -235,7 +242,7 @@ def _whole_numbers(given: Any) -> list[int]:
 
 
 def _ends(given: Any) -> list[int]:
-    """Ids that end a text. Raises `InvalidInputError` for what are none."""
+    """The ids that end a text, as a list. Raises `InvalidInputError` for anything else."""
     try:
         found = _whole_numbers(given)
     except TypeError as error:
@@ -247,18 +254,18 @@ def _ends(given: Any) -> list[int]:
 
 
 def _vocabulary(tokenizer: Any, size: Any, ends: Collection[int]) -> Vocabulary:
-    """Raises `UnsupportedTokenizerError` or `InvalidInputError` for what can't be a target's."""
+    """The target's vocabulary. Raises `UnsupportedTokenizerError` or `InvalidInputError` for what can't be a target's."""
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise InvalidInputError(f"tokenizer is {type(tokenizer).__name__}; give the target's, as AutoTokenizer loads it.")
     size = len(tokenizer) if size is None else size
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise InvalidInputError(f"size is {size!r}; it must be a whole number, 1 or more: how many ids the target has.")
+        raise InvalidInputError(f"size is {size!r}; it must be how many ids the target has logits for, 1 or more.")
     own, view = tokenizer.eos_token_id, token_bytes(tokenizer)
     last = max((token for token, piece in enumerate(view.table) if piece), default=-1)
     if last >= size:
         raise InvalidInputError(
-            f"size is {size:,}, and the tokenizer writes ids up to {last:,}. Give how many ids the target has logits for, "
-            "which is no less than that, or the tokenizer that it was trained with."
+            f"size is {size:,}, but the tokenizer writes ids up to {last:,}. Give the number of ids that the target has logits "
+            "for, or the tokenizer that it was trained with."
         )
     found = frozenset(ends) or frozenset([] if own is None else [own])
     vocabulary = Vocabulary(tokenizer, view, size, found)

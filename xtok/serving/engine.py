@@ -1,4 +1,4 @@
-"""An engine: requests are submitted from any thread, and one thread runs all of them together."""
+"""An engine with continuous batching: any thread submits requests, and one thread runs all of them together."""
 
 import atexit
 from collections import Counter, deque
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine does. `running`, `waiting`: requests. `tokens`: new ones of all requests, ended ones included.
-    `tokens_per_second`: while something ran. `tokens_per_forward`: of a request, on average; the target alone has 1.
-    `positions`: of the running requests in the target's cache.
+    """What an engine does now and did so far. `running`, `waiting`: how many requests do. `tokens`: new tokens of all requests,
+    ended ones included. `tokens_per_second`: the same per second, idle time left out. `tokens_per_forward`: the same per
+    forward pass of the target, of which a shared one counts for each request; the target alone has 1. `positions`: how many
+    positions of the target's cache the running requests take.
     """
 
     running: int
@@ -50,7 +51,7 @@ class EngineStats:
 
 @dataclass(eq=False)
 class _Entry:
-    """A request that was submitted. `most`: how many positions it may get, if memory is bounded. `sequence`: once it runs."""
+    """A submitted request. `most`: how many positions it may take; None without a bound. `sequence`: None until it runs."""
 
     ticket: Ticket
     prepared: Prepared
@@ -59,11 +60,11 @@ class _Entry:
 
 
 class Engine:
-    """Runs requests that come and go, up to `batch_size` of them together, by forward passes that they share.
+    """Runs up to `batch_size` requests at a time in shared forward passes; new ones join as others end (continuous batching).
 
-    Laws: the ids of a request are those that `xt.generate` gives, whatever runs beside it. What fails in a request, or is
-    cancelled, ends that request alone. First come, first served. Memory doesn't grow with the number of requests. They run
-    under the autocast, if any, under which the engine was made.
+    Laws: the ids of a request are those that `xt.generate` gives, whatever runs beside it. An error in a request, or its
+    cancellation, ends that request alone. Requests start in the order in which they were submitted. Memory doesn't grow with
+    the number of requests that have ended. All run under the autocast, if any, under which the engine was made.
 
         with Engine(xt) as engine:
             tickets = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
@@ -74,14 +75,15 @@ class Engine:
     def __init__(
         self, xt: XTokAssisted, *, batch_size: int = 16, queue: int = 1024, memory: int | None = None, prefix_cache: bool = True
     ) -> None:
-        """`queue`: how many requests may wait. `memory`: how many bytes the KV caches of all sequences and models may have, in
-        each model sequences × positions of the longest × bytes of a position. A request that might need more than all of it is
-        refused; one that there is no room for beside those that run waits, and with it those that came later.
+        """`batch_size`: how many requests run at a time. `queue`: how many more may wait. `memory`: the most bytes that the KV
+        caches of all models may take together; each takes sequences × positions of the longest × bytes per position. A request
+        that might need more than all of it is refused. One that doesn't fit beside those that run waits, and all later ones
+        wait behind it.
 
-        `prefix_cache`: rows of the caches that no request needs keep what requests have read that ended well, those that were
-        used most recently, and a request doesn't read again what it begins with in common with one of those or with one that
-        runs. Ids stay the same: with fixed shapes (`stable`) only those parts of prompts count that it would read in the same
-        shapes, and in half precision without them nothing is taken over, unless `stable=False` allows other bits.
+        `prefix_cache`: reuse the KV cache of requests that have ended well, most recently used ones first, and of those that
+        run: a request doesn't read again what it has in common with the beginning of one of them. Ids stay the same: with fixed
+        shapes (`stable`) only those parts of prompts are reused that it would read in the same shapes, and in half precision
+        without them nothing is, unless `stable=False` allows other bits.
 
         Raises `InvalidInputError` for settings that make no sense, and `UnsupportedModelError` if memory can't be bounded.
         """
@@ -112,23 +114,23 @@ class Engine:
 
     @within()
     def submit(self, prompt: Prompt | KnownPrompt, **arguments: "Unpack[TextArguments]") -> Ticket:
-        """Hand in one prompt, and go on at once. What a prompt may be, and `arguments`, are those of `xt.generate`.
+        """Submit one prompt, and return without waiting. `prompt` and `arguments` are those of `xt.generate`.
 
-        `max_time` counts from here. Logits processors and stopping criteria that keep a state are for one request: give each
-        its own. Raises what `xt.generate` raises before any forward pass, `EngineFullError` if as many requests wait as may,
-        and `EngineClosedError` after `close`.
+        `max_time` counts from this call. If logits processors or stopping criteria keep a state, give each request its own.
+        Raises what `xt.generate` raises before any forward pass, `EngineFullError` if the queue is full, and
+        `EngineClosedError` after `close`.
         """
         if arguments.get("streamer") is not None:
-            raise UnsupportedArgumentError("streamer can't be used here. Iterate over the ticket, for pieces of text.")
+            raise UnsupportedArgumentError("streamer can't be used here. Iterate over the ticket to stream its text.")
         prepared = prepare_one(self._setup, prompt, dict(arguments))
         entry = _Entry(Ticket(self._wake), prepared, None if self._memory is None else self._memory.limit(prepared))
         with self._changed:
             if self._closing:
-                raise EngineClosedError("The engine is closed. Submit texts before it is, or make another one.")
+                raise EngineClosedError("The engine is closed. Submit before you close it, or make another Engine.")
             if len(self._waiting) >= self._queue and len(self._running) + len(self._waiting) >= self._batch_size:
                 raise EngineFullError(
-                    f"{len(self._waiting)} texts wait already, as many as may. Submit it later, or make the engine with a "
-                    f"longer queue than {self._queue}."
+                    f"{len(self._waiting)} texts wait already, and queue is {self._queue}. Submit this one later, or make the "
+                    "Engine with a larger queue."
                 )
             self._waiting.append(entry)
             self._changed.notify_all()
@@ -141,7 +143,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What it does now, and did so far."""
+        """The engine's figures at this moment."""
         with self._changed:
             sequences = self._sequences()
             tokens = self._tokens + sum(len(one.new_ids) for one in sequences)
@@ -156,7 +158,7 @@ class Engine:
             )
 
     def close(self, *, cancel: bool = False) -> None:
-        """Take no more requests, and wait until those that were submitted have ended, or cancel them."""
+        """Take no more requests, and wait until all submitted ones have ended; with `cancel`, cancel those first."""
         with self._changed:
             self._closing = True
             for entry in [*self._running, *self._waiting] if cancel else ():
@@ -169,7 +171,7 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Wait for what was submitted; cancel it if an error ends the block."""
+        """Close the engine. Submitted requests are waited for, or cancelled if an error ends the block."""
         self.close(cancel=error is not None)
 
     def _wake(self) -> None:
@@ -200,7 +202,7 @@ class Engine:
                 with self._changed:
                     self._seconds += perf_counter() - self._started
                 self._deliver(committed)
-        except BaseException as error:  # it is no fault of one sequence, so all that run end in it, even if it is an exit
+        except BaseException as error:  # it concerns no single sequence, so it ends all that run, even if it is an exit
             self._caches.forget()
             for sequence in self._sequences():
                 sequence.fail(error)
@@ -233,7 +235,7 @@ class Engine:
             return self._running[-1]
 
     def _refresh(self) -> None:
-        """Drop from the caches what other weights, or other kernels, have computed."""
+        """Drop from the caches what was computed before the weights or the kernels were changed."""
         if self._setup.captures:
             self._caches.empty()
         state = self._target_state and model_state(self._setup.target.model)
@@ -245,7 +247,7 @@ class Engine:
         return [entry.sequence for entry in self._running if entry.sequence is not None]
 
     def _has_room(self, entry: _Entry) -> bool:
-        """Whether it can run beside those that do."""
+        """Whether a request can run beside those that do."""
         if len(self._running) >= self._batch_size:
             return False
         return self._memory is None or self._memory.fits([one.prepared for one in (*self._running, entry)])
@@ -257,7 +259,7 @@ class Engine:
             self._end(entry, CancelledError("The text was cancelled."))
 
     def _failed_start(self, entry: _Entry) -> BaseException | None:
-        """Make its sequence. Returns what that fails with."""
+        """Start a request's sequence. Returns the error if that fails."""
         try:
             entry.sequence = start(self._setup, entry.prepared, self._caches, entry.most)
         except BaseException as error:
@@ -275,7 +277,7 @@ class Engine:
         committed.clear()  # frames of errors, which tickets keep, would hold sequences by it
 
     def _result(self, entry: _Entry) -> Any:
-        """What it was answered with, or what it failed with."""
+        """The result of a request that has ended, or its error."""
         assert entry.sequence is not None
         try:
             result = finished(entry.sequence)
@@ -295,7 +297,7 @@ class Engine:
 
 
 def _freed(error: BaseException) -> BaseException:
-    """The error, without what its frames hold, such as caches."""
+    """The error, whose frames no longer hold anything, such as caches."""
     trace = error.__traceback__ and error.__traceback__.tb_next
     for frame, _ in walk_tb(trace):
         for caller, _ in walk_stack(frame):

@@ -26,14 +26,14 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, for any reason."""
+        """Whether the request has ended, for any reason."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Generation:
-        """What the prompt was answered with, as `generate` gives it.
+        """Wait for the request to end, and return what `generate` returns for one prompt.
 
-        Raises what it ended in, `concurrent.futures.CancelledError` if it was cancelled, `TimeoutError` after `timeout`
-        seconds, and `InvalidInputError` for a timeout that is no number.
+        Raises the error that ended the request, `concurrent.futures.CancelledError` if it was cancelled, `TimeoutError` after
+        `timeout` seconds, and `InvalidInputError` for a timeout that is no number.
         """
         if timeout is not None and not (isinstance(timeout, Real) and timeout == timeout):
             raise InvalidInputError(f"timeout is {shown(timeout)}; give a number of seconds, or None to wait for the end.")
@@ -42,7 +42,7 @@ class Ticket:
         return self._future.result()
 
     def cancel(self) -> bool:
-        """End it before the next round. False if it has ended already."""
+        """End the request before its next round. Returns False if it has ended already."""
         if self.done:
             return False
         self.cancelled = True
@@ -50,7 +50,7 @@ class Ticket:
         return True
 
     def __iter__(self) -> Iterator[str]:
-        """The new text in pieces as they are committed, never half a character. Then it raises what `result` raises."""
+        """Yield the new text in pieces as they are committed, never half a character. Then raise what `result` raises."""
         sent = 0
         while True:
             with self._changed:
@@ -87,12 +87,12 @@ class Ticket:
             self._listeners.remove(listener)
 
     def add(self, data: bytes, *, final: bool = False) -> None:
-        """For the engine: hand out the whole characters that further bytes complete."""
+        """Called by the engine with further bytes of text: hand out the characters that they complete."""
         if piece := self._decoder.decode(data, final):
             self._notify(lambda: self._pieces.append(piece))
 
     def end(self, result: Generation | BaseException) -> None:
-        """For the engine, which it forgets: the request has ended."""
+        """Called by the engine when the request has ended."""
         self._on_cancel = lambda: None
         if isinstance(result, BaseException):
             self._notify(lambda: self._future.set_exception(result))

@@ -1,5 +1,5 @@
-"""xtok inside vLLM: a proposer for its `custom_class`. vLLM schedules, checks and commits; no part of it is imported here
-before it runs.
+"""xtok inside vLLM: a proposer for its method `custom_class`. vLLM schedules, verifies and commits. This module imports
+nothing of vLLM until vLLM runs it.
 
     LLM(
         model="llm-jp/llm-jp-13b-v1.0",
@@ -28,12 +28,13 @@ _log = getLogger(__name__)
 
 
 class XTokProposer:
-    """What vLLM asks for guesses, of all requests of a step at once.
+    """A proposer: vLLM asks it for the guesses of all requests of a step at once.
 
-    Laws: ids are vLLM's own, whatever this returns. Nothing that fails after `load_model` is raised, for that would end vLLM:
-    it is counted in `failures`, logged once, and nothing is guessed in that step. It keeps the requests of the step, no more.
+    Laws: the output ids are vLLM's own, whatever this returns. After `load_model`, it raises no error, since that would end
+    vLLM: an error is counted in `failures`, the first is logged, and nothing is guessed in that step. It keeps no requests but
+    those of the latest step.
 
-    vLLM names no requests, and moves them between rows: a row is known by its ids.
+    vLLM passes no request ids, and moves requests between rows, so a row is recognised by its token ids.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -42,7 +43,7 @@ class XTokProposer:
             self._longest: int = vllm_config.speculative_config.num_speculative_tokens
             given = vllm_config.additional_config
         except AttributeError as error:
-            message = f"vllm_config is {shown(vllm_config)}; it is vLLM that makes a proposer, by its own."
+            message = f"vllm_config is {shown(vllm_config)}; it must be a VllmConfig, which vLLM passes."
             raise InvalidInputError(message) from error
         self._config = vllm_config
         self._draft, self._budget = _settings(given)
@@ -51,7 +52,7 @@ class XTokProposer:
         self.failures = 0
 
     def load_model(self, *_: Any) -> None:
-        """Load the draft, on the first rank alone, whose guesses count. Raises what `DraftEngine` raises."""
+        """Load the draft, on the first tensor-parallel rank alone, whose guesses count. Raises what `DraftEngine` raises."""
         if import_module("vllm.distributed").get_tensor_model_parallel_rank():
             return
         model = self._config.model_config
@@ -66,8 +67,8 @@ class XTokProposer:
     ) -> list[list[int]]:
         """Guesses for each row, at most `num_speculative_tokens` ids.
 
-        `sampled_token_ids`: what this step committed of each row; none if its prompt isn't read to its end. `token_ids_cpu`:
-        ids of the rows, (rows or more, positions), int32; of each row `num_tokens_no_spec` are committed.
+        `sampled_token_ids`: the ids that this step committed for each row; empty until its prompt is read. `token_ids_cpu`: the
+        rows' ids, (rows or more, positions), int32. `num_tokens_no_spec`: how many of them are committed, for each row.
         """
         if self._engine is None:
             return []
@@ -83,11 +84,11 @@ class XTokProposer:
             return [[] for _ in sampled_token_ids]
 
     def _followed(self, engine: DraftEngine, rows: Sequence[Any], sizes: Sequence[int]) -> list[DraftedText]:
-        """The text of each row, as far as the row goes now. Those without a row are dropped, before others are added."""
+        """The text of each row, with the ids that the row has now. Texts without a row are dropped before others are added."""
         data = [row.tobytes() for row in rows]
         widths = [size * row.itemsize for row, size in zip(rows, sizes, strict=True)]
         found = [self._take(one[: len(one) - width]) for one, width in zip(data, widths, strict=True)]
-        # vLLM asks for no guesses if one request is near its longest: then a row has more than this step's ids
+        # vLLM asks for no guesses while a request is near its maximum length: then a row has more new ids than this step's
         found = [text or self._take_beginning(one) for text, one in zip(found, data, strict=True)]
         for text in (text for texts in self._known.values() for text in texts):
             engine.drop(text)
@@ -98,18 +99,18 @@ class XTokProposer:
         return followed
 
     def _take(self, ids: bytes) -> DraftedText | None:
-        """A known text of just these ids, which no other row gets then."""
+        """Take a known text with exactly these ids, so that no other row gets it; None if there is none."""
         texts = self._known.get(ids)
         return texts.pop() if texts else None
 
     def _take_beginning(self, ids: bytes) -> DraftedText | None:
-        """The longest known text that some ids begin with, which no other row gets then."""
+        """Take the longest known text that `ids` begin with, so that no other row gets it; None if there is none."""
         beginnings = (known for known, texts in self._known.items() if texts and ids.startswith(known))
         return self._take(max(beginnings, key=len, default=b""))
 
     @staticmethod
     def _text(engine: DraftEngine, known: DraftedText | None, row: Any, size: int) -> DraftedText:
-        """A row's text. `size`: how many of its ids are of this step."""
+        """A row's text, told what was committed. `size`: how many of the row's ids this step committed."""
         if known is None:
             return engine.add(row.tolist())
         before = len(row) - size
@@ -132,8 +133,8 @@ def _settings(given: Any) -> tuple[Any, Budget]:
     settings = given.get("xtok") if isinstance(given, Mapping) else None
     if not isinstance(settings, Mapping) or not settings.get("draft") or not set(settings) <= {"draft", "budget"}:
         raise InvalidInputError(
-            f"additional_config is {given!r}; it must name a draft: {{'xtok': {{'draft': 'cyberagent/open-calm-small'}}}}, and "
-            "may hold a 'budget' beside it, such as {'depth': 5}."
+            f"additional_config is {given!r}; it must name a draft: {{'xtok': {{'draft': 'cyberagent/open-calm-small'}}}}. "
+            "Beside 'draft' it may have a 'budget', such as {'depth': 5}, and nothing else."
         )
     try:
         return settings["draft"], replace(CHAINS, **settings.get("budget", {}))

@@ -1,6 +1,6 @@
-"""Training: a draft is made for a target, or fine-tuned on the target's own texts, or heads are trained for the target.
+"""Training: makes a draft for a target, fine-tunes a draft on the target's own texts, or trains heads for the target.
 
-All that trains is in this package, and nothing that generates imports from it.
+All training code is in this package, and no code that generates imports it.
 """
 
 import os
@@ -30,17 +30,17 @@ from xtok.tune.writing import PENALTY, beginnings, write
 __all__ = ["Made", "TrainedHeads", "Tuned", "make_draft", "split", "train_heads", "tune_draft"]
 
 _MOST = 40
-"""After how many beginnings of prompts, at most, tokens per forward pass are measured."""
+"""On how many beginnings of prompts tokens per forward pass are measured, at most."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What fine-tuning of a draft gave.
+    """The result of `tune_draft`.
 
-    `path`: the folder with the tuned draft. `texts`: how many were learnt. `before`, `after`: tokens per forward pass of the
-    target, the mean of all ways of picking, on prompts that had no part in training. `epochs`: tokens per forward pass on the
-    prompts that decided when to stop, before training and after each epoch; the best epoch was kept. `ways`: before and after,
-    for each way of picking.
+    `path`: the folder with the tuned draft. `texts`: how many texts it was trained on. `before`, `after`: tokens per forward
+    pass of the target with the untuned and the tuned draft, over all ways of picking, on held-out prompts. `epochs`: tokens
+    per forward pass on the prompts that decided when to stop, before training and after each epoch; the best epoch was kept.
+    `ways`: before and after for each way of picking: greedy, greedy with a repetition penalty, sampled.
     """
 
     path: Path
@@ -66,21 +66,21 @@ def tune_draft(
     learning_rate: float | None = None,
     lora: bool | None = None,
 ) -> Tuned:
-    """Let the target continue `prompts`, and fine-tune a copy of the draft on what it writes; `out` is the new draft's folder.
+    """Let the target continue `prompts`, and fine-tune a copy of the draft on the texts. `out`: the folder for the new draft.
 
-    Law: `XTokAssisted(target, out)` gives what `XTokAssisted(target, draft)` gives, the sooner the more the two agree.
+    Law: `XTokAssisted(target, out)` gives what `XTokAssisted(target, draft)` gives; only the speed differs.
 
-    A tenth of the prompts decides when to stop, and another tenth shows what was gained; neither is learnt from. The target
-    continues `starts` beginnings of each of the others by `max_new_tokens` tokens. Half of these texts are sampled, by its own
-    generation settings (`sampled` is another share, `temperature` another temperature). The others are greedy, every other of
-    them with a repetition penalty of 1.2, since greedy texts of small models repeat themselves. `lora`: low-rank matrices
-    beside the draft's own are trained (Hu et al. 2021, arXiv 2106.09685) and merged; the default for drafts of more than 500 M
-    parameters.
+    A tenth of the prompts decides when to stop, and another tenth measures the gain; neither is trained on. Of each other
+    prompt, the target continues `starts` beginnings, by `max_new_tokens` tokens. A share `sampled` of these texts is sampled,
+    at `temperature` (None: as the target's generation config says). The others are greedy, every other one with a repetition
+    penalty of 1.2, since greedy texts of small models repeat themselves. `epochs`: the most epochs. `learning_rate`: None to
+    choose by the draft's size. `lora`: train low-rank matrices (Hu et al. 2021, arXiv 2106.09685) and merge them into the
+    draft; None: for drafts of more than 500 M parameters.
 
-    Called again after it was stopped, it goes on from there, to the same weights (in float32 on a CPU). Raises
-    `InvalidInputError` for settings that make no sense, for less than 3 prompts, for an `out` that holds something else or was
-    started with other settings, for a draft whose tokenizer can't write the target's texts, and if accelerate or peft is
-    missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target or draft that can't be one.
+    If training was stopped, call this again with the same arguments to resume; the weights are the same as without a stop (in
+    float32 on a CPU). Raises `InvalidInputError` for invalid settings, for fewer than 3 prompts, for an `out` that holds
+    something else or was started with other settings, for a draft whose tokenizer can't write the target's texts, and if
+    accelerate or peft is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for an unsupported target or draft.
     """
     settings = {**settings_of(locals()), "penalty": PENALTY}
     if not isinstance(lora, bool | None):

@@ -1,4 +1,4 @@
-"""The target writes for as long as it may: what follows given prompts, or answers to questions of its own."""
+"""Lets the target write for a given time: continuations of prompts, or answers to questions, also its own."""
 
 import json
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from xtok.tune.work import split
 from xtok.tune.writing import beginnings, save, write
 
 WRITING = 0.4
-"""What share of the time of making a draft or heads the target writes."""
+"""The share of the time of making a draft or heads in which the target writes texts."""
 _CHUNK = 32
-"""How many prompts are answered between two looks at the clock."""
+"""How many prompts are answered before the clock is read again."""
 _APART = 24
-"""How many prompts decide when to stop, and how many others show what the draft brings."""
+"""How many prompts decide when to stop, and how many others measure the gain."""
 _QUESTION = 64
-"""How many tokens a question may have that the target writes."""
+"""How many tokens a question that the target writes may have."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts that decide when to stop, that show what a draft brings, and those to learn from: None for questions that the
-    target writes itself.
+    """Prompts for training. `stopping`: those that decide when to stop. `kept`: those that measure the gain. `learnt`: those to
+    train on; None for questions that the target writes itself.
     """
 
     stopping: list[str | Chat]
@@ -52,15 +52,16 @@ def check_prompts(tokenizer: Any, given: Sequence[str] | None) -> None:
     """Raises `InvalidInputError` if there are no prompts, and the target can't write questions itself."""
     if given is None and not has_template(tokenizer):
         raise InvalidInputError(
-            "The target has no chat template, so it can't write questions. Give prompts: beginnings of texts as it is to write."
+            "The target has no chat template, so it can't write questions. Give prompts: beginnings of texts like those that "
+            "it will write."
         )
 
 
 def prompts_for(target: tuple[Any, Any], given: Sequence[str] | None, starts: int, into: Path) -> Prompts:
-    """The prompts for a target. If it has a chat template, each is a chat; otherwise, `starts` beginnings of each are taken.
+    """The prompts for a target: if it has a chat template, a chat for each text, otherwise `starts` beginnings of each.
 
-    `given`: texts; None for questions that the target writes itself, of which those to measure by are saved in the folder
-    `into`. Raises `InvalidInputError` for less than three different texts.
+    `given`: texts; None for questions that the target writes itself. Those of them to measure on are saved in the folder
+    `into`. Raises `InvalidInputError` for fewer than three different texts.
     """
     if given is None:
         own: list[str | Chat] = [asked(question) for question in _questions(target, 2 * _APART, -1, into)]
@@ -74,10 +75,10 @@ def prompts_for(target: tuple[Any, Any], given: Sequence[str] | None, starts: in
 def write_for(
     target: tuple[Any, Any], prompts: Prompts, seconds: float, into: Path, *, sampled: float, **arguments: Any
 ) -> list[WrittenText]:
-    """What the target writes in about so many seconds, those of earlier runs included. All is saved in the folder `into`.
+    """The texts that the target writes in about `seconds`, those of earlier runs included. All are saved in the folder `into`.
 
-    Each prompt is answered both greedily and sampled, or in one of these ways if the share `sampled` is 0 or 1. `arguments`:
-    those of transformers' `generate`. If all given prompts were answered, they are sampled again; greedily, nothing new comes.
+    Each prompt is answered both greedily and sampled, or in one of these ways if the share `sampled` is 0 or 1. After all given
+    prompts, they are sampled again; greedy answers would be the same. `arguments`: those of transformers' `generate`.
     """
     texts, spent, number = list[WrittenText](), 0.0, 0
     with advanced("the target writes", ceil(seconds)) as advance:
@@ -100,7 +101,7 @@ def write_for(
 
 
 def _chunk(target: tuple[Any, Any], learnt: list[str | Chat] | None, number: int, into: Path) -> tuple[list[str | Chat], bool]:
-    """The prompts of a chunk, and whether they were answered before."""
+    """The prompts of chunk `number`, and whether earlier chunks answered them."""
     if learnt is None:
         return [asked(question) for question in _questions(target, _CHUNK, number, into)], False
     first = number * _CHUNK

@@ -17,15 +17,16 @@ from xtok.models.roles import DraftModel
 IGNORED = -100
 """The label that transformers leaves out of a loss."""
 _MOST_LOST = 0.5
-"""If the draft has no ids for more than this share of the texts, it isn't trained."""
+"""The largest share of texts that the draft's tokenizer may fail to write; above it, training is refused."""
 
 
 @dataclass(frozen=True)
 class WrittenText:
-    """A text that the target wrote after `start`: the beginning of a prompt, or a chat.
+    """A text that the target wrote after `start`, the beginning of a prompt or a chat.
 
-    `ids`: the target's, which decode to `text`. `likeliest`, int64, `probabilities`, float32, (ids, few): the likeliest ids at
-    the position of each, and the target's own probabilities of those, at temperature 1. `ended`: the target ended the text.
+    `ids`: the target's, which decode to `text`. `likeliest`, int64, and `probabilities`, float32, (ids, few) each: the
+    likeliest ids at each position, and the target's probabilities for them, at temperature 1. `ended`: whether the target
+    ended the text.
     """
 
     start: str | Chat
@@ -40,8 +41,9 @@ class WrittenText:
 class Example:
     """A text in the draft's ids.
 
-    `input_ids`, `labels`, the id itself if the target wrote it, else `IGNORED`: (ids,), int64. `likeliest`, int64,
-    `probabilities`, float32, (ids, few): those of the target's id that begins at the same byte; zeros if none does.
+    `input_ids`, and `labels`, which are the same ids where the target wrote them and else `IGNORED`: (ids,), int64 each.
+    `likeliest`, int64, and `probabilities`, float32, (ids, few) each: those at the target's id that begins at the same byte;
+    zeros if none does.
     """
 
     input_ids: Tensor
@@ -51,17 +53,17 @@ class Example:
 
 
 def training_examples(draft: DraftModel, target: TokenBytes, texts: Sequence[WrittenText]) -> list[Example]:
-    """Texts of the target as the draft reads them while it guesses; `target`: the bytes of its ids.
+    """The target's texts as the draft would read them while it guesses. `target`: the bytes of the target's ids.
 
-    A text that the draft's tokenizer can't write, or rewrites, is left out. Raises `InvalidInputError` if those are most texts.
+    Texts that the draft's tokenizer can't write, or alters, are left out. Raises `InvalidInputError` if that is most of them.
     """
     view = draft.vocabulary.view
     texts = [one for one in texts if one.text]
     writable = [one for one in texts if view.to_bytes(_read(draft, one)[1]).endswith(one.text.encode())]
     if len(writable) < max(1, len(texts) * _MOST_LOST):
         raise InvalidInputError(
-            f"The draft's tokenizer can write {len(writable)} of {len(texts)} texts of the target. Use another draft: one made "
-            "for this language and script. `xtok inspect` names the characters that are lost."
+            f"The draft's tokenizer can write only {len(writable)} of the target's {len(texts)} texts. Use a draft that was "
+            "made for this language and script. `xtok inspect` names the characters that are lost."
         )
     return [_example(draft, target, one) for one in writable]
 
@@ -88,7 +90,7 @@ def _example(draft: DraftModel, target: TokenBytes, one: WrittenText) -> Example
 
 
 def _read(draft: DraftModel, one: WrittenText) -> tuple[list[int], list[int]]:
-    """How the draft reads a text while it guesses: the ids before it, and its own. A chat is in the draft's template."""
+    """The draft's ids before a text, and those of the text, as it reads them while it guesses. Chats use its own template."""
     encoder = draft.vocabulary.encoder
     if isinstance(one.start, str):
         return list(draft.lead), encoder.ids(one.start + one.text)
@@ -97,7 +99,9 @@ def _read(draft: DraftModel, one: WrittenText) -> tuple[list[int], list[int]]:
 
 
 def _indices_by_bytes_left(target: TokenBytes, one: WrittenText) -> dict[int, int]:
-    """Indices of the target's ids, by how many bytes of the text are left at each; none if they decode to another text."""
+    """The index of each of the target's ids, by how many bytes of the text are left there; empty if they decode to another
+    text.
+    """
     text, data = one.text.encode(), b"".join(target[token] or b"" for token in one.ids)
     if not data.startswith(text):
         return {}

@@ -1,4 +1,4 @@
-"""Training of heads on a frozen target, on what it writes."""
+"""Trains heads for a target, which stays frozen, on texts that it writes."""
 
 import os
 import shutil
@@ -37,17 +37,17 @@ _DECAY = 0.8
 _RANKS = 5
 _RATE = 2e-3
 _WINDOW = 512
-"""How many positions sequential heads see at most; as many as the longest text that they learn if that is shorter."""
+"""How many positions sequential heads see at most; if all training texts are shorter, as many as the longest has."""
 
 
 @dataclass(frozen=True)
 class TrainedHeads:
-    """What training of heads gave.
+    """The result of `train_heads`.
 
-    `file`: the file with the heads. `parameters`: how many they have. `texts`: how many were learnt, with so many `tokens`.
-    `accuracy`, (steps, 5): how often the next id was a step's likeliest one, its second, up to its fifth. `ways`: tokens per
-    forward pass of the target with the heads, by way of picking, and `after`: of all. These are of prompts that had no part in
-    training. `epochs`: tokens per forward pass after each epoch, on prompts that decided when to stop.
+    `file`: the file with the heads. `parameters`: how many they have. `texts`, `tokens`: how many they were trained on.
+    `accuracy`, (steps, 5): how often each step's likeliest id, its second-likeliest, up to its fifth, was right. `after`:
+    tokens per forward pass of the target with the heads, over all ways of picking; `ways`: for each of them. All three are
+    measured on held-out prompts. `epochs`: tokens per forward pass after each epoch, on the prompts that decided when to stop.
     """
 
     file: Path
@@ -76,22 +76,21 @@ def train_heads(
     sampled: float = 0.5,
     temperature: float | None = None,
 ) -> TrainedHeads:
-    """Train heads for a target, which is frozen; `out` is their file, in safetensors.
+    """Train heads for a target, which stays frozen. `out`: the file for them, in safetensors.
 
     Law: `XTokAssisted(target, HeadsDrafter(out))` gives what `XTokAssisted(target)` gives.
 
-    For two fifths of `hours` the target writes, as for `make_draft`; `prompts`, `starts`, `max_new_tokens`, `sampled` and
-    `temperature` are those of `make_draft`. Then heads learn what it wrote, until nothing is gained or the time is over.
+    For two fifths of `hours`, the target writes texts as for `make_draft`, whose `prompts`, `starts`, `max_new_tokens`,
+    `sampled` and `temperature` are the same. For the rest of the time, heads are trained on them, until nothing is gained.
 
-    "sequential" heads are a decoder layer of the width `size` (None: the target's), which learns to guess `steps` ids in a row:
-    from the target's hidden states first, and then from its own (EAGLE-3, Li et al. 2025, arXiv 2503.01840). It learns the
-    target's distributions, and to predict its last hidden states (EAGLE, Li et al. 2024, arXiv 2401.15077). It guesses the
-    `vocabulary` ids that the target writes most. Of "medusa" heads there is one for each of the `steps` ids after the next one.
+    `kind` "sequential": a decoder layer of width `size` (None: the target's hidden size), which learns to guess `steps` ids in
+    a row: first from the target's hidden states, then from its own (EAGLE-3, Li et al. 2025, arXiv 2503.01840). It learns the
+    target's distributions, and to predict the target's last hidden states (EAGLE, Li et al. 2024, arXiv 2401.15077). It can
+    guess the `vocabulary` ids that the target writes most. "medusa": one head for each of the `steps` ids after the next one.
 
-    Called again after it was stopped, it goes on from there. Raises `InvalidInputError` for settings that make no sense, for
-    prompts that are missing or too few, for an `out` that was started with other settings, for a target whose output embedding
-    heads can't share, and if accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target that
-    can't be one.
+    If training was stopped, call this again with the same arguments to resume. Raises `InvalidInputError` for invalid settings,
+    for missing or too few prompts, for an `out` that was started with other settings, for a target whose output embedding heads
+    can't share, and if accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for an unsupported target.
     """
     settings = settings_of(locals())
     least = {} if size is None else {"size": HEAD_DIM}
@@ -99,7 +98,7 @@ def train_heads(
     if kind not in get_args(Kind):
         raise InvalidInputError(f"kind is {shown(kind)}; use one of {', '.join(map(repr, get_args(Kind)))}.")
     if Path(out).is_dir():
-        raise InvalidInputError(f"{out} is a folder. Give the name of a file for the heads.")
+        raise InvalidInputError(f"{out} is a folder. Give the path of a file for the heads.")
     made, file = target_model(target), Path(out)
     pair, info = (made.model, made.vocabulary.tokenizer), described(made.model, made.vocabulary.view)
     check_prompts(pair[1], prompts)
@@ -109,7 +108,7 @@ def train_heads(
     rows = _examples(pair, write_for(pair, chosen, 3600 * hours * WRITING, work / "texts", **arguments))
     info = replace(info, layers=(LAST,) if kind == "medusa" else _layers(made.model))
     if not rows:
-        raise InvalidInputError("The target wrote no text of two tokens. Give other prompts, or more hours.")
+        raise InvalidInputError("The target wrote no text of 2 tokens or more. Give other prompts, or more hours.")
     if kind == "sequential":
         info = replace(info, window=min(_WINDOW, max(len(row.input_ids) for row in rows)))
     learner = _untrained(made.model, info, rows, steps, vocabulary, size)
@@ -134,12 +133,12 @@ def train_heads(
 
 
 def _count(row: Example) -> int:
-    """How many tokens of a text are learnt."""
+    """How many tokens of a text are trained on."""
     return int((row.labels != IGNORED).sum())
 
 
 def _examples(target: tuple[Any, Any], texts: Sequence[WrittenText]) -> list[Example]:
-    """What the target wrote, in its own ids. Texts of one id teach nothing."""
+    """The target's texts as training examples, in its own ids, without those of one id, which teach nothing."""
     return [_example(prompt_ids(target[1], one.start), one) for one in texts if len(one.ids) > 1]
 
 
@@ -159,7 +158,7 @@ def _layers(model: PreTrainedModel) -> tuple[int, ...]:
 def _untrained(
     model: PreTrainedModel, info: HeadsInfo, rows: Sequence[Example], steps: int, vocabulary: int, size: int | None
 ) -> MedusaHeads | SequentialHeads:
-    """Heads that have learnt nothing yet, in float32."""
+    """Untrained heads, in float32."""
     if info.window is None:
         return MedusaHeads(steps, info.hidden_size).to(device_of(model))
     counts = Counter(token for row in rows for token in row.labels.tolist() if token != IGNORED)
@@ -187,8 +186,8 @@ def _hidden(target: Any, inputs: dict[str, Tensor], layers: Sequence[int]) -> Te
 
 
 def _unrolled(heads: Any, hidden: Tensor, ids: Tensor, steps: int) -> Iterator[Tensor]:
-    """For each step the last hidden states that it predicts, (rows, places, hidden size). From place i step s, counted from 0,
-    predicts that at i + 1 + s, which makes the id at i + 2 + s, by what was picked before.
+    """For each step, the last hidden states that it predicts, (rows, places, hidden size). From place i, step s (from 0 on)
+    predicts the state at i + 1 + s, from which the id at i + 2 + s is picked, given the ids before that.
 
     `hidden`: the target's, (rows, ids, layers, hidden size). `ids`: (rows, ids), int64.
     """
@@ -215,8 +214,9 @@ def _unrolled(heads: Any, hidden: Tensor, ids: Tensor, steps: int) -> Iterator[T
 def _guesses(
     target: Any, heads: Any, inputs: dict[str, Tensor], layers: Sequence[int], steps: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """For each step the logits of the heads' ids at all places where the target wrote the next one, (places, ids), float32; the
-    places, (rows, ids - 2 - step), bool; and the last hidden states there, predicted and the target's, (places, hidden size).
+    """For each step: the logits of the heads' ids at the places where the target wrote the guessed id, (places, ids), float32;
+    those places, (rows, ids - 2 - step), bool; and the last hidden states there, predicted and the target's, (places, hidden
+    size) each.
 
     `inputs`: a batch of `xtok.tune.examples.batch`.
     """
@@ -229,7 +229,7 @@ def _guesses(
 
 
 def _logits(target: Any, heads: Any, states: Tensor) -> Tensor:
-    """The logits that a target's frozen output embedding makes of last hidden states."""
+    """Logits from last hidden states, by the target's frozen output embedding."""
     if isinstance(heads, SequentialHeads):
         return heads.logits_of(states)
     embedding = output_embeddings(target)
@@ -240,9 +240,9 @@ def _logits(target: Any, heads: Any, states: Tensor) -> Tensor:
 def loss_of(
     target: Any, heads: Any, inputs: dict[str, Tensor], layers: Sequence[int], steps: int, bf16: bool = False
 ) -> Tensor:
-    """The sum of the steps' losses, each with 0.8 times the weight of the one before it: a scalar. A step's loss is the
-    cross-entropy with the target's distribution, as far as that is known, and for sequential heads how far the last hidden
-    states that they predict are from the target's, in units of those.
+    """The sum of the steps' losses, a scalar: each has 0.8 times the weight of the one before it. A step's loss is the
+    cross-entropy with the target's distribution, where that is known; sequential heads add the distance of the last hidden
+    states that they predict from the target's, relative to the size of those.
     """
     device, losses = device_of(target), list[Tensor]()
     inputs = {name: part.to(device) for name, part in inputs.items()}
@@ -262,7 +262,7 @@ def loss_of(
 
 
 def _own_ids(heads: Any, target: Any) -> Tensor:
-    """For each of the target's ids its index among the ids that heads guess, (vocabulary,), int64; -1 for none."""
+    """For each of the target's ids, its index among the ids that heads guess, (vocabulary,), int64; -1 if they don't."""
     size = vocabulary_size(target)
     if not isinstance(heads, SequentialHeads):
         return torch.arange(size, dtype=torch.int64, device="cpu")
@@ -275,7 +275,7 @@ def _own_ids(heads: Any, target: Any) -> Tensor:
 def accuracies(
     target: Any, heads: Any, rows: Sequence[Example], layers: Sequence[int], steps: int
 ) -> tuple[tuple[float, ...], ...]:
-    """How often the next id was a step's likeliest one, its second, up to its fifth, (steps, 5)."""
+    """How often each step's likeliest id, its second-likeliest, up to its fifth, was right, (steps, 5)."""
     right, seen = (torch.zeros(steps, size, dtype=torch.float32, device="cpu") for size in (_RANKS, 1))
     own = _own_ids(heads, target)
     for at in range(0, len(rows), BATCH):

@@ -1,4 +1,4 @@
-"""A draft model is made from nothing for one target, from texts that the target writes."""
+"""Makes a draft model for one target from scratch, and trains it on texts that the target writes."""
 
 import os
 from collections import Counter
@@ -40,18 +40,18 @@ from xtok.tune.work import (
 _RATE = 2e-3
 _WINDOW = 1024
 _HEAD = 64
-"""The size of an attention head. Kernels of serving engines take it."""
+"""The size of an attention head, which the kernels of serving engines support."""
 ALONE, NO_MODEL, DRAFT = "target alone", "lookup and recycling", "and the draft"
 
 
 @dataclass(frozen=True)
 class Made:
-    """What making a draft gave.
+    """The result of `make_draft`.
 
-    `path`: its folder. `parameters`: how many it has. `texts`, `tokens`: how many texts of the target it learnt, and how many
-    of the target's tokens those have. `epochs`: tokens per forward pass of the target after each epoch, on prompts that decided
-    when to stop. `ways`: for each way of picking and each system, on other prompts: tokens per forward pass of the target, and
-    the speed, if that of the target alone is 1.
+    `path`: the draft's folder. `parameters`: how many it has. `texts`, `tokens`: how many of the target's texts it was trained
+    on, and how many of the target's tokens those have. `epochs`: tokens per forward pass of the target after each epoch, on
+    the prompts that decided when to stop. `ways`: for each way of picking and each system, on held-out prompts: tokens per
+    forward pass of the target, and the speed, where the target alone has 1.
     """
 
     path: Path
@@ -76,20 +76,20 @@ def make_draft(
     sampled: float = 0.5,
     temperature: float | None = None,
 ) -> Made:
-    """Make a draft for a target that has no small sibling; `out` is its folder.
+    """Make a draft model for a target that has no small sibling. `out`: the folder for the draft.
 
     Law: `XTokAssisted(target, out)` gives what `XTokAssisted(target)` gives.
 
-    For two fifths of `hours` the target writes. If it has a chat template, it answers: `prompts`, or, without any, questions
-    that it writes itself. Otherwise it continues `starts` beginnings of each prompt. A share of the texts, `sampled`, is
-    sampled at `temperature` (None: as its own generation settings say), the others are greedy. Then a tokenizer of about
-    `vocabulary` ids is derived from these texts, and a Llama of about `parameters` parameters is trained to guess the texts and
-    the target's distributions (Hinton et al. 2015, arXiv 1503.02531), until it gains nothing or the time is over. A small
-    vocabulary makes a draft cheap.
+    For two fifths of `hours`, the target writes texts of up to `max_new_tokens` tokens. With a chat template, it answers
+    `prompts`, or, without any, questions that it writes itself. Otherwise it continues `starts` beginnings of each prompt. A
+    share `sampled` of the texts is sampled, at `temperature` (None: as the target's generation config says); the others are
+    greedy. For the rest of the time, a tokenizer of about `vocabulary` ids is derived from these texts, and a Llama of about
+    `parameters` parameters is trained on the texts and on the target's distributions (Hinton et al. 2015, arXiv 1503.02531),
+    until it gains nothing. A small vocabulary makes a draft fast.
 
-    Called again after it was stopped, it goes on from there. Raises `InvalidInputError` for settings that make no sense, for
-    prompts that are missing or too few, for an `out` that holds something else or was started with other settings, and if
-    accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for a target that can't be one.
+    If this was stopped, call it again with the same arguments to resume. Raises `InvalidInputError` for invalid settings, for
+    missing or too few prompts, for an `out` that holds something else or was started with other settings, and if accelerate is
+    missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for an unsupported target.
     """
     settings = settings_of(locals())
     check(settings, out, "accelerate", parameters=100_000, vocabulary=512, starts=1, max_new_tokens=1)
@@ -160,7 +160,7 @@ def _model(tokenizer: Any, parameters: int) -> PreTrainedModel:
 
 
 def _first_ids(target: TokenBytes, draft: TokenBytes, size: int) -> Tensor:
-    """For each of the target's ids the draft's id that begins the same text, (size,), int64; -1 if there is none."""
+    """For each of the target's ids, the draft's first id for the same text, (size,), int64; -1 if there is none."""
     found, pairs = torch.full((size,), -1, dtype=torch.int64, device="cpu"), projection(draft, target)
     whole = pairs.weights == 1
     found[pairs.draft_ids[whole]] = pairs.target_ids[whole]
@@ -192,7 +192,7 @@ def loss_of(model: Any, inputs: dict[str, Tensor], own_ids: Tensor, bf16: bool =
 def _card(settings: Settings, made: Made) -> str:
     lead = (
         f"A Llama of {made.parameters / 1e6:.1f} M parameters, made by xtok to guess what `{settings['target']}` writes next. "
-        f"It learnt {made.texts:,} texts of {made.tokens:,} tokens that the target wrote."
+        f"It was trained on {made.texts:,} texts that the target wrote, of {made.tokens:,} tokens in all."
     )
     titles = ["picked", "by", "tokens per forward of the target", "speed"]
     ways = [

@@ -26,11 +26,11 @@ from xtok.tune.writing import save
 _MEASURED = "tokens_per_forward"
 _EPOCHS = 12
 BATCH = 16
-"""How many texts a step learns from."""
+"""How many texts a training step has."""
 _PATIENCE = 3
-"""Epochs without a gain until training stops."""
+"""After how many epochs without a gain training stops."""
 _LARGE = 500e6
-"""Drafts of more parameters than that learn by LoRA, unless settings say otherwise."""
+"""Drafts with more parameters than this are trained by LoRA, unless settings say otherwise."""
 _RANK = 16
 _HARD = 0.5
 """The weight of the text's own id at positions for which the target's distribution is known, too."""
@@ -40,7 +40,7 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a draft is trained. `learning_rate`, `lora`: None to choose by the size of the draft."""
+    """How to train a draft. `epochs`: the most. `learning_rate`, `lora`: None to choose by the draft's size."""
 
     epochs: int
     learning_rate: float | None = None
@@ -90,10 +90,10 @@ def fit(
     epochs: int,
     rate: float,
 ) -> list[float]:
-    """Train `model` until what is measured no longer rises, and leave it as it was after its best epoch.
+    """Train `model` until `measure` no longer rises, and leave it as it was after its best epoch.
 
-    Law: as for `train`. `loss`: the scalar loss of a model on a `batch` of rows, which training makes smaller. `measure`: gives
-    a figure after each epoch, of which the largest is best. `rate`: the learning rate. Returns what was measured.
+    Law: as for `train`. `loss`: the scalar loss to minimise, of a model on a `batch` of rows. `measure`: gives a figure after
+    each epoch; the higher, the better. `rate`: the learning rate. Returns the figures.
     """
     device = next(model.parameters()).device
     latest, found = _latest(into)
@@ -141,8 +141,8 @@ class Plan(NamedTuple):
 
 
 def planned(model: nn.Module, rows: Sequence[Example], loss: Callable[..., Tensor], seconds: float, file: Path) -> Plan:
-    """How many epochs fit into the time, and in which precision steps are faster. It is saved in `file`, for another run would
-    measure something else. `loss`: of a model and a batch, which takes `bf16`.
+    """How many epochs fit into `seconds`, and in which precision steps are faster. The plan is saved in `file`, since another
+    run would measure something else. `loss`: the loss of a model on a batch; it takes `bf16`.
     """
     if not file.exists():
         with stage("timing a few steps of training"):
@@ -199,7 +199,7 @@ def _projected(probabilities: Tensor, chosen: Tensor, seen: Projection) -> Tenso
 
 
 class _Trainer(Trainer):
-    """A trainer with a loss of its own, which evaluates by `measure`."""
+    """transformers' trainer with the given `loss`, which evaluates by `measure`."""
 
     loss: Callable[[Any, dict[str, Tensor]], Tensor]
     measure: Callable[[], float]
@@ -244,12 +244,12 @@ def _stalls(found: Sequence[float]) -> bool:
 
 
 def full_rate(parameters: int) -> float:
-    """The learning rate for full fine-tuning. At the rates that small models need, large ones forget what they know."""
+    """The default learning rate for full fine-tuning. At the rates that small models need, large ones forget what they know."""
     return min(1e-3, 1e-3 * math.sqrt(5e6 / parameters))
 
 
 def _latest(into: Path) -> tuple[str | None, list[float]]:
-    """The latest complete checkpoint, whose state, written last, can be read, if any; and what was measured up to it."""
+    """The latest complete checkpoint (its state, written last, can be read), if any; and what was measured up to it."""
     for path in sorted(into.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True):
         try:
             state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
@@ -265,6 +265,6 @@ def _with_lora(model: PreTrainedModel, rank: int) -> Any:
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # the caller's random numbers stay what they are
-        warnings.simplefilter("ignore")  # about what it does by itself
+        warnings.simplefilter("ignore")  # about what peft handles by itself
         torch.default_generator.manual_seed(0)
         return get_peft_model(model, config)

@@ -9,15 +9,15 @@ from transformers import PreTrainedTokenizerFast
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 _LONGEST = 16
-"""In characters, of a token that is trained."""
+"""How many characters a token of a trained tokenizer may have."""
 
 
 def small_tokenizer(tokenizer: Any, counts: Mapping[int, int], texts: Sequence[str], size: int) -> Any:
     """A tokenizer of about `size` ids for texts of the model that `tokenizer` belongs to.
 
-    A BPE or Unigram tokenizer loses all tokens but the most frequent ones: those that are left are the target's own, so that
-    one of them is guessed in one step, and rarer ones in a few. For any other tokenizer a byte-level BPE is trained on `texts`.
-    Control tokens and the chat template are kept. `counts`: how often the target wrote each id.
+    A BPE or Unigram tokenizer is reduced to its most frequent tokens. As these are the target's own, the draft guesses one of
+    them in one step, and rarer ones in a few. In place of any other tokenizer, a byte-level BPE is trained on `texts`. Control
+    tokens and the chat template are kept. `counts`: how often the target wrote each id.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = None if backend is None else json.loads(backend.to_str())
@@ -73,7 +73,7 @@ def _without_rare_pieces(state: dict[str, Any], counts: Mapping[int, int], size:
 
 
 def _rebuilt(state: dict[str, Any], ids: Mapping[str, int]) -> Tokenizer:
-    """The tokenizer of a changed state. Added tokens get new ids, and nothing is put around a text."""
+    """A tokenizer from a changed state. Added tokens get new ids, and texts get no special tokens around them."""
     for i, one in enumerate(state["added_tokens"]):
         one["id"] = ids.get(one["content"], len(ids) + i)
     state.update(post_processor=None, truncation=None, padding=None)

@@ -1,4 +1,4 @@
-"""What every training needs besides its learner: prompts split in three, settings that are saved, and a folder for the work."""
+"""What all kinds of training share: prompts split in three, saved settings, and a folder for unfinished work."""
 
 import json
 import os
@@ -25,11 +25,11 @@ from xtok.models.timing import timed
 from xtok.tune.writing import name_of_way, save, way
 
 Settings = dict[str, Any]
-"""What decides the result of a training, in values that JSON has."""
+"""The settings that decide the result of a training, as JSON values."""
 
 
 def settings_of(arguments: Mapping[str, Any]) -> Settings:
-    """The settings of a training by the arguments of the function that trains: models by their names, prompts by a digest."""
+    """The settings of a training, from its function's arguments: a model becomes its name, and prompts a digest."""
     models = {role: name(arguments[role]) for role in ("target", "draft") if role in arguments}
     prompts = None if arguments["prompts"] is None else digest(arguments["prompts"])
     return {key: value for key, value in arguments.items() if key != "out"} | models | {"prompts": prompts}
@@ -41,14 +41,13 @@ def writing_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Three disjoint lists of prompts: those that decide when to stop, those that show what was gained, and those to learn
-    from.
+    """Three disjoint lists of prompts: those that decide when to stop, those that measure the gain, and those to train on.
 
-    Raises `InvalidInputError` for less than three different prompts.
+    Raises `InvalidInputError` for fewer than three different prompts.
     """
     different = [prompt for prompt in dict.fromkeys(listed_texts("prompts", prompts)) if prompt.strip()]
     if len(different) < 3:
-        raise InvalidInputError(f"Too few prompts that differ: {len(different)}. Give 3 or more, better hundreds.")
+        raise InvalidInputError(f"There are only {len(different)} different prompts. Give at least 3, better hundreds.")
     step = min(10, max(3, len(different) // 2))
     kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
     for i, prompt in enumerate(different):
@@ -59,7 +58,7 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 def per_forward(
     target: Source, draft: Any, prompts: Sequence[str | Chat], *, sampled: float = 0.0, **arguments: Any
 ) -> tuple[float, dict[str, float]]:
-    """New tokens per forward pass of the target, with trees of depth 5 of a draft: over all prompts, and by way of picking.
+    """New tokens per forward pass of the target with a draft's trees of depth 5: over all prompts, and by way of picking.
 
     `sampled`: the share of prompts that are sampled.
     """
@@ -81,7 +80,9 @@ class Count:
 def measured(
     systems: Mapping[str, XTokAssisted], prompts: Sequence[str | Chat], *, sampled: float, **arguments: Any
 ) -> dict[str, dict[str, Count]]:
-    """What systems, which take turns, generate after all prompts: by way of picking, and by system. `sampled`: as above."""
+    """Counts of what systems, in turns, generate for all prompts, by way of picking and by system. `sampled`: the share of
+    prompts that are sampled.
+    """
     found: defaultdict[str, dict[str, Count]] = defaultdict(lambda: {system: Count() for system in systems})
     for i, prompt in enumerate(prompts):
         own = way(i, sampled, prompt)
@@ -111,9 +112,9 @@ def check_installed(*packages: str) -> None:
 
 
 def check(settings: Settings, out: Any, *packages: str, **least: int) -> None:
-    """Raises `InvalidInputError` if `out` is no path or a package is missing, and for settings that make no sense.
+    """Raises `InvalidInputError` if `out` is no path, a package is missing, or a setting is invalid.
 
-    `least`: those that must be whole numbers, and the smallest that each may be.
+    `least`: the settings that must be whole numbers, and the least value of each.
     """
     if not isinstance(out, str | os.PathLike) or not str(out).strip():
         raise InvalidInputError(f"out is {shown(out)}; give the path to write to.")
@@ -125,7 +126,7 @@ def check(settings: Settings, out: Any, *packages: str, **least: int) -> None:
     sampled: float = settings["sampled"]
     hours: float = settings.get("hours", 1.0)
     if not (isinstance(sampled, Real) and 0 <= sampled <= 1):
-        raise InvalidInputError(f"sampled is {shown(sampled)}; it is a share of the texts, from 0 to 1.")
+        raise InvalidInputError(f"sampled is {shown(sampled)}; it must be a share of the texts, from 0 to 1.")
     if not (isinstance(hours, Real) and 0 < hours < inf):
         raise InvalidInputError(f"hours is {shown(hours)}; it must be a number above 0.")
     for name in ("temperature", "learning_rate"):
@@ -135,15 +136,15 @@ def check(settings: Settings, out: Any, *packages: str, **least: int) -> None:
 
 
 def work_folder(work: Path, settings: Settings, out: Path) -> Path:
-    """Makes the folder `work` for the unfinished work on `out`, or returns the one of an earlier run.
+    """Makes the folder `work` for the unfinished work on `out`, or finds that of an earlier run.
 
-    Raises `InvalidInputError` unless the settings are those of that run.
+    Raises `InvalidInputError` if the earlier run had other settings.
     """
     file = work / "settings.json"
     if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != settings:
         changed = [key for key in settings if before.get(key) != settings[key]]
         raise InvalidInputError(
-            f"{out} was started with other settings: {', '.join(changed)}. Use those again, or another name."
+            f"{out} was started with other values of {', '.join(changed)}. Use the same values, or another path."
         )
     work.mkdir(parents=True, exist_ok=True)
     save(file, lambda half: half.write_text(json.dumps(settings, indent=2), encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Lets the target write the texts that its draft or its heads learn."""
+"""Lets the target write the texts that its draft or its heads are trained on."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _BATCH = 32
 PENALTY = 1.2
 """The repetition penalty under which every other greedy text is written."""
 _FEW = 32
-"""How many ids of each of the target's distributions are kept."""
+"""How many of the likeliest ids are kept of each of the target's distributions."""
 _KEPT = ("ids", "likeliest", "probabilities")
 
 
@@ -37,13 +37,14 @@ def beginnings(prompts: Sequence[str], count: int) -> list[str]:
 
 
 def way(index: int, sampled: float, start: str | Chat = "") -> dict[str, Any]:
-    """How the text of that index is picked, as arguments of `generate`: sampled, greedily, or greedily with a penalty.
+    """How to pick the tokens of text number `index`, as arguments of `generate`: sampled, greedy, or greedy with a repetition
+    penalty.
 
-    Greedy continuations of small models repeat themselves, and nothing is learnt from repetitions. So every other of them is
-    written under a repetition penalty; answers in a chat, which do without, aren't. `sampled`: the share of texts that are
+    Greedy continuations of small models repeat themselves, and nothing is learnt from repetitions. So every other one is
+    written under a repetition penalty, but not answers in a chat, which don't need it. `sampled`: the share of texts that are
     sampled, evenly spread.
     """
-    before = int(index * sampled)  # so many texts before it are sampled
+    before = int(index * sampled)  # how many texts before it are sampled
     if int((index + 1) * sampled) > before:
         return {"do_sample": True}
     is_penalised = (index - before) % 2 and isinstance(start, str)
@@ -67,8 +68,8 @@ def write(
 ) -> list[WrittenText]:
     """The target's continuation of each start. Each batch is saved in a file of its own in the folder `into`.
 
-    Law: the texts depend on the starts, `sampled`, `seed`, `arguments`, and torch's version alone, however often writing was
-    stopped in between. Each is picked in its own `way`. `target`: a model and its tokenizer. `arguments`: those of
+    Law: the texts depend on the target, the starts, `sampled`, `seed`, `arguments` and torch's version alone, however often
+    writing was stopped in between. Each is picked in its own `way`. `target`: a model and its tokenizer. `arguments`: those of
     transformers' `generate`.
     """
     into.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def write(
 
 
 def _batches(starts: Sequence[str | Chat], sampled: float) -> list[tuple[dict[str, Any], list[str | Chat]]]:
-    """The starts in batches that are picked in the same way, each with that way."""
+    """Batches of starts, each with the way in which all of its texts are picked."""
     ways = [way(index, sampled, start) for index, start in enumerate(starts)]
     kinds = [kind for i, kind in enumerate(ways) if kind not in ways[:i]]
     alike = [(kind, [start for start, own in zip(starts, ways, strict=True) if own == kind]) for kind in kinds]
@@ -153,7 +154,9 @@ class _Penalty(LogitsProcessor):
 def _written(
     start: str | Chat, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor
 ) -> WrittenText:
-    """A continuation, (new,) and (new, few) twice, up to the end of the text, without an unfinished character."""
+    """A text from its ids, (new,), and distributions, (new, few) twice: up to its first end id, and without an unfinished
+    character.
+    """
     ids: list[int] = row.tolist()
     count = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     text = view.to_bytes(ids[:count], before=b"a").decode(errors="ignore")

@@ -1,1 +1,1 @@
-"""How much is guessed: the settings, the latency model, the gates, and the policy that puts them together."""
+"""How much to guess: the settings, the latency model, the gates, and the policy that combines them."""

@@ -1,4 +1,4 @@
-"""How far a draft's own probabilities can be believed."""
+"""Corrects a draft's own probabilities by how often its guesses were right."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from xtok.drafts.policy.latency import SHARE
 from xtok.drafts.tree import Tree
 
 _TRUST, _FORGETS = 2.0, 64.0
-"""How many hits are assumed before the draft's probabilities are doubted, and at how many half of them are forgotten."""
+"""The weight, in hits, of the assumption that a draft's probabilities are right; and at how many hits half are forgotten."""
 _BINS = 24
 
 
 @dataclass
 class Calibration:
-    """How often the guesses of a draft came true, by the probability that the draft gave them.
+    """How often a draft's guesses were right, by the probability that the draft gave them.
 
-    Bin i holds the guesses of probability 2**(-(i + 1) / 4) to 2**(-i / 4): `hits` counts those that came true, `expected` sums
-    up their probabilities. `onward` is how often a path that was right so far had a right continuation.
+    Bin i holds the guesses of probability 2**(-(i + 1) / 4) to 2**(-i / 4): `hits` counts those that were right, and `expected`
+    sums the probabilities of all. `onward`: how often a path that was right so far had a right continuation.
     """
 
     hits: list[float] = field(default_factory=lambda: [_TRUST] * _BINS)
@@ -25,12 +25,12 @@ class Calibration:
     onward: float = 0.6
 
     def believed(self, probability: float) -> float:
-        """The probability with which a guess comes true, if the draft gives it `probability`."""
+        """The corrected probability of a guess to which the draft gives `probability`."""
         index = _bin(probability)
         return min(1.0, probability * self.hits[index] / self.expected[index])
 
     def probabilities(self, tree: Tree) -> list[float]:
-        """The believed probability of each node, never more than that of its parent.
+        """The corrected probability of each node, never more than that of its parent.
 
         If the tree has no probabilities, each node has `onward` times the probability of its parent.
         """
@@ -41,7 +41,7 @@ class Calibration:
         return found
 
     def learn(self, tree: Tree, right: Sequence[int], *, ended: bool = False) -> None:
-        """Take in which nodes came true: `right`, a path from the root.
+        """Learn from a guess that was verified. `right`: the nodes that were right, a path from the root.
 
         `ended`: nothing was picked after the last of them, so whether the guesses there were right isn't known.
         """
@@ -62,7 +62,7 @@ class Calibration:
             self.onward += SHARE * (goes_on - self.onward) / 2
 
     def forget(self) -> None:
-        """Give what was learnt little weight, so that a few guesses can show that it doesn't hold any more."""
+        """Reduce the weight of what was learnt, so that a few guesses can show that it no longer holds."""
         for index, expected in enumerate(self.expected):
             self.hits[index] *= min(1.0, _TRUST / expected)
             self.expected[index] = min(expected, _TRUST)

@@ -1,4 +1,4 @@
-"""What is known of one draft: how long it takes, how often it is right, and whether it is worth asking."""
+"""What is known of one draft: how long it takes, how often it is right, and whether asking it pays."""
 
 from bisect import bisect
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
 
 _FEW = 64
-"""A forward pass of more rows per sequence is the draft's reading of a prompt, which is no measure of a round."""
+"""A draft's forward pass with more rows per sequence than this reads a prompt, and says nothing about a usual round."""
 _SURE = (0.3, 0.6, 0.85)
-"""A draft has a gate for each of these ranges of how sure cheaper drafts are of their guess."""
+"""The bounds of ranges of how sure cheaper drafts are of their guess. A draft has a gate for each range."""
 
 
 def degree_of(sure: float) -> int:
@@ -29,12 +29,12 @@ def rounded_down(number: int) -> int:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What became of asking a draft in a round.
+    """A draft's guess in a round, and what it took.
 
-    `tree`: its guess; None if it wasn't asked, or failed. `sure`: how probable the likeliest guess of cheaper drafts was.
-    `drafted`: what each of its forward passes took. `rest`: the seconds of all else that it took. `first`: whether it was asked
-    for the first time in a sequence, when it also reads the prompt: its time then is no measure of a round. `own`: the nodes of
-    the round's tree that no cheaper draft guessed. `expected`: how many of them were believed to come true.
+    `tree`: the guess; None if the draft wasn't asked, or failed. `sure`: the probability of the likeliest guess of cheaper
+    drafts. `drafted`: what each of its forward passes took. `rest`: the seconds of everything else. `first`: whether it was
+    asked for the first time in a sequence, when it also reads the prompt, so that its time says nothing about a usual round.
+    `own`: the nodes of the round's tree that no cheaper draft guessed. `expected`: how many of those were expected to be right.
     """
 
     tree: Tree | None = None
@@ -50,10 +50,10 @@ class Proposal:
 class Outcome:
     """What became of a sequence's guess in a round.
 
-    `rows`: how many it had in the target's forward pass, padding included. `picks`: how many ids were committed. `drafting`:
-    how many seconds the drafts took. `proposals`: one for each draft; none if the sequence didn't guess. `block`: the ids that
-    were committed after what the guess comes after. `path`: the nodes of the guess after which something was picked. `drafts`:
-    what is known of the drafts, if they aren't those of all sequences.
+    `rows`: how many rows it had in the target's forward pass, padding included. `picks`: how many ids were committed.
+    `drafting`: how many seconds the drafts took. `proposals`: one for each draft; none if the sequence didn't guess. `block`:
+    the ids that were committed in place of the guess. `path`: the nodes of the guess after which something was picked.
+    `drafts`: what is known of the sequence's drafts, if it has others than the instance.
     """
 
     rows: float = 1
@@ -67,11 +67,11 @@ class Outcome:
 
 @dataclass
 class DraftPolicy:
-    """What a draft costs and gains, and whether it is worth asking.
+    """What a draft costs and gains, and whether asking it pays.
 
-    `forward`: seconds of its forward passes. `rest`: smoothed seconds of all else that asking it takes. `seconds`: smoothed
-    seconds of asking it. `gates`: one for each batch size and range of how sure cheaper drafts are. `share`: of its guesses
-    that came true, how many no cheaper draft had. `depth`: that of its next guess, under the heuristic schedule.
+    `forward`: predicts the seconds of its forward passes. `seconds`: smoothed seconds of asking it in all; `rest`: without
+    forward passes. `gates`: one for each batch size and range of how sure cheaper drafts are. `share`: the share of its right
+    guesses that no cheaper draft had. `depth`: the depth of its next guess, under the heuristic schedule.
     """
 
     forward: LatencyModel = field(default_factory=LatencyModel)
@@ -84,9 +84,9 @@ class DraftPolicy:
     _asked: int = 0
 
     def gate(self, sequences: int, sure: float) -> Gate:
-        """The gate for rounds of so many sequences in which cheaper drafts give their likeliest guess this probability.
+        """The gate for rounds of `sequences` in which cheaper drafts give their likeliest guess the probability `sure`.
 
-        A new one starts as the nearest.
+        A new gate starts as a copy of the nearest.
         """
         size, degree = rounded_down(sequences), degree_of(sure)
         if (size, degree) not in self.gates:
@@ -95,10 +95,10 @@ class DraftPolicy:
         return self.gates[size, degree]
 
     def learn(self, one: Proposal, block: Sequence[int], path: Sequence[int], slowness: float) -> float:
-        """Take in a proposal. Returns its seconds, as they usually are.
+        """Learn from a proposal. Returns the seconds that it usually takes.
 
-        `block`, `path`: of the outcome. `slowness`: how much slower the machine is at present; 0 to go by nominal latencies
-        alone.
+        `block`, `path`: those of the `Outcome`. `slowness`: how many times slower the machine is than usual; 0 to go by nominal
+        latencies alone.
         """
         assert one.tree is not None
         right = one.tree.path_of(block)

@@ -1,29 +1,29 @@
-"""A gate: whether something that lately lost time is worth it again."""
+"""A gate: stops what loses time, and tries now and then whether it pays again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LOSS, _GAIN = 3.0, 8.0
-"""How many picks something may lose before its gate closes, and how many that it gained may be lost on top."""
+"""How many picks something may lose before its gate closes, and how many of those that it gained it may lose besides."""
 _CREDIT = 1.0
 """How many picks more a new gate may lose, so that bad luck in the first rounds doesn't close it."""
 _TRIAL = 0.25
-"""How many picks may be lost in trials of what was given up, before it is given up again."""
+"""How many picks a trial of a closed gate may lose before the gate closes again."""
 _REMEMBERS = 0.98
 """What a round keeps of its weight in the correction of expectations when the next one comes."""
 _PAUSE = 16
-"""For how many rounds a gate stays closed at first, at the least."""
+"""For how many rounds, at least, a gate stays closed at first."""
 _AT_FIRST, _TRIALS = 0.1, 0.01
 """What share of all picks trials may lose, at first and later."""
 
 
 @dataclass
 class Gate:
-    """Whether something pays: a draft, or guessing at all. It is judged by rounds with it, beside what they would be without.
+    """Decides whether something pays: a draft, or guessing at all. It compares rounds with it and what they would be without.
 
-    `balance` is how many picks were gained less those that were lost, within limits: what turns bad is found out however much
-    it gained (a CUSUM test, Page 1954). `wait` is for how many rounds the gate stays closed; the one after them is a `trial`.
-    If that loses picks, the gate closes again, for twice as long, until trials lose 1% of all picks.
+    `balance`: picks gained minus picks lost, within limits, so that what turns bad is noticed however much it gained before (a
+    CUSUM test, Page 1954). `wait`: for how many more rounds the gate stays closed. The round after them is a `trial`. If it
+    loses picks, the gate closes again, for twice as long. The pauses grow until trials lose less than 1% of all picks.
     """
 
     balance: float = _CREDIT
@@ -34,10 +34,10 @@ class Gate:
     _expected: float = 4.0
 
     def gain(self, right: float, expected: float) -> float:
-        """What a guess brought: the mean of how many of its ids came true and how many were to be expected.
+        """What a guess gained: the mean of how many of its ids were right and how many were expected to be.
 
-        Expectations vary less than what came of them, so fewer rounds are needed to judge. They are corrected if what came true
-        was less than expected on the average. In a trial only what came true counts.
+        Expectations vary less than results, so the gate needs fewer rounds to judge. They are corrected if fewer ids than
+        expected were right on average. In a trial, only results count.
         """
         self._right = _REMEMBERS * self._right + right
         self._expected = _REMEMBERS * self._expected + expected
@@ -45,15 +45,15 @@ class Gate:
         return right if self.trial else (right + usual) / 2
 
     def asks(self) -> bool:
-        """Count a round. Returns whether the gate is open in it."""
+        """Count a round, and return whether the gate is open in it."""
         self.wait, self.trial = max(0, self.wait - 1), self.trial or self.wait == 1
         return not self.wait
 
     def judge(self, gained: float, others: Sequence["Gate"] = ()) -> bool:
-        """Take in a round by how many picks were gained. Returns whether that closed the gate.
+        """Learn how many picks a round gained. Returns whether that closed the gate.
 
-        `others`: gates of the same draft. All together may lose no more than one may until they close, and pause as the one
-        that pauses longest.
+        `others`: gates of the same draft. All together may lose no more than one alone before they close, and all pause for as
+        long as the one that pauses longest.
         """
         self.trial, self.balance = False, min(_GAIN, self.balance + gained)
         closes = self.balance < 0 and self.balance + sum(min(0.0, one.balance) for one in others if not one._pause) < -_LOSS

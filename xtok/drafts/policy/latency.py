@@ -1,4 +1,4 @@
-"""How long forward passes take, as measured. Seconds come in as numbers: there is no clock here."""
+"""Models how long forward passes take, from measured seconds. There is no clock here."""
 
 from bisect import bisect
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ SHARE = 0.1
 _ROW = 0.02
 """What one more row is assumed to add, as a share of a forward pass of one row, until other numbers of rows were measured."""
 _ENOUGH = 8
-"""From how many measurements on a cell counts fully."""
+"""How many measurements a cell needs to count fully."""
 _FAR = 10
-"""A measurement of so many times the usual is a hiccup; two in a row aren't."""
+"""A single measurement this many times the usual is a hiccup; two in a row aren't."""
 _STALE = 96
-"""A cell between newer ones is left out if so many other measurements came since its last."""
+"""A cell between newer ones is left out after this many other measurements since its last."""
 
 
 def _cell_of(rows: float) -> int:
@@ -36,10 +36,10 @@ class LatencyModel:
     _curve: tuple[list[float], list[float]] | None = None
 
     def add(self, rows: float, seconds: float) -> None:
-        """Take in a measurement. It counts for more if the last one of as many rows is long ago.
+        """Add a measurement. It weighs more if the last one for as many rows is long ago.
 
-        Hiccups only make things take longer: it counts for twice what was predicted at most, unless the one before was far off
-        as well, and the mean, for twice as much.
+        Hiccups only make things slower, so it counts as at most twice the mean so far, and that as at most twice the new one,
+        unless this measurement and the one before were both far off.
         """
         cell = _cell_of(rows)
         count, mean_rows, mean, last = self.cells.get(cell) or (0, rows, self.at(rows) or seconds, self._count)
@@ -54,11 +54,11 @@ class LatencyModel:
         self._curve = None
 
     def knows(self, rows: float) -> bool:
-        """Whether about so many rows were measured often enough that a change is one of the machine."""
+        """Whether about this many rows were measured so often that a change must be one of the machine."""
         return _cell_of(rows) in self.cells and self.cells[_cell_of(rows)][0] >= _ENOUGH
 
     def at(self, rows: float) -> float:
-        """The predicted seconds; 0 before anything was measured."""
+        """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured."""
         if self._curve is None:
             self._curve = self._fitted()
         places, seconds = self._curve
@@ -71,10 +71,10 @@ class LatencyModel:
         return seconds[right] + slope * (rows - places[right])
 
     def _fitted(self) -> tuple[list[float], list[float]]:
-        """The curve's points: measurements that fall are pooled (isotonic regression).
+        """The curve's points. Measurements that fall as rows grow are pooled (isotonic regression).
 
-        Old ones between newer ones are left out, so that a number of rows that seemed too expensive is tried again. Others
-        stay: without them, nothing would be known of so many rows.
+        Old measurements between newer ones are left out, so that a number of rows that seemed too expensive is tried again. Old
+        ones at the ends stay: without them, nothing would be known about such numbers of rows.
         """
         pools: list[tuple[float, float, list[float]]] = []  # the weight of each, its mean, and the numbers of rows in it
         fresh = [cell for cell, (*_, last) in self.cells.items() if self._count - last < _STALE]
@@ -91,7 +91,7 @@ class LatencyModel:
 
 @dataclass
 class NominalLatency(LatencyModel):
-    """Takes a forward pass of one row for `seconds` long, and each row more for 3% of that, whatever was measured.
+    """Predicts `seconds` for a forward pass of one row and 3% more for each further row, whatever was measured.
 
     SmolLM2 135M in bfloat16 on a CPU had 2.7%.
     """
@@ -99,8 +99,8 @@ class NominalLatency(LatencyModel):
     seconds: float = 1.0
 
     def add(self, rows: float, seconds: float) -> None:
-        """Take in nothing."""
+        """Do nothing."""
 
     def at(self, rows: float) -> float:
-        """The seconds."""
+        """The nominal seconds of a forward pass with `rows` rows."""
         return self.seconds * (1 + 0.03 * (rows - 1))

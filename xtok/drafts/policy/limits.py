@@ -1,4 +1,4 @@
-"""How much of one draft's guess pays: the limits that the draft and the tree of a round keep to."""
+"""The limits for one draft's guess in a round: as much as pays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -9,15 +9,15 @@ from xtok.drafts.policy.policy import Batch, Policy
 from xtok.drafts.policy.settings import Budget
 
 _DOUBT = 1.4
-"""How many times its cost a level must be expected to bring: the best of several options is best by luck, too."""
+"""How many times its cost a level must be expected to gain: the option that looks best is so partly by luck."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftBudget(Budget):
-    """A budget for one guess of one draft in a round: the caller's limits, and no more than pays by what a policy knows of it.
+    """A budget for one draft's guess in a round: within the caller's limits, as much as pays by what the policy knows.
 
     `sequences`: how many share forward passes. `unread`: how many committed ids the target's forward pass reads anyway.
-    `is_trial`: the draft was left alone, and is asked to see whether it pays by now.
+    `is_trial`: whether the draft's gate was closed, and the draft is asked to see whether it pays again.
     """
 
     policy: Policy
@@ -34,10 +34,10 @@ class DraftBudget(Budget):
         return cls(**settings, policy=policy, draft=draft, sequences=batch.sequences, unread=unread, is_trial=is_trial)
 
     def expanded(self, level: int, probabilities: Sequence[float]) -> int:
-        """How many paths to continue, all by one forward pass of the draft, after `level` forward passes of it.
+        """How many paths to continue by the draft's next forward pass, after `level` forward passes.
 
-        It is 0 if that doesn't pay or if the draft's latency isn't known. A path is worth what its next id brings beyond the
-        row of the target's forward pass that verifies it.
+        It is 0 if that doesn't pay or if the draft's latency isn't known. The worth of a path is the expected gain of its next
+        id, less the cost of the row of the target's forward pass that verifies it.
         """
         most = super().expanded(level, probabilities)
         with self.policy.shared.lock:
@@ -57,12 +57,12 @@ class DraftBudget(Budget):
             return best if worth(best) > 0 else 0
 
     def _believed(self, probability: float) -> float:
-        """How probable a guess is taken to be; in a trial, between what was learnt and what the draft says."""
+        """The corrected probability of a guess; in a trial, a value between that and the draft's own."""
         believed = self.draft.calibration.believed(probability)
         return max(believed, sqrt(believed * probability)) if self.is_trial else believed
 
     def verified(self, probabilities: Sequence[float]) -> int:
-        """How many guessed ids are worth a row of the target's forward pass; one at least in a trial."""
+        """How many guessed ids are worth a row of the target's forward pass each; in a trial, at least one."""
         most = super().verified(probabilities)
         with self.policy.shared.lock:
             believed = [self._believed(probability) for probability in probabilities[:most]]

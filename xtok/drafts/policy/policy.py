@@ -1,8 +1,8 @@
-"""What pays: which drafts are asked, how far a guess goes, and how many guessed ids are verified. There is no clock here.
+"""Decides what pays: which drafts to ask, how deep to guess, and how many guessed ids to verify. There is no clock here.
 
-All decisions follow one rule: a level or a node more is asked for as long as the picks expected from it are more than the run
-makes on the whole in the time that it takes. The run's rate is that of no guesses times the speedup; what takes time is
-predicted from measurements of whole rounds; what is expected is the draft's own probability, corrected by what came of it.
+All decisions follow one rule: add a level or a node while the picks expected from it exceed what the run would make in the same
+time. The run's rate is that without guesses times the speedup. Times are predicted from measurements of whole rounds, and
+expected picks from the draft's own probabilities, corrected by how often its guesses were right.
 """
 
 from collections import defaultdict, deque
@@ -20,25 +20,25 @@ from xtok.drafts.tree import Tree
 _MEMORY = 0.9
 """What a round keeps of its weight in the speedup when the next one comes."""
 _SPACING = 64
-"""After how many rounds with guesses there is one without, which is measured, at the latest."""
+"""The most rounds with guesses between two rounds without any, which are measured."""
 _MIXED = 16
-"""Of so many rounds that do other work as well the shortest is taken for one that doesn't, if there is none."""
+"""If all rounds do other work as well, the shortest of this many counts as one that doesn't."""
 _SLOWEST = 16.0
-"""How many times slower or faster a machine may get. Without a limit, rounds that take now 2 and now 10 ms drive this up for
-ever, and latencies down to 0.
+"""How many times slower or faster a machine may get. Without a limit, rounds that take sometimes 2 and sometimes 10 ms would
+drive this up for ever, and latencies down to 0.
 """
 WITHOUT_A_MODEL = 0.01
-"""What a draft without a model is taken to cost if no clock may be read, as a share of the target's forward pass."""
+"""The assumed cost of a draft without a model if no clock may be read, as a share of the target's forward pass."""
 
 
 @dataclass
 class BatchSize:
-    """What is known of rounds of about so many sequences that share forward passes.
+    """What is known of rounds with one (rounded) number of sequences that share forward passes.
 
-    `rounds`: seconds of a round without those of drafts, by the rows of each sequence. `gate`: whether guessing pays at all.
-    `spacing`: after how many rounds with guesses there is one without; `since` is how many there were. `picks` and `plain`:
-    picks of a sequence in the latest rounds, and how many rounds without guesses would have taken as long. `rows`: how many a
-    sequence usually has in rounds with guesses.
+    `rounds`: predicts the seconds of a round, without those of drafts, by the rows of each sequence. `gate`: whether guessing
+    pays at all. `spacing`: after how many rounds with guesses comes one without; `since`: how many there were since the last.
+    `picks`, `plain`: picks of a sequence in the latest rounds, and how many rounds without guesses would have taken as long.
+    `rows`: how many rows a sequence usually has in rounds with guesses.
     """
 
     rounds: LatencyModel = field(default_factory=LatencyModel)
@@ -51,22 +51,22 @@ class BatchSize:
 
     @property
     def speedup(self) -> float:
-        """How much faster rounds are than rounds without guesses, 1 at least."""
+        """The speed with guesses, in multiples of the speed without any: at least 1."""
         return max(1.0, self.picks / self.plain) if self.plain else 1.0
 
     def add(self, picks: float, plain: float) -> None:
-        """Take in a round. One that is far better than others, in the midst of a repetition say, counts for twice as good."""
+        """Learn from a round. One far better than others, such as amid a repetition, counts as at most twice as good."""
         picks = min(picks, 1 + 2 * self.speedup * plain)
         self.picks, self.plain = _MEMORY * self.picks + picks, _MEMORY * self.plain + plain
 
 
 @dataclass(eq=False)
 class Batch:
-    """The sequences of a round, which share its forward passes: how many they are, and whether they guess.
+    """The sequences of a round, which share its forward passes: how many there are, and whether they guess.
 
-    A draft is asked by all of them or by none, as far as cheaper drafts are about as sure of their guesses: what one of them
-    asks for alone costs as much as what all ask for. `guesses`: whether any draft may be asked. `judged`: whether gates are to
-    learn from the round; not if the budget is fixed, for then what is guessed must not depend on a clock.
+    Among sequences whose cheaper drafts are about equally sure, either all ask a draft or none does, since a forward pass for
+    one costs as much as for all. `guesses`: whether any draft may be asked. `judged`: whether gates learn from the round; they
+    don't if the budget is fixed, since guesses must not depend on a clock then.
     """
 
     sequences: int = 1
@@ -75,7 +75,7 @@ class Batch:
     _decided: dict[tuple[int, int], bool] = field(default_factory=dict)
 
     def asks(self, draft: int, gate: Gate, sure: float) -> bool:
-        """Whether to ask a draft: what its gate says when it is first asked in this round."""
+        """Whether to ask a draft: its gate decides once per round, for each range of `sure`."""
         key = draft, degree_of(sure)
         if key not in self._decided:
             self._decided[key] = self.guesses and gate.asks()
@@ -84,11 +84,11 @@ class Batch:
 
 @dataclass
 class Shared:
-    """What policies of an instance share.
+    """What an instance's policies share.
 
-    `sizes`: what is known of each rounded number of sequences. `slowness`: how much slower the machine is at present than when
-    its latency was measured: it slows down all of a round alike. `mixed`: seconds of rounds that did other work as well, until
-    others are measured.
+    `sizes`: what is known for each rounded number of sequences. `slowness`: how many times slower the machine is now than when
+    latencies were measured; it applies to a whole round. `mixed`: seconds of rounds that did other work as well, until others
+    are measured.
     """
 
     sizes: dict[int, BatchSize] = field(default_factory=dict)
@@ -99,14 +99,14 @@ class Shared:
 
 @dataclass
 class Policy:
-    """Decides how much is guessed, by what rounds take and guesses gained lately on this machine with these drafts.
+    """Decides how much to guess, by what rounds took and guesses gained lately on this machine with these drafts.
 
-    Law: it decides how fast a text comes, never what it says. One policy serves all sequences of an instance, those of several
-    threads, too: no round of any of them is lost.
+    Law: it decides how fast a text comes, never what it says. One policy serves all sequences of an instance, also from several
+    threads, and learns from every round.
 
-    `drafts`: what is known of each draft. `padded(sequences, rows)`: how many rows each sequence really has, if so many share a
-    forward pass of the target and each needs `rows`; what is guessed in place of padding is free. `reads_clock`: whether it
-    goes by what was measured. If not, `drafts` and `shared` have nominal latencies, so that no guess depends on a clock.
+    `drafts`: what is known of each draft. `padded(sequences, rows)`: how many rows each sequence has, padding included, if
+    `sequences` share a forward pass of the target and each needs `rows`; guesses in place of padding are free. `reads_clock`:
+    whether it goes by measurements. If not, `drafts` and `shared` have nominal latencies, so that no guess depends on a clock.
     """
 
     drafts: list[DraftPolicy]
@@ -116,19 +116,17 @@ class Policy:
 
     @classmethod
     def nominal(cls, shares: Sequence[float], padded: Callable[[int, int], int]) -> "Policy":
-        """A policy that reads no clock. `shares`: how long a forward pass of each draft is taken to be, if one of the target's
-        is 1.
-        """
+        """A policy that reads no clock. `shares`: the assumed time of each draft's forward pass, as a share of the target's."""
         drafts = [DraftPolicy(NominalLatency(seconds=share)) for share in shares]
         return cls(drafts, padded, Shared({1: BatchSize(NominalLatency())}), reads_clock=False)
 
     def with_draft(self) -> "Policy":
-        """A policy that shares all of this one and has one more draft, which guesses for one sequence alone."""
+        """A policy that shares everything with this one, and has one more draft, which only one sequence has."""
         one = DraftPolicy() if self.reads_clock else DraftPolicy(NominalLatency(seconds=WITHOUT_A_MODEL))
         return Policy([*self.drafts, one], self.padded, self.shared, self.reads_clock)
 
     def batch(self, sequences: int) -> Batch:
-        """The batch of a round of so many sequences. Now and then one doesn't guess, so that such rounds are measured."""
+        """The batch of a round of `sequences`. Now and then a round doesn't guess, so that such rounds are measured."""
         with self.shared.lock:
             size = self._size(sequences)
             is_due = not self.seconds(sequences, 1) or (self.reads_clock and size.since >= size.spacing)
@@ -140,33 +138,33 @@ class Policy:
             return batch.asks(draft, self.drafts[draft].gate(batch.sequences, sure), sure)
 
     def cheapest_first(self) -> list[int]:
-        """The drafts, in the order of the time that asking them takes."""
+        """The indices of the drafts, sorted by the time that asking them takes."""
         with self.shared.lock:
             return sorted(range(len(self.drafts)), key=lambda draft: self.drafts[draft].seconds)
 
     def probabilities(self, draft: int, tree: Tree) -> list[float]:
-        """The believed probability of each node of a draft's guess."""
+        """The corrected probability of each node of a draft's guess."""
         with self.shared.lock:
             return self.drafts[draft].calibration.probabilities(tree)
 
     def rate(self, sequences: int) -> float:
-        """How many picks a sequence has per second, if so many share forward passes."""
+        """The picks per second of each sequence, if `sequences` share forward passes."""
         with self.shared.lock:
             plain = self.seconds(sequences, 1)
             return self._size(sequences).speedup / plain if plain else 0.0
 
     def price_of_row(self, sequences: int) -> float:
-        """How many picks one more row costs each sequence, beyond the usual number of rows."""
+        """The cost of one more row than usual, in picks of each sequence."""
         with self.shared.lock:
             usual = self._size(sequences).rows
             more = self.seconds(sequences, 1.5 * usual) - self.seconds(sequences, usual)
             return self.rate(sequences) * more / (0.5 * usual)
 
     def width(self, offers: Sequence[tuple[int, Sequence[float]]], sequences: int | None = None) -> int:
-        """How many rows each sequence is best given in a forward pass of the target that several share.
+        """The best number of rows for each sequence in a shared forward pass of the target.
 
-        `offers`: for each sequence, how many committed ids it reads, and the probabilities of the ids that it might guess,
-        falling. `sequences`: how many share the forward pass and have offers like these; None for as many as there are offers.
+        `offers`: for each sequence, how many committed ids it reads, and the probabilities of the ids that it might guess, in
+        descending order. `sequences`: how many share the forward pass and have such offers; None for the number of offers.
         """
         count = len(offers) if sequences is None else sequences
         gains = [(unread, list(accumulate(probabilities, initial=0.0))) for unread, probabilities in offers]
@@ -181,9 +179,9 @@ class Policy:
             return max(range(least, most), key=worth)
 
     def observe(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool = True) -> None:
-        """Take in a round, by what became of the guesses of its sequences, and the seconds of all of it.
+        """Learn from a round: from what became of its sequences' guesses, and from the `seconds` of the whole round.
 
-        `is_pure`: it did nothing else, such as reading a prompt. Otherwise its seconds are no measure of others.
+        `is_pure`: whether it did nothing else, such as reading a prompt. If it did, its seconds aren't used as a measurement.
         """
         with self.shared.lock:
             count, rows = len(outcomes), max(one.rows for one in outcomes)
@@ -211,10 +209,10 @@ class Policy:
     def _judge(
         self, batch: Batch, outcomes: Sequence[Outcome], took: Sequence[Sequence[float]], rows: float, rate: float
     ) -> float | None:
-        """Judge each draft that was asked: the round as it was beside the round without it.
+        """Judge each draft that was asked, by comparing the round with what it would have been without that draft.
 
-        `took`: the seconds of each draft for each sequence. `rate`: the picks of a sequence per second. Returns how many picks
-        were lost by drafts of which each alone lost some; None if one is on trial.
+        `took`: the seconds of each draft for each sequence. `rate`: the picks of a sequence per second. Returns the sum of the
+        picks lost by drafts that lost any; None if one is on trial.
         """
         count, nodes = len(outcomes), [sum(len(each.own) for each in one.proposals) for one in outcomes]
         gained, without = defaultdict[tuple[int, int], float](float), dict[tuple[int, int], list[int]]()
@@ -240,7 +238,7 @@ class Policy:
         return None if on_trial else lost
 
     def _learn(self, one: Outcome) -> list[float]:
-        """Take in what drafts proposed. Returns the usual seconds of each."""
+        """Learn from what drafts proposed. Returns the seconds that each usually takes."""
         slowness = self.shared.slowness if self.reads_clock else 0.0
         return [
             0.0 if each.tree is None else draft.learn(each, one.block, one.path, slowness)
@@ -248,10 +246,10 @@ class Policy:
         ]
 
     def _measure(self, size: BatchSize, rows: float, seconds: float, *, is_pure: bool) -> None:
-        """Take in the seconds of a round without those of drafts. If they are unlike those predicted, the machine is taken to
-        have changed.
+        """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
+        to have changed.
 
-        If no round but mixed ones can be measured, the shortest of a few is taken for one that isn't.
+        If only rounds with other work can be measured, the shortest of a few counts as one without.
         """
         if not is_pure:
             self.shared.mixed.append(max(0.0, seconds))
@@ -267,7 +265,7 @@ class Policy:
         size.rounds.add(rows, seconds / self.shared.slowness)
 
     def seconds(self, sequences: int, rows: float) -> float:
-        """The seconds of a round without those of drafts; 0 if nothing was measured yet."""
+        """The predicted seconds of a round, without those of drafts; 0 if nothing was measured yet."""
         rows, size = self.padded(sequences, int(rows)) if rows == int(rows) else rows, self._size(sequences)
         if size.rounds.at(1):
             return size.rounds.at(rows)
@@ -275,7 +273,7 @@ class Policy:
         return self.shared.sizes[nearest].rounds.at(rows * sequences / nearest) if nearest else 0.0
 
     def _size(self, sequences: int) -> BatchSize:
-        """What is known of about so many sequences; a new one starts with the gate of the nearest number."""
+        """What is known for about this many sequences. A new entry starts with the gate of the nearest number."""
         size, sizes = rounded_down(sequences), self.shared.sizes
         if size not in sizes:
             nearest = _nearest(sizes, size)

@@ -14,13 +14,13 @@ Schedule = Literal["cost", "constant", "heuristic"]
 class Budget:
     """How much may be guessed in one round.
 
-    `depth`: how many of the draft's own tokens a guess may have, and so how many forward passes the draft makes at most.
-    `width`: how many paths one forward pass continues; 1 makes chains. `nodes`: how many ids of the target may be guessed, all
-    branches together. `longest`: how many of them one path may have.
-    `schedule`: "constant" always guesses as much; "cost" guesses less if more doesn't pay; "heuristic" changes the depth
-    much as transformers' assisted generation does: 2 more after a guess that was right to its end, else 1 less.
-    `confidence`: a draft continues only tokens to which it gives at least that probability (transformers'
-    `assistant_confidence_threshold`).
+    `depth`: the most draft tokens in a path, and so the most forward passes that the draft makes. `width`: how many paths each
+    of them continues; 1 makes chains. `nodes`: the most guessed ids of the target in the whole tree. `longest`: the most in one
+    path.
+
+    `schedule`: "constant" always guesses that much; "cost" guesses less where more doesn't pay; "heuristic" changes the depth
+    much as transformers' assisted generation does: 2 more after a guess that was entirely right, else 1 less. `confidence`: a
+    draft continues only tokens to which it gives at least this probability (transformers' `assistant_confidence_threshold`).
     """
 
     depth: int = 8
@@ -44,14 +44,14 @@ class Budget:
             raise InvalidInputError(f"confidence is {self.confidence!r}; it must be a probability, from 0 to 1.")
 
     def expanded(self, level: int, probabilities: Sequence[float]) -> int:
-        """How many of the likeliest paths the draft is to continue after `level` forward passes of it.
+        """How many of the likeliest paths the draft is to continue after its first `level` forward passes.
 
-        `probabilities`: those of the paths, falling.
+        `probabilities`: the paths' probabilities, in descending order.
         """
         return min(self.width, len(probabilities)) if level < self.depth else 0
 
     def verified(self, probabilities: Sequence[float]) -> int:
-        """How many of the likeliest guessed ids the target is to check. `probabilities`: those of the ids, falling."""
+        """How many of the likeliest guessed ids the target is to verify. `probabilities`: the ids', in descending order."""
         return min(self.nodes, len(probabilities))
 
 

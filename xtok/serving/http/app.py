@@ -25,12 +25,12 @@ from xtok.serving.http.responses import Responses, respond
 from xtok.serving.http.service import Service, full
 
 _SENDING = 20.0
-"""Seconds that a race waits for a client to read on; other races wait for it."""
+"""How many seconds a race waits for its client to read on, since other races wait meanwhile."""
 _POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _FRESH = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
 _PAGE = Path(__file__).parent / "page"
 _CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that disconnected. Only the log shows it."""
+"""The status that nginx logs for a client that disconnected. Only the log shows it."""
 
 
 def app_of(service: Service, *, key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
@@ -96,7 +96,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    """Raises `RequestError` for another model than is served."""
+    """Raises `RequestError` unless `name` is the served model, or None."""
     if name not in (None, service.name):
         message = f"The model {name!r} isn't served here; {service.name!r} is."
         raise RequestError(message, "model", status=404, code="model_not_found")
@@ -169,7 +169,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 class _PageFiles(StaticFiles):
-    """The page's files, which browsers ask for anew so that all are of the same release."""
+    """The page's files. Browsers revalidate them, so that all of them are of the same release."""
 
     def file_response(self, *given: Any, **more: Any) -> Response:
         answer = super().file_response(*given, **more)

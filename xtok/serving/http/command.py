@@ -20,7 +20,7 @@ from xtok.serving.http.middleware import LOG
 from xtok.serving.http.service import Service
 
 _CLOSING = 2
-"""How many seconds clients have to read the last event of a stream that was ended."""
+"""How many seconds clients have to read the last event of a stream after its text was cancelled."""
 
 
 class _Server(uvicorn.Server):
@@ -55,10 +55,11 @@ def run(
     origins: Sequence[str],
     drain_seconds: int,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. Then no more is taken, and what runs is given `drain_seconds` to end.
+    """Serve until SIGTERM or Ctrl-C. After that, no new requests are taken, and running ones get `drain_seconds` to end.
 
-    `load` makes what generates, and `start` its engine; until then clients get an error that says so. `port` 0: any
-    that is free. Raises `InvalidInputError` if the port is taken, and whatever `load` and `start` raise.
+    `load` loads the models, and `start` makes their engine; meanwhile clients get an error that says so. `port` 0 takes any
+    free port. `key`: the API key. `origins`: other sites whose pages may send requests (CORS). Raises `InvalidInputError` if
+    the port can't be opened, and whatever `load` and `start` raise.
     """
     listening = _bound(host, port)
     host, port = listening.getsockname()[:2]
@@ -97,18 +98,18 @@ def run(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises `InvalidInputError` if there can be none."""
+    """A listening socket. Raises `InvalidInputError` if the address can't be opened."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        message = f"{host} port {port} can't be opened for listening: {reason(error)}. Give another --port, or --host."
+        message = f"{host} port {port} can't be opened for listening: {reason(error)}. Give another --port or --host."
         raise InvalidInputError(message) from error
 
 
 @contextmanager
 def _logging_to_stderr() -> Iterator[None]:
-    """Lines of JSON for requests, and nothing else around them."""
-    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # it complains of what it cut off itself
+    """Log requests to stderr inside the block, as lines of JSON and nothing else."""
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # it would report connections that it cut off itself
     handler = logging.StreamHandler(sys.stderr)
     level, LOG.propagate = LOG.level, False
     LOG.addHandler(handler)
@@ -123,7 +124,7 @@ def _logging_to_stderr() -> Iterator[None]:
 
 @contextmanager
 def _outliving_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM, which uvicorn raises again when it has stopped: there is more to do then."""
+    """Ignore SIGTERM, which uvicorn raises again after it has stopped: the engine still has to be closed."""
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         yield

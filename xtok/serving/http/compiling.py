@@ -5,13 +5,13 @@ import sys
 from functools import lru_cache
 
 SECONDS = 5.0
-"""How long it may take. llguidance has limits of its own, but none for what it does with multipleOf."""
+"""How many seconds compiling may take. llguidance has limits of its own, but none for `multipleOf`."""
 
 
 @lru_cache(maxsize=16)
 def check_compiles(grammar: str) -> None:
-    """Raises `ValueError` for a grammar that llguidance refuses, fails on, or takes too long for: it is tried in a process of
-    its own, for a thread can't be stopped.
+    """Raises `ValueError` for a grammar that llguidance refuses, fails on, or takes too long to compile. It compiles in a
+    process of its own, since a thread can't be stopped.
     """
     program = [sys.executable, "-I", __file__, *sys.path]
     try:

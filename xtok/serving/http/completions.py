@@ -95,7 +95,7 @@ class PendingAnswer:
             self._context.log["asked"] = body.messages if isinstance(body, Chat) else body.prompt
 
     async def whole(self) -> dict[str, Any]:
-        """OpenAI's object of all texts. Raises `RequestError` if one of them fails."""
+        """OpenAI's response object, with all texts. Raises `RequestError` if one of them fails."""
         picked = [list[Picked]() for _ in self._submissions]
         try:
             async with aclosing(self.events()) as found:
@@ -110,7 +110,7 @@ class PendingAnswer:
         return self._answer.body(choices, usage=self.usage(), timings=self.timings())
 
     async def streamed(self) -> AsyncIterator[str]:
-        """The data of OpenAI's events, to the last."""
+        """Yield the `data` of OpenAI's server-sent events, `[DONE]` included."""
         try:
             async with aclosing(self._chunks()) as chunks:
                 async for chunk in chunks:
@@ -120,7 +120,7 @@ class PendingAnswer:
         yield "[DONE]"
 
     def finish(self) -> None:
-        """Counts sequences that didn't end, when the request is over, and completes the line of the log."""
+        """At the end of the request, count the sequences that didn't end, and complete the request's line in the log."""
         ended, tokens = list(self._ended.values()), self.usage()["completion_tokens"]
         if self._first is not None and self._done is not None:
             self._service.metrics.answers(self._done - self._context.start, self._done - self._first, tokens)
@@ -156,7 +156,7 @@ class PendingAnswer:
             yield chunk([], usage=self.usage())
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """What comes of all texts; it is counted, too."""
+        """Yield the events of all texts, and count them in the metrics."""
         async with aclosing(events(self._submissions, self._context.tickets, self._view)) as found:
             async for event in found:
                 if self._first is None:
@@ -178,7 +178,7 @@ class PendingAnswer:
         return usage(self._submissions, [self._ended[index] for index in sorted(self._ended)], self._body.n or 1)
 
     def reasoning_tokens(self) -> int:
-        """How many tokens the reasoning has, if texts begin with it; what marks it isn't counted."""
+        """How many tokens of reasoning the texts begin with, without the marks around it."""
         sizes = [len(one.text("reasoning").encode()) for one in self._written]
         return sum(_count(self._view, self._ended[choice].token_ids, sizes[choice]) for choice in self._ended)
 
@@ -198,7 +198,7 @@ def _count(view: TokenBytes, ids: Sequence[int], size: int) -> int:
 
 
 def sse_data(event: dict[str, Any]) -> str:
-    """JSON in one line, also for clients to which any of Unicode's separators ends a line."""
+    """JSON in one line, even for clients that take any Unicode line separator for the end of a line."""
     text = dumps(event, ensure_ascii=False)
     return text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -283,8 +283,8 @@ def token_text(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, b
 
 
 def usage(submissions: Sequence[Submission], ended: Sequence[Generation], n: int) -> dict[str, Any]:
-    """How many tokens there were, of prompts, each counted once, and of texts; how many of the prompts' weren't read again;
-    and how many of a prediction were right.
+    """OpenAI's `usage`: tokens of the prompts, each prompt counted once, and of the texts; cached prompt tokens; and accepted
+    and rejected prediction tokens.
     """
     read, written = sum(len(one.prompt.ids) for one in submissions[::n]), sum(len(one.token_ids) for one in ended)
     kept = {"cached_tokens": sum(one.stats.cached_tokens for one in ended[::n])}
@@ -302,14 +302,14 @@ def usage(submissions: Sequence[Submission], ended: Sequence[Generation], n: int
 
 
 def _prediction_counts(one: Generation) -> tuple[int, int]:
-    """How many ids of a prediction, which is the last draft, were right, and how many were guessed."""
+    """How many guessed ids of the prediction, which is the last draft, were right, and how many there were."""
     last = len(one.drafts) - 1
     guessed = sum(each.drafts.count(last) for each in one.rounds)
     return sum(each.drafts[node] == last for each in one.rounds for node in each.right), guessed
 
 
 def timings(read: int, ended: Sequence[Generation], until_first: float, generating: float) -> dict[str, float]:
-    """What llama.cpp's server reports under these names. `read`: ids of prompts. `until_first`: seconds to the first text."""
+    """Timings under the names of llama.cpp's server. `read`: how many prompt ids. `until_first`: seconds to the first text."""
     return {
         **_timing("prompt", read, until_first),
         **_timing("predicted", sum(len(one.token_ids) for one in ended), generating),

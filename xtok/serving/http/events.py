@@ -1,4 +1,4 @@
-"""Texts of a request while they are written: what comes when, in the order in which it comes."""
+"""The texts of a request while they are generated, as events in the order in which they happen."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -16,7 +16,7 @@ from xtok.serving.ticket import Ticket
 
 
 class Event(NamedTuple):
-    """What further text number `choice` says, what was `picked` for it if recorded, and at last the whole generation."""
+    """A further piece of text number `choice`: its `parts`, the ids `picked` for it if recorded; at the end, the generation."""
 
     choice: int
     parts: list[Part]
@@ -25,8 +25,8 @@ class Event(NamedTuple):
 
 
 class Cut:
-    """Ends a text before the first of some `stops`, each with its `borders`, to be completed. What may be the beginning of one
-    is held back, in time linear in the length of the text. `size`: how many bytes were let pass.
+    """Ends a text before the first stop string in it, in time linear in the text's length. `stops`: the stop strings, each with
+    its `borders`. What may begin a stop string is held back. `size`: how many bytes were let through.
     """
 
     def __init__(self, stops: Sequence[tuple[str, Sequence[int]]]) -> None:
@@ -36,7 +36,7 @@ class Cut:
         self.size, self.found = 0, False
 
     def add(self, piece: str, *, final: bool = False) -> str:
-        """Returns what surely belongs to the text."""
+        """Add a piece of the text. Returns what can't be part of a stop string any more."""
         if self.found:
             return ""
         self._held += piece
@@ -57,7 +57,7 @@ class Cut:
 
 
 def _advanced(stop: str, borders: Sequence[int], matched: int, character: str) -> int:
-    """How many characters of a stop a text ends with after one more character, and `matched` of them before."""
+    """How many characters of a stop string the text ends with after `character`, if it ended with `matched` before."""
     while matched and stop[matched] != character:
         matched = borders[matched]
     return matched + (stop[matched] == character)
@@ -79,7 +79,7 @@ class _Shown:
         self._sent = self._size = self._characters = 0
 
     def until(self, size: float) -> list[Picked]:
-        """What begins within the first `size` bytes and wasn't given yet."""
+        """The picks that begin within the first `size` bytes and weren't returned yet."""
         found = []
         while self._sent < len(self._picked) and self._size < size:
             one = self._picked[self._sent]
@@ -91,7 +91,7 @@ class _Shown:
 
 
 async def events(submissions: Sequence[Submission], tickets: Sequence[Ticket], view: TokenBytes) -> AsyncGenerator[Event, None]:
-    """What comes of all texts. `view`: the bytes of the target's ids. Raises what ended one of them."""
+    """Yield the events of all texts. `view`: the bytes of the target's ids. Raises the error that ended one of them."""
     queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
     stops = [(stop, borders(stop)) for stop in submissions[0].stops]  # all texts of a request have the same
 
@@ -117,7 +117,7 @@ async def events(submissions: Sequence[Submission], tickets: Sequence[Ticket], v
 
 
 async def _events(choice: int, one: Submission, ticket: Ticket, cut: Cut, view: TokenBytes) -> AsyncIterator[Event]:
-    """Those of one text. If picks are recorded, the last one is with the pick after it, so a piece waits for the next one."""
+    """Yield the events of one text. A pick is recorded with the one after it, so if picks are, a piece waits for the next."""
     record, reader, marked = one.record, one.reader, one.marked
     late, shown = "", _Shown([] if record is None else record.picked, marked or view)
     pieces: Any = aiter(ticket)

@@ -1,4 +1,4 @@
-"""How models write reasoning and calls of tools: as response templates, by which transformers parses texts."""
+"""How models write reasoning and tool calls, as response templates, by which transformers parses texts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,13 +56,13 @@ CALL_FORMATS = {
 }
 """By vLLM's names of parsers."""
 FORCED = CallFormat({"open_pattern": r"(?=\{)", **_JSON}, (), call=CALL_FORMATS["llama3_json"].call)
-"""How calls are forced if no grammar is there for how the target writes them."""
+"""How forced calls are written if there is no grammar for the target's own format."""
 REASONING_FORMATS = {
     "deepseek_r1": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
     "qwen3": ("<think>", "</think>"),
 }
-"""What opens and closes reasoning, by vLLM's names of parsers. Whether the prompt has opened it already is seen by its end."""
+"""What opens and closes reasoning, by vLLM's names of parsers. The end of a prompt shows whether it opened it already."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ AUTO = Parsers()
 
 @dataclass(frozen=True)
 class Format:
-    """How one target writes. `own`: the tokenizer's response template, which says all."""
+    """How one target writes calls and reasoning. `own`: the tokenizer's response template, which takes precedence."""
 
     calls: CallFormat | None = None
     reasoning: tuple[str, str] | None = None

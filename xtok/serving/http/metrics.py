@@ -13,25 +13,31 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120
 
 
 class Metrics:
-    """Those of one server, in a registry of its own. `stats`: the engine's, None until there is one."""
+    """The metrics of one server, in a registry of its own. `stats`: gives the engine's; None until there is an engine."""
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self.registry = CollectorRegistry()
-        self._gauge("num_requests_running", "Texts that are written.", lambda: getattr(stats(), "running", 0))
-        self._gauge("num_requests_waiting", "Texts that wait.", lambda: getattr(stats(), "waiting", 0))
-        self._gauge("cache_positions", "Positions in the target's cache.", lambda: getattr(stats(), "positions", 0))
+        self._gauge("num_requests_running", "Texts that are being generated.", lambda: getattr(stats(), "running", 0))
+        self._gauge("num_requests_waiting", "Texts that wait to be generated.", lambda: getattr(stats(), "waiting", 0))
+        self._gauge(
+            "cache_positions", "Positions of running texts in the target's KV cache.", lambda: getattr(stats(), "positions", 0)
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self._queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache.")
-        self._hits = self._counter("prefix_cache_hits", "Those of them that weren't read again.")
+        self._hits = self._counter("prefix_cache_hits", "Tokens of prompts that were found in the prefix cache.")
         self._generated = self._counter("generation_tokens", "New tokens.")
         self.ended = self._counter("request_success", "Texts by what ended them.", "finished_reason")
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From a request to its first text.", _LONG)
-        self._each = self._histogram("request_time_per_output_token_seconds", "After the first one.", _SHORT)
-        self._whole = self._histogram("e2e_request_latency_seconds", "From a request to the end of its texts.", _LONG)
-        self._drafts = self._counter("spec_decode_num_drafts", "Rounds that a draft guessed in.", "draft")
-        self._guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that it guessed.", "draft")
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request to its first text.", _LONG
+        )
+        self._each = self._histogram("request_time_per_output_token_seconds", "Seconds per token after the first.", _SHORT)
+        self._whole = self._histogram("e2e_request_latency_seconds", "Seconds from a request to the end of its texts.", _LONG)
+        self._drafts = self._counter("spec_decode_num_drafts", "Rounds in which a draft guessed.", "draft")
+        self._guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that a draft guessed.", "draft")
         self.races = self._counter("races", "Texts that were generated beside the target alone, as the page does.")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Those that were right.", "draft")
+        self._accepted = self._counter(
+            "spec_decode_num_accepted_tokens", "Tokens that a draft guessed and the target accepted.", "draft"
+        )
 
     def _gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         Gauge(f"xtok_{name}", help_text, registry=self.registry).set_function(read)

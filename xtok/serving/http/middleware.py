@@ -25,12 +25,12 @@ from xtok.serving.ticket import Ticket
 
 LOG = logging.getLogger("xtok.serving.http")
 _UNLOGGED = ("/health", "/metrics", "/page/", "/view/")
-"""Paths without a line in the log: what machines request every few seconds, and parts of the page."""
+"""Paths that aren't logged: those that monitoring requests every few seconds, and parts of the page."""
 _NAME = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _READING = 60.0
 """Seconds that a body may take to arrive."""
 _READ_ON = 16
-"""How many times as much as a body may have is read of one that is too long, so that its sender gets to read the answer."""
+"""How many times the limit is read of a body that is too long, so that its sender gets to read the answer."""
 
 
 @dataclass
@@ -50,19 +50,19 @@ def context_of(request: Request) -> RequestContext:
 
 
 def failure(context: RequestContext, error: Exception) -> RequestError:
-    """The error for a text that failed. Clients see its type, and more only if it is about their schema."""
+    """The response to a text that failed. Clients see the error's type, and its message only if it is about their schema."""
     context.log["error"] = f"{type(error).__name__}: {error}"
     if isinstance(error, CancelledError):  # by the server: nobody reads what a client cancelled
         return RequestError(
             "The server is stopping, and ended the text.", status=503, kind="server_error", code="server_stopping"
         )
     if isinstance(error, GrammarError):
-        return RequestError(f"The text can't be held to this response_format any further: {error}", "response_format")
+        return RequestError(f"The text can't follow this response_format any further: {error}", "response_format")
     return RequestError(f"{type(error).__name__} ended the text. See the server's log.", status=500, kind="server_error")
 
 
 def log_refusal(context: RequestContext, refused: RequestError, *, texts: bool) -> None:
-    """Note why a request is refused. `texts`: whether the log may quote prompts, as errors of xtok may."""
+    """Log why a request is refused. `texts`: whether the log may hold prompts, which messages of errors may quote."""
     error = refused.body["error"]
     quotes = error["param"] in ("prompt", "messages", "prediction") and refused.__cause__ is not None
     context.log["error"] = error["message"] if texts or not quotes else f"{error['param']}: {type(refused.__cause__).__name__}"

@@ -13,7 +13,7 @@ from xtok.sampling.grammar import GrammarError, allowed_ids, in_one_line
 from xtok.serving.http.compiling import check_compiles
 
 _TRIED = 8
-"""How many ids of a text are tried to see whether llguidance can follow a grammar."""
+"""How many ids are tried to see whether llguidance can follow a grammar."""
 
 
 class Picked(NamedTuple):
@@ -26,8 +26,8 @@ class Picked(NamedTuple):
 
 
 class Record:
-    """Keeps the log-probabilities of the ids that are picked and of the `top` likeliest, by the logits that it is shown and
-    doesn't change. `picked`: those of all ids but the last, which is known by the one that follows, or by `end`.
+    """Records the log-probabilities of picked ids and of the `top` likeliest, without changing scores. `picked`: the record of
+    all ids but the last: an id is recorded when the next one is picked, or by `end`.
     """
 
     def __init__(self, top: int) -> None:
@@ -57,7 +57,7 @@ def _finite(logprob: float) -> float:
 
 
 class Penalties:
-    """OpenAI's penalties of ids after the first `start`: `frequency` for each time that one was generated, `presence` once."""
+    """OpenAI's penalties for generated ids, those after the first `start`: `frequency` each time, `presence` once."""
 
     def __init__(self, start: int, frequency: float, presence: float) -> None:
         self._start, self._frequency, self._presence = start, frequency, presence
@@ -69,10 +69,10 @@ class Penalties:
 
 
 def matcher_of(tokenizer: Any, end: int | None, schema: Any) -> Any:
-    """The matcher that llguidance makes of a JSON schema, at the beginning of a text. Each text needs its own `deep_copy`.
+    """The matcher of llguidance for a JSON schema, at the beginning of a text. Each text needs its own `deep_copy`.
 
-    Raises `ValueError` for a tokenizer that llguidance can't read, and for a schema that can't be followed. Some of that, such
-    as a reference to itself, llguidance finds out only by ids, so a few are tried: the first that is allowed each time.
+    Raises `ValueError` for a tokenizer that llguidance can't read, and for a schema that can't be followed. llguidance finds
+    some faults, such as a reference to itself, only while it follows ids, so a few are tried: the first allowed one each time.
     """
     from llguidance import LLMatcher
 
@@ -85,8 +85,8 @@ def matcher_of(tokenizer: Any, end: int | None, schema: Any) -> Any:
 
 
 def matcher_of_calls(tokenizer: Any, end: int | None, grammars: tuple[str, str], schemas: Sequence[Any]) -> Any:
-    """The same of a grammar in Lark. `grammars`: the one, and the same without ids, by which it is seen whether it compiles.
-    `schemas`: those in it, of which ids are tried.
+    """As `matcher_of`, for a grammar in Lark. `grammars`: the grammar, and the same without ids of control tokens, which is
+    compiled to see whether it can be. `schemas`: the JSON schemas in it, each tried with a few ids.
     """
     from llguidance import LLMatcher
 

@@ -12,12 +12,12 @@ from xtok.errors import shown
 MOST = 128
 """How many texts a request may ask for."""
 STOPS = 16_384
-"""How many characters its stops may have in all: each of a text is compared with them."""
+"""How many characters the stop strings of a request may have in all: each character of a text is compared with them."""
 _NOT_FOR_RACES = ("logprobs", "top_logprobs", "stream", "stream_options", "user")
 Item = TypeVar("Item")
 B = TypeVar("B", bound="Body")
 Items = Annotated[list[Item], Field(fail_fast=True)]
-"""A list of which only the first fault is reported: a body has room for a million, and to report all takes half a minute."""
+"""A list whose validation ends at the first fault: a body has room for a million, and to report all takes half a minute."""
 
 
 class RequestError(Exception):
@@ -41,7 +41,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may have at most: new `tokens` of a text, bytes of its `body`, and `seconds`, None for any time."""
+    """Limits of a request: new `tokens` of each text, bytes of its `body`, and `seconds` that a text may take; None for any."""
 
     tokens: int = 4096
     body: int = 4 * 1024**2
@@ -49,7 +49,7 @@ class Limits:
 
 
 class Fields(BaseModel):
-    """Unknown fields are kept, so that they can be refused by their names."""
+    """A model of JSON fields. Unknown fields are kept, so that an error can name them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -59,7 +59,7 @@ class StreamOptions(Fields):
 
 
 class Schema(Fields):
-    """A JSON schema by its name. It is always held to, `strict` or not."""
+    """A JSON schema with its name. Texts always follow it, whether `strict` is set or not."""
 
     name: str | None = None
     description: str | None = None
@@ -146,9 +146,9 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise ValueError('tools are functions: {"type": "function", "function": {"name": …, "parameters": …}}')
     if not (isinstance(name := function.get("name"), str) and _FUNCTION_NAME.fullmatch(name)):
-        raise ValueError("the name of a function has from 1 to 64 letters, digits, and _-.")
+        raise ValueError("the name of a function must have 1 to 64 characters: letters, digits, or _ . -")
     if not isinstance(function.get("parameters"), dict | None):
-        raise ValueError("parameters of a function are a JSON schema, which is an object")
+        raise ValueError("the parameters of a function must be a JSON schema, which is an object")
     return tool
 
 
@@ -184,7 +184,7 @@ class Chat(Body):
 
     @property
     def forced(self) -> list[dict[str, Any]]:
-        """The functions of which one must be called, none if that is up to the target."""
+        """The functions of which one must be called; none if the target may choose."""
         functions = [tool["function"] for tool in self.tools or ()]
         if isinstance(self.tool_choice, ToolChoice):
             return [one for one in functions if one["name"] == self.tool_choice.function.name][:1]
@@ -196,7 +196,7 @@ class Chat(Body):
 
 
 class Race(Body):
-    """A text round by round: `drafts` that take part, all without it, and whether the target writes it `alone`, too."""
+    """A text round by round. `drafts`: which of them guess; None for all. `alone`: whether the target also writes it alone."""
 
     drafts: Items[str] | None = None
     alone: bool | None = None
@@ -214,7 +214,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def fields_of(kind: type[F], given: bytes | dict[str, Any]) -> F:
-    """JSON as fields of a kind. Raises `RequestError`, with the field's name, for what they can't be."""
+    """Parse and validate JSON. Raises `RequestError`, with the field's name, for what isn't valid."""
     try:
         fields = kind.model_validate_json(given) if isinstance(given, bytes) else kind.model_validate(given)
     except ValidationError as error:
@@ -227,19 +227,21 @@ def read(kind: type[B], given: bytes | dict[str, Any]) -> B:
     """The body of a request. Raises `RequestError`, with the field's name, for what can't be honoured."""
     body = fields_of(kind, given)
     if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options is for streams. Leave it out, or set stream to true.", "stream_options")
+        raise RequestError(
+            "stream_options has no effect without a stream. Leave it out, or set stream to true.", "stream_options"
+        )
     if (size := sum(map(len, body.stops))) > STOPS:
-        raise RequestError(f"stop has {size} characters in all; this server compares texts with up to {STOPS}.", "stop")
+        raise RequestError(f"stop has {size} characters in all; this server allows {STOPS}.", "stop")
     if isinstance(body, Chat):
         _check_chat(body)
     for name in _NOT_FOR_RACES if isinstance(body, Race) else ():
         if getattr(body, name, None) is not None:
-            raise RequestError(f"{name} isn't for races. Leave it out.", name, code="unsupported_parameter")
+            raise RequestError(f"{name} isn't supported in races. Leave it out.", name, code="unsupported_parameter")
     return body
 
 
 def _refusal(error: ValidationError) -> RequestError:
-    """Of a value that may be of several kinds, the fault that lies deepest: that kind was meant."""
+    """The error to report. If a value may be of several types, the deepest fault is reported: its type was probably meant."""
     fault = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     if not fault["loc"]:
         return RequestError(f"The body is not a JSON object with this API's fields: {fault['msg']}.")
@@ -262,13 +264,17 @@ def _check_chat(body: Chat) -> None:
     """Raises `RequestError` for fields that don't go together."""
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise RequestError(
-            "max_tokens and max_completion_tokens are two names of the same limit. Give only one.", "max_completion_tokens"
+            "max_tokens and max_completion_tokens are two names for one limit. Give only one.", "max_completion_tokens"
         )
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
     if body.tool_choice not in (None, "auto", "none") and not body.forced:
-        raise RequestError("tool_choice needs tools, and a function that is one of them.", "tool_choice")
+        raise RequestError("tool_choice needs tools, and may name only a function that is one of them.", "tool_choice")
     if body.forced and body.has_format:
-        raise RequestError("response_format can't hold a text that has to be a call. Leave out one.", "tool_choice")
+        raise RequestError(
+            "response_format can't be combined with a tool_choice that forces a call. Leave one of them out.", "tool_choice"
+        )
     if "chat_template" in (body.chat_template_kwargs or {}):
-        raise RequestError("chat_template can't be set by a request, because a template is a program.", "chat_template_kwargs")
+        raise RequestError(
+            "chat_template can't be set by a request, because a template is a program. Leave it out.", "chat_template_kwargs"
+        )

@@ -1,4 +1,4 @@
-"""A text round by round, beside the same one by the target alone: what the page shows."""
+"""Races, which the page shows: a text round by round, beside the same text by the target alone."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
@@ -22,7 +22,7 @@ _WAITING = 8
 
 
 class RaceQueue:
-    """One race runs at a time, so that its seconds are its own; a few wait. `entered`: how many run or wait."""
+    """Lets one race run at a time, so that it is timed undisturbed; a few more may wait. `entered`: how many run or wait."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -39,10 +39,11 @@ class RaceQueue:
 
 
 def race(runs: Mapping[str, Rounds], most: float | None = None) -> Generator[dict[str, Any], None, None]:
-    """The rounds of texts as JSON has them, each with its `run` and the `seconds` of that so far; the `end` of each run is its
-    trace. A run that takes more than `most` seconds, in which waiting for the reader counts, has none.
+    """Yield the rounds of `runs` as JSON objects, each with the name of its `run` and the `seconds` that the run took so far.
+    The `end` of each run is its trace. A run that takes more than `most` seconds has none; waiting for the reader counts.
 
-    Runs take turns; next is always the one that took least so far. So the seconds of each are those that it would take alone.
+    Runs take turns: the next round is always of the run that took least so far. So the seconds of each are those that it would
+    take alone.
     """
     with ExitStack() as stack:
         for rounds in runs.values():
@@ -70,14 +71,14 @@ def _next(rounds: Rounds) -> WrittenRound | Generation:
 
 
 async def steps(events: Generator[T, None, None]) -> AsyncGenerator[T, None]:
-    """The events, each made in another thread, so that nobody waits; it ends when its reader goes away."""
+    """Yield the events, each made in another thread so that the event loop doesn't wait. Ends when its reader goes away."""
     with closing(events):
         while (event := await _completed(asyncio.to_thread(next, events, None))) is not None:
             yield event
 
 
 async def _completed(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. If that is cancelled, it is waited for all the same, for a thread can't be stopped."""
+    """The result of `work`, which is awaited even if this is cancelled, since a thread can't be stopped."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -98,7 +99,9 @@ def race_options(xt: XTokAssisted, name: str, limits: Limits, prompts: Sequence[
 def runs_of(
     with_drafts: Callable[[frozenset[str]], XTokAssisted], body: CompletionRace | ChatRace, xt: XTokAssisted, limits: Limits
 ) -> dict[str, Rounds]:
-    """The sequences of a race: by its drafts, `with_drafts` of `xt`, and by the target alone. Raises `RequestError`."""
+    """The runs of a race: with its drafts, and by the target alone. `with_drafts`: gives `xt` with those drafts. Raises
+    `RequestError`.
+    """
     if body.temperature != 0 and body.seed is None:
         body = body.model_copy(update={"seed": randbelow(2**63)})  # the same for both
     names = xt.names if body.drafts is None else body.drafts
@@ -115,7 +118,7 @@ def _rounds(body: CompletionRace | ChatRace, xt: XTokAssisted, limits: Limits) -
     if len(texts) > 1:
         raise RequestError("A race has one text. Give one prompt, and leave n out.", "n")
     arguments = dict(texts[0].arguments)
-    arguments.pop("max_time", None)  # the turns of the other would count
+    arguments.pop("max_time", None)  # it would count the turns of the other run
     try:
         return xt.stream_rounds(texts[0].prompt, **arguments)
     except ValueError as error:

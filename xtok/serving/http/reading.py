@@ -1,4 +1,4 @@
-"""Reading a text while it is written: reasoning, calls of tools, and what else it says."""
+"""Splits a text into reasoning, tool calls and content while it is generated."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from xtok.align.text import utf8_decoder
 from xtok.align.tokenbytes import TokenBytes
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of the field of reasoning in response templates."""
+"""Names that response templates have for the field with the reasoning."""
 _CALLS = "tool_calls"
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 """A name before the arguments, as newer models of Mistral write a call."""
@@ -27,7 +27,7 @@ _BETWEEN = re.compile(r"(?:[\s;,]|\[TOOL_CALLS\]|<\|python_tag\|>)*")
 
 
 class Part(NamedTuple):
-    """A further piece of what a text says. Of a call, which comes whole, `text` is the arguments, in JSON."""
+    """A further piece of a text. A call comes in one piece; its `text` is the arguments, in JSON."""
 
     kind: Literal["content", "reasoning", "call"]
     text: str
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 class Written:
-    """What a text says so far, in order. `parts`: pieces of the same kind are in one."""
+    """The parts of a text so far, in order. `parts`: adjacent pieces of the same kind are joined."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -55,10 +55,10 @@ class Written:
 
 
 class Reader:
-    """Reads one text by a response template; without one, all of it is content.
+    """Splits one text into parts by a response template; without one, all of it is content. So are malformed calls.
 
-    `prefix`: what the template has to see of the prompt. `tools`: those offered, for the types of their arguments.
-    `most`: how many calls are reported. Calls that are malformed are content.
+    `prefix`: the part of the prompt that the template has to see. `tools`: the tools offered, for the types of their arguments.
+    `most`: how many calls to report at most.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Reader:
         self._left = most
 
     def read(self, text: str) -> list[Part]:
-        """What a further piece of text says. What may end a mark is parsed alone, so that a malformed call is known exactly."""
+        """The parts in a further piece of text. What may end a mark is parsed alone, so that malformed calls are located."""
         found = list[Part]()
         for piece in _PIECES.findall(text):
             if self._parser is None:
@@ -88,7 +88,7 @@ class Reader:
         return _joined(found)
 
     def end(self) -> list[Part]:
-        """What is left when the text has ended."""
+        """The parts that are left when the text has ended."""
         found = self._parsed(lambda: self._parser.finalize()[1]) if self._parser is not None else []
         return _joined([*found, *self._spaced("", "content")])
 
@@ -152,8 +152,8 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def calls_of(value: Any) -> Iterator[tuple[str, str]]:
-    """The names of calls, with their arguments in JSON, as response templates give them or as models write them. Raises
-    `AttributeError`, `KeyError`, `RecursionError`, `TypeError` or `ValueError` for what is none.
+    """Yield the name of each call and its arguments in JSON, from what a response template parsed or a model wrote. Raises
+    `AttributeError`, `KeyError`, `RecursionError`, `TypeError` or `ValueError` for anything else.
     """
     value = list(_values(value)) if isinstance(value, str) else value
     for one in value if isinstance(value, list) else [value]:
@@ -184,9 +184,9 @@ def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
 
 
 class Marked(StoppingCriteria):
-    """Follows the ids of one text, for its text with some control tokens written out. It stops nothing.
+    """A stopping criterion that never stops. It follows a text's ids, and gives the text with some control tokens written out.
 
-    `view`: the bytes of ids; `names`: those of the control tokens; `start`: how many ids the prompt has.
+    `view`: the bytes of ids. `names`: the names of the control tokens, by id. `start`: how many ids the prompt has.
     """
 
     def __init__(self, view: TokenBytes, names: Mapping[int, bytes], start: int) -> None:

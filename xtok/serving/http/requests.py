@@ -21,15 +21,15 @@ from xtok.serving.http.reading import Marked, Reader
 from xtok.serving.http.tools import format_for, matcher_of_tools, reader_of
 
 COMPLETION_TOKENS = 16
-"""How many new tokens a completion has if the request doesn't say: OpenAI's default. A chat has as many as fit."""
+"""The default number of new tokens of a completion, as in OpenAI's API. A chat gets as many as fit."""
 COLDEST = 1e-3
-"""Of temperatures above 0, the lowest."""
+"""The lowest temperature above 0."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """One sequence to generate. `arguments`: those of `Engine.submit`, for this sequence alone. `reader`: reads its text, in
-    which `marked`, if it is there, writes out control tokens.
+    """One sequence to generate. `arguments`: for `Engine.submit`, for this sequence alone. `stops`: its stop strings. `record`:
+    records the picks, if they are requested. `reader`: splits its text, in which `marked`, if given, writes out control tokens.
     """
 
     prompt: KnownPrompt
@@ -84,14 +84,14 @@ def _prompts(body: Completion | Chat) -> list[Prompt]:
 
 
 def _check_size(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> None:
-    """Raises `RequestError` for a prompt that is too long whatever its ids are: to encode it would keep others waiting."""
+    """Raises `RequestError` if a prompt has more bytes than fit into the window. Encoding it would keep others waiting."""
     window = context_window(xt.model)
     if window is None:
         return
     size, most = sum(_sizes([prompt, template])), window * xt.target.vocabulary.longest
     if size > most:
         raise RequestError(
-            f"The prompt has {size} bytes; the model reads {window} tokens in all, which have up to {most} bytes.",
+            f"The prompt has {size} bytes; the model's context window is {window} tokens, which have up to {most} bytes.",
             field,
             code="context_length_exceeded",
         )
@@ -109,15 +109,15 @@ def _sizes(given: Any) -> Iterator[int]:
 
 
 def _joined(content: Any, field: str) -> str:
-    """A text, or parts of it in one. Raises `RequestError`."""
+    """A text; the parts of a list are joined. Raises `RequestError`."""
     text = "".join(_part(part, field) for part in content) if isinstance(content, list) else content
     if not isinstance(text, str):
-        raise RequestError("content is a text, or a list of parts of text.", field)
+        raise RequestError("content must be a text, or a list of parts of text.", field)
     return text
 
 
 def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
-    """A message as templates read it: parts of text in one, arguments of calls from their JSON. Raises `RequestError`."""
+    """A message as chat templates read it: text parts are joined, and arguments of calls parsed. Raises `RequestError`."""
     message = {name: value for name, value in given.items() if value is not None}
     message["content"] = _joined(message.get("content", ""), f"messages.{number}.content")
     if "tool_calls" in message:
@@ -134,7 +134,7 @@ def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
 def _part(part: Any, field: str) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     if not isinstance(text, str):
-        raise RequestError('Only parts of text are supported: {"type": "text", "text": "…"}.', field)
+        raise RequestError('Only text parts are supported: {"type": "text", "text": "…"}.', field)
     return text
 
 
@@ -151,7 +151,7 @@ def _template(body: Completion | Chat) -> dict[str, Any]:
 
 
 def _sampling(body: Body) -> dict[str, Any]:
-    """Arguments for sampling, OpenAI's default. Raises `RequestError` for a temperature by which logits would overflow."""
+    """The sampling arguments; sampling is OpenAI's default. Raises `RequestError` if the temperature makes logits overflow."""
     if body.temperature == 0:  # then top_k and the like leave the best id
         return {"do_sample": False}
     if body.temperature is not None and body.temperature < COLDEST:
@@ -174,7 +174,7 @@ def _lengths(body: Completion | Chat, xt: XTokAssisted, read: int, limits: Limit
     wanted = min(usual, limits.tokens, room) if requested is None else requested
     if room < max(wanted, 1):
         raise RequestError(
-            f"The prompt has {read} tokens, and {max(wanted, 1)} more are requested; the model reads {window} in all.",
+            f"The prompt has {read} tokens, and {max(wanted, 1)} more are requested; the model's context window is {window}.",
             "messages" if isinstance(body, Chat) else "prompt",
             code="context_length_exceeded",
         )
@@ -203,7 +203,7 @@ def _processors(body: Body, xt: XTokAssisted, record: Record | None, start: int,
 
 
 def _bias(given: Mapping[str, float], size: int) -> list[list[Any]]:
-    """As transformers' processor takes it. Raises `RequestError` for what is no id of the target."""
+    """Biases as transformers' processor takes them. Raises `RequestError` for ids that the target lacks."""
     for name in given:
         if not (name.isascii() and name.isdigit() and len(name) <= 20 and int(name) < size):
             raise RequestError(f"logit_bias has {name[:40]!r}; the target's ids are from 0 to {size - 1}.", "logit_bias")
@@ -211,7 +211,7 @@ def _bias(given: Mapping[str, float], size: int) -> list[list[Any]]:
 
 
 def _matcher(body: Body, xt: XTokAssisted) -> Any:
-    """The grammar of a response format, None if any text will do. Raises `RequestError` if it can't be had."""
+    """The matcher for a response format; None if any text will do. Raises `RequestError` if none can be made."""
     requested = body.response_format
     if requested is None or not body.has_format:
         return None
@@ -221,4 +221,4 @@ def _matcher(body: Body, xt: XTokAssisted) -> Any:
     try:
         return matcher_of(xt.tokenizer, next(iter(end_ids(xt.model)), None), schema)
     except (ImportError, ValueError) as error:
-        raise RequestError(f"Texts can't be held to this response_format: {error}", "response_format") from error
+        raise RequestError(f"Texts can't follow this response_format: {error}", "response_format") from error

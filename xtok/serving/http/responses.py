@@ -21,11 +21,11 @@ from xtok.serving.http.reading import Part
 from xtok.serving.http.service import Service
 
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
-"""Names that fields of chats have here."""
+"""Chat fields that have other names in responses."""
 
 
 class TextFormat(Schema):
-    """A JSON schema with its name, or the name of a format."""
+    """A text format: a JSON schema with its name, or `text` or `json_object`."""
 
     type: Literal["text", "json_object", "json_schema"]
 
@@ -75,11 +75,11 @@ class Responses(Fields):
 
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user")
 _MORE = ("seed", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs")
-"""Fields that a chat has, too: OpenAI's, and more."""
+"""Fields with the same name in chats: OpenAI's, and others'."""
 
 
 def chat_of(body: Responses) -> Chat:
-    """The chat that a request is. Raises `RequestError` for what it can't be."""
+    """The request as a chat. Raises `RequestError` for what a chat can't hold."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in (*_SAME, *_MORE)}
     fields |= {"messages": _messages(body), "max_completion_tokens": body.max_output_tokens}
     fields["tools"] = None if body.tools is None else [_tool(tool, number) for number, tool in enumerate(body.tools)]
@@ -96,7 +96,7 @@ def chat_of(body: Responses) -> Chat:
 
 
 def as_named_here(error: RequestError) -> RequestError:
-    """An error about a chat, with the name that the field has in a response."""
+    """An error about a chat, with the field's name in the Responses API."""
     fault = error.body["error"]
     name = (fault["param"] or "").partition(".")[0]
     if name in _NAMES:
@@ -108,13 +108,13 @@ def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
     """A function as chats have it. Raises `RequestError` for tools that the server would have to run."""
     if (kind := tool.get("type")) != "function":
         raise RequestError(
-            f"tools.{number} is of type {str(kind)[:40]!r}; only functions, which the client runs, are supported.", "tools"
+            f"tools.{number} has type {str(kind)[:40]!r}; only functions, which the client runs, are supported.", "tools"
         )
     return {"type": "function", "function": {name: one for name, one in tool.items() if name != "type" and one is not None}}
 
 
 def _messages(body: Responses) -> list[dict[str, Any]]:
-    """A response's input as messages: calls belong to the message of the assistant that they follow."""
+    """A request's input as messages. Tool calls become part of the assistant's message that they follow."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     found = list[dict[str, Any]]()
     if body.instructions:
@@ -147,15 +147,15 @@ def _message(item: dict[str, Any], field: str) -> dict[str, Any]:
         if kind == "reasoning":
             return {"role": "assistant", "reasoning_content": _text(item.get("content") or item.get("summary") or [], field)}
     except (KeyError, TypeError) as error:
-        raise RequestError(f"{field} lacks {error}, or it is of another kind.", field) from error
-    raise RequestError(f"{field} is of type {str(kind)[:40]!r}, which isn't supported; nothing is kept to refer to.", field)
+        raise RequestError(f"{field} lacks {error}, or has a value of the wrong type.", field) from error
+    raise RequestError(f"{field} has type {str(kind)[:40]!r}, which isn't supported: nothing is stored to refer to.", field)
 
 
 def _text(content: Any, field: str) -> str:
-    """A text, or the texts of parts in one. Raises `RequestError`."""
+    """A text; the text parts of a list are joined. Raises `RequestError`."""
     parts = [content] if isinstance(content, str) else list(_texts(content))
     if not all(isinstance(part, str) for part in parts):
-        raise RequestError(f'{field} has parts that are no text; only texts are supported: {{"type": "input_text"}}.', field)
+        raise RequestError(f'{field} has parts that aren\'t text; only text is supported: {{"type": "input_text"}}.', field)
     return "".join(parts)
 
 
@@ -166,7 +166,7 @@ def _texts(content: Any) -> Iterator[Any]:
 
 
 _KINDS = {"content": ("output_text", "msg"), "reasoning": ("reasoning_text", "rs")}
-"""What a part of an item is called, and how the item's id begins."""
+"""For each kind of text, the type of an item's part, and the prefix of the item's id."""
 
 
 async def respond(service: Service, request: Request, body: Responses) -> Response:
@@ -182,7 +182,7 @@ async def respond(service: Service, request: Request, body: Responses) -> Respon
 
 
 class _Answer:
-    """One response while its text is generated: its items, of which the last may go on."""
+    """One response while its text is generated: its output items, of which the last may still grow."""
 
     def __init__(self, service: Service, request: Request, body: Responses, pending: PendingAnswer) -> None:
         self._context, self._body, self._pending = context_of(request), body, pending
@@ -191,7 +191,7 @@ class _Answer:
         self._number = count()
 
     async def whole(self) -> dict[str, Any]:
-        """OpenAI's object. Raises `RequestError` if the text fails."""
+        """OpenAI's response object. Raises `RequestError` if the text fails."""
         reason = ""
         try:
             async with aclosing(self._pending.events()) as found:
@@ -230,7 +230,7 @@ class _Answer:
         return {"event": event["type"], "data": sse_data(event)}
 
     def _added(self, part: Part) -> Iterator[dict[str, str]]:
-        """Takes in what the text says further. Gives its events."""
+        """Add a further part of the text, and yield its events."""
         if part.kind == "call":
             yield from self._done("completed")
             yield from self._call(part)
@@ -278,7 +278,7 @@ class _Answer:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _ended(self, reason: str) -> dict[str, Any]:
-        """The object of a text that has ended."""
+        """OpenAI's response object for a text that has ended."""
         is_cut = reason == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
         figures = {"usage": self._usage(), "timings": self._pending.timings()}
@@ -295,7 +295,7 @@ class _Answer:
         }
 
     def _object(self, status: str) -> dict[str, Any]:
-        """OpenAI's object, without what the text says."""
+        """OpenAI's response object, without output."""
         asked = self._body.model_dump(by_alias=True, exclude={"input", "stream", "stream_options", "model"}, exclude_none=True)
         usual: dict[str, Any] = {
             "instructions": None,
@@ -315,5 +315,5 @@ class _Answer:
 
 
 def _no_logprobs(kind: str) -> dict[str, list[Any]]:
-    """Log-probabilities, which OpenAI's client expects of texts that are no reasoning."""
+    """Empty log-probabilities, which OpenAI's client expects for texts other than reasoning."""
     return {"logprobs": []} if kind == "output_text" else {}

@@ -1,4 +1,4 @@
-"""What a server serves: an engine under a name, and its state."""
+"""What a server serves: a model by its name, the engine that runs it, and their state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ from xtok.serving.http.race import RaceQueue
 _COMPILING = 2
 """How many grammars are compiled at a time."""
 _VARIANTS = 4
-"""How many mixtures of drafts are kept for races."""
+"""For how many combinations of drafts an instance is kept for races."""
 LATER = {"Retry-After": "1"}
 
 
 @dataclass
 class Service:
-    """What is served: an engine, once it is there. `error`: why there will be none. `prompts`: what the page suggests.
-    `parsers`: how chats are read.
+    """What is served. `xt`, `engine`: None until the models are loaded. `error`: why loading failed. `prompts`: those that the
+    page suggests. `logs_texts`: whether the log may hold prompts and texts. `parsers`: how texts of chats are parsed.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Service:
 
     @cached_property
     def with_drafts(self) -> Callable[[frozenset[str]], XTokAssisted]:
-        """What is served, with some of its drafts alone, for races. The latest few are kept."""
+        """Gives the served instance with only some of its drafts, for races. The latest few are kept."""
         return lru_cache(maxsize=_VARIANTS)(self.ready()[0].with_drafts)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Tools of a chat: who reads its texts, and grammars that force calls."""
+"""Tools of a chat: what parses its texts, and grammars that force calls."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,19 @@ _THOUGHT = "thought: /(?s:.*)/"
 
 
 def format_for(body: Chat, known: Format) -> Format:
-    """How a chat's text is written: as is known of the target, unless calls are forced that no grammar is there for."""
+    """How a chat's text is written: in the target's own format, unless calls are forced for which that has no grammar."""
     if not body.forced or (known.own is None and known.calls is not None and known.calls.call):
         return known
     return replace(known, calls=FORCED, own=None)
 
 
 def ending_of(xt: XTokAssisted, ids: Sequence[int]) -> str:
-    """The last of a prompt, control tokens included."""
+    """The last text of a prompt, with control tokens written out."""
     return str(xt.tokenizer.decode(ids[-_ENDING:]))
 
 
 def reader_of(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> tuple[Reader, Marked | None]:
-    """Who reads one text of a chat, and who writes out the control tokens for that, if there are any. `ids`: the prompt's."""
+    """What parses one text of a chat, and what writes out control tokens for it, if it needs any. `ids`: the prompt's."""
     template = known.template(body.offers_tools)
     if template is None:
         return Reader(), None
@@ -49,8 +49,8 @@ def reader_of(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -
 
 
 def matcher_of_tools(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> Any:
-    """The matcher of texts that call the tools that a chat forces, after reasoning if the target reasons. Raises `RequestError`
-    if it can't be had.
+    """The matcher for texts with the calls that a chat forces, after reasoning if the target reasons. Raises `RequestError` if
+    none can be made.
     """
     opened = known.opens_reasoning(ending_of(xt, ids))
     try:
@@ -58,12 +58,12 @@ def matcher_of_tools(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[
         schemas = [_schema(function) for function in body.forced]
         return matcher_of_calls(xt.tokenizer, next(iter(end_ids(xt.model)), None), (grammar, plain), schemas)
     except (ImportError, ValueError) as error:
-        raise RequestError(f"Texts can't be held to calls of these tools: {error}", "tools") from error
+        raise RequestError(f"Texts can't be forced to call these tools: {error}", "tools") from error
 
 
 def call_grammar(body: Chat, known: Format, opened: bool, controls: Mapping[str, int]) -> str:
-    """The grammar in Lark, as llguidance reads it. `opened`: whether the prompt opened the reasoning; `controls`: the ids of
-    control tokens, which are written as such.
+    """The grammar of forced calls in llguidance's Lark. `opened`: whether the prompt opened the reasoning already. `controls`:
+    the ids of control tokens, by name; the grammar refers to them by id.
     """
     assert known.calls is not None
     rules, choices = list[str](), list[str]()
