@@ -76,42 +76,43 @@ class XTokAssisted:
         quantization_config: OneOrEach[Quantization] = None,
         attn_implementation: OneOrEach[str] = None,
     ) -> None:
-        """`draft`: a model or `HeadsDrafter(file)`, which guesses together with `PromptLookup()` and `TokenRecycling()`; one of
-        those; anything with `propose(context, budget)`; or a list of such, whose guesses are merged. A list is taken as it is.
-        Drafts with the target's own token ids skip the text.
+        """`draft`: a draft model or `HeadsDrafter(file)`, either of which guesses together with `PromptLookup()` and
+        `TokenRecycling()`; one of these two alone; an object with `propose(context, budget)`; or a list of any of them, whose
+        guesses are merged and to which nothing is added. Drafts with the target's own token ids skip the text.
 
-        `budget`: how much is guessed in each round. None: as much as pays, by what forward passes cost and guesses gain lately.
-        `Budget(depth=5, width=1, schedule="constant")`, for example, guesses chains of five draft tokens.
+        `budget`: how much to guess in each round. None: as much as pays, by the measured time of forward passes and recent
+        acceptance. `Budget(depth=5, width=1, schedule="constant")`, for example, guesses chains of five draft tokens.
 
-        `acceptance`, of sampled texts. "match": a guess is accepted if it is what the target draws; draft and target see the
-        same noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by the draft's distribution,
-        projected onto the target's ids by bytes, in chains of the budget's depth. Its texts are draws from the target's own
-        distribution, too, but depend on the draft and that depth. "typical", **lossy**: guesses are accepted if their
-        probability is above min(`posterior_threshold`, `posterior_alpha` * exp(-entropy)) (Medusa, Cai et al. 2024). With both
-        of the latter, `stats.exact` is False.
+        `acceptance`: how guesses are verified when sampling. "match": a guess is accepted if the target draws the same token;
+        both draw with the same Gumbel noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by
+        the draft's distribution, projected onto the target's ids by bytes, in chains of the budget's depth. Its texts are
+        draws from the target's own distribution, too, but depend on the draft and that depth. "typical", **lossy**: guesses
+        are accepted if their probability is above min(`posterior_threshold`, `posterior_alpha` * exp(-entropy)) (Medusa, Cai
+        et al. 2024). With "rejection" and "typical", `stats.exact` is False.
 
-        `stable`: forward passes of the target are batch-invariant: they have fixed shapes, in which a token has the same logits
-        in every bit, whatever is forwarded with it. So the ids are the same in any precision, with or without a draft, alone or
-        in a batch. (A pick after a side branch of a tree, where the last bits may differ, is accepted at once only if its
-        margin is at least 8 times the largest rounding difference seen in trials; else the next forward pass decides.)
-        None: in half precision if the target allows it. True: in any precision; a target that doesn't is refused. False: never.
+        `stable`: make the target's forward passes batch-invariant, by fixed shapes, in which a token's logits have the same
+        bits whatever else is in the forward pass. Then the ids are the same in any precision, with or without a draft, alone
+        or in a batch. (After a side branch of a tree, where the last bits may differ, a pick is accepted at once only if its
+        margin is at least 8 times the largest rounding difference seen in trials; otherwise the next forward pass decides.)
+        None: in half precision, for targets that allow it. True: in any precision; other targets are refused. False: never.
 
-        Fixed shapes are found by a few extra forward passes when they are first needed, in at most a tenth of the time spent
-        generating, and kept in a cache folder (`XTOK_CACHE`, else xtok in the user's). Mixtures of experts, models whose
-        forward passes can't be shared, numbers of threads that are no power of two, and other `acceptance` than "match" don't
-        allow them. In half precision, an `UnstableWarning` then says what isn't promised: the same call still gives the same
-        text, but near-ties (`stats.near_ties`) may be decided otherwise than without a draft or in another batch.
+        A few extra forward passes find the fixed shapes when they are first needed. They take at most a tenth of the time spent
+        generating, and what they find is kept in the cache folder (`XTOK_CACHE`, by default xtok in the user's). Mixtures of
+        experts, models that can't share forward passes, a number of threads that isn't a power of two, and `acceptance` other
+        than "match" don't allow fixed shapes. In half precision, an `UnstableWarning` then says what isn't promised: the same
+        call still gives the same text, but near-ties (`stats.near_ties`) may be decided differently without a draft or in
+        another batch.
 
-        `compile`: forward passes are captured as CUDA graphs by their shapes, and replayed. None: those of each model that is
-        on one GPU, without hooks or offloading. True: the same, and a target that can't be captured is refused. Caches then
-        stay allocated between calls. A graph is used only if it gave the bits of the forward pass that it was captured from;
-        `stats.target_replays` counts.
+        `compile`: capture forward passes as CUDA graphs, one for each shape, and replay them. None: for each model that is on
+        one GPU, without hooks or offloading. True: the same, but a target that can't be captured is refused. False: never.
+        With graphs, KV caches stay allocated between calls. A graph is used only if its first replay gave the same bits as the
+        normal forward pass; `stats.target_replays` counts replays of the target.
 
         `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
         drafts', such as `device=("cuda:0", "cpu")`. By default, models have the precision of their configurations
-        (`dtype="auto"`), the target is on the best device there is, and drafts are beside it. `device_map="auto"` spreads a
-        model over several devices, by accelerate. `quantization_config` and `attn_implementation`, likewise for both or as a
-        pair, are passed on to transformers' `from_pretrained`. A model that is loaded already must be as these say.
+        (`dtype="auto"`), the target is on the best device there is, and drafts are on the target's. `device_map="auto"` spreads
+        a model over several devices, by accelerate. `quantization_config` and `attn_implementation`, likewise for both or as a
+        pair, are passed on to transformers' `from_pretrained`. They must agree with models that are loaded already.
 
         Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
@@ -122,7 +123,7 @@ class XTokAssisted:
         self._whole: XTokAssisted | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, be it by a pickle, is made as this one was: ids and paths are loaded again, and nothing is learnt yet."""
+        """A copy or an unpickled instance is made anew: it loads hub ids and paths again, and knows no timings yet."""
         if self._whole is not None:
             return type(self).with_drafts, (self._whole, self.names)
         return _made_again, (type(self), self._arguments)
@@ -149,14 +150,13 @@ class XTokAssisted:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What its drafts are called in a trace."""
+        """The names of its drafts, as traces show them."""
         return self.setup.names
 
     def with_drafts(self, names: abc.Collection[str]) -> "XTokAssisted":
-        """The same with some of its drafts alone, by their `names`: with none of them, the target alone. Models are shared, and
-        what pays is learnt anew.
+        """An instance with only the drafts of these `names`; with none, the target alone. Models are shared, timings aren't.
 
-        Raises `InvalidInputError` for a draft that there isn't.
+        Raises `InvalidInputError` for a name that no draft has.
         """
         made = object.__new__(type(self))
         vars(made).update(vars(self), setup=self.setup.with_drafts(names), _whole=self)
@@ -168,21 +168,19 @@ class XTokAssisted:
     def generate(self, prompt: abc.Sequence[Prompt], **arguments: "Unpack[GenerateArguments]") -> list[Generation]: ...
     @within()
     def generate(self, prompt: Any = None, **arguments: Any) -> Generation | list[Generation]:
-        """Answer a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, a tensor of shape (n,) or
-        (1, n)); or a tokenizer's encoding of one text. A list of such prompts is answered by a list: a list of whole numbers
-        is one prompt, a list of lists of them is several.
+        """Generate from a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, or a tensor of shape
+        (n,) or (1, n)); or a tokenizer's encoding of one text, of which ids and attention mask are read. From a list of such
+        prompts, generate a list. A list of whole numbers is one prompt, a list of lists of them is several.
 
-        `tools`, `enable_thinking`, and whatever `chat_template_kwargs` holds, are passed to the templates of chats. Of an
-        encoding, ids and attention mask are read.
+        `arguments` are those of transformers' `generate`, and these. `tools`, `enable_thinking` and the items of
+        `chat_template_kwargs` are passed to a chat's template. With `split_special_tokens=True`, control tokens written out in
+        a text are read as plain text. `seed`, for `do_sample=True` alone: the ids depend on target, prompt, settings and seed,
+        not on the draft or on the rest of a list. The same prompt again, in a list or by `num_return_sequences`, gives further,
+        independent texts.
 
-        `arguments`, beside these, are those of transformers' `generate`. `split_special_tokens=True` reads control tokens
-        written out in a text as plain text. `seed`, with `do_sample=True` (it is refused for greedy texts): the ids depend on
-        target, prompt, settings and seed alone, not on the draft or on what else is in the list. The same prompt again, in a
-        list or by `num_return_sequences`, gives further, independent texts.
-
-        `prediction`: text that the answer is likely to contain, such as a document that is to be edited. It is guessed from, as
-        by OpenAI's Predicted Outputs, and changes no id. `batch_size`: how many prompts of a list share forward passes; ids
-        don't depend on it. `progress`: a bar on stderr; None: if that is a terminal.
+        `prediction`: text that the answer is likely to contain, such as a document to edit. xtok guesses from it, as OpenAI's
+        Predicted Outputs do; it changes no id. `batch_size`: how many prompts of a list share forward passes; ids don't depend
+        on it. `progress`: whether to show a bar on stderr; None: if stderr is a terminal and there are several prompts.
 
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """
@@ -206,9 +204,9 @@ class XTokAssisted:
         return self.last if many or len(requests) > 1 else self.last[0]
 
     def stream(self, prompt: Prompt, **arguments: "Unpack[TextArguments]") -> Generator[str, None, Generation]:
-        """Yield the new text in pieces as they are committed, never half a character. Joined, they are `generate(...).text`.
+        """Yield the new text in pieces as it is committed, never half a character. Joined, they are `generate(...).text`.
 
-        The generator returns (`StopIteration.value`) what `generate` returns.
+        The generator's return value (`StopIteration.value`) is what `generate` returns.
         """
 
         def pieces(_: Round, tokens: list[Token], drafts: abc.Sequence[str]) -> Iterator[str]:
@@ -218,13 +216,13 @@ class XTokAssisted:
         return self._streamed(prompt, dict(arguments), pieces)
 
     def stream_tokens(self, prompt: Prompt, **arguments: "Unpack[TextArguments]") -> Generator[Token, None, Generation]:
-        """Yield the new tokens as they are committed, each with who guessed it: `generate(...).tokens`, returned likewise."""
+        """As `stream`, but yield the new tokens, `generate(...).tokens`, each with the draft that guessed it."""
         return self._streamed(prompt, dict(arguments), lambda _, tokens, drafts: iter(tokens))
 
     def stream_rounds(
         self, prompt: Prompt | KnownPrompt, **arguments: "Unpack[TextArguments]"
     ) -> Generator[WrittenRound, None, Generation]:
-        """Yield each round as it is committed, with all that was guessed: `generate(...).written`, returned likewise."""
+        """As `stream`, but yield each round, `generate(...).written`, with all of its guesses."""
         view = self.target.vocabulary.view
 
         def rounds(one: Round, tokens: list[Token], drafts: abc.Sequence[str]) -> Iterator[WrittenRound]:
@@ -235,8 +233,8 @@ class XTokAssisted:
     def _streamed(
         self, prompt: Prompt | KnownPrompt, arguments: dict[str, Any], show: "Show[T]"
     ) -> Generator[T, None, Generation]:
-        """What is to be shown of each round. Arguments are checked at once; a round runs when the caller asks for it, under the
-        modes of this call.
+        """Yield what `show` makes of each round. Arguments are checked at once. A round runs when the caller asks for it, under
+        torch's modes at this call.
         """
         modes = current()
         with within(modes):
@@ -266,11 +264,11 @@ class XTokAssisted:
         seed: int | None = None,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
-        """The Hugging Face way in: `model.generate(**inputs, custom_generate=xt)`.
+        """Serve as transformers' decoding method: `model.generate(**inputs, custom_generate=xt)`.
 
-        `stop_strings` is named here so that transformers hands it over: it drops `tokenizer`, without which it would refuse
-        them, and it does refuse those of a generation config. Each row of a batch is a generation of its own: processors are
-        copied per row, and called with a batch of one. `seed` is as in `generate`; transformers hands it over.
+        Each row of a batch is generated by itself: logits processors are copied per row and called with a batch of one. `seed`
+        is as in `generate`. `stop_strings` is a parameter so that transformers passes it on: it drops `tokenizer`, which stop
+        strings would need there, and refuses stop strings in a generation config.
         """
         if model is not self.model:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
@@ -287,8 +285,8 @@ class XTokAssisted:
 
     @property
     def last(self) -> list[Generation]:
-        """What this thread's last call gave, a `Generation` for each of its texts: of `generate`, of `stream`, or of
-        transformers' `generate` with `custom_generate`, which has no other way to hand out stats. Empty before the first.
+        """The results of this thread's last call of `generate`, `stream` or `custom_generate`, a `Generation` for each text; empty
+        before the first. With `custom_generate`, this is the only way to get stats.
         """
         return list(_LAST.given.get(self, []))
 
@@ -302,7 +300,7 @@ class XTokAssisted:
         progress: bool = False,
         keep: bool = False,
     ) -> list[Sequence]:
-        """Run requests to their ends, `batch_size` of them at a time. Returns the sequences, if they are to be kept."""
+        """Generate for all requests, `batch_size` of them at a time. Returns the sequences if `keep`."""
         waiting, numbers, kept = enumerate(requests), dict[Sequence, int](), list[Sequence]()
         results, sent, keep = dict[int, Generation](), 0, keep or streamer is not None
 
@@ -332,7 +330,7 @@ def _made_again(kind: type[XTokAssisted], arguments: dict[str, Any]) -> XTokAssi
 
 
 class _Last(local):
-    """What the last call of each instance gave, in each thread."""
+    """The results of each instance's last call, by thread."""
 
     def __init__(self) -> None:
         self.given = WeakKeyDictionary[XTokAssisted, list[Generation]]()

@@ -13,7 +13,7 @@ class Memory:
 
     def __init__(self, setup: Setup, size: int) -> None:
         """`size`: in bytes. Raises an error of `xtok.errors` if it is too small or no number, or memory can't be bounded."""
-        if not isinstance(size, int) or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise InvalidInputError(f"memory is {size!r}; give a number of bytes, such as 8 * 1024**3.")
         if setup.acceptance == "rejection":
             raise UnsupportedArgumentError(
