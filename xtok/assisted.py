@@ -285,8 +285,8 @@ class XTokAssisted:
 
     @property
     def last(self) -> list[Generation]:
-        """The results of this thread's last call of `generate`, `stream` or `custom_generate`, a `Generation` for each text; empty
-        before the first. With `custom_generate`, this is the only way to get stats.
+        """The results of this thread's last call of `generate`, `stream` or `custom_generate`, a `Generation` for each text.
+        Empty before the first. With `custom_generate`, this is the only way to get stats.
         """
         return list(_LAST.given.get(self, []))
 
