@@ -432,7 +432,7 @@ def test_the_demo_shows_both_texts_side_by_side_on_a_terminal(short: list[str], 
 def test_the_demo_fails_aloud_if_a_token_differs(short: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.cli.demo.by_transformers", lambda *_, **__: SimpleNamespace(ids=[[5, 5, 5, 5]] * 2))
     printed, _ = run("demo", code=1)
-    assert printed.count("identical to the target alone: NO\n") == 2
+    assert printed.count("identical to transformers' own generate: NO\n") == 2
     assert len(re.findall(r"│ +NO │", printed)) == 4
 
 
@@ -463,7 +463,9 @@ def test_the_demo_names_the_near_tie_after_which_transformers_goes_on_otherwise(
     said = demo._verdict([alone, drafted], [1, 2, 3, 9])  # type: ignore[list-item]
     assert said.startswith("identical to the target alone: yes. transformers' own generate differs from token 3 on")
     assert "at token 2 the two best were 0.06 logits apart" in said
-    assert demo._verdict([alone, drafted], [9, 2, 3, 4]) == "identical to the target alone: NO"  # type: ignore[list-item]
+    assert demo._verdict([alone, drafted], [9, 2, 3, 4]) == "identical to transformers' own generate: NO"  # type: ignore[list-item]
+    drafted.ids = [1, 2, 3, 5]
+    assert demo._verdict([alone, drafted], [1, 2, 3, 4]) == "identical to the target alone: NO"  # type: ignore[list-item]
 
 
 def test_the_demo_says_what_is_slower_than_the_target_alone() -> None:

@@ -205,7 +205,8 @@ def _verdict(runs: list[Run], truth: list[int]) -> str:
     same = alone.ids == drafted.ids and (alone.ids == truth or before is not None)
     alone.same = drafted.same = same
     if not same:
-        return "identical to the target alone: NO"
+        other = "transformers' own generate" if alone.ids == drafted.ids else "the target alone"
+        return f"identical to {other}: NO"
     if before is None:
         return "identical to the target alone: yes"
     return (
