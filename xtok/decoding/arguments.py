@@ -136,7 +136,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         "inputs_embeds": "Drafts need ids or text. Pass a prompt.",
         "inputs": "Pass the ids as the prompt, or use target.generate(inputs, custom_generate=xt).",
         "input_ids": "Pass the ids as the prompt, or use target.generate(input_ids, custom_generate=xt).",
-        "attention_mask": "Prompts have no padding here. For padded ids, use target.generate(input_ids, custom_generate=xt).",
+        "attention_mask": "Prompts have no padding here. Use target.generate(input_ids, custom_generate=xt) for padded ids.",
         "batch_size": "It is for lists of prompts, in generate.",
         "progress": "It is for lists of prompts, in generate.",
         "streamer": "Iterate over stream(prompt), or use generate(prompt, streamer=streamer).",

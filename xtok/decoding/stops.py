@@ -18,7 +18,7 @@ class StopStrings(StoppingCriteria):
     Unlike transformers', it needs no table of the vocabulary for each set of strings, and with every tokenizer it finds
     characters that are spread over tokens. A check takes time linear in the length of the strings.
 
-    Raises `InvalidInputError` unless `strings` is a text that isn't empty, or a list of one or more of them.
+    Raises `InvalidInputError` unless `strings` is a text, or a list of one or more.
     """
 
     def __init__(self, vocabulary: Vocabulary, strings: str | Iterable[str]) -> None:
@@ -31,10 +31,8 @@ class StopStrings(StoppingCriteria):
             raise InvalidInputError(
                 f"stop_strings is {strings!r}, an iterator, which can be read only once. Give a text or a list."
             )
-        if not found or "" in found:
-            raise InvalidInputError(
-                f"stop_strings is {strings!r}, which is empty or holds an empty text. Give at least one text, or leave it out."
-            )
+        if not found:
+            raise InvalidInputError(f"stop_strings is {strings!r}, which is empty. Give at least one text, or leave it out.")
         self._vocabulary = vocabulary
         self._longest = max(map(len, self._stops))
 
