@@ -231,7 +231,13 @@ def test_stop_strings_that_could_be_read_once_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("max_tokens", "max_new_tokens"), ("stop", "stop_strings"), ("temprature", "temperature"), ("zzz", None)],
+    [
+        ("max_tokens", "max_new_tokens"),
+        ("stop", "stop_strings"),
+        ("temprature", "temperature"),
+        ("n", "num_return_sequences"),
+        ("zzz", None),
+    ],
 )
 def test_an_unknown_argument_is_named_with_what_may_have_been_meant(name: str, meant: str | None) -> None:
     arguments: dict[str, Any] = {name: 5}

@@ -456,7 +456,10 @@ def test_a_pick_that_is_left_to_the_next_round_is_guessed_there(
     for seed in range(4):
         drafts = [(UNRELATED, BYTES), Misleading(texts, seed), PromptLookup()]
         xt = XTokAssisted((xt.model, TOKENS), drafts, budget=TREES, stable=stable)
-        assert xt.generate(prompt, **WAYS[way]).token_ids == wanted.token_ids
+        found = xt.generate(prompt, **WAYS[way])
+        assert found.token_ids == wanted.token_ids
+        guessed = sum(token.draft is not None for token in found.tokens)
+        assert found.stats.accepted == sum(found.stats.accepted_by_draft) == guessed, "a carried token was picked, not guessed"
     assert bool(carried_over) == stable
     assert sum(carried == token for carried, token in carried_over) >= 0.9 * len(carried_over)
     begin = [tree.tokens[0] == carried for tree, carried in verified if carried is not None and tree]

@@ -112,10 +112,15 @@ def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_
         ) from error
 
 
+_ELSEWHERE = {"n": "num_return_sequences", "response_format": "logits_processor", "json_schema": "logits_processor"}
+"""Names of OpenAI's and vLLM's arguments that no name here is like."""
+
+
 def _unknown(name: str) -> str:
     """The message that `generate` has no such argument, with the one that may have been meant."""
     known = list(GenerateArguments.__annotations__)
-    near = [*(one for one in known if one.startswith(name)), *get_close_matches(name, known, 1)][:1]
+    alike = *(one for one in known if one.startswith(name)), *get_close_matches(name, known, 1)
+    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else alike[:1]
     return f"generate has no argument {name}.{f' Did you mean {near[0]}?' if near else ''}"
 
 

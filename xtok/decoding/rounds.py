@@ -266,7 +266,7 @@ def _walk(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> tupl
     """
     text = sequence.text
     offset, _ = text.position
-    drafts = () if sequence.session is None else sequence.session.sources(tree)
+    drafts = (None,) * len(tree) if sequence.session is None else sequence.session.sources(tree)
     block, path, carried = list[int](), list[int](), None
     node: int | None = -1
     while node is not None and sequence.finish_reason is None:

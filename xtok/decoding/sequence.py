@@ -45,13 +45,13 @@ class Round:
 
     @property
     def proposed(self) -> int:
-        """How many ids were guessed."""
-        return len(self.tree)
+        """How many ids drafts guessed."""
+        return sum(draft is not None for draft in self.drafts)
 
     @property
     def accepted(self) -> int:
-        """How many of the guessed ids were right."""
-        return len(self.right)
+        """How many of the ids that drafts guessed were right."""
+        return sum(self.drafts[node] is not None for node in self.right)
 
 
 @dataclass(repr=False, eq=False, kw_only=True)

@@ -246,7 +246,11 @@ def _checked(source: str | PathLike[str], role: str) -> Any:
         raise InvalidInputError(f"The {role} has an empty name. Pass a hub id, or the path of a saved model.")
     folder = Path(source)
     looks_like_a_path = (
-        isinstance(source, PathLike) or is_gguf(source) or source.startswith(("/", ".", "~")) or source.count("/") > 1
+        isinstance(source, PathLike)
+        or is_gguf(source)
+        or source.endswith(".safetensors")
+        or source.startswith(("/", ".", "~"))
+        or source.count("/") > 1
     )
     if looks_like_a_path and not folder.exists():
         raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")

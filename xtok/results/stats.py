@@ -1,6 +1,6 @@
 """Figures of a generation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xtok.decoding.pick import NearTie
 from xtok.decoding.sequence import Sequence
@@ -52,7 +52,7 @@ class Stats:
     target_replays: int = 0
     accepted_by_draft: tuple[int, ...] = ()
     min_margin: float | None = None
-    near_ties: tuple[NearTie, ...] | None = None
+    near_ties: tuple[NearTie, ...] | None = field(default=None, repr=False)
     cached_tokens: int = 0
 
     @property
