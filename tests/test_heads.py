@@ -1,6 +1,7 @@
 """Heads: what they learn, which targets they take, and that they change no text."""
 
 import json
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from math import inf
@@ -38,12 +39,15 @@ from xtok.models.cache_set import CacheSet
 from xtok.models.forwards import together
 from xtok.models.load import load
 from xtok.models.stable import StableShapes
+from xtok.models.timing import Span
 from xtok.tune.examples import IGNORED, Example, batch
 from xtok.tune.heads import TrainedHeads, _guesses, _hidden, _untrained, accuracies, loss_of
+from xtok.tune.training import Plan
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
 PROMPTS = pair.prompts()[:9]
+EPOCHS = 6
 SETTINGS: dict[str, Any] = {"hours": 1e-4, "steps": 2, "size": 64, "vocabulary": 1024, "starts": 3, "max_new_tokens": 16}
 
 
@@ -73,9 +77,12 @@ def test_heads_begin_as_the_target_itself() -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", ["sequential", "medusa"])
-def test_training_teaches_heads_what_the_target_writes(kind: str, tmp_path: Path) -> None:
+def test_training_teaches_heads_what_the_target_writes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as in 14 s of a quiet machine, also on a busy one."""
+    monkeypatch.setattr("xtok.tune.answers.timed", lambda: nullcontext(Span(2.0)))
+    monkeypatch.setattr("xtok.tune.heads.planned", lambda *_: Plan(EPOCHS, bf16=False))
     taught = trained(tmp_path / "heads", kind=kind, hours=0.004, max_new_tokens=48)
-    assert taught.accuracy[0][0] > 0.05  # 0.1 and more on a quiet machine: on a busy one less is learnt in the time
+    assert taught.accuracy[0][0] > 0.1
     assert taught.epochs[-1] >= taught.epochs[0]
     assert taught.after > 1 and set(taught.ways) == {"greedy", "greedy, repetition penalty 1.2", "sampled"}
     assert all(0 <= share <= 1 for ranks in taught.accuracy for share in ranks)

@@ -230,8 +230,7 @@ def batches(
     texts: Any = [one.text for one in asked_questions(*sample)] if as_chats else sample.prompts(models.named)[: sample.limit]
     if heads is not None and (draft is not None or size != Size()):
         raise InvalidInputError("--heads guess instead of a draft model, for the target as it is. Leave the other options out.")
-    made: Any = size.enlarged(models.load_pair(draft)) if heads is None else (models.load_target(), HeadsDrafter(heads))
-    target, guesses = made
+    target, guesses = size.enlarged(models.load_pair(draft)) if heads is None else (models.load_target(), HeadsDrafter(heads))
     texts = chats.as_chats(target[1], texts) if as_chats else texts
     shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     rows = [row for way in settings.values() for row in lists.compare_batches(target, guesses, texts, way, sizes, **shape)]
