@@ -168,7 +168,7 @@ def train_heads(
     names = ("1st", "2nd", "3rd", "4th", "5th")
     rows = [_StepRow(i, dict(zip(names, ranks, strict=True))) for i, ranks in enumerate(done.accuracy, start=1)]
     ways = [_WayRow(way, value) for way, value in done.ways.items()]
-    print_tables({"how often the likeliest ids of each step were right, on held-out prompts": rows, "with the heads": ways})
+    print_tables({"how often the most likely ids of each step were right, on held-out prompts": rows, "with the heads": ways})
     typer.echo(
         f"{out}: {done.after:.2f} tokens per forward pass of the target on held-out prompts; {done.parameters / 1e6:.1f} M "
         f"parameters, trained on {done.texts:,} texts with {done.tokens:,} tokens in all."

@@ -1,4 +1,4 @@
-"""Maps a draft's distributions to the target's ids, and finds the likeliest of them, under the target's noise or without it."""
+"""Maps a draft's distributions to the target's ids, and finds the most likely ones, with the target's noise or without."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from xtok.sampling.draws import Distribution
 from xtok.sampling.largest import largest
 
 _BEST, _LENGTHENED = 40, 64
-"""How many of the target's ids are returned, and how many of the draft's likeliest ids are projected onto more than one."""
+"""How many of the target's ids are returned, and how many of the draft's most likely ids are projected onto more than one."""
 _IDS = 8
 """Onto how many ids of the target each id of the draft is projected: those with most weight, and among equals the first."""
 
@@ -54,7 +54,7 @@ class Candidates:
     def likeliest(
         self, ids: Tensor | None, probabilities: Tensor, noise: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """The target's ids that are likeliest to be drawn, int64, and their probabilities, in descending order: (rows, few)
+        """The target's ids that are most likely to be drawn, int64, and their probabilities, in descending order: (rows, few)
         each.
 
         If an id comes several times, its probability is the sum (`summed`). `ids`, `probabilities`: the draft's, int64 and

@@ -52,7 +52,7 @@ class Corpus:
         return self._data[1:-1].split(_GAP)
 
     def continuations(self, end: bytes, size: int, count: int) -> tuple[int, list[tuple[bytes, float]]]:
-        """How many of the last bytes of `end` occur in the texts, and what follows there: the `count` likeliest continuations,
+        """How many of the last bytes of `end` occur in the texts, and what follows: the `count` most likely continuations,
         of at most `size` bytes, each with its share of the occurrences.
         """
         wanted = end[-DEPTH:][::-1]

@@ -145,7 +145,7 @@ class CrossTokenizerDrafter(ModelDrafter):
         return only
 
     def _tree(self, context: Context, guesses: list[_Guess], budget: Budget) -> Tree:
-        """The likeliest of the guessed texts, as a tree of the target's ids."""
+        """The most likely of the guessed texts, as a tree of the target's ids."""
         probabilities: dict[tuple[bytes, bool], float] = {}
         for guess in guesses:
             if len(guess.written) >= len(guess.given):

@@ -90,7 +90,7 @@ def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | No
     """The likeliest ids of each row of `logits`, int64, and their probabilities after `warpers`, float32: (rows, ids) each.
 
     The ids are None if these are all ids, in their order. For large vocabularies, and if warpers cut distributions, they are
-    some of the likeliest, in descending order: processing the whole vocabulary in every row would take longer than the draft's
+    the most likely, in descending order: processing the whole vocabulary in every row would take longer than the draft's
     forward pass.
     """
     ids, values = None, logits

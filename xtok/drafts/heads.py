@@ -30,7 +30,7 @@ LAST = -1
 @dataclass(frozen=True)
 class HeadsInfo:
     """The target that heads were trained for, and their accuracy. `target`: the last part of its name. `vocabulary`: a digest
-    of the bytes of its ids. `accuracy`, (steps, ranks): how often the likeliest, second likeliest, … id was right at each step.
+    of the bytes of its ids. `accuracy`, (steps, ranks): how often the most likely id, the second, … was right at each step.
     `layers`: after which of the target's layers they read hidden states. `window`: how many positions sequential heads see;
     None for Medusa's.
     """

@@ -47,7 +47,7 @@ class ProjectedDrafter(TreeDrafter):
     """Guesses the target's next ids for one sequence. `target`: the bytes of the target's ids.
 
     For each id, the draft's distribution is shaped by `warpers` and projected onto the target's vocabulary: an id gets the sum
-    of the probabilities of all draft tokens that begin with it. For a greedy target, the first guess is the likeliest id. For
+    of the probabilities of all draft tokens that begin with it. For a greedy target, the first guess is the most likely id. For
     a sampling target, it is what the target's own noise would draw from the projected distribution (Daliri, Musco, Suresh
     2024, arXiv 2408.07978), and further guesses are what it would draw if the distribution were a little different. If
     `independent`, a guess is a chain of draws under other noise that carry their distributions, for speculative sampling

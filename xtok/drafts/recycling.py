@@ -30,7 +30,7 @@ class TokenRecycling:
     """Guesses the ids that the target found likely after the same id when it last checked one (Token Recycling: Luo et al.
     2024, https://arxiv.org/abs/2408.08696). It needs no model, and no text that repeats itself.
 
-    The target predicts what follows each id that it checks, wrong guesses included. The 16 likeliest next ids are remembered,
+    The target predicts what follows each id that it checks, wrong guesses included. The 16 most likely next ids are remembered,
     in up to 0.5 kB for each id, for all sequences of an instance. Guesses are trees of them; if the target samples, trees of
     what it would draw from them. One object may serve several instances and threads.
     """
@@ -58,7 +58,7 @@ class TokenRecycling:
 
 
 class _Table:
-    """The likeliest next ids after each id, int64, and their logits, float32: (rows, few) each, with a row for each known id.
+    """The most likely next ids after each id, int64, and their logits, float32: (rows, few) each, with a row for each known id.
     They are on the CPU, where numbers this few take less time than a wait for another device. `size`: the vocabulary's.
     """
 
@@ -82,7 +82,7 @@ class _Table:
             self._ids[table_rows], self._logits[table_rows] = found, logits
 
     def likeliest_after(self, ids: Sequence[int]) -> tuple[list[bool], Tensor, Tensor]:
-        """Which of `ids` are known, and for those the likeliest next ids and their logits, (known ids, few) each."""
+        """Which of `ids` are known, and for those the most likely next ids and their logits, (known ids, few) each."""
         with self._lock:
             rows = [self._row_of.get(token) for token in ids]
             known = [row for row in rows if row is not None]

@@ -249,7 +249,7 @@ class SequentialDrafter(TreeDrafter):
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """A tree of the likeliest guesses; a chain if the budget's width is 1 or draws are independent; empty while no hidden
+        """A tree of the most likely guesses; a chain if the budget's width is 1 or draws are independent; empty while no hidden
         state is known.
 
         An error after a first draw is raised in the next round.

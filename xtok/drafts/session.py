@@ -95,7 +95,7 @@ class Session:
         """A tree of the guesses of all drafters that are worth asking; a chain if the limit's width is 1.
 
         `batch`: the sequences of the round; None for this one alone. `unread`: how many committed ids the target forwards with
-        the guess. `chained`: keep only the likeliest path of the merged tree.
+        the guess. `chained`: keep only the most likely path of the merged tree.
         """
         batch = batch or Batch()
         self._first = self._carried if batch.guesses else None
@@ -146,7 +146,7 @@ class Session:
         return probabilities if self._first is None else [CARRIED, *(CARRIED * probability for probability in probabilities)]
 
     def cut(self, nodes: int) -> Tree:
-        """Cut the latest guess to its likeliest nodes, at most `nodes` of them."""
+        """Cut the latest guess to its most likely nodes, at most `nodes` of them."""
         assert self._guessed is not None
         limit, tree = self._guessed
         nodes, is_left = nodes - (self._first is not None), nodes > 0

@@ -66,7 +66,7 @@ class Tree:
         return found - {node}
 
     def likeliest_path(self, longest: int) -> list[int]:
-        """The nodes of the path that starts at the context and takes the likeliest child of each node: `longest` at most."""
+        """The nodes of the path that starts at the context and takes the most likely child of each node: `longest` at most."""
         path: list[int] = []
         while len(path) < longest:
             children = [i for i, parent in enumerate(self.parents) if parent == (path[-1] if path else -1)]
@@ -80,7 +80,7 @@ class Tree:
         return self.subset([node for node, depth in enumerate(self._depths()) if depth <= longest])
 
     def likeliest(self, nodes: int) -> "Tree":
-        """The tree of the likeliest nodes, `nodes` of them at most; of the first ones if it has no probabilities."""
+        """The tree of the most likely nodes, `nodes` of them at most; of the first ones if it has no probabilities."""
         if len(self) <= nodes:
             return self
         probabilities = list(self.probabilities or [1.0] * len(self))
@@ -165,7 +165,7 @@ class Trie:
             self.probabilities[node] = min(probability, above)
 
     def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
-        """The likeliest nodes, in ascending order. `count` takes all probabilities, in descending order, and says how many to
+        """The most likely nodes, in ascending order. `count` takes all probabilities, in descending order, and says how many to
         keep.
         """
         ranked = sorted(range(len(self.probabilities)), key=lambda node: -self.probabilities[node])

@@ -27,7 +27,7 @@ from xtok.models.load import Source, draft_model
 from xtok.models.modes import Modes, within
 
 CHAINS = Budget(width=2)
-"""The default budget. Drafting 2 paths, of which the likeliest becomes the chain, gave the pair that ships 1.90 ids per step;
+"""The default budget. Drafting 2 paths, of which the most likely becomes the chain, gave the pair that ships 1.90 ids per step;
 1 path gave 1.78, and 8 paths 1.89, in half as much time again.
 """
 

@@ -25,7 +25,7 @@ class WrittenText:
     """A text that the target wrote after `start`, the beginning of a prompt or a chat.
 
     `ids`: the target's, which decode to `text`. `likeliest`, int64, and `probabilities`, float32, (ids, few) each: the
-    likeliest ids at each position, and the target's probabilities for them, at temperature 1. `ended`: whether the target
+    most likely ids at each position, and the target's probabilities for them, at temperature 1. `ended`: whether the target
     ended the text.
     """
 

@@ -45,7 +45,7 @@ class TrainedHeads:
     """The result of `train_heads`.
 
     `file`: the file with the heads. `parameters`: how many they have. `texts`, `tokens`: how many they were trained on.
-    `accuracy`, (steps, 5): how often each step's likeliest id, its second-likeliest, up to its fifth, was right. `after`:
+    `accuracy`, (steps, 5): how often each step's most likely id, its second most likely, up to its fifth, was right. `after`:
     tokens per forward pass of the target with the heads, over all ways of picking; `ways`: for each of them. All three are
     measured on held-out prompts. `epochs`: tokens per forward pass after each epoch, on the prompts that decided when to stop.
     """
@@ -275,7 +275,7 @@ def _own_ids(heads: Any, target: Any) -> Tensor:
 def accuracies(
     target: Any, heads: Any, rows: Sequence[Example], layers: Sequence[int], steps: int
 ) -> tuple[tuple[float, ...], ...]:
-    """How often each step's likeliest id, its second-likeliest, up to its fifth, was right, (steps, 5)."""
+    """How often each step's most likely id, its second most likely, up to its fifth, was right, (steps, 5)."""
     right, seen = (torch.zeros(steps, size, dtype=torch.float32, device="cpu") for size in (_RANKS, 1))
     own = _own_ids(heads, target)
     for at in range(0, len(rows), BATCH):

@@ -24,7 +24,7 @@ _BATCH = 32
 PENALTY = 1.2
 """The repetition penalty under which every other greedy text is written."""
 _FEW = 32
-"""How many of the likeliest ids are kept of each of the target's distributions."""
+"""How many of the most likely ids are kept of each of the target's distributions."""
 _KEPT = ("ids", "likeliest", "probabilities")
 
 

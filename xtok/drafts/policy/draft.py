@@ -31,7 +31,7 @@ def rounded_down(number: int) -> int:
 class Proposal:
     """A draft's guess in a round, and what it took.
 
-    `tree`: the guess; None if the draft wasn't asked, or failed. `sure`: the probability of the likeliest guess of cheaper
+    `tree`: the guess; None if the draft wasn't asked, or failed. `sure`: the probability of the most likely guess of cheaper
     drafts. `drafted`: what each of its forward passes took. `rest`: the seconds of everything else. `first`: whether it was
     asked for the first time in a sequence, when it also reads the prompt, so that its time says nothing about a usual round.
     `own`: the nodes of the round's tree that no cheaper draft guessed. `expected`: how many of those were expected to be right.
@@ -84,7 +84,7 @@ class DraftPolicy:
     _asked: int = 0
 
     def gate(self, sequences: int, sure: float) -> Gate:
-        """The gate for rounds of `sequences` in which cheaper drafts give their likeliest guess the probability `sure`.
+        """The gate for rounds of `sequences` in which cheaper drafts give their most likely guess the probability `sure`.
 
         A new gate starts as a copy of the nearest.
         """

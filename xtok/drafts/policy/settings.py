@@ -44,14 +44,14 @@ class Budget:
             raise InvalidInputError(f"confidence is {self.confidence!r}; it must be a probability, from 0 to 1.")
 
     def expanded(self, level: int, probabilities: Sequence[float]) -> int:
-        """How many of the likeliest paths the draft is to continue after its first `level` forward passes.
+        """How many of the most likely paths the draft is to continue after its first `level` forward passes.
 
         `probabilities`: the paths' probabilities, in descending order.
         """
         return min(self.width, len(probabilities)) if level < self.depth else 0
 
     def verified(self, probabilities: Sequence[float]) -> int:
-        """How many of the likeliest guessed ids the target is to verify. `probabilities`: the ids', in descending order."""
+        """How many of the most likely guessed ids the target is to verify. `probabilities`: the ids', in descending order."""
         return min(self.nodes, len(probabilities))
 
 

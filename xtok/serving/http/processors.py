@@ -26,7 +26,7 @@ class Picked(NamedTuple):
 
 
 class Record:
-    """Records the log-probabilities of picked ids and of the `top` likeliest, without changing scores. `picked`: the record of
+    """Records the log-probabilities of picked ids and the `top` most likely, without changing scores. `picked`: the record of
     all ids but the last: an id is recorded when the next one is picked, or by `end`.
     """
 
