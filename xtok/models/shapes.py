@@ -23,7 +23,7 @@ class Shapes:
 
     @property
     def chunk(self) -> int:
-        """How many ids of a prompt are forwarded at once, a power of two."""
+        """How many ids of a prompt are forwarded at once."""
         return CHUNK
 
     def refresh(self) -> None:
@@ -50,11 +50,10 @@ class Shapes:
     def takes(self, length: int, new: int, prompt: int) -> int:
         """How many of `new` ids to forward next, after `length` kept ones. The first `prompt` of them belong to a prompt.
 
-        A prompt is split into powers of two, from a whole chunk down, so that no part crosses a position from which more are
-        read.
+        A prompt is split into whole chunks and a rest, whose bits follow from the prompt alone.
         """
         if prompt > USUAL:
-            return min(self.chunk, 1 << (prompt - 1).bit_length() - 1)
+            return min(self.chunk, prompt)
         return min(new, USUAL, self.seen(length + 1) - length)
 
     def planned(self, ids: Sequence[int]) -> list[Read]:
