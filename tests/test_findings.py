@@ -21,7 +21,7 @@ from xtok.models.stable import StableShapes
 from xtok.models.trials import Trials
 
 PROMPTS = [TEXTS[0], long(60), long(122)]
-SOME = {(1, 4, 128): True, (2, 1, 512): False}
+SOME = {(1, 4, 128, 128): True, (2, 1, 512, 256): False}
 
 
 @pytest.fixture(autouse=True)
@@ -126,12 +126,12 @@ SENSELESS = [
     '{"agreed": 3}',
     '{"agreed": [[1]], "tolerance": null}',
     "\udcff",
-    '{"digest": "DIGEST", "agreed": [[1, 4, 1e999, true]], "tolerance": null}',
+    '{"digest": "DIGEST", "agreed": [[1, 4, 1e999, 128, true]], "tolerance": null}',
     '{"digest": "DIGEST", "agreed": [], "tolerance": 1e999}',
     '{"digest": "DIGEST", "agreed": [], "tolerance": -1.0}',
     '{"digest": "DIGEST", "agreed": [], "tolerance": 0}',
-    '{"digest": "DIGEST", "agreed": [[1, 4, 128, "no"]], "tolerance": null}',
-    '{"digest": "DIGEST", "agreed": [[1, 4, -128, true]], "tolerance": null}',
+    '{"digest": "DIGEST", "agreed": [[1, 4, 128, 128, "no"]], "tolerance": null}',
+    '{"digest": "DIGEST", "agreed": [[1, 4, -128, 128, true]], "tolerance": null}',
     '{"digest": "DIGEST", "agreed": [], "tolerance": ' + "[" * 100_000,
 ]
 
@@ -184,7 +184,7 @@ def test_a_full_disk_leaves_no_part_of_a_file(folder: Path, monkeypatch: pytest.
 def test_several_writers_leave_one_whole_file(folder: Path) -> None:
     def write(rows: int) -> None:
         for width in range(1, 21):
-            kept({(rows, width, 128): True})
+            kept({(rows, width, 128, 128): True})
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(1, 5)))
@@ -194,16 +194,16 @@ def test_several_writers_leave_one_whole_file(folder: Path) -> None:
 
 
 def test_what_another_process_found_is_kept() -> None:
-    kept({(1, 4, 128): True}, 0.25)
-    kept({(1, 8, 128): False})
+    kept({(1, 4, 128, 128): True}, 0.25)
+    kept({(1, 8, 128, 128): False})
     found = loaded()
-    assert found is not None and (found.agreed, found.tolerance) == ({(1, 4, 128): True, (1, 8, 128): False}, 0.25)
+    assert found is not None and (found.agreed, found.tolerance) == ({(1, 4, 128, 128): True, (1, 8, 128, 128): False}, 0.25)
 
 
 def test_shapes_that_were_refused_elsewhere_are_not_used() -> None:
     lm = target("Llama", HALF)
     shapes = StableShapes(lm)
-    findings_of(shapes).agreed[1, 4, 128] = False
+    findings_of(shapes).agreed[1, 4, 128, 128] = False
     shapes._known.learn()
     again = StableShapes(lm)
     assert again.width(1, 3, 128) != 4 and again.padded(1, 3) == 8
@@ -249,7 +249,7 @@ def test_another_process_reads_what_was_found() -> None:
     def other() -> None:
         file = loaded()
         assert file is not None and file.agreed == SOME
-        file.agreed[3, 4, 128] = True
+        file.agreed[3, 4, 128, 128] = True
         file.save()
 
     kept(SOME, 0.5)
@@ -258,7 +258,7 @@ def test_another_process_reads_what_was_found() -> None:
     process.join()
     found = loaded()
     assert process.exitcode == 0
-    assert found is not None and found.agreed == SOME | {(3, 4, 128): True}
+    assert found is not None and found.agreed == SOME | {(3, 4, 128, 128): True}
 
 
 def test_bits_of_a_shape_from_a_file_are_those_of_the_usual_one(folder: Path) -> None:

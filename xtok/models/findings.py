@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-_FORMAT = 2
+_FORMAT = 3
 """Raised if what is tried, or how, changes: older files are then ignored."""
 _VARIABLES = ("ONEDNN_", "DNNL_", "MKL_", "KMP_", "OMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_")
 """Environment variables by which libraries choose their kernels begin so."""
@@ -94,7 +94,8 @@ def _weights(model: PreTrainedModel) -> list[Any]:
 class Findings:
     """The results of a model's trials in one state, and the small JSON file that keeps them for other processes.
 
-    `agreed`: for each (rows, ids per row, cache positions read), whether a forward pass of that shape gave the usual bits.
+    `agreed`: for each (rows, ids per row, cache positions read, positions that ids need), whether a forward pass of that shape
+    gave the usual bits.
     `tolerance`: that of `StableShapes`; None until it is measured.
 
     Processes replace the file as a whole, so each reads a complete one. Without a digest there is no file; an unreadable one
@@ -102,7 +103,7 @@ class Findings:
     """
 
     def __init__(self, digest: str | None) -> None:
-        self.agreed = dict[tuple[int, int, int], bool]()
+        self.agreed = dict[tuple[int, int, int, int], bool]()
         self.tolerance: float | None = None
         self._digest, folder = digest, cache_folder()
         self.path = None if digest is None or folder is None else folder / "shapes" / f"{digest[:32]}.json"
@@ -112,7 +113,7 @@ class Findings:
         try:
             found = json.loads("" if self.path is None else self.path.read_text(encoding="utf-8"))
             agreed, tolerance = {tuple(shape): agrees for *shape, agrees in found["agreed"]}, found["tolerance"]
-            makes_sense = all(len(shape) == 3 and type(agrees) is bool for shape, agrees in agreed.items())
+            makes_sense = all(len(shape) == 4 and type(agrees) is bool for shape, agrees in agreed.items())
             makes_sense &= all(type(number) is int and number > 0 for shape in agreed for number in shape)
             if found["digest"] != self._digest or not makes_sense or not (tolerance is None or 0 < tolerance < inf):
                 return False

@@ -43,6 +43,10 @@ class Shapes:
         """
         raise NotImplementedError
 
+    def reads_alike(self, seen: int, more: int) -> bool:
+        """Whether ids that need `seen` positions have the same bits in forward passes that read `more`."""
+        return seen == more
+
     def widest(self, seen: int) -> int:
         """The most new ids of one sequence that a forward pass can have."""
         raise NotImplementedError

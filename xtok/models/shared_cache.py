@@ -6,7 +6,7 @@ copied except when the cache grows, and when a branch wins.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby, repeat
 from typing import Any
@@ -25,6 +25,9 @@ from xtok.models.masks import NewIds, Trees
 from xtok.models.shapes import CHUNK, Shapes, rounded
 from xtok.models.timing import Cost
 from xtok.models.traits import Traits, read
+
+_POSITIONS = 8192
+"""How many positions of all rows together sequences may read so as to share a forward pass with one that has to read more."""
 
 
 class SharedSlot:
@@ -174,15 +177,28 @@ class SharedCache:
             return [list(asks)]
         if self._shapes is None:
             return grouped(asks)
-        narrow = sorted((ask for ask in asks if not is_wide(ask)), key=self._seen)
+        narrow = [ask for ask in asks if not is_wide(ask)]
         groups = [[ask] for ask in asks if is_wide(ask)]
-        for _, kind in groupby(narrow, key=self._seen):
-            for group in grouped(list(kind)):
+        for kind in self._alike(narrow, self._shapes):
+            for group in grouped(kind):
                 groups += [group] if self._width(group) is not None else [[ask] for ask in group]
         return groups
 
+    def _alike(self, asks: Sequence[Ask], shapes: Shapes) -> Iterable[list[Ask]]:
+        """Asks that need as many positions, and those that may read as many without other bits."""
+        kinds = dict[int, list[Ask]]()
+        for seen, some in groupby(sorted(asks, key=self._seen, reverse=True), key=self._seen):
+            same = list(some)
+            joins = (
+                more
+                for more, kind in reversed(kinds.items())
+                if (len(kind) + len(same)) * more <= _POSITIONS and shapes.reads_alike(seen, more)
+            )
+            kinds.setdefault(next(joins, seen), []).extend(same)
+        return kinds.values()
+
     def _seen(self, ask: Ask) -> int:
-        """How many positions of a row a forward pass of fixed shape reads."""
+        """How many positions of a row a forward pass of fixed shape has to read."""
         assert self._shapes is not None
         return self._shapes.seen(ask.slot.length + ask.slot.branched + len(ask.ids))
 
@@ -194,7 +210,10 @@ class SharedCache:
         if self._shapes is None or is_wide(asks[0]):
             return new
         first, last = self._span(asks)
-        return self._shapes.width(last - first, new, self._seen(asks[0]))
+        needs = set(map(self._seen, asks))
+        if not all(self._shapes.reads_alike(seen, max(needs)) for seen in needs):
+            return None
+        return self._shapes.width(last - first, new, max(needs))
 
     def _span(self, asks: Sequence[Ask]) -> tuple[int, int]:
         """The first row to forward, and the one after the last. If forward passes are captured, these are all rows up to a
@@ -240,7 +259,7 @@ class SharedCache:
         ends = [one.base + len(one.ids) + (new is None and len(one.ids) < width) for one in news]
         nodes = max(one.nodes for one in news)
         reach = max(max(end, one.kept + nodes) for end, one in zip(ends, news, strict=True))
-        seen = self._seen(asks[0]) if self._shapes is not None else reach if self._graphs is None else rounded(reach)
+        seen = max(map(self._seen, asks)) if self._shapes is not None else reach if self._graphs is None else rounded(reach)
         self._clear(first, ends, seen)
         self._grow(last, max(seen, reach))
         inputs = self._trees.inputs(first, news, width, seen)

@@ -57,12 +57,12 @@ class _Known:
     chunk: int
     fault: XTokError | None = None
     refused: set[tuple[int, int]] = field(default_factory=set)
-    failed: set[tuple[int, int, int]] = field(default_factory=set)
+    failed: set[tuple[int, int, int, int]] = field(default_factory=set)
 
     def learn(self) -> None:
         """Save what was found for other processes, and load what those found."""
         self.findings.save()
-        self.refused = {(rows, width) for (rows, width, _), agrees in self.findings.agreed.items() if not agrees}
+        self.refused = {shape[:2] for shape, agrees in self.findings.agreed.items() if not agrees and shape[2] == shape[3]}
 
 
 class StableShapes(Shapes):
@@ -156,12 +156,19 @@ class StableShapes(Shapes):
         if rows > 1 and seen != TRIED and not self._agrees(rows, width, TRIED):
             return False
         few = rows if seen == TRIED else min(rows, ceil(FEW / width))  # positions change attention, which is of each row
-        shape = few, width, seen
+        return self._tried((few, width, seen, seen), known, may=self._may_try(rows, share))
+
+    def reads_alike(self, seen: int, more: int) -> bool:
+        """Whether a trial of the usual shape gave the same bits for ids that need `seen` positions if `more` are read."""
+        return seen == more or self._tried((1, USUAL, more, seen), self._known)
+
+    def _tried(self, shape: tuple[int, int, int, int], known: _Known, *, may: bool = True) -> bool:
+        """Whether a shape gave the usual bits in a trial, which is made if it `may` and wasn't made before."""
         is_new = shape not in known.findings.agreed and shape not in known.failed
-        if is_new and known.fault is None and self._may_try(rows, share):
+        if is_new and known.fault is None and may:
             try:
-                with self._trying(known) as may:
-                    if may:
+                with self._trying(known) as is_free:
+                    if is_free:
                         known.findings.agreed[shape] = known.trials.agrees(*shape)
             except torch.OutOfMemoryError:  # there may be enough another time
                 pass

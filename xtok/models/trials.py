@@ -81,13 +81,15 @@ class Trials:
             found = max(found, *map(float, changes), torch.finfo(self._model.dtype).eps * float(alone[numbers].abs().max()))
         return found if contexts and found < inf else inf
 
-    def agrees(self, rows: int, width: int, seen: int) -> bool:
-        """Whether a shape gives the usual bits for all its ids, in several forward passes if it has few."""
-        base, new = self._base(seen), max(width, min(USUAL, (_TIMES if rows * width >= FEW else 2 * _TIMES) * width))
+    def agrees(self, rows: int, width: int, seen: int, least: int) -> bool:
+        """Whether a shape that reads `seen` positions gives the bits of the usual shape that reads `least`, for all its ids, in
+        several forward passes if it has few.
+        """
+        base, new = self._base(least), max(width, min(USUAL, (_TIMES if rows * width >= FEW else 2 * _TIMES) * width))
         outputs = sum(size for _, size in self._layers)
         for turn in range(ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))):
             first = _READ + turn * WIDEST  # other ids in each
-            usual = self._forwarded(1, base, _OneShape(USUAL, seen), _parts(new, USUAL), first)
+            usual = self._forwarded(1, base, _OneShape(USUAL, least), _parts(new, USUAL), first)
             if not _same(usual, self._forwarded(rows, base, _OneShape(width, seen), _parts(new, width), first)):
                 return False
         return True
