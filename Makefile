@@ -59,11 +59,13 @@ docs: $(DOCS)
 
 # What the demonstration needs, without developers' tools: xtok, and what reads the model that it fetches.
 $(DEMO): pyproject.toml constraints.txt
+	@echo "Installing torch, transformers and xtok: one or two minutes …"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gguf]"
 	touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing torch, transformers and xtok: one or two minutes …"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

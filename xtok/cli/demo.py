@@ -23,7 +23,7 @@ from xtok.models.prompts import Prompt
 from xtok.models.timing import timed
 from xtok.pair import DRAFT, TARGET, pair
 from xtok.results.generation import Generation
-from xtok.results.progress import busy
+from xtok.results.progress import stage
 from xtok.results.terminal import legend, tinted
 from xtok.results.trace import Token
 
@@ -129,7 +129,7 @@ def _english(console: Console) -> dict[System, list[Run]]:
     real = pair("smollm2")
     try:
         folder = real.target  # fetched at first
-        with busy("loading SmolLM2"):
+        with stage("Loading SmolLM2"):
             target, heads = load(folder, "target"), HeadsDrafter(real.heads)
             model = heads.model_for(target[0])
     except InvalidInputError as error:
@@ -140,7 +140,7 @@ def _english(console: Console) -> dict[System, list[Run]]:
     chats: dict[str, Prompt] = {question: [{"role": "user", "content": question}] for question in QUESTIONS}
     for xt in systems.values():
         xt.generate([{"role": "user", "content": "Hello!"}], max_new_tokens=8, do_sample=False)
-    with busy("transformers answers, too"):
+    with stage("Generating the same answers with transformers, to compare them"):
         truth = by_transformers(target, list(chats.values()), **ANSWERED).ids
     runs = {name: [Run(xt, chat, ANSWERED) for chat in chats.values()] for name, xt in systems.items()}
     for question, ids, *raced in zip(chats, truth, *runs.values(), strict=True):
@@ -150,7 +150,7 @@ def _english(console: Console) -> dict[System, list[Run]]:
 
 def _japanese(console: Console) -> dict[System, list[Run]]:
     """Openings of paragraphs, continued by the pair that ships, its target enlarged; and the same texts by it as it is."""
-    with busy("loading the models, and enlarging the target"):
+    with stage("Loading the Japanese models, and enlarging the target"):
         small, draft = load(TARGET, "target"), load(DRAFT, "draft")
         large = stretch(small[0], BLOCKS, small[0].config.intermediate_size), small[1]
         systems = {

@@ -1,6 +1,6 @@
 """Which sequences share a forward pass of a shared cache: those for which little of it would be padding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from xtok.models.forwards import Ask
@@ -11,6 +11,9 @@ _NARROW, _PADDED = 8, 64
 padding included, isn't split, however much is padding. Separate passes would cost more.
 """
 
+_POSITIONS = 8192
+"""How many positions of all rows together sequences may read so as to share a forward pass with one that has to read more."""
+
 
 def row_of(ask: Ask) -> int:
     index: int = ask.slot.index  # type: ignore[attr-defined]
@@ -20,6 +23,22 @@ def row_of(ask: Ask) -> int:
 def is_wide(ask: Ask) -> bool:
     """Whether this is a part of a prompt that, with fixed shapes, gets a forward pass of its own, as wide as the part."""
     return len(ask.ids) > USUAL and not ask.parents
+
+
+def alike(asks: Sequence[Ask], needed: Callable[[Ask], int], reads_alike: Callable[[int, int], bool]) -> Iterable[list[Ask]]:
+    """Asks that need as many positions, together with those that may read as many. `needed`: how many positions an ask needs.
+    `reads_alike`: whether ids that need so many positions have the same bits if so many are read.
+    """
+    kinds = dict[int, list[Ask]]()
+    for count, some in groupby(sorted(asks, key=needed, reverse=True), key=needed):
+        same = list(some)
+        joined = (
+            more
+            for more, kind in reversed(kinds.items())
+            if (len(kind) + len(same)) * more <= _POSITIONS and reads_alike(count, more)
+        )
+        kinds.setdefault(next(joined, count), []).extend(same)
+    return kinds.values()
 
 
 def grouped(asks: Sequence[Ask]) -> list[list[Ask]]:

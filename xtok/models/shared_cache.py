@@ -6,9 +6,9 @@ copied except when the cache grows, and when a branch wins.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import groupby, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,15 +19,12 @@ from xtok.models import timing
 from xtok.models.cache import CACHE, stacked
 from xtok.models.forwards import Answer, Ask, Parent, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
-from xtok.models.groups import grouped, is_wide
+from xtok.models.groups import alike, grouped, is_wide
 from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
 from xtok.models.shapes import CHUNK, Shapes, rounded
 from xtok.models.timing import Cost
 from xtok.models.traits import Traits, read
-
-_POSITIONS = 8192
-"""How many positions of all rows together sequences may read so as to share a forward pass with one that has to read more."""
 
 
 class SharedSlot:
@@ -179,23 +176,10 @@ class SharedCache:
             return grouped(asks)
         narrow = [ask for ask in asks if not is_wide(ask)]
         groups = [[ask] for ask in asks if is_wide(ask)]
-        for kind in self._alike(narrow, self._shapes):
+        for kind in alike(narrow, self._seen, self._shapes.reads_alike):
             for group in grouped(kind):
                 groups += [group] if self._width(group) is not None else [[ask] for ask in group]
         return groups
-
-    def _alike(self, asks: Sequence[Ask], shapes: Shapes) -> Iterable[list[Ask]]:
-        """Asks that need as many positions, and those that may read as many without other bits."""
-        kinds = dict[int, list[Ask]]()
-        for seen, some in groupby(sorted(asks, key=self._seen, reverse=True), key=self._seen):
-            same = list(some)
-            joins = (
-                more
-                for more, kind in reversed(kinds.items())
-                if (len(kind) + len(same)) * more <= _POSITIONS and shapes.reads_alike(seen, more)
-            )
-            kinds.setdefault(next(joins, seen), []).extend(same)
-        return kinds.values()
 
     def _seen(self, ask: Ask) -> int:
         """How many positions of a row a forward pass of fixed shape has to read."""

@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from time import monotonic
 from typing import TypeVar
 
 from rich.console import Console
@@ -21,7 +23,9 @@ def bar(items: Sequence[Item], what: str) -> Iterable[Item]:
 
 @contextmanager
 def advanced(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar, and a function that advances it by a count; in a pipe or a file, a line after each tenth."""
+    """A bar with the time left, and a function that advances it by a count; in a pipe or a file, lines: the first after the
+    first count, then one after each tenth.
+    """
     if not sys.stderr.isatty():
         yield _by_tenths(what, total)
         return
@@ -31,13 +35,14 @@ def advanced(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _by_tenths(what: str, total: int) -> Callable[[int], None]:
-    done = 0
+    start, done = monotonic(), 0
 
     def advance(count: int) -> None:
         nonlocal done
         before, done = done, done + count
-        if done * 10 // total > before * 10 // total:
-            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+        if not before or done * 10 // total > before * 10 // total:
+            left = timedelta(seconds=round((monotonic() - start) / done * (total - done))) if done else "?"
+            print(f"{what}: {done} of {total}, about {left} left", file=sys.stderr, flush=True)
 
     return advance
 
