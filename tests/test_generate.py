@@ -236,6 +236,7 @@ def test_stop_strings_that_could_be_read_once_are_refused() -> None:
         ("stop", "stop_strings"),
         ("temprature", "temperature"),
         ("n", "num_return_sequences"),
+        ("messages", "prompt"),
         ("zzz", None),
     ],
 )

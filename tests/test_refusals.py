@@ -367,13 +367,13 @@ def test_what_transformers_refuses_is_refused_in_its_own_words_before_any_forwar
 ) -> None:
     asked = {**GREEDY, **arguments}
     ids = torch.tensor([TOKENS(PROMPT).input_ids])
-    for ask in (
-        lambda: XT.generate(PROMPT, **asked),
-        lambda: XT.stream(PROMPT, **asked),
-        lambda: TARGET.generate(ids, custom_generate=XT, **asked),
-        lambda: TARGET.generate(ids, **asked),
+    for error, ask in (
+        (InvalidInputError, lambda: XT.generate(PROMPT, **asked)),
+        (InvalidInputError, lambda: XT.stream(PROMPT, **asked)),
+        (ValueError, lambda: TARGET.generate(ids, custom_generate=XT, **asked)),
+        (ValueError, lambda: TARGET.generate(ids, **asked)),
     ):
-        with forwards(TARGET, OTHER) as seen, pytest.raises(ValueError, match=reported):
+        with forwards(TARGET, OTHER) as seen, pytest.raises(error, match=reported):
             ask()
         assert not seen
 

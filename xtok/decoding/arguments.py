@@ -101,10 +101,8 @@ def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_
     except (XTokError, torch.OutOfMemoryError):
         raise
     except ValueError as error:
-        if "model_kwargs" not in str(error):
-            raise
-        unknown = [name for name in sorted(arguments) if repr(name) in str(error)]
-        raise InvalidInputError(" ".join(map(_unknown, unknown)) or reason(error)) from error
+        unknown = [name for name in sorted(arguments) if repr(name) in str(error)] if "model_kwargs" in str(error) else []
+        raise InvalidInputError(" ".join(map(_unknown, unknown)) or str(error)) from error
     except (AttributeError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise InvalidInputError(
             f"transformers can't use one of {', '.join(sorted(arguments)) or 'the settings of the generation config'} "
@@ -112,7 +110,12 @@ def call_generate(model: Any, ids: Tensor, arguments: Mapping[str, Any], custom_
         ) from error
 
 
-_ELSEWHERE = {"n": "num_return_sequences", "response_format": "logits_processor", "json_schema": "logits_processor"}
+_ELSEWHERE = {
+    "n": "num_return_sequences",
+    "messages": "prompt",
+    "response_format": "logits_processor",
+    "json_schema": "logits_processor",
+}
 """Names of OpenAI's and vLLM's arguments that no name here is like."""
 
 

@@ -13,6 +13,8 @@ MOST = 128
 """How many texts a request may ask for."""
 STOPS = 16_384
 """How many characters the stop strings of a request may have in all: each character of a text is compared with them."""
+_OPENAI = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "stop_strings": "stop"}
+"""OpenAI's names for some of the arguments of `generate`."""
 _NOT_FOR_RACES = ("logprobs", "top_logprobs", "stream", "stream_options", "user")
 Item = TypeVar("Item")
 B = TypeVar("B", bound="Body")
@@ -254,7 +256,8 @@ def _refuse_unknown(fields: Fields, inside: str = "") -> None:
     for name, value in (fields.model_extra or {}).items():
         if value is not None:
             field = f"{inside}{name}"
-            raise RequestError(f"{field} isn't supported. Leave it out.", field, code="unsupported_parameter")
+            instead = f"Use {_OPENAI[name]} instead" if name in _OPENAI else "Leave it out"
+            raise RequestError(f"{field} isn't supported. {instead}.", field, code="unsupported_parameter")
     for name in type(fields).model_fields:
         if isinstance(part := getattr(fields, name), Fields):
             _refuse_unknown(part, f"{inside}{name}.")
