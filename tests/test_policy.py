@@ -1,5 +1,6 @@
 """How much is guessed: never slower than without guesses, as fast as the best fixed budget, on a virtual clock."""
 
+from dataclasses import replace
 from itertools import product
 from math import ceil
 from random import Random
@@ -140,6 +141,17 @@ def test_guessing_is_never_much_slower_than_not_guessing(
     ]
     run = simulated(World(engine, guessers, texts=texts), 500, Budget(), guessers, texts=texts)
     assert speed(run[64:]) > 0.89 * texts / engine.seconds(texts, 1)  # of 436 rounds; of more, the loss is 1% for each draft
+
+
+@pytest.mark.parametrize("texts", [8, 16])
+def test_what_does_not_pay_in_a_batch_is_found_out_within_a_text(texts: int) -> None:
+    """Found by benchmark: a gate let each sequence of a batch lose as much as one alone, for as many rounds."""
+    engine, none = Engine(row=0.04, guess=0.1, node=0.005), 0.0
+    for seed in range(4):
+        guessers = [Guesser(0.08, 0.001, worth=lambda _: 0.5, sure=0.3, seed=seed), replace(LOOKUP, seed=seed + 10)]
+        run = simulated(World(engine, guessers, texts=texts), 64, Budget(), guessers, texts=texts)
+        none += speed(run) * engine.seconds(texts, 1) / texts / 4
+    assert none > 0.9
 
 
 def test_a_draft_is_left_alone_when_cheaper_ones_are_sure_and_asked_when_they_are_not() -> None:

@@ -49,13 +49,14 @@ class Gate:
         self.wait, self.trial = max(0, self.wait - 1), self.trial or self.wait == 1
         return not self.wait
 
-    def judge(self, gained: float, others: Sequence["Gate"] = ()) -> bool:
-        """Learn how many picks a round gained. Returns whether that closed the gate.
+    def judge(self, gained: float, others: Sequence["Gate"] = (), *, sequences: int = 1) -> bool:
+        """Learn how many picks a round gained for each of its sequences. Returns whether that closed the gate.
 
+        The more sequences there are, the more a round shows, and the more a loss costs: the balance is that of all of them.
         `others`: gates of the same draft. All together may lose no more than one alone before they close, and all pause for as
         long as the one that pauses longest.
         """
-        self.trial, self.balance = False, min(_GAIN, self.balance + gained)
+        self.trial, self.balance = False, min(_GAIN, self.balance + sequences * gained)
         closes = self.balance < 0 and self.balance + sum(min(0.0, one.balance) for one in others if not one._pause) < -_LOSS
         if closes:
             lost = max(_TRIAL, -gained)

@@ -204,7 +204,7 @@ class Policy:
             size.rows += SHARE * (rows - size.rows)
             lost = self._judge(batch, outcomes, took, rows, size.speedup / plain)
             if lost is not None:
-                size.gate.judge(picks - whole / plain + lost)
+                size.gate.judge(picks - whole / plain + lost, sequences=count)
 
     def _judge(
         self, batch: Batch, outcomes: Sequence[Outcome], took: Sequence[Sequence[float]], rows: float, rate: float
@@ -233,7 +233,8 @@ class Policy:
             extra = self.seconds(count, rows) - self.seconds(count, max(1.0, rows - saved))
             picks = gained[key] - rate * extra
             lost -= min(0.0, picks)
-            if gate.judge(picks, [one for one in draft.gates.values() if one is not gate]):
+            others = [one for one in draft.gates.values() if one is not gate]
+            if gate.judge(picks, others, sequences=count):
                 draft.calibration.forget()
         return None if on_trial else lost
 
