@@ -151,7 +151,7 @@ def test_what_does_not_pay_in_a_batch_is_found_out_within_a_text(texts: int) -> 
         guessers = [Guesser(0.08, 0.001, worth=lambda _: 0.5, sure=0.3, seed=seed), replace(LOOKUP, seed=seed + 10)]
         run = simulated(World(engine, guessers, texts=texts), 64, Budget(), guessers, texts=texts)
         none += speed(run) * engine.seconds(texts, 1) / texts / 4
-    assert none > 0.9
+    assert none > 0.94
 
 
 def test_a_draft_is_left_alone_when_cheaper_ones_are_sure_and_asked_when_they_are_not() -> None:

@@ -6,8 +6,9 @@ from math import ceil
 
 SHARE = 0.1
 """The weight of a measurement in a smoothed one."""
-_ROW = 0.02
-"""What one more row is assumed to add, as a share of a forward pass of one row, until other numbers of rows were measured."""
+ROW = 0.02
+"""What one more row of one sequence is assumed to add to a forward pass, as a share, until other numbers of rows were measured.
+"""
 _ENOUGH = 8
 """How many measurements a cell needs to count fully."""
 _FAR = 10
@@ -27,10 +28,12 @@ class LatencyModel:
 
     It interpolates between the numbers of rows that were measured, for latency jumps at some of them (a kernel's tile is full,
     say). `cells` maps the cell of a number of rows to a tuple: how often it was measured, the mean number of rows, the smoothed
-    seconds, and after how many measurements in all it was measured last.
+    seconds, and after how many measurements in all it was measured last. `row`: what one more row is assumed to add, as a share
+    of the seconds of one row, until two cells were measured.
     """
 
     cells: dict[int, tuple[int, float, float, int]] = field(default_factory=dict)
+    row: float = ROW
     _count: int = 0
     _far_off: bool = False
     _curve: tuple[list[float], list[float]] | None = None
@@ -65,7 +68,7 @@ class LatencyModel:
         if not places:
             return 0.0
         if len(places) == 1 or rows < places[0]:
-            return seconds[0] * (1 + _ROW * (rows - 1)) / (1 + _ROW * (places[0] - 1))
+            return seconds[0] * (1 + self.row * (rows - 1)) / (1 + self.row * (places[0] - 1))
         right = min(max(1, bisect(places, rows)), len(places) - 1)
         slope = (seconds[right] - seconds[right - 1]) / (places[right] - places[right - 1])
         return seconds[right] + slope * (rows - places[right])

@@ -14,7 +14,7 @@ from typing import Any
 
 from xtok.drafts.policy.draft import DraftPolicy, Outcome, degree_of, rounded_down
 from xtok.drafts.policy.gate import Gate
-from xtok.drafts.policy.latency import SHARE, LatencyModel, NominalLatency
+from xtok.drafts.policy.latency import ROW, SHARE, LatencyModel, NominalLatency
 from xtok.drafts.tree import Tree
 
 _MEMORY = 0.9
@@ -278,7 +278,8 @@ class Policy:
         size, sizes = rounded_down(sequences), self.shared.sizes
         if size not in sizes:
             nearest = _nearest(sizes, size)
-            sizes[size] = BatchSize() if nearest is None else BatchSize(gate=Gate(sizes[nearest].gate.balance))
+            gate = Gate() if nearest is None else Gate(sizes[nearest].gate.balance)
+            sizes[size] = BatchSize(LatencyModel(row=size * ROW), gate)
         return sizes[size]
 
 
