@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from worlds import CORPUS, tokenizer
 
 from xtok.align.fit import Fit, fit
-from xtok.bench import runs
+from xtok.bench import drafters, runs
 from xtok.bench import verdict as bench_verdict
 from xtok.bench.drafters import compare_drafts
 from xtok.bench.runs import Written
@@ -161,14 +161,23 @@ def test_another_target_is_measured_on_texts_that_it_writes_itself(
     if chats:
         template = "{% for message in messages %}問：{{ message['content'] }}\n答：{% endfor %}"
         (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
-    asked: list[Any] = []
-    judge = bench_verdict.judge
-    monkeypatch.setattr(
-        bench_verdict,
-        "judge",
-        lambda target, drafts, prompts, **more: asked.extend(prompts) or judge(target, drafts, prompts[:1], **more),
-    )
-    assert "measured" in run("inspect", "--target", str(tmp_path), "--draft", str(DRAFT))[0]
+    asked, settings, judge, compare = list[Any](), list[Any](), bench_verdict.judge, drafters.compare_drafts
+
+    def judged(target: Any, drafts: Any, prompts: Any, **more: Any) -> Any:
+        asked.extend(prompts)
+        settings.append(more)
+        return judge(target, drafts, prompts[:1], **more)
+
+    def compared(target: Any, drafts: Any, prompts: Any, **more: Any) -> Any:
+        settings.append(more)
+        assert prompts == asked, "found by a trial: the table was of the questions as plain text, the verdict of chats"
+        return compare(target, drafts, prompts[:1], **more)
+
+    monkeypatch.setattr(bench_verdict, "judge", judged)
+    monkeypatch.setattr(drafters, "compare_drafts", compared)
+    reported = run("inspect", "--target", str(tmp_path), "--draft", str(DRAFT), "--measure")[0]
+    assert ("prompts, as chats, greedily," in reported) == chats
+    assert settings[0] == settings[1]
     texts = [one[0]["content"] if chats else one for one in asked]
     assert 2 < len(texts) <= inspect.MEASURED
     assert not set(texts) & set(prompts())
@@ -208,6 +217,6 @@ def test_the_fastest_draft_is_named_first(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(runs, "by_xtok", timed)
     monkeypatch.setattr(runs, "by_transformers", lambda *_, **__: Written([[1] * 8], 1.0, 8))
-    found = compare_drafts(target, {"plain": draft, "tuned": tuned}, prompts()[:2], max_new_tokens=8)
+    found = compare_drafts(target, {"plain": draft, "tuned": tuned}, prompts()[:2], max_new_tokens=8, do_sample=False)
     assert [(one.draft, one.speed, one.prompts) for one in found] == [("tuned", 4.0, 2), ("plain", 2.0, 2)]
-    inspect._print_measured(found)
+    inspect._print_measured(found, "greedily")

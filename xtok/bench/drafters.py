@@ -8,14 +8,14 @@ from torch import Tensor
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
-from xtok.bench.runs import ALONE, NONE, SETTINGS, check_prompts, systems_of, write_in_turns
+from xtok.bench.runs import ALONE, NONE, Runs, check_prompts, systems_of, write_in_turns
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError
 from xtok.models.cache import vocabulary_size
-from xtok.models.prompts import prompt_ids
+from xtok.models.prompts import Prompt, prompt_ids
 
-Prompt = str | tuple[str, str]
+Asked = str | tuple[str, str]
 """A prompt, or a prompt and its answer."""
 
 
@@ -33,7 +33,7 @@ class DrafterRow:
 
 
 def compare_drafters(
-    target: tuple[Any, Any], drafts: Mapping[str, Any], kinds: Mapping[str, Sequence[Prompt]], *, max_new_tokens: int
+    target: tuple[Any, Any], drafts: Mapping[str, Any], kinds: Mapping[str, Sequence[Asked]], *, max_new_tokens: int
 ) -> list[DrafterRow]:
     """Continue all prompts greedily by the target alone, with each draft, with each draft and prompt lookup, and with all
     drafts together. Token recycling is one of the drafts.
@@ -60,7 +60,7 @@ def compare_drafters(
     return rows
 
 
-def _call(target: Any, given: Prompt) -> dict[str, Any]:
+def _call(target: Any, given: Asked) -> dict[str, Any]:
     """The arguments that let a model continue a prompt, with the prescribed answer if there is one."""
     if isinstance(given, str):
         return {"texts": [given]}
@@ -88,17 +88,18 @@ class DraftRow:
 
 
 def compare_drafts(
-    target: tuple[Any, Any], drafts: Mapping[str, Any], prompts: Sequence[str], *, max_new_tokens: int
+    target: tuple[Any, Any], drafts: Mapping[str, Any], prompts: Sequence[Prompt], *, max_new_tokens: int, **arguments: Any
 ) -> list[DraftRow]:
     """Continue all prompts by the target alone and with each draft without lookup. Returns the drafts, the fastest first.
 
-    Greedily, with a repetition penalty, so that texts don't loop. Raises `InvalidInputError` without prompts.
+    `arguments`: those of `generate`. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
     xts = {name: XTokAssisted(target, [draft]) for name, draft in drafts.items()}
-    systems = systems_of(target, xts, {**SETTINGS["penalty"].arguments, "max_new_tokens": max_new_tokens})
+    systems = systems_of(target, xts, {**arguments, "max_new_tokens": max_new_tokens})
     calls = [{"texts": [prompt]} for prompt in prompts]
-    runs = write_in_turns(systems, [calls[0], *calls], "measuring")
+    every = write_in_turns(systems, [*calls, *calls], "measuring")  # at first, budgets learn how much pays
+    runs = {name: Runs(found[-len(calls) :]) for name, found in every.items()}
     alone, rows = runs.pop(ALONE), []
     for name, own in runs.items():
         proposed, accepted = (sum(getattr(one, kind) for one in own.stats) for kind in ("proposed", "accepted"))

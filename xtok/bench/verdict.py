@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from xtok.assisted import XTokAssisted
-from xtok.bench.runs import check_prompts
+from xtok.bench.runs import by_transformers, check_prompts
 from xtok.drafts.policy.settings import Budget
 from xtok.models.prompts import Prompt, prompt_ids
 from xtok.models.timing import timed
@@ -30,8 +30,8 @@ class Counted(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Seconds: `target`, `draft`: of a forward pass of each model. `alone`: of a token of the target alone. `round`: of a round
-    with `GUESS` draft tokens. The last two are measured on whole generations, everything included.
+    """Seconds: `target`, `draft`: of a forward pass of each model. `alone`: of a token of the target alone, by transformers.
+    `round`: of a round with `GUESS` draft tokens. The last two are measured on whole generations, everything included.
     """
 
     target: float
@@ -84,7 +84,9 @@ def _judged(target: Any, draft: Any, prompts: Sequence[Prompt], max_new_tokens: 
             samples.append(drafted.generate(prompt, **arguments, max_new_tokens=max_new_tokens))
             if len(times) < _TIMED:
                 first, more = (alone.generate(prompt, **arguments, max_new_tokens=most) for most in (1, _ALONE))
-                times.append(_times(first, more, samples[-1]))
+                begun, whole = (by_transformers(target, [prompt], **arguments, max_new_tokens=most) for most in (1, _ALONE))
+                own = (whole.seconds - begun.seconds) / max(1, whole.tokens - begun.tokens)
+                times.append(_times(first, more, own, samples[-1]))
         spent += span.seconds
         if spent > _SECONDS and len(samples) >= _LEAST:
             break
@@ -138,15 +140,17 @@ def _rounds(samples: Sequence[Generation]) -> list[Counted]:
     return [Counted(one.proposed, one.accepted) for drafted in samples for one in drafted.rounds if one.proposed]
 
 
-def _times(first: Generation, alone: Generation, drafted: Generation) -> Timed:
-    """The times of a token and of a round, without the prompt's. `first`: a text of one token, whose time is the prompt's."""
+def _times(first: Generation, alone: Generation, token: float, drafted: Generation) -> Timed:
+    """The times of a token and of a round, without the prompt's. `first`: a text of one token, whose time is the prompt's.
+    `token`: the seconds of a token of the target alone, by transformers.
+    """
     read, own, guessed = first.stats, alone.stats, drafted.stats
     tokens, rounds = (max(1, one.target_forwards - 1) for one in (own, guessed))
     least = 1e-9  # clocks of some systems tick coarsely
     return Timed(
         target=max((own.seconds_target - read.seconds_target) / tokens, least),
         draft=guessed.seconds_draft_forwards / max(1, guessed.draft_forwards),
-        alone=max((own.seconds - read.seconds) / tokens, least),
+        alone=max(token, least),
         round=max((guessed.seconds - read.seconds) / rounds, least),
     )
 

@@ -184,7 +184,9 @@ def model_draft(target: str, draft: str | None) -> str:
     if draft in ("none", "lookup"):
         raise InvalidInputError(f'--draft is "{draft}", and this command needs a draft model. Give a hub id or path.')
     if draft is not None and _holds_heads(draft):
-        raise InvalidInputError(f"{draft} holds heads, and this command needs a draft model. Use xtok generate for heads.")
+        raise InvalidInputError(
+            f"{draft} holds heads, and this command needs a draft model. xtok bench chats --heads measures heads."
+        )
     return draft or OWN_DRAFT
 
 

@@ -61,7 +61,6 @@ def inspect(
     given_drafts: list[str | None] = list(draft) if draft else [of_pair]
     drafts = list(dict.fromkeys(model_draft(target, one) for one in given_drafts))
     from xtok.align.fit import fit
-    from xtok.bench.drafters import compare_drafts
     from xtok.models.load import load_without_weights
 
     lines = None if text is None else read_text(text).splitlines(keepends=True)
@@ -76,8 +75,7 @@ def inspect(
             for one, found in described.items()
         }
     asked = [line.rstrip("\r\n") for line in texts if line.strip()][: limit or MEASURED]
-    judged = _judged(models, asked, chats) if models else {}
-    rows = compare_drafts(*models, asked, max_new_tokens=MEASURED_TOKENS) if models and measure else []
+    judged, rows = _measured(models, asked, chats, compares=measure) if models else ({}, [])
     if json:
         typer.echo(as_json(_as_json(target, fits, judged, rows)))
         return
@@ -87,7 +85,7 @@ def inspect(
         typer.echo(judged[name].sentence if judged else _by_sizes(own, described[name]))
         _print_fit(fitting)
     if rows:
-        _print_measured(rows)
+        _print_measured(rows, "as chats, greedily" if chats else "greedily, with a repetition penalty")
 
 
 def _sample(named: str | None, target: str, model: Any) -> tuple[list[str], bool]:
@@ -113,15 +111,21 @@ def _by_sizes(target: "Described", draft: "Described") -> str:
     )
 
 
-def _judged(models: tuple[Any, dict[str, Any]], texts: Sequence[str], chats: bool) -> "dict[str, Verdict]":
+def _measured(
+    models: tuple[Any, dict[str, Any]], texts: Sequence[str], chats: bool, *, compares: bool
+) -> "tuple[dict[str, Verdict], list[DraftRow]]":
+    """The verdict for each draft, and, if `compares`, the drafts, the fastest first: both on the same prompts."""
     from xtok.bench.chats import as_chats
+    from xtok.bench.drafters import compare_drafts
     from xtok.bench.runs import SETTINGS
     from xtok.bench.verdict import judge
 
     prompts: Sequence[Prompt] = as_chats(models[0][1], texts) if chats else list(texts)
-    setting = SETTINGS["greedy" if chats else "penalty"]  # greedy continuations repeat themselves, which flatters drafts
+    # greedy continuations repeat themselves, which flatters drafts
+    shared: dict[str, Any] = {**SETTINGS["greedy" if chats else "penalty"].arguments, "max_new_tokens": MEASURED_TOKENS}
     with busy("measuring"):
-        return judge(*models, prompts, max_new_tokens=MEASURED_TOKENS, **setting.arguments)
+        judged = judge(*models, prompts, **shared)
+    return judged, compare_drafts(*models, prompts, **shared) if compares else []
 
 
 def _as_json(target: str, fits: "dict[str, Fit]", judged: "dict[str, Verdict]", rows: "list[DraftRow]") -> Any:
@@ -134,8 +138,9 @@ def _as_json(target: str, fits: "dict[str, Fit]", judged: "dict[str, Verdict]", 
     return found[0] if len(found) == 1 else found
 
 
-def _print_measured(rows: "list[DraftRow]") -> None:
-    print_tables({f"measured on {rows[0].prompts} prompts, {MEASURED_TOKENS} tokens each, without prompt lookup": rows})
+def _print_measured(rows: "list[DraftRow]", setting: str) -> None:
+    title = f"measured on {rows[0].prompts} prompts, {setting}, {MEASURED_TOKENS} tokens each, without prompt lookup"
+    print_tables({title: rows})
     if rows[0].speed > 1:
         typer.echo(f"Best here: {rows[0].draft}, {rows[0].speed:.2f} times the speed of the target alone.")
     else:
