@@ -230,6 +230,15 @@ SETTINGS: dict[str, Refused] = {
     ),
 }
 
+
+def test_a_draft_that_is_not_there_is_reported_before_the_targets_weights_are_read(tmp_path: Path) -> None:
+    TARGET.config.save_pretrained(tmp_path)
+    with pytest.raises(InvalidInputError, match="has no weights"):
+        XTokAssisted(tmp_path)
+    with pytest.raises(InvalidInputError, match=r"The draft \./nowhere does not exist"):
+        XTokAssisted(tmp_path, "./nowhere")
+
+
 PROMPTS: dict[str, Refused] = {
     "an id beyond the model's": (lambda: by_ids([[5, 99999]]), InvalidInputError, r"the id 99999, .* 0 to 592\. Encode it"),
     "an id below 0": (lambda: by_ids([[-1, 5]]), InvalidInputError, r"the id -1, .* from 0 to 592\. Encode it"),
@@ -268,7 +277,7 @@ PROMPTS: dict[str, Refused] = {
     "a list to stream": (
         lambda: XT.stream([PROMPT, PROMPT], **GREEDY),
         InvalidInputError,
-        r"A list of prompts was given where one is expected\. Call generate for lists",
+        r"A list of prompts was given where one is expected\. Give one, or call XTokAssisted\.generate",
     ),
     "a function for a streamer": (
         lambda: XT.generate(PROMPT, streamer=print, **GREEDY),

@@ -757,6 +757,8 @@ def test_errors_are_those_that_the_client_knows(server: Server, strict: Server) 
             client.completions.create(model=NAME, prompt="a", best_of=2)
         with pytest.raises(openai.BadRequestError, match=r"max_new_tokens isn't supported\. Use max_tokens instead\."):
             client.completions.create(model=NAME, prompt="a", extra_body={"max_new_tokens": 2})
+        with pytest.raises(openai.BadRequestError, match=r"max_tokenz isn't supported\. Did you mean max_tokens\?"):
+            client.completions.create(model=NAME, prompt="a", extra_body={"max_tokenz": 2})
         with pytest.raises(openai.NotFoundError) as unknown:
             client.completions.create(model="gpt", prompt="a")
         with pytest.raises(openai.NotFoundError):

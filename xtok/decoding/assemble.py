@@ -22,7 +22,7 @@ from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError, warn
 from xtok.models.cache_set import CachePool
 from xtok.models.graphs import captures, takes_graphs
-from xtok.models.load import DEFAULT, check_places, draft_model, target_model
+from xtok.models.load import DEFAULT, check_places, check_source, draft_model, target_model
 from xtok.models.placement import Placement, placements
 from xtok.models.probe import traits
 from xtok.models.roles import DraftModel, Target
@@ -57,7 +57,7 @@ def assemble(
     chains_only = acceptance == "rejection" or budget.width == 1
     given = as_list(draft, beside=[] if chains_only else without_a_model())
     places = placements(device, dtype, device_map, quantization_config, attn_implementation)
-    _check_places(target, given, places)
+    _check_sources(target, given, places)
     loaded = target_model(target, places[0])
     beside = traits(loaded.model).device
     models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not is_drafting(one)}
@@ -97,12 +97,14 @@ def _check_settings(budget: Any, acceptance: Any, **switches: Any) -> None:
     check_budget(budget)
 
 
-def _check_places(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
-    """Raises `InvalidInputError` if a setting is for a model that xtok doesn't load."""
+def _check_sources(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
+    """Raises `InvalidInputError` for models that can't be loaded, and if a setting is for a model that xtok doesn't load."""
     check_places(target, "target", places[0])
+    check_source(target, "target")
     models = [one for one in drafts if not is_drafting(one)]
     for one in models:
         check_places(one, "draft", places[1])
+        check_source(one, "draft")  # before weights are loaded, which may take minutes
     if not models and places[1] not in (DEFAULT, places[0]):
         raise InvalidInputError(
             f"{places[1]} is for the draft, and there is none to load. Give the target's alone, without a pair."

@@ -127,7 +127,7 @@ def _given(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> l
 def prepare_one(setup: Setup, prompt: Any, arguments: dict[str, Any]) -> Prepared:
     """As `prepare`, for one sequence. Raises `InvalidInputError` or `UnsupportedArgumentError` for several."""
     if is_several(prompt):
-        raise InvalidInputError("A list of prompts was given where one is expected. Call generate for lists.")
+        raise InvalidInputError("A list of prompts was given where one is expected. Give one, or call XTokAssisted.generate.")
     seed = arguments.pop("seed", None)
     given = _given(setup, [prompt], arguments)
     if len(given) > 1:

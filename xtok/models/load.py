@@ -80,15 +80,27 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
         if not source[0].can_generate():
             name = type(source[0]).__name__
             raise UnsupportedModelError(f"{name} has no language model head. Load the {role} with AutoModelForCausalLM.")
-        pair: tuple[PreTrainedModel, Any] = source
-        return pair
+        return source[0], source[1]
+    raise _unusable(source, role)
+
+
+def check_source(source: Any, role: str) -> None:
+    """Raises the errors of `load` that need no weights: for a wrong kind of source, or one without a usable configuration."""
+    if isinstance(source, str | PathLike):
+        with _loading(source, role):
+            _checked(source, role)
+    elif not _is_pair(source):
+        raise _unusable(source, role)
+
+
+def _unusable(source: Any, role: str) -> InvalidInputError:
     kind = f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
     if isinstance(source, tuple):
         kind = f"({', '.join(type(part).__name__ for part in source)})"
     remedy = "Pass a hub id, a local path, or a pair of a transformers model, unwrapped, and its tokenizer."
     if isinstance(source, type) and hasattr(source, "start"):
         remedy = f"Pass an instance of it: {source.__name__}(…)."
-    raise InvalidInputError(f"The {role} is {kind}. {remedy}")
+    return InvalidInputError(f"The {role} is {kind}. {remedy}")
 
 
 class Described(NamedTuple):
@@ -232,9 +244,8 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
         if module is None:  # as transformers raises it, in words
             raise InvalidInputError(f"The {role} {source} can't be loaded: {reason(error)}.") from error
         remedy = install("ja") if module in ("fugashi", "unidic_lite") else f"pip install {module.replace('_', '-')}"
-        raise InvalidInputError(
-            f"The {role} {source} needs {module}, which isn't installed. Install it with: {remedy}"
-        ) from error
+        message = f"The {role} {source} needs {module}, which isn't installed. Install it with: {remedy}"
+        raise InvalidInputError(message) from error
     except Exception as error:  # broken files raise all kinds of errors
         remedy = (_TRUST if "trust_remote_code" in str(error) else _MEND).format(role=role)
         raise InvalidInputError(f"The {role} {source} can't be loaded: {reason(error)}. {remedy}") from error

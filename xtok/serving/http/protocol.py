@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -256,8 +257,10 @@ def _refuse_unknown(fields: Fields, inside: str = "") -> None:
     for name, value in (fields.model_extra or {}).items():
         if value is not None:
             field = f"{inside}{name}"
-            instead = f"Use {_OPENAI[name]} instead" if name in _OPENAI else "Leave it out"
-            raise RequestError(f"{field} isn't supported. {instead}.", field, code="unsupported_parameter")
+            near = get_close_matches(name, type(fields).model_fields, 1)
+            remedy = f"Use {_OPENAI[name]} instead." if name in _OPENAI else "Leave it out."
+            remedy = f"Did you mean {inside}{near[0]}?" if near and name not in _OPENAI else remedy
+            raise RequestError(f"{field} isn't supported. {remedy}", field, code="unsupported_parameter")
     for name in type(fields).model_fields:
         if isinstance(part := getattr(fields, name), Fields):
             _refuse_unknown(part, f"{inside}{name}.")
