@@ -1367,6 +1367,7 @@ def test_what_does_not_end_in_time_after_sigterm_is_cut_off() -> None:
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "server_stopping"
     assert done == "data: [DONE]"
     assert any('"finish_reasons": []' in line for line in lines)
+    assert any("still generating 16 texts, for up to 1 s; Ctrl-C again stops at once" in line for line in lines)
 
 
 def test_a_model_that_is_not_there_ends_the_server_by_one_line(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from threading import Thread, Timer
+from threading import Thread
+from time import sleep
 from types import FrameType
 
 import uvicorn
@@ -34,14 +35,16 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
-            timer = Timer(self._drain_seconds, self._end)
-            timer.daemon = True
-            timer.start()
+            Thread(target=self._drain, name="xtok ending", daemon=True).start()
         super().handle_exit(sig, frame)
 
-    def _end(self) -> None:
-        if self._service.engine is not None:
-            self._service.engine.close(cancel=True)
+    def _drain(self) -> None:
+        if (engine := self._service.engine) is not None:
+            if left := engine.stats.running + engine.stats.waiting:
+                message = f"xtok: still generating {left} texts, for up to {self._drain_seconds} s; Ctrl-C again stops at once"
+                print(message, file=sys.stderr, flush=True)
+            sleep(self._drain_seconds)
+            engine.close(cancel=True)
 
 
 def run(
