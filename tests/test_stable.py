@@ -264,20 +264,24 @@ def test_shapes_that_give_other_bits_are_found_out_and_left(change: Any, dtype: 
     assert sum(one.stats.accepted for one in found) > LENGTH
 
 
-@pytest.mark.parametrize("depends", [False, True])
-def test_sequences_that_read_more_than_they_need_share_forward_passes_unless_their_bits_change(depends: bool) -> None:
-    """`depends`: whether logits depend on how many positions are read, as with kernels that split sums by that."""
-    lm, shapes, read = deepcopy(target("Llama", HALF)), [], [0]
+@pytest.mark.parametrize("since", [None, 0, 122])
+def test_sequences_that_read_more_than_they_need_share_forward_passes_unless_their_bits_change(since: int | None) -> None:
+    """`since`: from which position on logits depend on how many positions are read, as with kernels that split sums by that."""
+    lm, shapes, seen = deepcopy(target("Llama", HALF)), list[Any](), list[Any]()
 
     def note(_: Any, args: Any, inputs: dict[str, Any]) -> None:
-        read[0] = inputs["attention_mask"].shape[-1]
-        shapes.append((*inputs["input_ids"].shape, read[0]))
+        seen[:] = inputs["position_ids"], inputs["attention_mask"].shape[-1]
+        shapes.append((*inputs["input_ids"].shape, seen[1]))
+
+    def change(_: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        positions, read = seen
+        return logits if since is None else logits * (1 + 1e-2 * read * (positions >= since))[..., None].to(logits.dtype)
 
     assert traits(lm).shares
     lm.register_forward_pre_hook(note, with_kwargs=True)
-    lm.get_output_embeddings().register_forward_hook(lambda _, args, logits: logits * (1 + 1e-2 * read[0] * depends))
+    lm.get_output_embeddings().register_forward_hook(change)
     xt, asked = XTokAssisted((lm, TOKENS), stable=True), GREEDY | {"output_logits": True, "return_dict_in_generate": True}
-    prompts = [long(20), long(140)]
+    prompts = [long(112), long(140)]
     alone = [xt.generate(one, **asked) for one in prompts]
     xt.generate(prompts, batch_size=2, **asked)  # after which all is tried
     shapes.clear()
@@ -285,7 +289,10 @@ def test_sequences_that_read_more_than_they_need_share_forward_passes_unless_the
         assert found.token_ids == one.token_ids
         assert all(map(torch.equal, found.logits, one.logits))
     shared = [shape for shape in shapes if shape[0] == 2]
-    assert not shared if depends else {read for _, _, read in shared} == {256} and len(shared) > LENGTH // 2
+    if since is None:
+        assert {read for _, _, read in shared} == {256} and len(shared) > LENGTH // 2
+    else:
+        assert not shared or LENGTH > 12  # then both texts come to need 256 positions
 
 
 def test_a_model_whose_bits_depend_on_what_else_is_forwarded_is_refused() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-_FORMAT = 3
+_FORMAT = 4
 """Raised if what is tried, or how, changes: older files are then ignored."""
 _VARIABLES = ("ONEDNN_", "DNNL_", "MKL_", "KMP_", "OMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_")
 """Environment variables by which libraries choose their kernels begin so."""

@@ -10,7 +10,6 @@ _NARROW, _PADDED = 8, 64
 """Sequences with up to 8 new ids share a forward pass even if their numbers of ids differ much. A shared pass of up to 64 ids,
 padding included, isn't split, however much is padding. Separate passes would cost more.
 """
-
 _POSITIONS = 8192
 """How many positions of all rows together sequences may read so as to share a forward pass with one that has to read more."""
 
@@ -25,20 +24,23 @@ def is_wide(ask: Ask) -> bool:
     return len(ask.ids) > USUAL and not ask.parents
 
 
-def alike(asks: Sequence[Ask], needed: Callable[[Ask], int], reads_alike: Callable[[int, int], bool]) -> Iterable[list[Ask]]:
-    """Asks that need as many positions, together with those that may read as many. `needed`: how many positions an ask needs.
-    `reads_alike`: whether ids that need so many positions have the same bits if so many are read.
+def by_positions(
+    asks: Sequence[Ask], needed: Callable[[Ask], int], reads_alike: Callable[[int, int], bool]
+) -> Iterable[list[Ask]]:
+    """Groups of asks that can read the same number of positions: those that need it, and those that need fewer but get the same
+    bits. `needed`: how many positions an ask needs. `reads_alike(few, more)`: whether ids that need `few` get the same bits if
+    `more` are read.
     """
-    kinds = dict[int, list[Ask]]()
+    groups = dict[int, list[Ask]]()
     for count, some in groupby(sorted(asks, key=needed, reverse=True), key=needed):
         same = list(some)
         joined = (
             more
-            for more, kind in reversed(kinds.items())
-            if (len(kind) + len(same)) * more <= _POSITIONS and reads_alike(count, more)
+            for more, group in reversed(groups.items())
+            if (len(group) + len(same)) * more <= _POSITIONS and reads_alike(count, more)
         )
-        kinds.setdefault(next(joined, count), []).extend(same)
-    return kinds.values()
+        groups.setdefault(next(joined, count), []).extend(same)
+    return groups.values()
 
 
 def grouped(asks: Sequence[Ask]) -> list[list[Ask]]:

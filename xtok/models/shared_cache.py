@@ -19,7 +19,7 @@ from xtok.models import timing
 from xtok.models.cache import CACHE, stacked
 from xtok.models.forwards import Answer, Ask, Parent, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
-from xtok.models.groups import alike, grouped, is_wide
+from xtok.models.groups import by_positions, grouped, is_wide
 from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
 from xtok.models.shapes import CHUNK, Shapes, rounded
@@ -176,7 +176,7 @@ class SharedCache:
             return grouped(asks)
         narrow = [ask for ask in asks if not is_wide(ask)]
         groups = [[ask] for ask in asks if is_wide(ask)]
-        for kind in alike(narrow, self._seen, self._shapes.reads_alike):
+        for kind in by_positions(narrow, self._seen, self._shapes.reads_alike):
             for group in grouped(kind):
                 groups += [group] if self._width(group) is not None else [[ask] for ask in group]
         return groups

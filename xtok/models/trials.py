@@ -86,6 +86,8 @@ class Trials:
         several forward passes if it has few.
         """
         base, new = self._base(least), max(width, min(USUAL, (_TIMES if rows * width >= FEW else 2 * _TIMES) * width))
+        if least < seen:
+            new = WIDEST  # up to the last position that reads `least`: where sums are split otherwise, some of these show it
         outputs = sum(size for _, size in self._layers)
         for turn in range(ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))):
             first = _READ + turn * WIDEST  # other ids in each
