@@ -330,7 +330,9 @@ def test_the_command_tunes_and_prints_what_was_gained(tmp_path: Path) -> None:
     out = tmp_path / "draft"
     asked = ["--max-new-tokens", "12", "--starts", "1", "--epochs", "1"]
     printed, progress = run("tune-draft", "--prompts", str(folder), "--out", str(out), *asked)
-    assert re.search(r"the target writes: 1 of \d\n", progress)  # a line in a pipe, where a terminal has a bar
+    assert re.search(
+        r"the target writes: 1 of \d, about \d:\d\d:\d\d left\n", progress
+    )  # a line in a pipe, where a terminal has a bar
     assert re.search(r"\nepoch 1: \d\.\d\d tokens per forward\nmeasuring what was gained …\n", progress)
     assert "tokens per forward pass of the target" in printed
     assert json.loads((out / "config.json").read_text())["model_type"] == "gpt_neox"

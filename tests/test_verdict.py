@@ -154,7 +154,7 @@ def test_without_weights_inspect_knows_sizes_alone_and_promises_nothing(tmp_path
 
 @pytest.mark.parametrize("chats", [False, True])
 def test_another_target_is_measured_on_texts_that_it_writes_itself(
-    chats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_tokens: None
 ) -> None:
     """Found here: any target was judged by Japanese prose."""
     shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
@@ -184,7 +184,12 @@ def test_another_target_is_measured_on_texts_that_it_writes_itself(
     assert bench_verdict.own_texts(load(str(tmp_path), "target"), inspect.MEASURED)[:2] == texts[:2]  # the same each time
 
 
-def test_inspect_judges_several_drafts() -> None:
+@pytest.fixture
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "MEASURED_TOKENS", 8)
+
+
+def test_inspect_judges_several_drafts(few_tokens: None) -> None:
     both = ("inspect", "--draft", str(DRAFT), "--draft", str(TARGET), "--limit", "1")
     reported, _ = run(*both)
     assert reported.count("Draft costs ") == 2
@@ -193,7 +198,7 @@ def test_inspect_judges_several_drafts() -> None:
     assert found[1]["verdict"]["accepted"] == found[1]["verdict"]["guessed"] > 0  # it guesses as it picks
 
 
-def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path) -> None:
+def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, few_tokens: None) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts()[:3]), encoding="utf-8")
     both = ("--draft", str(DRAFT), "--draft", str(TUNED), "--text", str(file), "--measure", "--limit", "2")
