@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import pytest
 from front_door import TARGET, TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rich.console import Console
 from scripted import ScriptedDrafter
 from test_batches import MADE, WAYS
 from worlds import FAMILIES, budgets, examples, fitting, mostly_deep, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, chain, pair
+from xtok.results import terminal
+from xtok.results.page import TINTS
 from xtok.results.trace import Token
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -172,3 +176,13 @@ def test_what_is_printed_is_short() -> None:
     assert "prompt lookup" in repr(xt)
     assert repr(PromptLookup(["a", "b"])) == "PromptLookup(a corpus of 2 texts)"
     assert repr(PromptLookup()) == "PromptLookup()"
+
+
+def test_each_kind_of_draft_has_a_colour_of_its_own_on_a_terminal_of_16_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a trial: heads and token recycling looked the same."""
+    console = Console(color_system="standard", force_terminal=True, file=StringIO())
+    monkeypatch.setattr(terminal, "get_console", lambda: console)
+    with console.capture() as shown:
+        for name in TINTS:
+            console.print(terminal.tinted([Token(0, "x", name)], list(TINTS)))
+    assert len(set(shown.get().splitlines())) == len(TINTS)

@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from rich import get_console
 from rich.console import Console
 from rich.text import Text
 
-from xtok.results.page import tints
+from xtok.results.page import TINTS, tints
 from xtok.results.trace import Token
 
 _INK = "#1b1b1b"
+_NAMED = "cyan", "magenta", "yellow", "green", "bright_yellow", "red"
+"""Backgrounds in place of `TINTS` on terminals of 16 colours, of which rich would take the same for most tints."""
 
 
 def tinted(tokens: Iterable[Token], drafts: Sequence[str]) -> Text:
@@ -32,4 +35,7 @@ def show(console: Console, tokens: Iterator[Token], drafts: Sequence[str]) -> No
 
 
 def _styles(drafts: Sequence[str]) -> dict[str | None, str]:
+    if get_console().color_system == "standard":
+        named = dict(zip(TINTS.values(), _NAMED, strict=True))
+        return {None: ""} | {name: f"black on {named[tint]}" for name, tint in tints(drafts).items()}
     return {None: ""} | {name: f"{_INK} on {tint}" for name, tint in tints(drafts).items()}
