@@ -24,8 +24,8 @@ from xtok.bench.widen import Shape, shaped, widened
 from xtok.cli.bench_gpu import _large_on
 from xtok.cli.commands import app
 from xtok.errors import InvalidInputError, UnsupportedModelError
-from xtok.models.cache import vocabulary_size
-from xtok.models.load import load, parameters
+from xtok.models.cache import parameters, vocabulary_size
+from xtok.models.load import load
 from xtok.models.probe import traits
 
 SHAPES = Shape(512, 4, 720, 5, 8010), Shape(192, 4, 500, 4, 4100)

@@ -27,6 +27,7 @@ from xtok.cli.generate import _print
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
 from xtok.pair import DRAFT, HEADS, TARGET, prompts
+from xtok.results.progress import advanced
 from xtok.results.stats import NearTie
 
 
@@ -584,3 +585,13 @@ def test_a_mistyped_option_of_bench_is_reported_as_such() -> None:
 
 def test_showing_and_json_are_refused_together() -> None:
     assert "Give one of them" in run("generate", "吾輩は", "--show", "--json", code=1)[1]
+
+
+def test_progress_in_a_pipe_begins_when_there_is_some(capsys: pytest.CaptureFixture[str]) -> None:
+    """Found by a review: a count of nothing was shown as progress, again and again."""
+    with advanced("texts", 20) as advance:
+        for count in (0, 0, 1, 0, 1):
+            advance(count)
+    assert re.fullmatch(
+        r"texts: 1 of 20, about 0:00:\d\d left\ntexts: 2 of 20, about 0:00:\d\d left\n", capsys.readouterr().err
+    )

@@ -20,7 +20,8 @@ from xtok.bench.drafters import compare_drafts
 from xtok.bench.runs import Written
 from xtok.bench.verdict import Counted, Timed, Verdict, verdict
 from xtok.cli import inspect
-from xtok.models.load import from_config, load, parameters
+from xtok.models.cache import parameters
+from xtok.models.load import from_config, load
 from xtok.pair import DRAFT, TARGET, TUNED, prompts
 
 FEW = 12

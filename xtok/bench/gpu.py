@@ -29,9 +29,9 @@ from xtok.bench.runs import (
 )
 from xtok.bench.widen import Shape
 from xtok.drafts.policy.settings import Budget
+from xtok.models.cache import parameters
 from xtok.models.forwards import wait_for
 from xtok.models.graphs import takes_graphs
-from xtok.models.load import parameters
 
 LARGE, SMALL = Shape(5120, 40, 13824, 40, 50688), Shape(768, 12, 3072, 12, 52096)
 """The shapes of llm-jp-13B, of 13.2e9 parameters, and of open-calm-small, of 165e6."""

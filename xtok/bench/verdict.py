@@ -84,9 +84,9 @@ def _judged(target: Any, draft: Any, prompts: Sequence[Prompt], max_new_tokens: 
             samples.append(drafted.generate(prompt, **arguments, max_new_tokens=max_new_tokens))
             if len(times) < _TIMED:
                 first, more = (alone.generate(prompt, **arguments, max_new_tokens=most) for most in (1, _ALONE))
-                begun, whole = (by_transformers(target, [prompt], **arguments, max_new_tokens=most) for most in (1, _ALONE))
-                own = (whole.seconds - begun.seconds) / max(1, whole.tokens - begun.tokens)
-                times.append(_times(first, more, own, samples[-1]))
+                one, several = (by_transformers(target, [prompt], **arguments, max_new_tokens=most) for most in (1, _ALONE))
+                seconds = (several.seconds - one.seconds) / max(1, several.tokens - one.tokens)
+                times.append(_times(first, more, seconds, samples[-1]))
         spent += span.seconds
         if spent > _SECONDS and len(samples) >= _LEAST:
             break

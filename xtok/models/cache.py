@@ -71,6 +71,13 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return int(getattr(head, "out_features", None) or model.config.get_text_config(decoder=True).vocab_size)
 
 
+def parameters(model: Any) -> int:
+    """How many parameters a forward pass reads: all but an untied input embedding. All experts count."""
+    rows, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    whole = sum(int(weight.numel()) for weight in model.parameters())
+    return whole if head is not None and head.weight is rows else whole - int(rows.numel())
+
+
 def end_ids(model: PreTrainedModel) -> list[int]:
     """The ids that end a text, by the generation config of `model`; empty if there are none."""
     ends = model.generation_config.eos_token_id

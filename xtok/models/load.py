@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, install, reason
-from xtok.models.cache import context_window, end_ids, ids_read, vocabulary_size
+from xtok.models.cache import context_window, end_ids, ids_read, parameters, vocabulary_size
 from xtok.models.continues import check_continues, check_rolls_back
 from xtok.models.gguf import is_gguf, load_gguf, read_gguf, tokenizer_of
 from xtok.models.placement import Placement, best_device
@@ -85,10 +85,12 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
 
 
 def check_source(source: Any, role: str) -> None:
-    """Raises the errors of `load` that need no weights: for a wrong kind of source, or one without a usable configuration."""
+    """Raises the errors of `load` that are found fast: for a wrong kind of source, or one without a usable configuration. Of a
+    GGUF file, whose header takes seconds to read, only the path is checked.
+    """
     if isinstance(source, str | PathLike):
         with _loading(source, role):
-            _checked(source, role)
+            (_check_path if is_gguf(source) else _checked)(source, role)
     elif not _is_pair(source):
         raise _unusable(source, role)
 
@@ -119,13 +121,6 @@ def load_without_weights(source: str, role: str) -> Described:
             model = from_config(config, trust_remote_code=False)
         check_rolls_back(model, role)
         return Described(_tokenizer(source, role), context_window(model), parameters(model))
-
-
-def parameters(model: Any) -> int:
-    """How many parameters a forward pass reads: all but an untied input embedding. All experts count."""
-    rows, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    whole = sum(int(weight.numel()) for weight in model.parameters())
-    return whole if head is not None and head.weight is rows else whole - int(rows.numel())
 
 
 def _is_pair(source: Any) -> bool:
@@ -251,8 +246,8 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
         raise InvalidInputError(f"The {role} {source} can't be loaded: {reason(error)}. {remedy}") from error
 
 
-def _checked(source: str | PathLike[str], role: str) -> Any:
-    """The configuration of a source. Refuses what transformers would refuse less clearly, or would load but shouldn't."""
+def _check_path(source: str | PathLike[str], role: str) -> None:
+    """Raises `InvalidInputError` for a name or a path at which there can't be a model."""
     if not str(source).strip():
         raise InvalidInputError(f"The {role} has an empty name. Pass a hub id, or the path of a saved model.")
     folder = Path(source)
@@ -273,9 +268,14 @@ def _checked(source: str | PathLike[str], role: str) -> Any:
         raise InvalidInputError(
             f"The {role} {source} holds no model: there is no {CONFIG_NAME}. Pass the folder that a model was saved to."
         )
+
+
+def _checked(source: str | PathLike[str], role: str) -> Any:
+    """The configuration of a source. Refuses what transformers would refuse less clearly, or would load but shouldn't."""
+    _check_path(source, role)
     if is_gguf(source):
         read_gguf(source, role)  # which says what is wrong with it
-    where: Any = (folder.parent, folder.name) if is_gguf(source) else (source, None)
+    where: Any = (Path(source).parent, Path(source).name) if is_gguf(source) else (source, None)
     config: Any = AutoConfig.from_pretrained(where[0], gguf_file=where[1], trust_remote_code=False)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source} is an encoder-decoder model. Use a decoder-only model as {role}.")

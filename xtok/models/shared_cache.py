@@ -194,10 +194,10 @@ class SharedCache:
         if self._shapes is None or is_wide(asks[0]):
             return new
         first, last = self._span(asks)
-        needs = set(map(self._seen, asks))
-        if not all(self._shapes.reads_alike(seen, max(needs)) for seen in needs):
+        needs = sorted(set(map(self._seen, asks)))
+        if not all(self._shapes.reads_alike(seen, needs[-1]) for seen in needs):
             return None
-        return self._shapes.width(last - first, new, max(needs))
+        return self._shapes.width(last - first, new, needs[-1])
 
     def _span(self, asks: Sequence[Ask]) -> tuple[int, int]:
         """The first row to forward, and the one after the last. If forward passes are captured, these are all rows up to a

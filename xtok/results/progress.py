@@ -40,8 +40,8 @@ def _by_tenths(what: str, total: int) -> Callable[[int], None]:
     def advance(count: int) -> None:
         nonlocal done
         before, done = done, done + count
-        if not before or done * 10 // total > before * 10 // total:
-            left = timedelta(seconds=round((monotonic() - start) / done * (total - done))) if done else "?"
+        if done and (not before or done * 10 // total > before * 10 // total):
+            left = timedelta(seconds=round((monotonic() - start) / done * (total - done)))
             print(f"{what}: {done} of {total}, about {left} left", file=sys.stderr, flush=True)
 
     return advance

@@ -35,7 +35,6 @@ def show(console: Console, tokens: Iterator[Token], drafts: Sequence[str]) -> No
 
 
 def _styles(drafts: Sequence[str]) -> dict[str | None, str]:
-    if get_console().color_system == "standard":
-        named = dict(zip(TINTS.values(), _NAMED, strict=True))
-        return {None: ""} | {name: f"black on {named[tint]}" for name, tint in tints(drafts).items()}
-    return {None: ""} | {name: f"{_INK} on {tint}" for name, tint in tints(drafts).items()}
+    named = dict(zip(TINTS.values(), _NAMED, strict=True)) if get_console().color_system == "standard" else {}
+    ink = "black" if named else _INK
+    return {None: ""} | {name: f"{ink} on {named.get(tint, tint)}" for name, tint in tints(drafts).items()}

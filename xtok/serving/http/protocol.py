@@ -257,9 +257,12 @@ def _refuse_unknown(fields: Fields, inside: str = "") -> None:
     for name, value in (fields.model_extra or {}).items():
         if value is not None:
             field = f"{inside}{name}"
-            near = get_close_matches(name, type(fields).model_fields, 1)
-            remedy = f"Use {_OPENAI[name]} instead." if name in _OPENAI else "Leave it out."
-            remedy = f"Did you mean {inside}{near[0]}?" if near and name not in _OPENAI else remedy
+            if name in _OPENAI:
+                remedy = f"Use {_OPENAI[name]} instead."
+            elif near := get_close_matches(name, type(fields).model_fields, 1):
+                remedy = f"Did you mean {inside}{near[0]}?"
+            else:
+                remedy = "Leave it out."
             raise RequestError(f"{field} isn't supported. {remedy}", field, code="unsupported_parameter")
     for name in type(fields).model_fields:
         if isinstance(part := getattr(fields, name), Fields):
