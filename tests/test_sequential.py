@@ -51,6 +51,27 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return heads_file(tmp_path_factory.mktemp("sequential") / "heads.safetensors")
 
 
+@examples(20)
+@given(exponent=st.floats(-6, 3), seed=st.integers(0, 9))
+def test_files_hold_each_weight_to_half_a_step_of_its_row(
+    tmp_path_factory: pytest.TempPathFactory, exponent: float, seed: int
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "kept.safetensors"
+    made = HeadsDrafter(heads_file(file)).model_for(TARGET)
+    assert made is not None
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.copy_(torch.randn_like(weight) * 10**exponent)
+    save_heads(made, HeadsDrafter(file).trained, file)
+    kept = HeadsDrafter(file).model_for(TARGET)
+    assert kept is not None
+    for weight, found in zip(made.parameters(), kept.parameters(), strict=True):
+        step = weight.abs().amax(dim=-1, keepdim=True) / 127 if weight.dim() > 1 else 0 * weight
+        rounding = weight.abs().amax() / 2 ** (11 if weight.dim() > 1 else 24) + 2**-24  # matrices are loaded in float16
+        assert ((weight - found).abs() <= step / 2 + rounding).all()
+
+
 @torch.no_grad()
 def from_scratch(heads: SequentialHeads, ids: list[int], start: int) -> torch.Tensor:
     """The slow oracle: the logits after the pairs of ids from `start` on, by one forward pass of each model."""
@@ -194,6 +215,9 @@ WILD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a matrix that is missing": ({"model.layers.0.self_attn.q_proj.weight": None}, {}),
     "a matrix that claims much": ({"model.layers.0.mlp.gate_proj.weight": torch.zeros(600_000, 0)}, {}),
     "a vector for a matrix": ({"fuse.weight": torch.zeros(32)}, {}),
+    "a scale that is missing": ({"fuse.weight.scale": None}, {}),
+    "a scale for other rows": ({"fuse.weight.scale": torch.ones(1)}, {}),
+    "a scale that is no number": ({"fuse.weight.scale": torch.ones(32, dtype=torch.complex64)}, {}),
 }
 
 

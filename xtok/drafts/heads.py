@@ -63,7 +63,7 @@ class HeadsDrafter:
                 return
             with safe_open(self.file, framework="pt") as kept:
                 known = json.loads((kept.metadata() or {})["xtok"])
-                self._tensors = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118 # it can't be iterated
+                self._tensors = _whole({name: kept.get_tensor(name) for name in kept.keys()})  # noqa: SIM118 # no iterator
             known |= {"accuracy": tuple(map(tuple, known["accuracy"])), "layers": tuple(known.get("layers", (LAST,)))}
             self.trained = HeadsInfo(**known)
             self._hidden_size = _hidden_size(self.trained, self._tensors)
@@ -153,6 +153,8 @@ class HeadsDrafter:
         return SequentialDrafter(made, slot, columns, keys, view, request.meter, request.shapes, independent)
 
 
+_SCALE = ".scale"
+"""What the name of a matrix's scales ends in, after the matrix's own name."""
 _FACTS = {"target": "name", "hidden_size": "hidden size", "vocabulary": "vocabulary"}
 """What a target must have in common with the one that heads were trained for, as error messages call it."""
 
@@ -207,8 +209,27 @@ def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
 
 
 def save_heads(heads: MedusaHeads | SequentialHeads, trained: HeadsInfo, file: Path) -> None:
-    """Write a file that `HeadsDrafter` reads, in float16."""
-    tensors = {name: tensor.detach().cpu().half().contiguous() for name, tensor in heads.state_dict().items()}
+    """Write a file that `HeadsDrafter` reads: matrices in int8 with a scale for each row, all else in float32."""
+    tensors = dict[str, Tensor]()
+    for name, tensor in heads.state_dict().items():
+        tensors[name] = tensor.detach().cpu().float().contiguous()
+        if tensor.dim() > 1:
+            scale = (tensors[name].abs().amax(dim=-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+            tensors |= {name: (tensors[name] / scale[..., None]).round().to(torch.int8), name + _SCALE: scale}
     if isinstance(heads, SequentialHeads):
         tensors["ids"] = heads.ids.to(torch.int32)
     save_file(tensors, file, metadata={"xtok": json.dumps(asdict(trained))})
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file, matrices in int8 multiplied by their scales, in float16. Raises `KeyError` for a scale that is
+    missing, and `ValueError` for one of another shape or type, before it allocates memory.
+    """
+    made = {name: one for name, one in tensors.items() if not name.endswith(_SCALE)}
+    for name, one in made.items():
+        if one.dtype == torch.int8:
+            scale = tensors[name + _SCALE]
+            if scale.shape != one.shape[:-1] or not scale.is_floating_point():
+                raise ValueError(f"{name} has shape {tuple(one.shape)}, its scale {tuple(scale.shape)}, {scale.dtype}")
+            made[name] = (one * scale[..., None]).half()
+    return made
