@@ -1,9 +1,10 @@
 """`xtok generate`: a text, piece by piece, or JSON of many."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -21,11 +22,14 @@ from xtok.cli.console import (
 )
 from xtok.errors import InvalidInputError
 from xtok.pair import pair
+from xtok.results.progress import busy
 
 if TYPE_CHECKING:
     from xtok.assisted import XTokAssisted
     from xtok.drafts.policy.settings import Budget
     from xtok.results.generation import Generation
+
+Piece = TypeVar("Piece")
 
 
 @on_the_command_line
@@ -110,7 +114,7 @@ def generate(
     if show:
         _show(xt, inputs[0], arguments)
     else:
-        _print(xt.stream(inputs[0], **arguments))
+        _print(_started(xt.stream(inputs[0], **arguments)))
     answer = xt.last[0]
     typer.echo(_summary(answer), err=True)
     if answer.seed is not None:
@@ -152,6 +156,14 @@ def _budget(given: str | None, draft: str | None) -> "Budget | None":
     return Budget(int(found[1]), width=int(found[2]), schedule="constant")
 
 
+def _started(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces of a stream, after the first is there: until then the prompt is read, which takes a minute if it is long."""
+    rest = iter(pieces)
+    with busy("reading the prompt"):
+        first = list(islice(rest, 1))
+    return chain(first, rest)
+
+
 def _print(pieces: Iterable[str]) -> None:
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -166,9 +178,9 @@ def _show(xt: "XTokAssisted", prompt: Any, arguments: dict[str, Any]) -> None:
 
     out = Console(highlight=False)
     if out.is_terminal:
-        show(out, xt.stream_tokens(prompt, **arguments), xt.names)
+        show(out, _started(xt.stream_tokens(prompt, **arguments)), xt.names)
     else:
-        _print(xt.stream(prompt, **arguments))
+        _print(_started(xt.stream(prompt, **arguments)))
     Console(stderr=True, highlight=False).print(legend(xt.last[0].tokens, xt.last[0].drafts))
 
 
