@@ -23,7 +23,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
-from test_serve import CHAT_TOKENS, Server, command, serving
+from test_serve import CHAT_TOKENS, Server, serving
 from worlds import fitting
 
 from xtok import Budget, Generation, XTokAssisted
@@ -558,13 +558,14 @@ def test_it_speaks_japanese_to_a_japanese_browser(shipped: Server) -> None:
 
 
 def test_a_server_that_dies_in_mid_text_leaves_what_had_come(english: Browser) -> None:
-    with command() as (process, url, _):
+    with serving(XTokAssisted(TARGET, DRAFT)) as one:
         english.look()
-        english.open(url)
+        english.open(one.url)
+        english.fill("prompt", prompts()[0])
         english.fill("tokens", LONG)
         english.one("#compare").click()
         english.until(lambda: len(english.all(".run.drafted .one")) > 3)
-        process.kill()
+        one.die()
     english.until(lambda: english.text("#status") == "The connection was lost. This is what had arrived.")
     assert len(english.content(".run.drafted .text")) > 3
     assert english.text("#verdict") == UNKNOWN
