@@ -35,6 +35,6 @@ def test_each_setting_of_transformers_that_is_honoured_is_a_keyword() -> None:
 
 @pytest.mark.parametrize("name", sorted(get_type_hints(GenerateArguments)))
 def test_every_keyword_is_taken(name: str) -> None:
-    given: Any = {"batch_size": 1, "num_return_sequences": 1}.get(name)
+    given: Any = {"batch_size": 1, "num_return_sequences": 1, "max_new_tokens": 2}.get(name)
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES))
-    assert xt.generate(PROMPT, **{**GREEDY, name: given})
+    assert xt.generate(PROMPT, **{**GREEDY, "max_new_tokens": 2, name: given})

@@ -28,7 +28,7 @@ def load(source: Any, **how: Any) -> tuple[PreTrainedModel, Any]:
     return AutoModelForCausalLM.from_pretrained(source, **how), AutoTokenizer.from_pretrained(source)
 
 
-def check(target: tuple[PreTrainedModel, Any], draft: tuple[PreTrainedModel, Any], length: int = 12) -> None:
+def check(target: tuple[PreTrainedModel, Any], draft: tuple[PreTrainedModel, Any], length: int = 8) -> None:
     """Greedily the target's own ids, sampled those of no draft, if no pick was too close to call in that precision."""
     helped = XTokAssisted(target, [draft], budget=Budget(3, width=4, schedule="constant"))
     for how in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "seed": 5}):

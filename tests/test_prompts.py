@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% if enable_thinking is false %}…{% endif %}{{ mood or '' }}{% endif %}"
 )
 OTHER_TEMPLATE = "[{{ mood or '' }}{% for m in messages %}{{ m['content'] }}{% endfor %}]"
-SHORT = {**GREEDY, "max_new_tokens": 8}
+SHORT = {**GREEDY, "max_new_tokens": 5}
 TALKING = with_template(TOKENS, TEMPLATE)
 XT = XTokAssisted((TARGET, TALKING), (OTHER, with_template(BYTES, OTHER_TEMPLATE)), budget=TREE)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from scripted import ScriptedDrafter
 from test_batches import MADE, WAYS
-from worlds import FAMILIES, budgets, examples, fitting, mostly_deep, texts, tokenizer
+from worlds import FAMILIES, budgets, examples, fitting, mostly_deep, quick, texts, tokenizer
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted, chain, pair
 from xtok.results import terminal
@@ -59,7 +59,9 @@ def test_what_is_reported_of_tokens_and_rounds_is_what_was_counted(prompt: str, 
 def test_pieces_are_whole_characters_whatever_the_tokenizer(kind: str) -> None:
     tokens = tokenizer(kind)
     for prompt in ("吾輩は🍣", "the Fox\n", "a"):
-        generation = XTokAssisted((fitting(tokens, "Llama", 0), tokens)).generate(prompt, **{**GREEDY, "max_new_tokens": 40})
+        generation = XTokAssisted((fitting(tokens, "Llama", 0), tokens)).generate(
+            prompt, **{**GREEDY, "max_new_tokens": 20 if quick() else 40}
+        )
         assert "".join(one.text for one in generation.tokens) == generation.text
         assert {one.draft for one in generation.tokens} == {None}
 

@@ -24,7 +24,7 @@ from xtok.models.cache import parameters
 from xtok.models.load import from_config, load
 from xtok.pair import DRAFT, TARGET, TUNED, prompts
 
-FEW = 12
+FEW = 6
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def test_another_target_is_measured_on_texts_that_it_writes_itself(
 
 @pytest.fixture
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "MEASURED_TOKENS", 8)
+    monkeypatch.setattr(inspect, "MEASURED_TOKENS", 4)
 
 
 def test_inspect_judges_several_drafts(few_tokens: None) -> None:
