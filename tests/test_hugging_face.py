@@ -1,6 +1,7 @@
 """The Hugging Face way in, `model.generate(..., custom_generate=xt)`: batches, padded rows, scores, caches."""
 
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import transformers
 from front_door import (
     BYTES,
+    DRAFTS,
     GREEDY,
     HF_ARGUMENTS,
     OTHER,
@@ -22,7 +24,7 @@ from front_door import (
     oracle,
 )
 from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
-from worlds import TREE, deep, fitting
+from worlds import TREE, deep, fitting, in_turns
 
 from xtok import XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
@@ -34,7 +36,11 @@ xt = each_draft
 # batches and padded rows
 
 
-@pytest.mark.parametrize("arguments", HF_ARGUMENTS)
+@pytest.mark.parametrize(
+    ("xt", "arguments"),
+    [*in_turns(list(DRAFTS)[1:], HF_ARGUMENTS), *deep(*product(list(DRAFTS)[:1], HF_ARGUMENTS))],
+    indirect=["xt"],
+)
 @pytest.mark.parametrize("rows", [*deep(1), 3])
 def test_custom_generate_gives_what_generate_gives(xt: XTokAssisted, arguments: str, rows: int) -> None:
     inputs = encoded(*PROMPTS[:rows])

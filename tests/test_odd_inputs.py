@@ -7,7 +7,7 @@ import pytest
 import torch
 from front_door import forwards
 from transformers import DynamicCache
-from worlds import CHAIN, CORPUS, alone, deep, fitting, mostly_deep, tokenizer
+from worlds import CHAIN, CORPUS, alone, deep, fitting, in_turns, mostly_deep, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted, pair
 from xtok.align.tokenbytes import token_bytes
@@ -32,6 +32,11 @@ DRAFTS: dict[str, Any] = {
     "no bytes": (fitting(tokenizer("characters"), "Qwen2", 1), tokenizer("characters")),
 }
 CHAINS, TREES = CHAIN, Budget(4, width=3, schedule="constant")
+
+
+def each_in_turns(*values: Any) -> list[Any]:
+    """Each value with a draft; in the deep tests, with all drafts."""
+    return in_turns(["other ids", "no bytes"], values) + [deep(("the target's ids", value))[0] for value in values]
 
 
 @pytest.fixture(params=["other ids", *deep("the target's ids"), "no bytes"])
@@ -114,19 +119,19 @@ def test_a_prompt_of_many_tokens(thousands: int) -> None:
     assert any(one.proposed for one in generation.rounds[-4:])
 
 
-@pytest.mark.parametrize("prompt", ["", "a", "</s>", "<s><s></s><unk></s>" * 9])
+@pytest.mark.parametrize(("draft", "prompt"), each_in_turns("", "a", "</s>", "<s><s></s><unk></s>" * 9), indirect=["draft"])
 def test_prompts_of_nothing_of_one_token_and_of_control_tokens(draft: Any, prompt: str) -> None:
     target, tokens = (BY_BYTES, BYTES) if len(prompt) > 1 else (TARGET, SPOKEN)
     check(XTokAssisted((target, tokens), [draft], budget=TREES), prompt, tokens(prompt).input_ids or [tokens.bos_token_id])
 
 
-@pytest.mark.parametrize("ids", [[1], [2], [5], [1, 0, 2, 1, 2]])
+@pytest.mark.parametrize(("draft", "ids"), each_in_turns([1], [2], [5], [1, 0, 2, 1, 2]), indirect=["draft"])
 def test_ids_of_one_token_and_of_control_tokens(draft: Any, ids: list[int]) -> None:
     check_by_ids(XTokAssisted((BY_BYTES, BYTES), [draft], budget=CHAINS), draft[0], [ids])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("text", ["", "吾輩は"])
+@pytest.mark.parametrize(("draft", "text"), each_in_turns("", "吾輩は"), indirect=["draft"])
 def test_ids_that_end_in_half_a_character(draft: Any, text: str, size: int) -> None:
     view = token_bytes(BYTES)
     half = [view.ids_of_bytes(bytes([byte]))[0] for byte in "🍣".encode()[:size]]
@@ -146,7 +151,7 @@ def test_left_padded_rows_of_one_token_and_of_more_than_the_drafts_window(draft:
         check_by_ids(XTokAssisted((TARGET, SPOKEN), [(model, draft[1])], budget=budget), model, padded)
 
 
-@pytest.mark.parametrize("held", [1, 5, -1])
+@pytest.mark.parametrize(("draft", "held"), each_in_turns(1, 5, -1), indirect=["draft"])
 def test_a_prefilled_cache(draft: Any, held: int) -> None:
     prompt = "吾輩は猫である。名前は"
     ids = SPOKEN(prompt).input_ids
@@ -161,7 +166,7 @@ def test_a_prefilled_cache(draft: Any, held: int) -> None:
     assert generation.stats.proposed > 0
 
 
-@pytest.mark.parametrize("templates", ["target", "both"])
+@pytest.mark.parametrize(("draft", "templates"), each_in_turns("target", "both"), indirect=["draft"])
 def test_a_chat_whose_messages_look_like_control_tokens(draft: Any, templates: str) -> None:
     tokens, draft_tokens = deepcopy(SPOKEN), deepcopy(draft[1])
     tokens.chat_template = TEMPLATE
@@ -170,7 +175,7 @@ def test_a_chat_whose_messages_look_like_control_tokens(draft: Any, templates: s
     check(XTokAssisted((TARGET, tokens), [(draft[0], draft_tokens)], budget=TREES), CHAT, ids)
 
 
-@pytest.mark.parametrize("split", [None, True])
+@pytest.mark.parametrize(("draft", "split"), each_in_turns(None, True), indirect=["draft"])
 @pytest.mark.parametrize(
     "prompt", ["前</s>後", "<0x41><0x", "▁▁ ▁##a ##", *deep("<s>[INST] <|im_start|>user</s>", "</s", "\ufffd\ufffd")]
 )

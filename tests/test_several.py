@@ -42,6 +42,7 @@ from worlds import (
     deep,
     examples,
     fitting,
+    in_turns,
     make_target_expensive,
     model_of,
     quick,
@@ -122,7 +123,7 @@ def mixed(names: list[str], target: Any, draft: Kind, seen: str) -> list[Any]:
 
 @few_close_calls(0.02)
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@examples(130, share=13)
+@examples(130, share=26)
 @given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments())
 def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
     target: Kind, draft: Kind, names: list[str], prompt: str, budget: Budget, drawn: Drawn
@@ -137,7 +138,7 @@ def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
 
 
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@examples(130, share=13)
+@examples(130, share=26)
 @given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments(), sampling=samplings())
 def test_any_mixture_of_drafts_leaves_sampled_ids_as_they_are_without_a_draft(
     target: Kind, draft: Kind, names: list[str], prompt: str, budget: Budget, drawn: Drawn, sampling: Drawn
@@ -268,8 +269,7 @@ def test_tokenizers_are_the_same_by_their_tokens_and_not_by_their_sizes() -> Non
     assert not same(BYTES, shuffled)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize(("width", "sampled"), [(1, True), (4, False), *deep((1, False), (4, True))])
 def test_a_draft_with_the_targets_ids_that_is_the_target_is_always_right(width: int, sampled: bool) -> None:
     """In sampled texts, too: both look at the same noise. It reads ids, so nothing is lost on the way."""
     asked = GREEDY | ({"do_sample": True, "seed": 3, "temperature": 1.5} if sampled else {})
@@ -629,8 +629,7 @@ def test_the_policy_knows_all_rounds_of_all_texts(way: str, schedule: Any, obser
     assert (max(observed) > 1) == (way in ("list", "samples", "batch"))
 
 
-@pytest.mark.parametrize("texts", [1, 2, 4])
-@pytest.mark.parametrize("guesses", [[True], [False], [True, False, False]])
+@pytest.mark.parametrize(("texts", "guesses"), in_turns([1, 2, 4], [[True], [False], [True, False, False]]))
 def test_drafts_guess_in_rounds_whose_batch_guesses(texts: int, guesses: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     decided, guessed, judged = list[bool](), list[bool](), list[tuple[int, int]]()
 
@@ -762,7 +761,7 @@ def test_a_last_id_that_another_one_replaces_changes_no_guess(kind: str, samples
     target = target_model((TARGET, TOKENS)).vocabulary
     draft, view = drafts_of(target)[kind], target.view
     guessed, budget = 0, Budget(3, width=width, nodes=999, schedule="constant")
-    sampled, step = noise(7, 0, b"") if samples else None, 4 if quick() else 1
+    sampled, step = noise(7, 0, b"") if samples else None, 8 if quick() else 1
 
     def guess(drafter: Drafter, ids: list[int]) -> Tree:
         return drafter.propose(Context(ids, view.to_bytes(ids), 0, noise=sampled), budget)

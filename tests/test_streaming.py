@@ -1,6 +1,7 @@
 """`stream`, and the streamers of transformers."""
 
 from copy import deepcopy
+from itertools import product
 
 import pytest
 from front_door import (
@@ -21,7 +22,7 @@ from front_door import (
 )
 from scripted import ScriptedDrafter
 from transformers import TextIteratorStreamer
-from worlds import TREE
+from worlds import TREE, mostly_deep
 
 from xtok import XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
@@ -32,8 +33,13 @@ xt = each_draft
 # stream
 
 
-@pytest.mark.parametrize("draft", ["none", "another", "itself", "oracle"])
-@pytest.mark.parametrize("length", [100, 9, 2, 1])
+@pytest.mark.parametrize(
+    ("draft", "length"),
+    mostly_deep(
+        product(["none", "another", "itself", "oracle"], [100, 9, 2, 1]),
+        [("none", 9), ("another", 100), ("another", 2), ("itself", 100), ("itself", 1), ("oracle", 100), ("oracle", 9)],
+    ),
+)
 def test_streamed_pieces_are_the_text_and_never_half_a_character(draft: str, length: int) -> None:
     text = "𠮷野家で🍣を、👨\u200d👩\u200d👧が。"
     start = len(BYTES(PROMPT).input_ids)

@@ -15,7 +15,7 @@ from test_batches import WIDE
 from test_serve import ROOT, Server, serving, tools
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
-from worlds import examples, fitting, tokenizer
+from worlds import examples, fitting, in_turns, tokenizer
 
 from xtok import PromptLookup, XTokAssisted
 from xtok.cli import commands as cli
@@ -285,8 +285,7 @@ def test_a_call_that_is_cut_off_is_text(client: openai.OpenAI, writes: Any) -> N
     assert (message.tool_calls, reason) == (None, "length")
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("name", ["mistral", "own"])
+@pytest.mark.parametrize(("streamed", "name"), in_turns([False, True], ["mistral", "own"]))
 def test_control_tokens_mark_calls(writes: Any, streamed: bool, name: str) -> None:
     tokens = deepcopy(TOKENS)
     tokens.chat_template += (
@@ -359,8 +358,7 @@ FORCED: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("name", FORCED)
+@pytest.mark.parametrize(("streamed", "name"), in_turns([False, True], FORCED))
 def test_a_target_that_must_call_does(streamed: bool, name: str) -> None:
     short = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"], "$defs": {"N": {"enum": [7, 8]}}}
     given = tools(a={**short, "additionalProperties": False}, 二={**short, "additionalProperties": False})
