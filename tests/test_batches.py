@@ -103,7 +103,7 @@ def expected(architecture: str, prompts: Sequence[str], way: str) -> list[list[i
     return [drawn(architecture, prompt, prompts[:i].count(prompt)) for i, prompt in enumerate(prompts)]
 
 
-@examples(40, share=10)
+@examples(40, share=20)
 @given(
     architecture=st.sampled_from(sorted(ARCHITECTURES)),
     prompts=st.lists(st.one_of(st.sampled_from(TEXTS), texts()), min_size=1, max_size=6),

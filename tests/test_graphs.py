@@ -16,7 +16,7 @@ from inside import captured
 from test_engine import cache_bytes
 from test_slots import VOCABULARY, Held, Sharing, ask_one_more, filled
 from transformers import LogitsProcessorList
-from worlds import ARCHITECTURES, deep, examples, fitting, make_target_expensive, model, mostly_deep
+from worlds import ARCHITECTURES, deep, examples, fitting, make_target_expensive, model, mostly_deep, quick
 
 import xtok.models.graphs
 from xtok import Budget, Engine, XTokAssisted
@@ -84,7 +84,7 @@ class Captured(Sharing):
             xtok.models.graphs.capture = self.own
 
 
-Captured.TestCase.settings = examples(100, stateful_step_count=24)
+Captured.TestCase.settings = examples(100, share=16, stateful_step_count=24)
 TestCaptured = Captured.TestCase
 
 LM = model("Llama", VOCABULARY, 0, torch.float64)
@@ -101,22 +101,23 @@ QUICK = [("penalty", True, False), ("sampled", True, True)]
 @pytest.mark.parametrize(("way", "drafted", "stable"), mostly_deep(product(sorted(WAYS), [False, True], [False, True]), QUICK))
 def test_texts_of_captured_forwards_are_those_of_others(replays: list[int], way: str, drafted: bool, stable: bool) -> None:
     """Alone, in lists, streamed and in an engine; the second call replays what the first one captured."""
+    prompts = PROMPTS[: 2 if quick() else 4]
     draft = (OTHER, BYTES) if drafted else None
     plain, captured = (
         XTokAssisted((TARGET, TOKENS), draft, budget=TREE, stable=stable, compile=setting) for setting in (False, None)
     )
     make_target_expensive(captured)
-    wanted = [plain.generate(prompt, **WAYS[way]).token_ids for prompt in PROMPTS]
+    wanted = [plain.generate(prompt, **WAYS[way]).token_ids for prompt in prompts]
     assert not replays
-    assert [captured.generate(prompt, **WAYS[way]).token_ids for prompt in PROMPTS] == wanted
+    assert [captured.generate(prompt, **WAYS[way]).token_ids for prompt in prompts] == wanted
     count = len(replays)
     assert count
-    assert [one.token_ids for one in captured.generate(PROMPTS, batch_size=3, **WAYS[way])] == wanted
-    assert [one.token_ids for one in captured.generate(PROMPTS, batch_size=3, **WAYS[way])] == wanted
-    assert len(replays) > 2 * count // len(PROMPTS)
+    assert [one.token_ids for one in captured.generate(prompts, batch_size=3, **WAYS[way])] == wanted
+    assert [one.token_ids for one in captured.generate(prompts, batch_size=3, **WAYS[way])] == wanted
+    assert len(replays) > 2 * count // len(prompts)
     assert "".join(captured.stream(PROMPT, **WAYS[way])) == captured.generate(PROMPT, **WAYS[way]).text
     with Engine(captured, batch_size=2) as engine:
-        assert [one.result().token_ids for one in [engine.submit(prompt, **WAYS[way]) for prompt in PROMPTS]] == wanted
+        assert [one.result().token_ids for one in [engine.submit(prompt, **WAYS[way]) for prompt in prompts]] == wanted
 
 
 def test_captured_forwards_have_widths_of_powers_of_two(replays: list[int]) -> None:

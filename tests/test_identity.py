@@ -42,7 +42,7 @@ WITH_ALL_BYTES = ["byte-level BPE", "byte-level BPE without a regex", "SentenceP
 
 
 @few_close_calls(0.02)
-@examples(500, share=16)
+@examples(500, share=32)
 @given(
     target=KINDS,
     dtype=st.sampled_from([torch.float64, torch.float32]),
@@ -76,7 +76,7 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
 
 
 @few_close_calls(0.02)
-@examples(350, share=16)
+@examples(350, share=32)
 @given(
     target=KINDS,
     draft=KINDS,

@@ -53,7 +53,7 @@ def cached(engine: Engine, prompts: Sequence[Any], **arguments: Any) -> list[int
 FATES = ("ends", "ends", "continues", "is cancelled", "fails")
 
 
-@examples(30, share=15)
+@examples(20, share=20)
 @given(
     requests=st.lists(
         st.tuples(ids_lists, st.sampled_from(sorted(WAYS)), st.sampled_from(FATES), st.integers(0, 8)), min_size=2, max_size=8
@@ -135,7 +135,7 @@ class Adopting(Sharing):
             assert not (one.slot.held and one.slot.index in self.slots._kept)
 
 
-Adopting.TestCase.settings = examples(250, stateful_step_count=20)
+Adopting.TestCase.settings = examples(120, stateful_step_count=20)
 TestAdopting = Adopting.TestCase
 
 
@@ -158,7 +158,7 @@ def test_a_part_of_a_prompt_that_is_forwarded_at_once_is_usable_as_a_whole() -> 
 # bits
 
 
-@examples(20, share=20)
+@examples(12, share=12)
 @given(
     sizes=st.lists(st.sampled_from([1, 3, 17, 100, 128, 129, 200, 257, 300]), min_size=2, max_size=4),
     batch_size=st.integers(1, 3),

@@ -13,7 +13,7 @@ from inside import tables_of
 from scripted import ScriptedDrafter
 from torch.overrides import TorchFunctionMode
 from transformers import LogitsProcessorList
-from worlds import make_target_expensive, mostly_deep
+from worlds import make_target_expensive, mostly_deep, quick
 
 import xtok.decoding.pick
 import xtok.models.stable
@@ -28,6 +28,7 @@ from xtok.models.shared_cache import SharedCache
 
 WAITING = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "masked_select"}
 TREE = Budget(4, width=4, nodes=12, schedule="constant")
+LONG = 16 if quick() else 24
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
     "sampled": {**GREEDY, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 7},
@@ -99,7 +100,7 @@ def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(
     xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES), *beside], budget=TREE, stable=stable)
     make_target_expensive(xt)
     totals, most = list[int](), list[int]()
-    for count in (24, 6, 24):  # the first makes tables
+    for count in (LONG, 6, LONG):  # the first makes tables
         before = waits.count - len(read)
         stats = xt.generate(PROMPTS[0], **{**WAYS[way], "max_new_tokens": count}).stats
         totals.append(waits.count - len(read) - before)
@@ -108,7 +109,7 @@ def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(
     assert 0 < totals[2] - totals[1] <= most[2] - most[1] + more
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_deep(WAYS, ["sampled"]))
 def test_texts_share_transfers_as_they_share_forwards(waits: Waits, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """One for each forward of both models, of which each serves all texts; those that end early take a few more."""
     served, serve = list[int](), SharedCache.serve
@@ -121,7 +122,7 @@ def test_texts_share_transfers_as_they_share_forwards(waits: Waits, monkeypatch:
     xt = XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES)], budget=TREE)
     make_target_expensive(xt)
     totals, forwarded = list[int](), list[int]()
-    for count in (24, 6, 24):
+    for count in (LONG, 6, LONG):
         before = waits.count
         served.clear()
         xt.generate([PROMPTS[0]] * 4, batch_size=4, **{**WAYS[way], "max_new_tokens": count})
@@ -157,9 +158,10 @@ def test_what_is_drawn_after_all_nodes_at_once_is_what_is_drawn_one_id_after_ano
 ) -> None:
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE, stable=stable)
     make_target_expensive(xt)
-    one_by_one = [xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS]
+    prompts = PROMPTS[: 2 if quick() else 4]
+    one_by_one = [xt.generate(prompt, **WAYS[way]) for prompt in prompts]
     taken_for_an_accelerator(monkeypatch)
-    for together in ([xt.generate(prompt, **WAYS[way]) for prompt in PROMPTS], xt.generate(PROMPTS, batch_size=3, **WAYS[way])):
+    for together in ([xt.generate(prompt, **WAYS[way]) for prompt in prompts], xt.generate(prompts, batch_size=3, **WAYS[way])):
         assert [one.token_ids for one in together] == [one.token_ids for one in one_by_one]
         assert [one.stats.min_margin for one in together] == pytest.approx([one.stats.min_margin for one in one_by_one])
 
