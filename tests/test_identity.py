@@ -42,7 +42,7 @@ WITH_ALL_BYTES = ["byte-level BPE", "byte-level BPE without a regex", "SentenceP
 
 
 @few_close_calls(0.02)
-@examples(500, share=32)
+@examples(240, share=16)
 @given(
     target=KINDS,
     dtype=st.sampled_from([torch.float64, torch.float32]),
@@ -76,7 +76,7 @@ def test_adversarial_guesses_leave_the_ids_as_transformers_has_them(
 
 
 @few_close_calls(0.02)
-@examples(350, share=32)
+@examples(160, share=16)
 @given(
     target=KINDS,
     draft=KINDS,
@@ -113,7 +113,7 @@ def test_a_property_that_excuses_more_than_its_share_fails() -> None:
         holds(20)
 
 
-@examples(150, share=15)
+@examples(100, share=12)
 @given(
     family=st.sampled_from(WITH_ALL_BYTES),
     draft=KINDS,

@@ -19,7 +19,7 @@ from test_engine import LM, PATIENCE, PLAIN, RECURRENT_TARGET, Cancels, Holds, R
 from test_sequential import TARGET as HEADS_TARGET
 from test_sequential import heads_file
 from test_slots import VOCABULARY, Held, Sharing
-from worlds import TREE, budgets, examples, fitting
+from worlds import TREE, budgets, examples, fitting, quick
 
 from xtok import Budget, Engine, HeadsDrafter, Ticket, XTokAssisted
 from xtok.errors import InvalidInputError, UnstableWarning
@@ -167,7 +167,7 @@ def test_a_part_of_a_prompt_that_is_forwarded_at_once_is_usable_as_a_whole() -> 
 @example([300, 200, 257, 300], 2, "several")
 @example([129, 257, 300], 1, "none")
 def test_with_fixed_shapes_all_bits_are_those_that_are_read_anew(sizes: list[int], batch_size: int, draft: str) -> None:
-    recorded = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    recorded = {**GREEDY, "max_new_tokens": 6 if quick() else 10, "return_dict_in_generate": True, "output_logits": True}
     xt = XTokAssisted((LM, TOKENS), MADE[draft](), stable=True, budget=TREE)
     prompts = [list(range(5, 5 + size)) for size in sizes]
     with Engine(xt, batch_size=batch_size) as engine:
@@ -210,7 +210,7 @@ def test_a_chat_that_grows_reads_what_is_new() -> None:
         history = list(BEGINNINGS[3])
         for turn in range(4):
             with forwards(LM) as seen, forwards(UNRELATED) as read, forwards(SIBLING) as shared:
-                found = results(engine, [history])[0]
+                found = results(engine, [history], max_new_tokens=10)[0]
             assert found.stats.cached_tokens >= (len(history) - 20 if turn else 0)
             assert len(history) == 300 + turn * 15
             if turn:

@@ -29,7 +29,7 @@ def ids_of(generated: Any) -> list[list[int]]:
     return [one.token_ids for one in (generated if isinstance(generated, list) else [generated])]
 
 
-@examples(250, share=24)
+@examples(120, share=12)
 @given(
     target=KINDS,
     prompt=texts(),
@@ -55,7 +55,7 @@ def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
     assert mine.seed == expected.seed == sampling["seed"]
 
 
-@examples(200, share=20)
+@examples(100, share=10)
 @given(
     target=KINDS,
     draft=KINDS,

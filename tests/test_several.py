@@ -123,7 +123,7 @@ def mixed(names: list[str], target: Any, draft: Kind, seen: str) -> list[Any]:
 
 @few_close_calls(0.02)
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@examples(130, share=26)
+@examples(80, share=16)
 @given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments())
 def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
     target: Kind, draft: Kind, names: list[str], prompt: str, budget: Budget, drawn: Drawn
@@ -138,7 +138,7 @@ def test_any_mixture_of_drafts_leaves_the_ids_as_transformers_has_them(
 
 
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@examples(130, share=26)
+@examples(80, share=16)
 @given(target=KINDS, draft=KINDS, names=mixtures, prompt=texts(), budget=budgets(), drawn=arguments(), sampling=samplings())
 def test_any_mixture_of_drafts_leaves_sampled_ids_as_they_are_without_a_draft(
     target: Kind, draft: Kind, names: list[str], prompt: str, budget: Budget, drawn: Drawn, sampling: Drawn
