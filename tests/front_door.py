@@ -17,7 +17,7 @@ from xtok import XTokAssisted
 
 PROMPT = "吾輩は猫である。名前は"
 PROMPTS = [PROMPT, "The quick brown fox", "自然言語処理とは何か。🍣", "メロス"]
-LENGTH = 12 if quick() else 16
+LENGTH = 10 if quick() else 16
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0}
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"
 OTHER_TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"

@@ -526,13 +526,13 @@ def test_lists_of_batches_have_a_row_per_system_and_size(tmp_path: Path) -> None
 
 def test_texts_by_stable_forwards_are_counted_beside_those_by_others(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(pair.prompts()[:3]), encoding="utf-8")
+    file.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
     asked = ["bench", "bits", "--prompts", str(file), "--max-new-tokens", "3", "--setting", "sampled", "--dtype", "bfloat16"]
     rows = json.loads(run(*asked, "--batch", "2", "--repeats", "2", "--json")[0])
     systems = [(name, stable) for name in ("no draft", "draft") for stable in (False, True)]
     assert [(row["texts"], row["system"], row["stable"]) for row in rows] == [(2, *system) for system in systems]
     assert all(row["differ"] == 0 for row in rows if row["stable"])
-    assert all((row["written"], row["picks"]) == (6, 18) and row["tokens_per_second"] > 0 for row in rows)
+    assert all((row["written"], row["picks"]) == (4, 12) and row["tokens_per_second"] > 0 for row in rows)
     assert {row["speed"] for row in rows if not row["stable"]} == {1.0}
     printed = run(*asked, "--limit", "1", "--batch", "1", "--repeats", "1")[0]
     assert "differ: texts with other ids" in printed and "draft" in printed

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from worlds import TREE_3, deep, examples, fitting, make_target_expensive, mostly_deep, scaled, tokenizer
+from worlds import TREE_3, deep, examples, fitting, make_target_expensive, mostly_deep, quick, scaled, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.align.reencode import Reencoder
@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None},
     "sampled": {"do_sample": True, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None, "seed": 7},
 }
+LENGTHS = (3, 9) if quick() else (3, 12, 20)
 ALONE = {mode: XTokAssisted((TARGET, TOKENS)).generate(PROMPT, **asked).token_ids for mode, asked in SETTINGS.items()}
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -394,7 +395,7 @@ def test_eight_threads_get_what_each_would_get_alone() -> None:
     )
     xt = XTokAssisted((TARGET, TOKENS), draft, budget=made)
     make_target_expensive(xt)
-    tasks = [(way, mode, length) for way in ("generate", "stream", "custom") for mode in SETTINGS for length in (3, 12, 20)]
+    tasks = [(way, mode, length) for way in ("generate", "stream", "custom") for mode in SETTINGS for length in LENGTHS]
 
     def answered(task: tuple[str, str, int]) -> Any:
         way, mode, length = task

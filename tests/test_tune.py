@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from inside import CARD, WRITES
 from safetensors.torch import load_file
 from test_cli import run
-from worlds import examples, fitting, texts, tokenizer
+from worlds import examples, fitting, quick, texts, tokenizer
 
 from xtok import XTokAssisted, pair, tune, tune_draft
 from xtok.align.encoding import encoder
@@ -32,7 +32,13 @@ from xtok.tune.work import per_forward
 from xtok.tune.writing import beginnings, name_of_way, way, write
 
 PROMPTS = pair.prompts()[:9]
-SETTINGS: dict[str, Any] = {"starts": 1, "max_new_tokens": 8, "sampled": 0.5, "epochs": 3, "learning_rate": 2e-3}
+SETTINGS: dict[str, Any] = {
+    "starts": 1,
+    "max_new_tokens": 8,
+    "sampled": 0.5,
+    "epochs": 2 if quick() else 3,
+    "learning_rate": 2e-3,
+}
 
 
 def tuned(out: Path, **changed: Any) -> tune.Tuned:
