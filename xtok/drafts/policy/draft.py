@@ -3,13 +3,14 @@
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log2
 
-from xtok.drafts.policy.calibration import Calibration
-from xtok.drafts.policy.gate import Gate
+from xtok.drafts.policy.gate import TRUST, Gate, Hits
 from xtok.drafts.policy.latency import SHARE, LatencyModel
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
 
+_BINS = 6
 _FEW = 64
 """A draft's forward pass with more rows per sequence than this reads a prompt, and says nothing about a usual round."""
 _SURE = (0.3, 0.6, 0.85)
@@ -25,6 +26,55 @@ def rounded_down(number: int) -> int:
     """A number, rounded down to a quarter of a power of two: 1 to 8, 10, 12, 14, 16, 20, …"""
     quarter = max(0, number.bit_length() - 3)
     return number >> quarter << quarter
+
+
+@dataclass
+class Calibration:
+    """Corrects a draft's own probabilities by how often its guesses were right.
+
+    `bins`: the hits of guesses of probability 0.5 to 1, 0.25 to 0.5, and so on. `onward`: how often a path that was right so
+    far had a right continuation.
+    """
+
+    bins: list[Hits] = field(default_factory=lambda: [Hits() for _ in range(_BINS)])
+    onward: float = 0.6
+
+    def believed(self, probability: float) -> float:
+        """The corrected probability of a guess to which the draft gives `probability`."""
+        return min(1.0, probability * self._hits(probability).factor)
+
+    def probabilities(self, tree: Tree) -> list[float]:
+        """The corrected probability of each node, never more than that of its parent.
+
+        If the tree has no probabilities, each node has `onward` times the probability of its parent.
+        """
+        found: list[float] = []
+        for node, parent in enumerate(tree.parents):
+            before = found[parent] if parent >= 0 else 1.0
+            found.append(min(before, self.believed(tree.probabilities[node])) if tree.probabilities else before * self.onward)
+        return found
+
+    def learn(self, tree: Tree, right: Sequence[int], *, ended: bool = False) -> None:
+        """Learn from a guess that was verified. `right`: the nodes that were right, a path from the root.
+
+        `ended`: nothing was picked after the last of them, so whether the guesses there were right isn't known.
+        """
+        path = [-1, *right]
+        unknown = tree.descendants(path[-1]) if ended else set[int]()
+        for node, probability in enumerate(tree.probabilities):
+            if node not in unknown:
+                self._hits(probability).add(node in right, probability)
+        for fork in set(path[:-1] if ended else path).intersection(tree.parents):
+            goes_on = any(tree.parents[node] == fork for node in right)
+            self.onward += SHARE * (goes_on - self.onward) / 2
+
+    def forget(self) -> None:
+        """Reduce the weight of what was learnt, so that a few guesses can show that it no longer holds."""
+        for one in self.bins:
+            one.right, one.expected = one.right * min(1.0, TRUST / one.expected), min(one.expected, TRUST)
+
+    def _hits(self, probability: float) -> Hits:
+        return self.bins[min(_BINS - 1, int(-log2(probability)) if probability > 0 else _BINS)]
 
 
 @dataclass(frozen=True)
