@@ -119,19 +119,22 @@ class Outcome:
 class DraftPolicy:
     """What a draft costs and gains, and whether asking it pays.
 
-    `forward`: predicts the seconds of its forward passes. `seconds`: smoothed seconds of asking it in all; `rest`: without
-    forward passes. `gates`: one for each batch size and range of how sure cheaper drafts are. `share`: the share of its right
-    guesses that no cheaper draft had. `depth`: the depth of its next guess, under the heuristic schedule.
+    `forward`: predicts the seconds of its forward passes. `rest`: those of all else that asking it takes. `gates`: one for each
+    batch size and range of how sure cheaper drafts are. `share`: the share of its right guesses that no cheaper draft had.
+    `depth`: the depth of its next guess, under the heuristic schedule.
     """
 
     forward: LatencyModel = field(default_factory=LatencyModel)
-    rest: float = 0.0
-    seconds: float = 0.0
+    rest: LatencyModel = field(default_factory=LatencyModel)
     calibration: Calibration = field(default_factory=Calibration)
     gates: dict[tuple[int, int], Gate] = field(default_factory=dict)
     share: float = 1.0
     depth: int | None = None
-    _asked: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a forward pass, and of all else that asking it takes."""
+        return self.forward.at(1) + self.rest.at(1)
 
     def gate(self, sequences: int, sure: float) -> Gate:
         """The gate for rounds of `sequences` in which cheaper drafts give their most likely guess the probability `sure`.
@@ -145,7 +148,7 @@ class DraftPolicy:
         return self.gates[size, degree]
 
     def learn(self, one: Proposal, block: Sequence[int], path: Sequence[int], slowness: float) -> float:
-        """Learn from a proposal. Returns the seconds that it usually takes.
+        """Learn from a proposal. Returns the seconds that it usually takes for one sequence.
 
         `block`, `path`: those of the `Outcome`. `slowness`: how many times slower the machine is than usual; 0 to go by nominal
         latencies alone.
@@ -153,19 +156,13 @@ class DraftPolicy:
         assert one.tree is not None
         right = one.tree.path_of(block)
         if right:
-            share = len(one.own.intersection(path)) / len(right)
-            self.share += SHARE * (min(1.0, share) - self.share)
+            self.share += SHARE * (min(1.0, len(one.own.intersection(path)) / len(right)) - self.share)
         self.calibration.learn(one.tree, right, ended=len(right) == len(block))
-        for cost in one.drafted:
-            if slowness and not one.first and cost.rows <= _FEW * cost.texts:
-                self.forward.add(cost.rows, cost.seconds / slowness)
-        if not one.first and slowness:
-            self._asked += 1
-            rest = one.rest / slowness
-            self.rest += max(SHARE, 1 / self._asked) * (min(rest, 2 * self.rest if self._asked > 1 else rest) - self.rest)
-        if slowness:
-            took = sum(self.forward.at(min(cost.rows, _FEW * cost.texts)) / cost.texts for cost in one.drafted) + self.rest
-        else:
-            took = sum(self.forward.at(min(cost.rows / cost.texts, _FEW)) for cost in one.drafted or [Cost(1, 0.0)])
-        self.seconds += max(SHARE, 1 / max(1, self._asked)) * (took - self.seconds)
-        return took
+        if not slowness:
+            return max(1, len(one.drafted)) * self.forward.at(1)
+        if not one.first:
+            self.rest.add(1, one.rest / slowness)
+            for cost in one.drafted:
+                if cost.rows <= _FEW * cost.texts:
+                    self.forward.add(cost.rows, cost.seconds / slowness)
+        return self.rest.at(1) + sum(self.forward.at(min(cost.rows, _FEW * cost.texts)) / cost.texts for cost in one.drafted)
