@@ -1,6 +1,5 @@
 """What is known of one draft: how long it takes, how often it is right, and whether asking it pays."""
 
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2
@@ -13,13 +12,15 @@ from xtok.models.timing import Cost
 _BINS = 6
 _FEW = 64
 """A draft's forward pass with more rows per sequence than this reads a prompt, and says nothing about a usual round."""
-_SURE = (0.3, 0.6, 0.85)
-"""The bounds of ranges of how sure cheaper drafts are of their guess. A draft has a gate for each range."""
+_SURE = 0.6
+"""From which probability on of their most likely guess cheaper drafts are sure. A draft has a gate for when they are, and one for
+when they aren't.
+"""
 
 
-def degree_of(sure: float) -> int:
-    """The index of the range that a probability is in: 0 below 0.3, 3 from 0.85 on."""
-    return bisect(_SURE, sure)
+def are_sure(probability: float) -> bool:
+    """Whether cheaper drafts are sure, if they give their most likely guess this probability."""
+    return probability >= _SURE
 
 
 def rounded_down(number: int) -> int:
@@ -127,7 +128,7 @@ class DraftPolicy:
     forward: LatencyModel = field(default_factory=LatencyModel)
     rest: LatencyModel = field(default_factory=LatencyModel)
     calibration: Calibration = field(default_factory=Calibration)
-    gates: dict[tuple[int, int], Gate] = field(default_factory=dict)
+    gates: dict[tuple[int, bool], Gate] = field(default_factory=dict)
     share: float = 1.0
     depth: int | None = None
 
@@ -141,7 +142,7 @@ class DraftPolicy:
 
         A new gate starts as a copy of the nearest.
         """
-        size, degree = rounded_down(sequences), degree_of(sure)
+        size, degree = rounded_down(sequences), are_sure(sure)
         if (size, degree) not in self.gates:
             nearest = min(self.gates, key=lambda one: (abs(one[0] - size), abs(one[1] - degree)), default=None)
             self.gates[size, degree] = Gate() if nearest is None else Gate(self.gates[nearest].balance)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from threading import RLock
 from typing import Any
 
-from xtok.drafts.policy.draft import DraftPolicy, Outcome, degree_of, rounded_down
+from xtok.drafts.policy.draft import DraftPolicy, Outcome, are_sure, rounded_down
 from xtok.drafts.policy.gate import Gate
 from xtok.drafts.policy.latency import ROW, SHARE, LatencyModel, NominalLatency
 from xtok.drafts.tree import Tree
@@ -72,11 +72,11 @@ class Batch:
     sequences: int = 1
     guesses: bool = True
     judged: bool = False
-    _decided: dict[tuple[int, int], bool] = field(default_factory=dict)
+    _decided: dict[tuple[int, bool], bool] = field(default_factory=dict)
 
     def asks(self, draft: int, gate: Gate, sure: float) -> bool:
         """Whether to ask a draft: its gate decides once per round, for each range of `sure`."""
-        key = draft, degree_of(sure)
+        key = draft, are_sure(sure)
         if key not in self._decided:
             self._decided[key] = self.guesses and gate.asks()
         return self._decided[key]
@@ -220,7 +220,7 @@ class Policy:
         for i, (one, seconds) in enumerate(zip(outcomes, took, strict=True)):
             for draft, each, spent in zip(one.drafts or self.drafts, one.proposals, seconds, strict=False):
                 if each.tree is not None:
-                    key = id(draft), degree_of(each.sure)
+                    key = id(draft), are_sure(each.sure)
                     judged[key] = draft, each.sure
                     without.setdefault(key, [*nodes])[i] -= len(each.own)
                     right = len(each.own.intersection(one.path))
