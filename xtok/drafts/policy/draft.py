@@ -6,15 +6,17 @@ from math import log2
 
 from xtok.drafts.policy.gate import TRUST, Gate, Hits
 from xtok.drafts.policy.latency import SHARE, LatencyModel
+from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
 
 _BINS = 6
-_FEW = 64
-"""A draft's forward pass with more rows per sequence than this reads a prompt, and says nothing about a usual round."""
+_FEW = Budget.longest
+"""A draft's forward pass with more rows per sequence than a guess is long reads a prompt, and says nothing about a usual round.
+"""
 _SURE = 0.6
-"""From which probability on of their most likely guess cheaper drafts are sure. A draft has a gate for when they are, and one for
-when they aren't.
+"""From which probability of their most likely guess on cheaper drafts are sure. A draft has a gate for when they are, and one
+for when they aren't.
 """
 
 

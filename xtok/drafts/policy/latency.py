@@ -7,6 +7,8 @@ from math import ceil
 
 SHARE = 0.1
 """The weight of a measurement in a smoothed one."""
+ENOUGH = round(1 / SHARE)
+"""How many measurements tell more than chance."""
 ROW = 0.02
 """What one more row of one sequence is assumed to add to a forward pass, as a share, until other numbers of rows were measured.
 """
@@ -39,7 +41,7 @@ class LatencyModel:
 
     def knows(self, rows: float) -> bool:
         """Whether about this many rows were measured so often that a change must be one of the machine."""
-        return self.cells.get((ceil(rows) - 1).bit_length(), (0,))[0] >= 8
+        return self.cells.get((ceil(rows) - 1).bit_length(), (0,))[0] >= ENOUGH
 
     def at(self, rows: float) -> float:
         """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured.

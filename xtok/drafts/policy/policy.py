@@ -5,24 +5,18 @@ time. The run's rate is that without guesses times the speedup. Times are predic
 expected picks from the draft's own probabilities, corrected by how often its guesses were right.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
-from xtok.drafts.policy.draft import DraftPolicy, Outcome, are_sure, rounded_down
-from xtok.drafts.policy.gate import Gate
-from xtok.drafts.policy.latency import ROW, SHARE, LatencyModel, NominalLatency
+from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal, are_sure, rounded_down
+from xtok.drafts.policy.gate import ROUNDS, Gate
+from xtok.drafts.policy.latency import ENOUGH, ROW, SHARE, LatencyModel, NominalLatency
 from xtok.drafts.tree import Tree
 
-_MEMORY = 0.9
-"""What a round keeps of its weight in the speedup when the next one comes."""
-_SPACING = 64
-"""The most rounds with guesses between two rounds without any, which are measured."""
-_MIXED = 16
-"""If all rounds do other work as well, the shortest of this many counts as one that doesn't."""
 _SLOWEST = 16.0
 """How many times slower or faster a machine may get. Without a limit, rounds that take sometimes 2 and sometimes 10 ms would
 drive this up for ever, and latencies down to 0.
@@ -57,7 +51,7 @@ class BatchSize:
     def add(self, picks: float, plain: float) -> None:
         """Learn from a round. One far better than others, such as amid a repetition, counts as at most twice as good."""
         picks = min(picks, 1 + 2 * self.speedup * plain)
-        self.picks, self.plain = _MEMORY * self.picks + picks, _MEMORY * self.plain + plain
+        self.picks, self.plain = (1 - SHARE) * self.picks + picks, (1 - SHARE) * self.plain + plain
 
 
 @dataclass(eq=False)
@@ -93,8 +87,17 @@ class Shared:
 
     sizes: dict[int, BatchSize] = field(default_factory=dict)
     slowness: float = 1.0
-    mixed: deque[float] = field(default_factory=lambda: deque(maxlen=_MIXED))
+    mixed: deque[float] = field(default_factory=lambda: deque(maxlen=ENOUGH))
     lock: Any = field(default_factory=RLock, repr=False, compare=False)
+
+
+class _Asked(NamedTuple):
+    """A draft that was asked in a round: for which sequence, what it proposed, and the seconds that this usually takes."""
+
+    sequence: int
+    draft: DraftPolicy
+    proposal: Proposal
+    seconds: float
 
 
 @dataclass
@@ -185,66 +188,58 @@ class Policy:
         """
         with self.shared.lock:
             count, rows = len(outcomes), max(one.rows for one in outcomes)
-            size, took = self._size(count), [self._learn(one) for one in outcomes]
-            drafting = sum(map(sum, took))
+            size, slowness = self._size(count), self.shared.slowness if self.reads_clock else 0.0
+            asked = [
+                _Asked(i, draft, each, draft.learn(each, one.block, one.path, slowness))
+                for i, one in enumerate(outcomes)
+                for draft, each in zip(one.drafts or self.drafts, one.proposals, strict=False)
+                if each.tree is not None
+            ]
             if self.reads_clock:
                 self._measure(size, rows, seconds - sum(one.drafting for one in outcomes), is_pure=is_pure)
             plain = self.seconds(count, 1)
-            whole = self.seconds(count, rows) + drafting
             if not plain:
                 return
             picks = sum(one.picks for one in outcomes) / count
-            size.add(picks, whole / plain)
-            if not any(each.tree is not None for one in outcomes for each in one.proposals):
-                size.spacing, size.since = min(2 * size.spacing, _SPACING) if size.since else size.spacing, 0
-                return
-            if not batch.judged:
-                return
-            size.since += 1
-            size.rows += SHARE * (rows - size.rows)
-            lost = self._judge(batch, outcomes, took, rows, size.speedup / plain)
-            if lost is not None:
-                size.gate.judge(picks - whole / plain + lost, sequences=count)
+            whole = (self.seconds(count, rows) + sum(one.seconds for one in asked)) / plain
+            size.add(picks, whole)
+            if not asked:
+                size.spacing, size.since = min(2 * size.spacing, ROUNDS) if size.since else size.spacing, 0
+            elif batch.judged:
+                size.since += 1
+                size.rows += SHARE * (rows - size.rows)
+                lost = self._judge(batch, outcomes, asked, rows, size.speedup / plain)
+                if lost is not None:
+                    size.gate.judge(picks - whole + lost, sequences=count)
 
     def _judge(
-        self, batch: Batch, outcomes: Sequence[Outcome], took: Sequence[Sequence[float]], rows: float, rate: float
+        self, batch: Batch, outcomes: Sequence[Outcome], asked: Iterable[_Asked], rows: float, rate: float
     ) -> float | None:
         """Judge each draft that was asked, by comparing the round with what it would have been without that draft.
 
-        `took`: the seconds of each draft for each sequence. `rate`: the picks of a sequence per second. Returns the sum of the
-        picks lost by drafts that lost any; None if one is on trial.
+        `rate`: the picks of a sequence per second. Returns the sum of the picks lost by drafts that lost any; None if one is on
+        trial.
         """
         count, nodes = len(outcomes), [sum(len(each.own) for each in one.proposals) for one in outcomes]
-        gained, without = defaultdict[tuple[int, int], float](float), dict[tuple[int, int], list[int]]()
-        judged = dict[tuple[int, int], tuple[DraftPolicy, float]]()
-        for i, (one, seconds) in enumerate(zip(outcomes, took, strict=True)):
-            for draft, each, spent in zip(one.drafts or self.drafts, one.proposals, seconds, strict=False):
-                if each.tree is not None:
-                    key = id(draft), are_sure(each.sure)
-                    judged[key] = draft, each.sure
-                    without.setdefault(key, [*nodes])[i] -= len(each.own)
-                    right = len(each.own.intersection(one.path))
-                    gained[key] += draft.gate(batch.sequences, each.sure).gain(right, each.expected) / count - rate * spent
+        judged = dict[tuple[int, bool], list[_Asked]]()
+        for one in asked:
+            judged.setdefault((id(one.draft), are_sure(one.proposal.sure)), []).append(one)
         on_trial, lost = False, 0.0
-        for key, (draft, sure) in judged.items():
-            gate = draft.gate(batch.sequences, sure)
+        for some in judged.values():
+            draft, without, picks = some[0].draft, [*nodes], 0.0
+            gate = draft.gate(batch.sequences, some[0].proposal.sure)
+            for one in some:
+                own = one.proposal.own
+                without[one.sequence] -= len(own)
+                picks += gate.gain(len(own.intersection(outcomes[one.sequence].path)), one.proposal.expected) / count
+                picks -= rate * one.seconds
             on_trial |= gate.trial
-            saved = max(nodes) - max(without[key])  # a forward pass has as many rows as the largest guess takes
-            extra = self.seconds(count, rows) - self.seconds(count, max(1.0, rows - saved))
-            picks = gained[key] - rate * extra
+            saved = max(nodes) - max(without)  # a forward pass has as many rows as the largest guess takes
+            picks -= rate * (self.seconds(count, rows) - self.seconds(count, max(1.0, rows - saved)))
             lost -= min(0.0, picks)
-            others = [one for one in draft.gates.values() if one is not gate]
-            if gate.judge(picks, others, sequences=count):
+            if gate.judge(picks, [other for other in draft.gates.values() if other is not gate], sequences=count):
                 draft.calibration.forget()
         return None if on_trial else lost
-
-    def _learn(self, one: Outcome) -> list[float]:
-        """Learn from what drafts proposed. Returns the seconds that each usually takes."""
-        slowness = self.shared.slowness if self.reads_clock else 0.0
-        return [
-            0.0 if each.tree is None else draft.learn(each, one.block, one.path, slowness)
-            for draft, each in zip(one.drafts or self.drafts, one.proposals, strict=False)
-        ]
 
     def _measure(self, size: BatchSize, rows: float, seconds: float, *, is_pure: bool) -> None:
         """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
@@ -254,7 +249,7 @@ class Policy:
         """
         if not is_pure:
             self.shared.mixed.append(max(0.0, seconds))
-            if len(self.shared.mixed) < _MIXED or any(one.rounds.cells for one in self.shared.sizes.values()):
+            if len(self.shared.mixed) < ENOUGH or any(one.rounds.cells for one in self.shared.sizes.values()):
                 return
             seconds = min(self.shared.mixed)
         if seconds <= 0:  # a draft of another thread's sequence may have been waited for
