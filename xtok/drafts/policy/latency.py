@@ -31,11 +31,13 @@ class LatencyModel:
     def add(self, rows: float, seconds: float) -> None:
         """Add a measurement.
 
-        Hiccups only make things slower, so it counts as at most twice the mean so far, and that as at most twice the new one.
+        Hiccups only make things slower, so it counts as little more than the mean so far (at most 1.2 times that, except for
+        the first few), and the mean as at most twice the new one.
         """
         cell = (ceil(rows) - 1).bit_length()
         count, mean_rows, mean = self.cells.get(cell) or (0, rows, self.at(rows) or seconds)
-        share, seconds, mean = max(1 / (count + 1), SHARE), min(seconds, 2 * mean), min(mean, 2 * seconds)
+        share = max(1 / (count + 1), SHARE)
+        seconds, mean = min(seconds, (1 + 2 * share) * mean), min(mean, 2 * seconds)
         self.cells[cell] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean))
         self._curve = None
 
