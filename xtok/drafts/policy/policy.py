@@ -29,14 +29,13 @@ WITHOUT_A_MODEL = 0.01
 class BatchSize:
     """What is known of rounds with one (rounded) number of sequences that share forward passes.
 
-    `rounds`: predicts the seconds of a round, without those of drafts, by the rows of each sequence. `gate`: whether guessing
-    pays at all. `spacing`: after how many rounds with guesses comes one without; `since`: how many there were since the last.
-    `picks`, `plain`: picks of a sequence in the latest rounds, and how many rounds without guesses would have taken as long.
-    `rows`: how many rows a sequence usually has in rounds with guesses.
+    `rounds`: predicts the seconds of a round, without those of drafts, by the rows of each sequence. `spacing`: after how many
+    rounds with guesses comes one without; `since`: how many there were since the last. `picks`, `plain`: picks of a sequence in
+    the latest rounds, and how many rounds without guesses would have taken as long. `rows`: how many rows a sequence usually
+    has in rounds with guesses.
     """
 
     rounds: LatencyModel = field(default_factory=LatencyModel)
-    gate: Gate = field(default_factory=Gate)
     spacing: int = 4
     since: int = 4
     picks: float = 0.0
@@ -133,7 +132,7 @@ class Policy:
         with self.shared.lock:
             size = self._size(sequences)
             is_due = not self.seconds(sequences, 1) or (self.reads_clock and size.since >= size.spacing)
-            return Batch(sequences, not is_due and size.gate.asks(), judged=True)
+            return Batch(sequences, not is_due, judged=True)
 
     def asks(self, draft: int, sure: float, batch: Batch) -> bool:
         """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
@@ -208,23 +207,17 @@ class Policy:
             elif batch.judged:
                 size.since += 1
                 size.rows += SHARE * (rows - size.rows)
-                lost = self._judge(batch, outcomes, asked, rows, size.speedup / plain)
-                if lost is not None:
-                    size.gate.judge(picks - whole + lost, sequences=count)
+                self._judge(batch, outcomes, asked, rows, size.speedup / plain)
 
-    def _judge(
-        self, batch: Batch, outcomes: Sequence[Outcome], asked: Iterable[_Asked], rows: float, rate: float
-    ) -> float | None:
+    def _judge(self, batch: Batch, outcomes: Sequence[Outcome], asked: Iterable[_Asked], rows: float, rate: float) -> None:
         """Judge each draft that was asked, by comparing the round with what it would have been without that draft.
 
-        `rate`: the picks of a sequence per second. Returns the sum of the picks lost by drafts that lost any; None if one is on
-        trial.
+        `rate`: the picks of a sequence per second.
         """
         count, nodes = len(outcomes), [sum(len(each.own) for each in one.proposals) for one in outcomes]
         judged = dict[tuple[int, bool], list[_Asked]]()
         for one in asked:
             judged.setdefault((id(one.draft), are_sure(one.proposal.sure)), []).append(one)
-        on_trial, lost = False, 0.0
         for some in judged.values():
             draft, without, picks = some[0].draft, [*nodes], 0.0
             gate = draft.gate(batch.sequences, some[0].proposal.sure)
@@ -233,13 +226,10 @@ class Policy:
                 without[one.sequence] -= len(own)
                 picks += gate.gain(len(own.intersection(outcomes[one.sequence].path)), one.proposal.expected) / count
                 picks -= rate * one.seconds
-            on_trial |= gate.trial
             saved = max(nodes) - max(without)  # a forward pass has as many rows as the largest guess takes
             picks -= rate * (self.seconds(count, rows) - self.seconds(count, max(1.0, rows - saved)))
-            lost -= min(0.0, picks)
             if gate.judge(picks, [other for other in draft.gates.values() if other is not gate], sequences=count):
                 draft.calibration.forget()
-        return None if on_trial else lost
 
     def _measure(self, size: BatchSize, rows: float, seconds: float, *, is_pure: bool) -> None:
         """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
@@ -265,18 +255,13 @@ class Policy:
         rows, size = self.padded(sequences, int(rows)) if rows == int(rows) else rows, self._size(sequences)
         if size.rounds.at(1):
             return size.rounds.at(rows)
-        nearest = _nearest([other for other, one in self.shared.sizes.items() if one.rounds.at(1)], sequences)
+        known = [other for other, one in self.shared.sizes.items() if one.rounds.at(1)]
+        nearest = min(known, key=lambda other: abs(other - sequences), default=0)
         return self.shared.sizes[nearest].rounds.at(rows * sequences / nearest) if nearest else 0.0
 
     def _size(self, sequences: int) -> BatchSize:
-        """What is known for about this many sequences. A new entry starts with the gate of the nearest number."""
-        size, sizes = rounded_down(sequences), self.shared.sizes
-        if size not in sizes:
-            nearest = _nearest(sizes, size)
-            gate = Gate() if nearest is None else Gate(sizes[nearest].gate.balance)
-            sizes[size] = BatchSize(LatencyModel(row=size * ROW), gate)
-        return sizes[size]
-
-
-def _nearest(numbers: Iterable[int], number: int) -> int | None:
-    return min(numbers, key=lambda other: abs(other - number), default=None)
+        """What is known for about this many sequences."""
+        size = rounded_down(sequences)
+        if size not in self.shared.sizes:
+            self.shared.sizes[size] = BatchSize(LatencyModel(row=size * ROW))
+        return self.shared.sizes[size]
