@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log2
 
 from xtok.drafts.policy.gate import TRUST, Gate, Hits
 from xtok.drafts.policy.latency import SHARE, LatencyModel
@@ -10,7 +9,6 @@ from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
 
-_BINS = 6
 _FEW = Budget.longest
 """A draft's forward pass with more rows per sequence than a guess is long reads a prompt, and says nothing about a usual round.
 """
@@ -35,16 +33,15 @@ def rounded_down(number: int) -> int:
 class Calibration:
     """Corrects a draft's own probabilities by how often its guesses were right.
 
-    `bins`: the hits of guesses of probability 0.5 to 1, 0.25 to 0.5, and so on. `onward`: how often a path that was right so
-    far had a right continuation.
+    `hits`: those of its guesses. `onward`: how often a path that was right so far had a right continuation.
     """
 
-    bins: list[Hits] = field(default_factory=lambda: [Hits() for _ in range(_BINS)])
+    hits: Hits = field(default_factory=Hits)
     onward: float = 0.6
 
     def believed(self, probability: float) -> float:
         """The corrected probability of a guess to which the draft gives `probability`."""
-        return min(1.0, probability * self._hits(probability).factor)
+        return min(1.0, probability * self.hits.factor)
 
     def probabilities(self, tree: Tree) -> list[float]:
         """The corrected probability of each node, never more than that of its parent.
@@ -66,18 +63,14 @@ class Calibration:
         unknown = tree.descendants(path[-1]) if ended else set[int]()
         for node, probability in enumerate(tree.probabilities):
             if node not in unknown:
-                self._hits(probability).add(node in right, probability)
+                self.hits.add(node in right, probability)
         for fork in set(path[:-1] if ended else path).intersection(tree.parents):
             goes_on = any(tree.parents[node] == fork for node in right)
             self.onward += SHARE * (goes_on - self.onward) / 2
 
     def forget(self) -> None:
         """Reduce the weight of what was learnt, so that a few guesses can show that it no longer holds."""
-        for one in self.bins:
-            one.right, one.expected = one.right * min(1.0, TRUST / one.expected), min(one.expected, TRUST)
-
-    def _hits(self, probability: float) -> Hits:
-        return self.bins[min(_BINS - 1, int(-log2(probability)) if probability > 0 else _BINS)]
+        self.hits = Hits(TRUST * self.hits.factor)
 
 
 @dataclass(frozen=True)
