@@ -68,14 +68,12 @@ class Gate:
         """Learn how many tokens a round gained for each of its sequences. Returns whether that closed the gate.
 
         The more sequences there are, the more a round shows, and the more a loss costs: the balance is that of all of them.
-        `others`: gates of the same draft. All together may lose no more than one alone before they close, and all pause for as
-        long as the one that pauses longest.
+        `others`: gates of the same draft. All together may lose no more than one alone before they close.
         """
         self.trial, self.balance = False, min(2 * _LOSS, self.balance + sequences * gained)
         closes = self.balance < 0 and self.balance + sum(min(0.0, one.balance) for one in others if not one._pause) < -_LOSS
         if closes:
-            longest = max(one._pause for one in (self, *others))
-            self._pause = max(ROUNDS / 4, min(2 * longest, -gained / _TRIALS))
+            self._pause = max(ROUNDS / 4, min(2 * self._pause, -gained / _TRIALS))
             self.balance, self.wait = -_LOSS, 1 + round(self._pause)
         elif self.balance > 0:
             self._pause = 0.0
