@@ -109,9 +109,10 @@ def tried_models(name: str) -> dict[str, PreTrainedModel]:
     """A model of an architecture with either kind of attention, as far as there is one; in the regular tests, with one kind."""
     models = dict[str, PreTrainedModel]()
     for attention in ("eager", "sdpa") if quick() and len(name) % 2 else ("sdpa", "eager"):
-        model = built(name, attention) if not (quick() and models) else ""
-        if not isinstance(model, str):
+        if not isinstance(model := built(name, attention), str):
             models[attention] = model
+            if quick():
+                break
     return models
 
 

@@ -36,7 +36,7 @@ CHAINS, TREES = CHAIN, Budget(4, width=3, schedule="constant")
 
 def each_in_turns(*values: Any) -> list[Any]:
     """Each value with a draft; in the deep tests, with all drafts."""
-    return in_turns(["other ids", "no bytes"], values) + [deep(("the target's ids", value))[0] for value in values]
+    return in_turns(["other ids", "no bytes"], values) + deep(*(("the target's ids", value) for value in values))
 
 
 @pytest.fixture(params=["other ids", *deep("the target's ids"), "no bytes"])
