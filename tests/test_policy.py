@@ -12,8 +12,7 @@ from simulator import FIXED, Clock, Engine, Guesser, World, best_fixed, simulate
 from worlds import deep, examples, mostly_deep
 
 from xtok import Budget, Tree
-from xtok.drafts.policy.calibration import Calibration
-from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal
+from xtok.drafts.policy.draft import Calibration, DraftPolicy, Outcome, Proposal
 from xtok.drafts.policy.gate import Gate
 from xtok.drafts.policy.latency import LatencyModel
 from xtok.drafts.policy.policy import Batch, BatchSize, Policy, Shared

@@ -62,8 +62,7 @@ from xtok.drafts.medusa import MedusaHeads
 from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal
-from xtok.drafts.policy.limits import DraftBudget
-from xtok.drafts.policy.policy import Batch, Policy
+from xtok.drafts.policy.policy import Batch, DraftBudget, Policy
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError

@@ -10,8 +10,7 @@ from torch import Tensor
 from xtok.align.text import SequenceText
 from xtok.drafts.base import Context, Draft, Drafter, ModelDrafter, Request
 from xtok.drafts.policy.draft import Outcome, Proposal
-from xtok.drafts.policy.limits import DraftBudget
-from xtok.drafts.policy.policy import Batch, Policy
+from xtok.drafts.policy.policy import Batch, DraftBudget, Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import CARRIED, Tree, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError, warn

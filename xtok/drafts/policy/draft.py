@@ -1,24 +1,26 @@
 """What is known of one draft: how long it takes, how often it is right, and whether asking it pays."""
 
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from xtok.drafts.policy.calibration import Calibration
-from xtok.drafts.policy.gate import Gate
+from xtok.drafts.policy.gate import TRUST, Gate, Hits
 from xtok.drafts.policy.latency import SHARE, LatencyModel
+from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
 
-_FEW = 64
-"""A draft's forward pass with more rows per sequence than this reads a prompt, and says nothing about a usual round."""
-_SURE = (0.3, 0.6, 0.85)
-"""The bounds of ranges of how sure cheaper drafts are of their guess. A draft has a gate for each range."""
+_FEW = Budget.longest
+"""A draft's forward pass with more rows per sequence than a guess is long reads a prompt, and says nothing about a usual round.
+"""
+_SURE = 0.6
+"""From which probability of their most likely guess on cheaper drafts are sure. A draft has a gate for when they are, and one
+for when they aren't.
+"""
 
 
-def degree_of(sure: float) -> int:
-    """The index of the range that a probability is in: 0 below 0.3, 3 from 0.85 on."""
-    return bisect(_SURE, sure)
+def are_sure(probability: float) -> bool:
+    """Whether cheaper drafts are sure, if they give their most likely guess this probability."""
+    return probability >= _SURE
 
 
 def rounded_down(number: int) -> int:
@@ -27,13 +29,57 @@ def rounded_down(number: int) -> int:
     return number >> quarter << quarter
 
 
+@dataclass
+class Calibration:
+    """Corrects a draft's own probabilities by how often its guesses were right.
+
+    `hits`: those of its guesses. `onward`: how often a path that was right so far had a right continuation.
+    """
+
+    hits: Hits = field(default_factory=Hits)
+    onward: float = 0.6
+
+    def believed(self, probability: float) -> float:
+        """The corrected probability of a guess to which the draft gives `probability`."""
+        return min(1.0, probability * self.hits.factor)
+
+    def probabilities(self, tree: Tree) -> list[float]:
+        """The corrected probability of each node, never more than that of its parent.
+
+        If the tree has no probabilities, each node has `onward` times the probability of its parent.
+        """
+        found: list[float] = []
+        for node, parent in enumerate(tree.parents):
+            before = found[parent] if parent >= 0 else 1.0
+            found.append(min(before, self.believed(tree.probabilities[node])) if tree.probabilities else before * self.onward)
+        return found
+
+    def learn(self, tree: Tree, right: Sequence[int], *, ended: bool = False) -> None:
+        """Learn from a guess that was verified. `right`: the nodes that were right, a path from the root.
+
+        `ended`: nothing was picked after the last of them, so whether the guesses there were right isn't known.
+        """
+        path = [-1, *right]
+        unknown = tree.descendants(path[-1]) if ended else set[int]()
+        for node, probability in enumerate(tree.probabilities):
+            if node not in unknown:
+                self.hits.add(node in right, probability)
+        for fork in set(path[:-1] if ended else path).intersection(tree.parents):
+            goes_on = any(tree.parents[node] == fork for node in right)
+            self.onward += SHARE * (goes_on - self.onward) / 2
+
+    def forget(self) -> None:
+        """Reduce the weight of what was learnt, so that a few guesses can show that it no longer holds."""
+        self.hits = Hits(TRUST * self.hits.factor)
+
+
 @dataclass(frozen=True)
 class Proposal:
     """A draft's guess in a round, and what it took.
 
     `tree`: the guess; None if the draft wasn't asked, or failed. `sure`: the probability of the most likely guess of cheaper
     drafts. `drafted`: what each of its forward passes took. `rest`: the seconds of everything else. `first`: whether it was
-    asked for the first time in a sequence, when it also reads the prompt, so that its time says nothing about a usual round.
+    asked for the first time in a sequence, when it also reads the prompt, so that `rest` says nothing about a usual round.
     `own`: the nodes of the round's tree that no cheaper draft guessed. `expected`: how many of those were expected to be right.
     """
 
@@ -69,33 +115,36 @@ class Outcome:
 class DraftPolicy:
     """What a draft costs and gains, and whether asking it pays.
 
-    `forward`: predicts the seconds of its forward passes. `seconds`: smoothed seconds of asking it in all; `rest`: without
-    forward passes. `gates`: one for each batch size and range of how sure cheaper drafts are. `share`: the share of its right
-    guesses that no cheaper draft had. `depth`: the depth of its next guess, under the heuristic schedule.
+    `forward`: predicts the seconds of its forward passes. `rest`: those of all else that asking it takes. `gates`: one for each
+    batch size and range of how sure cheaper drafts are. `share`: the share of its right guesses that no cheaper draft had.
+    `depth`: the depth of its next guess, under the heuristic schedule.
     """
 
     forward: LatencyModel = field(default_factory=LatencyModel)
-    rest: float = 0.0
-    seconds: float = 0.0
+    rest: LatencyModel = field(default_factory=LatencyModel)
     calibration: Calibration = field(default_factory=Calibration)
-    gates: dict[tuple[int, int], Gate] = field(default_factory=dict)
+    gates: dict[tuple[int, bool], Gate] = field(default_factory=dict)
     share: float = 1.0
     depth: int | None = None
-    _asked: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a forward pass, and of all else that asking it takes."""
+        return self.forward.at(1) + self.rest.at(1)
 
     def gate(self, sequences: int, sure: float) -> Gate:
         """The gate for rounds of `sequences` in which cheaper drafts give their most likely guess the probability `sure`.
 
         A new gate starts as a copy of the nearest.
         """
-        size, degree = rounded_down(sequences), degree_of(sure)
+        size, degree = rounded_down(sequences), are_sure(sure)
         if (size, degree) not in self.gates:
             nearest = min(self.gates, key=lambda one: (abs(one[0] - size), abs(one[1] - degree)), default=None)
             self.gates[size, degree] = Gate() if nearest is None else Gate(self.gates[nearest].balance)
         return self.gates[size, degree]
 
     def learn(self, one: Proposal, block: Sequence[int], path: Sequence[int], slowness: float) -> float:
-        """Learn from a proposal. Returns the seconds that it usually takes.
+        """Learn from a proposal. Returns the seconds that it usually takes for one sequence.
 
         `block`, `path`: those of the `Outcome`. `slowness`: how many times slower the machine is than usual; 0 to go by nominal
         latencies alone.
@@ -103,19 +152,13 @@ class DraftPolicy:
         assert one.tree is not None
         right = one.tree.path_of(block)
         if right:
-            share = len(one.own.intersection(path)) / len(right)
-            self.share += SHARE * (min(1.0, share) - self.share)
+            self.share += SHARE * (min(1.0, len(one.own.intersection(path)) / len(right)) - self.share)
         self.calibration.learn(one.tree, right, ended=len(right) == len(block))
+        if not slowness:
+            return max(1, len(one.drafted)) * self.forward.at(1)
+        if not one.first:
+            self.rest.add(1, one.rest / slowness)
         for cost in one.drafted:
-            if slowness and not one.first and cost.rows <= _FEW * cost.texts:
+            if cost.rows <= _FEW * cost.texts:
                 self.forward.add(cost.rows, cost.seconds / slowness)
-        if not one.first and slowness:
-            self._asked += 1
-            rest = one.rest / slowness
-            self.rest += max(SHARE, 1 / self._asked) * (min(rest, 2 * self.rest if self._asked > 1 else rest) - self.rest)
-        if slowness:
-            took = sum(self.forward.at(min(cost.rows, _FEW * cost.texts)) / cost.texts for cost in one.drafted) + self.rest
-        else:
-            took = sum(self.forward.at(min(cost.rows / cost.texts, _FEW)) for cost in one.drafted or [Cost(1, 0.0)])
-        self.seconds += max(SHARE, 1 / max(1, self._asked)) * (took - self.seconds)
-        return took
+        return self.rest.at(1) + sum(self.forward.at(min(cost.rows, _FEW * cost.texts)) / cost.texts for cost in one.drafted)

@@ -2,24 +2,18 @@
 
 from bisect import bisect
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import ceil
 
 SHARE = 0.1
 """The weight of a measurement in a smoothed one."""
+ENOUGH = round(1 / SHARE)
+"""How many measurements tell more than chance."""
+ROUNDS = 64
+"""For how many rounds, about, what was measured or counted holds."""
 ROW = 0.02
 """What one more row of one sequence is assumed to add to a forward pass, as a share, until other numbers of rows were measured.
 """
-_ENOUGH = 8
-"""How many measurements a cell needs to count fully."""
-_FAR = 10
-"""A single measurement this many times the usual is a hiccup; two in a row aren't."""
-_STALE = 96
-"""A cell between newer ones is left out after this many other measurements since its last."""
-
-
-def _cell_of(rows: float) -> int:
-    """The cell for a number of rows: 1 is in cell 0, 2 in 1, 3 and 4 in 2, 5 to 8 in 3, and so on."""
-    return (ceil(rows) - 1).bit_length()
 
 
 @dataclass
@@ -27,41 +21,43 @@ class LatencyModel:
     """Predicts seconds from a number of rows: a curve through measurements that never falls.
 
     It interpolates between the numbers of rows that were measured, for latency jumps at some of them (a kernel's tile is full,
-    say). `cells` maps the cell of a number of rows to a tuple: how often it was measured, the mean number of rows, the smoothed
-    seconds, and after how many measurements in all it was measured last. `row`: what one more row is assumed to add, as a share
-    of the seconds of one row, until two cells were measured.
+    say). `cells` maps the bit length of a number of rows less one (so 1, 2, 3 to 4, 5 to 8, … share a cell) to a tuple: how
+    often it was measured, the mean number of rows, the smoothed seconds, and after how many measurements in all it was measured
+    last. `row`: what one more row is assumed to add, as a share of the seconds of one row, until two cells were measured.
+    `latest`: the latest measurement, in multiples of the mean.
     """
 
     cells: dict[int, tuple[int, float, float, int]] = field(default_factory=dict)
     row: float = ROW
+    latest: float = 1.0
     _count: int = 0
-    _far_off: bool = False
     _curve: tuple[list[float], list[float]] | None = None
 
     def add(self, rows: float, seconds: float) -> None:
-        """Add a measurement. It weighs more if the last one for as many rows is long ago.
+        """Add a measurement.
 
-        Hiccups only make things slower, so it counts as at most twice the mean so far, and that as at most twice the new one,
-        unless this measurement and the one before were both far off.
+        Hiccups only make things slower, and seldom come twice in a row. So it counts as at most 1.2 times the mean so far (more
+        among the first few), or as many times the mean as the measurement before was. The mean counts as at most twice the new
+        one.
         """
-        cell = _cell_of(rows)
-        count, mean_rows, mean, last = self.cells.get(cell) or (0, rows, self.at(rows) or seconds, self._count)
-        share = max(1 / (count + 1), SHARE, min(0.5, (self._count - last) / 128))
-        before, self._far_off = self._far_off, seconds > _FAR * mean
-        if before and self._far_off:
-            share = 1.0
-        else:
-            seconds, mean = min(seconds, 2 * mean), min(mean, 2 * seconds)
+        cell = (ceil(rows) - 1).bit_length()
+        count, mean_rows, mean, _ = self.cells.get(cell) or (0, rows, self.at(rows) or seconds, 0)
+        share = max(1 / (count + 1), SHARE)
+        limit, self.latest = max(1 + 2 * share, self.latest) * mean, seconds / mean if mean else 1.0
+        seconds, mean = min(seconds, limit), min(mean, 2 * seconds)
         self._count += 1
         self.cells[cell] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean), self._count)
         self._curve = None
 
     def knows(self, rows: float) -> bool:
         """Whether about this many rows were measured so often that a change must be one of the machine."""
-        return _cell_of(rows) in self.cells and self.cells[_cell_of(rows)][0] >= _ENOUGH
+        return self.cells.get((ceil(rows) - 1).bit_length(), (0,))[0] >= ENOUGH
 
     def at(self, rows: float) -> float:
-        """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured."""
+        """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured.
+
+        If more rows took less time than fewer rows, both are taken to take less.
+        """
         if self._curve is None:
             self._curve = self._fitted()
         places, seconds = self._curve
@@ -74,36 +70,28 @@ class LatencyModel:
         return seconds[right] + slope * (rows - places[right])
 
     def _fitted(self) -> tuple[list[float], list[float]]:
-        """The curve's points. Measurements that fall as rows grow are pooled (isotonic regression).
+        """The curve's points.
 
         Old measurements between newer ones are left out, so that a number of rows that seemed too expensive is tried again. Old
         ones at the ends stay: without them, nothing would be known about such numbers of rows.
         """
-        pools: list[tuple[float, float, list[float]]] = []  # the weight of each, its mean, and the numbers of rows in it
-        fresh = [cell for cell, (*_, last) in self.cells.items() if self._count - last < _STALE]
-        for cell, (count, rows, mean, last) in sorted(self.cells.items()):
-            if self._count - last >= _STALE and min(fresh) < cell < max(fresh):
-                continue
-            weight, places = float(min(count, _ENOUGH)), [rows]
-            while pools and pools[-1][1] >= mean:
-                other, other_mean, others = pools.pop()
-                mean, weight, places = (weight * mean + other * other_mean) / (weight + other), weight + other, others + places
-            pools.append((weight, mean, places))
-        return [place for pool in pools for place in pool[2]], [mean for _, mean, places in pools for _ in places]
+        fresh = [rows for _, rows, _, last in self.cells.values() if self._count - last < ROUNDS]
+        points = [
+            (rows, mean)
+            for _, (_, rows, mean, last) in sorted(self.cells.items())
+            if self._count - last < ROUNDS or not min(fresh) < rows < max(fresh)
+        ]
+        return [rows for rows, _ in points], [*accumulate((mean for _, mean in reversed(points)), min)][::-1]
 
 
-@dataclass
 class NominalLatency(LatencyModel):
-    """Predicts `seconds` for a forward pass of one row and 3% more for each further row, whatever was measured.
+    """Predicts `seconds` for a forward pass of one row, and the share `ROW` of it for each further row, whatever was measured.
 
-    SmolLM2 135M in bfloat16 on a CPU had 2.7%.
+    SmolLM2 135M in bfloat16 on a CPU had 2.7% for each row.
     """
 
-    seconds: float = 1.0
+    def __init__(self, seconds: float = 1.0) -> None:
+        super().__init__({0: (1, 1.0, seconds, 0)})
 
     def add(self, rows: float, seconds: float) -> None:
         """Do nothing."""
-
-    def at(self, rows: float) -> float:
-        """The nominal seconds of a forward pass with `rows` rows."""
-        return self.seconds * (1 + 0.03 * (rows - 1))

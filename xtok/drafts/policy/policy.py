@@ -5,28 +5,26 @@ time. The run's rate is that without guesses times the speedup. Times are predic
 expected picks from the draft's own probabilities, corrected by how often its guesses were right.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from math import sqrt
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
-from xtok.drafts.policy.draft import DraftPolicy, Outcome, degree_of, rounded_down
+from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal, are_sure, rounded_down
 from xtok.drafts.policy.gate import Gate
-from xtok.drafts.policy.latency import ROW, SHARE, LatencyModel, NominalLatency
+from xtok.drafts.policy.latency import ENOUGH, ROUNDS, ROW, SHARE, LatencyModel, NominalLatency
+from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 
-_MEMORY = 0.9
-"""What a round keeps of its weight in the speedup when the next one comes."""
-_SPACING = 64
-"""The most rounds with guesses between two rounds without any, which are measured."""
-_MIXED = 16
-"""If all rounds do other work as well, the shortest of this many counts as one that doesn't."""
 _SLOWEST = 16.0
 """How many times slower or faster a machine may get. Without a limit, rounds that take sometimes 2 and sometimes 10 ms would
 drive this up for ever, and latencies down to 0.
 """
+_DOUBT = 1.4
+"""How many times its cost a level must be expected to gain: the option that looks best is so partly by luck."""
 WITHOUT_A_MODEL = 0.01
 """The assumed cost of a draft without a model if no clock may be read, as a share of the target's forward pass."""
 
@@ -35,14 +33,13 @@ WITHOUT_A_MODEL = 0.01
 class BatchSize:
     """What is known of rounds with one (rounded) number of sequences that share forward passes.
 
-    `rounds`: predicts the seconds of a round, without those of drafts, by the rows of each sequence. `gate`: whether guessing
-    pays at all. `spacing`: after how many rounds with guesses comes one without; `since`: how many there were since the last.
-    `picks`, `plain`: picks of a sequence in the latest rounds, and how many rounds without guesses would have taken as long.
-    `rows`: how many rows a sequence usually has in rounds with guesses.
+    `rounds`: predicts the seconds of a round, without those of drafts, by the rows of each sequence. `spacing`: after how many
+    rounds with guesses comes one without; `since`: how many there were since the last. `picks`, `plain`: picks of a sequence in
+    the latest rounds, and how many rounds without guesses would have taken as long. `rows`: how many rows a sequence usually
+    has in rounds with guesses.
     """
 
     rounds: LatencyModel = field(default_factory=LatencyModel)
-    gate: Gate = field(default_factory=Gate)
     spacing: int = 4
     since: int = 4
     picks: float = 0.0
@@ -57,7 +54,7 @@ class BatchSize:
     def add(self, picks: float, plain: float) -> None:
         """Learn from a round. One far better than others, such as amid a repetition, counts as at most twice as good."""
         picks = min(picks, 1 + 2 * self.speedup * plain)
-        self.picks, self.plain = _MEMORY * self.picks + picks, _MEMORY * self.plain + plain
+        self.picks, self.plain = (1 - SHARE) * self.picks + picks, (1 - SHARE) * self.plain + plain
 
 
 @dataclass(eq=False)
@@ -72,11 +69,11 @@ class Batch:
     sequences: int = 1
     guesses: bool = True
     judged: bool = False
-    _decided: dict[tuple[int, int], bool] = field(default_factory=dict)
+    _decided: dict[tuple[int, bool], bool] = field(default_factory=dict)
 
     def asks(self, draft: int, gate: Gate, sure: float) -> bool:
         """Whether to ask a draft: its gate decides once per round, for each range of `sure`."""
-        key = draft, degree_of(sure)
+        key = draft, are_sure(sure)
         if key not in self._decided:
             self._decided[key] = self.guesses and gate.asks()
         return self._decided[key]
@@ -93,8 +90,17 @@ class Shared:
 
     sizes: dict[int, BatchSize] = field(default_factory=dict)
     slowness: float = 1.0
-    mixed: deque[float] = field(default_factory=lambda: deque(maxlen=_MIXED))
+    mixed: deque[float] = field(default_factory=lambda: deque(maxlen=ENOUGH))
     lock: Any = field(default_factory=RLock, repr=False, compare=False)
+
+
+class _Asked(NamedTuple):
+    """A draft that was asked in a round: for which sequence, what it proposed, and the seconds that this usually takes."""
+
+    sequence: int
+    draft: DraftPolicy
+    proposal: Proposal
+    seconds: float
 
 
 @dataclass
@@ -130,7 +136,7 @@ class Policy:
         with self.shared.lock:
             size = self._size(sequences)
             is_due = not self.seconds(sequences, 1) or (self.reads_clock and size.since >= size.spacing)
-            return Batch(sequences, not is_due and size.gate.asks(), judged=True)
+            return Batch(sequences, not is_due, judged=True)
 
     def asks(self, draft: int, sure: float, batch: Batch) -> bool:
         """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
@@ -185,66 +191,49 @@ class Policy:
         """
         with self.shared.lock:
             count, rows = len(outcomes), max(one.rows for one in outcomes)
-            size, took = self._size(count), [self._learn(one) for one in outcomes]
-            drafting = sum(map(sum, took))
+            size, slowness = self._size(count), self.shared.slowness if self.reads_clock else 0.0
+            asked = [
+                _Asked(i, draft, each, draft.learn(each, one.block, one.path, slowness))
+                for i, one in enumerate(outcomes)
+                for draft, each in zip(one.drafts or self.drafts, one.proposals, strict=False)
+                if each.tree is not None
+            ]
             if self.reads_clock:
                 self._measure(size, rows, seconds - sum(one.drafting for one in outcomes), is_pure=is_pure)
             plain = self.seconds(count, 1)
-            whole = self.seconds(count, rows) + drafting
             if not plain:
                 return
             picks = sum(one.picks for one in outcomes) / count
-            size.add(picks, whole / plain)
-            if not any(each.tree is not None for one in outcomes for each in one.proposals):
-                size.spacing, size.since = min(2 * size.spacing, _SPACING) if size.since else size.spacing, 0
-                return
-            if not batch.judged:
-                return
-            size.since += 1
-            size.rows += SHARE * (rows - size.rows)
-            lost = self._judge(batch, outcomes, took, rows, size.speedup / plain)
-            if lost is not None:
-                size.gate.judge(picks - whole / plain + lost, sequences=count)
+            whole = (self.seconds(count, rows) + sum(one.seconds for one in asked)) / plain
+            size.add(picks, whole)
+            if not asked:
+                size.spacing, size.since = min(2 * size.spacing, ROUNDS) if size.since else size.spacing, 0
+            elif batch.judged:
+                size.since += 1
+                size.rows += SHARE * (rows - size.rows)
+                self._judge(batch, outcomes, asked, rows, size.speedup / plain)
 
-    def _judge(
-        self, batch: Batch, outcomes: Sequence[Outcome], took: Sequence[Sequence[float]], rows: float, rate: float
-    ) -> float | None:
+    def _judge(self, batch: Batch, outcomes: Sequence[Outcome], asked: Iterable[_Asked], rows: float, rate: float) -> None:
         """Judge each draft that was asked, by comparing the round with what it would have been without that draft.
 
-        `took`: the seconds of each draft for each sequence. `rate`: the picks of a sequence per second. Returns the sum of the
-        picks lost by drafts that lost any; None if one is on trial.
+        `rate`: the picks of a sequence per second.
         """
         count, nodes = len(outcomes), [sum(len(each.own) for each in one.proposals) for one in outcomes]
-        gained, without = defaultdict[tuple[int, int], float](float), dict[tuple[int, int], list[int]]()
-        judged = dict[tuple[int, int], tuple[DraftPolicy, float]]()
-        for i, (one, seconds) in enumerate(zip(outcomes, took, strict=True)):
-            for draft, each, spent in zip(one.drafts or self.drafts, one.proposals, seconds, strict=False):
-                if each.tree is not None:
-                    key = id(draft), degree_of(each.sure)
-                    judged[key] = draft, each.sure
-                    without.setdefault(key, [*nodes])[i] -= len(each.own)
-                    right = len(each.own.intersection(one.path))
-                    gained[key] += draft.gate(batch.sequences, each.sure).gain(right, each.expected) / count - rate * spent
-        on_trial, lost = False, 0.0
-        for key, (draft, sure) in judged.items():
-            gate = draft.gate(batch.sequences, sure)
-            on_trial |= gate.trial
-            saved = max(nodes) - max(without[key])  # a forward pass has as many rows as the largest guess takes
-            extra = self.seconds(count, rows) - self.seconds(count, max(1.0, rows - saved))
-            picks = gained[key] - rate * extra
-            lost -= min(0.0, picks)
-            others = [one for one in draft.gates.values() if one is not gate]
-            if gate.judge(picks, others, sequences=count):
+        judged = dict[tuple[int, bool], list[_Asked]]()
+        for one in asked:
+            judged.setdefault((id(one.draft), are_sure(one.proposal.sure)), []).append(one)
+        for some in judged.values():
+            draft, without, picks = some[0].draft, [*nodes], 0.0
+            gate = draft.gate(batch.sequences, some[0].proposal.sure)
+            for one in some:
+                own = one.proposal.own
+                without[one.sequence] -= len(own)
+                picks += gate.gain(len(own.intersection(outcomes[one.sequence].path)), one.proposal.expected) / count
+                picks -= rate * one.seconds
+            saved = max(nodes) - max(without)  # a forward pass has as many rows as the largest guess takes
+            picks -= rate * (self.seconds(count, rows) - self.seconds(count, max(1.0, rows - saved)))
+            if gate.judge(picks, [other for other in draft.gates.values() if other is not gate], sequences=count):
                 draft.calibration.forget()
-        return None if on_trial else lost
-
-    def _learn(self, one: Outcome) -> list[float]:
-        """Learn from what drafts proposed. Returns the seconds that each usually takes."""
-        slowness = self.shared.slowness if self.reads_clock else 0.0
-        return [
-            0.0 if each.tree is None else draft.learn(each, one.block, one.path, slowness)
-            for draft, each in zip(one.drafts or self.drafts, one.proposals, strict=False)
-        ]
 
     def _measure(self, size: BatchSize, rows: float, seconds: float, *, is_pure: bool) -> None:
         """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
@@ -254,7 +243,7 @@ class Policy:
         """
         if not is_pure:
             self.shared.mixed.append(max(0.0, seconds))
-            if len(self.shared.mixed) < _MIXED or any(one.rounds.cells for one in self.shared.sizes.values()):
+            if len(self.shared.mixed) < ENOUGH or any(one.rounds.cells for one in self.shared.sizes.values()):
                 return
             seconds = min(self.shared.mixed)
         if seconds <= 0:  # a draft of another thread's sequence may have been waited for
@@ -270,18 +259,71 @@ class Policy:
         rows, size = self.padded(sequences, int(rows)) if rows == int(rows) else rows, self._size(sequences)
         if size.rounds.at(1):
             return size.rounds.at(rows)
-        nearest = _nearest([other for other, one in self.shared.sizes.items() if one.rounds.at(1)], sequences)
+        known = [other for other, one in self.shared.sizes.items() if one.rounds.at(1)]
+        nearest = min(known, key=lambda other: abs(other - sequences), default=0)
         return self.shared.sizes[nearest].rounds.at(rows * sequences / nearest) if nearest else 0.0
 
     def _size(self, sequences: int) -> BatchSize:
-        """What is known for about this many sequences. A new entry starts with the gate of the nearest number."""
-        size, sizes = rounded_down(sequences), self.shared.sizes
-        if size not in sizes:
-            nearest = _nearest(sizes, size)
-            gate = Gate() if nearest is None else Gate(sizes[nearest].gate.balance)
-            sizes[size] = BatchSize(LatencyModel(row=size * ROW), gate)
-        return sizes[size]
+        """What is known for about this many sequences."""
+        size = rounded_down(sequences)
+        if size not in self.shared.sizes:
+            self.shared.sizes[size] = BatchSize(LatencyModel(row=size * ROW))
+        return self.shared.sizes[size]
 
 
-def _nearest(numbers: Iterable[int], number: int) -> int | None:
-    return min(numbers, key=lambda other: abs(other - number), default=None)
+@dataclass(frozen=True, kw_only=True)
+class DraftBudget(Budget):
+    """A budget for one draft's guess in a round: within the caller's limits, as much as pays by what the policy knows.
+
+    `sequences`: how many share forward passes. `unread`: how many committed ids the target's forward pass reads anyway.
+    `is_trial`: whether the draft's gate was closed, and the draft is asked to see whether it pays again.
+    """
+
+    policy: Policy
+    draft: DraftPolicy
+    sequences: int
+    unread: int
+    is_trial: bool
+
+    @classmethod
+    def of(cls, budget: Budget, policy: Policy, draft: DraftPolicy, batch: Batch, unread: int, sure: float) -> "DraftBudget":
+        """The settings of a budget, for one draft in one round."""
+        settings = {one.name: getattr(budget, one.name) for one in fields(Budget)}
+        is_trial = draft.gate(batch.sequences, sure).trial
+        return cls(**settings, policy=policy, draft=draft, sequences=batch.sequences, unread=unread, is_trial=is_trial)
+
+    def expanded(self, level: int, probabilities: Sequence[float]) -> int:
+        """How many paths to continue by the draft's next forward pass, after `level` forward passes.
+
+        It is 0 if that doesn't pay or if the draft's latency isn't known. The worth of a path is the expected gain of its next
+        id, less the cost of the row of the target's forward pass that verifies it.
+        """
+        most = super().expanded(level, probabilities)
+        with self.policy.shared.lock:
+            if not most or not self.draft.forward.at(1):
+                return 0
+            rate, row = self.policy.rate(self.sequences), self.policy.price_of_row(self.sequences)
+            onward = max(self.draft.calibration.onward * self.draft.share, 0.6 * self.is_trial)
+            taken = self.unread + level
+            free = self.policy.padded(self.sequences, taken) - taken
+            gains = [self._believed(one) * onward - row * (path >= free) for path, one in enumerate(probabilities[:most])]
+            forward = self.draft.forward.at
+
+            def worth(count: int) -> float:
+                return sum(gains[:count]) - _DOUBT * rate * forward(count * self.sequences)
+
+            best = max(range(1, most + 1), key=worth)
+            return best if worth(best) > 0 else 0
+
+    def _believed(self, probability: float) -> float:
+        """The corrected probability of a guess; in a trial, a value between that and the draft's own."""
+        believed = self.draft.calibration.believed(probability)
+        return max(believed, sqrt(believed * probability)) if self.is_trial else believed
+
+    def verified(self, probabilities: Sequence[float]) -> int:
+        """How many guessed ids are worth a row of the target's forward pass each; in a trial, at least one."""
+        most = super().verified(probabilities)
+        with self.policy.shared.lock:
+            believed = [self._believed(probability) for probability in probabilities[:most]]
+            worth = self.policy.width([(self.unread, believed)], self.sequences) - self.unread
+            return max(worth, int(self.is_trial and most > 0))

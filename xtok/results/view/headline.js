@@ -11,7 +11,7 @@ export function headlineOf(drafted, alone, same) {
   const fewer = (alone?.end.stats.target_forwards ?? stats.new_tokens) / Math.max(1, stats.target_forwards);
   const cards = [card(times(fewer), words.fewer)];
   if (alone) {
-    const speed = alone.seconds / drafted.seconds;
+    const speed = Number((alone.seconds / drafted.seconds).toFixed(2)); // as it is shown, for 0.999 is no slowdown
     cards.push(card(times(speed), speed < 1 ? words.slower : words.faster, speed < 1 ? "poor" : "good"));
     cards.push(same ? card("✓", words.identical, "good") : card("≠", words.different, "wrong"));
     cards.push(element("p", { id: "why" }, speed < 1 ? reason(drafted, alone, fewer) : words.pays(stats.tokens_per_forward, fewer / speed)));
