@@ -142,7 +142,7 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[Any
     [
         *deep((["sampled", "--max-new-tokens", "4"], ["sampled"]), (["--max-new-tokens", "4", "sampled"], ["sampled"])),
         (["--max-new-tokens=4", "--device", "cpu", "batches", "--setting", "greedy"], ["batches"]),
-        (["--setting", "sampled", "--useless"], ["compare"] * 3),
+        (["--setting", "sampled", "--limit", "2"], ["compare"]),
         *deep((["--setting", "sampled", "compare"], ["compare"]), ([], ["compare"] * 3)),
         (["--draft", str(pair.DRAFT), "drafters", "--limit", "3"], ["drafters"]),
     ],
@@ -284,14 +284,6 @@ def test_a_model_is_enlarged_to_a_number_of_parameters(architecture: str) -> Non
     assert len(blocks_of(big)) == 5
 
 
-@pytest.mark.deep
-def test_what_contexts_cost_has_a_row_per_length_and_kind_of_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.bench.overhead.CONTEXTS", (16, 64))
-    rows = json.loads(run("bench", "contexts", "--json")[0])
-    assert [(row["context"], row["budget"]) for row in rows] == list(product((16, 64), ("chain of 5", "tree of 32")))
-    assert set(rows[0]) == {"context", "budget", "align", "guess", "pick"}
-
-
 def test_a_missing_device_is_named_in_the_error() -> None:
     assert "'nowhere'" in run("bench", "--device", "nowhere", code=1)[1]
 
@@ -312,13 +304,11 @@ def test_a_model_of_unknown_blocks_is_not_stretched(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.deep
-def test_the_bench_draws_a_picture_of_an_enlarged_target_and_of_useless_drafts(tmp_path: Path) -> None:
+def test_the_bench_draws_a_picture_of_an_enlarged_target(tmp_path: Path) -> None:
     prompts, picture = tmp_path / "prompts.txt", tmp_path / "bench.svg"
     prompts.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
-    asked = ["--prompts", str(prompts), "--max-new-tokens", "4", "--ratio", "1", "--dtype", "bfloat16", "--useless"]
-    printed, _ = run("bench", *asked, "--setting", "sampled", "--plot", str(picture))
-    assert "with random weights" in printed
-    assert "as expensive as the target" in printed
+    asked = ["--prompts", str(prompts), "--max-new-tokens", "4", "--ratio", "1", "--dtype", "bfloat16"]
+    run("bench", *asked, "--setting", "sampled", "--plot", str(picture))
     assert "where xtok" in picture.read_text(encoding="utf-8")
 
 
@@ -328,7 +318,6 @@ def test_the_bench_draws_a_picture_of_an_enlarged_target_and_of_useless_drafts(t
         (["--plot", "x.gif"], "ends in .png or .svg"),
         (["--dtype", "int3"], "use float32"),
         (["--setting", "warm"], "greedy, penalty, sampled"),
-        (["--vocabularies", "7999", "4096"], "7999"),
     ],
 )
 def test_a_bench_that_makes_no_sense_is_refused_before_it_runs(option: list[str], words: str) -> None:
@@ -481,27 +470,6 @@ def test_logits_that_a_model_shapes_further_have_no_larger_vocabulary() -> None:
 def test_a_tokenizer_of_another_family_has_no_larger_vocabulary(family: str) -> None:
     with pytest.raises(UnsupportedTokenizerError, match="without the risk that it writes them"):
         with_pieces(tokenizer(family), 5000)
-
-
-@pytest.mark.deep
-def test_the_bench_widens_the_vocabularies_of_an_enlarged_target_and_of_all_drafts(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(pair.prompts()[:12]), encoding="utf-8")
-    asked = ["--prompts", str(prompts), "--max-new-tokens", "4", "--setting", "greedy", "--vocabularies", *map(str, WIDE)]
-    found = json.loads(run("bench", *asked, "--ratio", "2", "--useless", "--json")[0])["settings"]["greedy"]
-    assert set(found) == {"as it is", "with random weights", "as expensive as the target"}
-    assert all(row["identical"] == row["prompts"] for rows in found.values() for row in rows)
-
-
-def test_what_is_computed_over_vocabularies_has_a_row_per_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.bench.overhead.VOCABULARIES", ((8000, 4096), (9000, 5000)))
-    monkeypatch.setattr("xtok.bench.overhead._REPEATS", 2)
-    rows = json.loads(run("bench", "vocabularies", "--json")[0])
-    assert {(row["target"], row["draft"]) for row in rows} == {(8000, 4096), (9000, 5000)}
-    assert len(rows) == 2 * 12
-    assert all(row["milliseconds"] > 0 for row in rows if "level" not in row["what"])  # those are differences
-    monkeypatch.setattr("xtok.bench.overhead.VOCABULARIES", ((8000, 4096),))
-    assert "a pick, top-p 0.95" in run("bench", "vocabularies")[0]
 
 
 def test_an_unknown_benchmark_is_refused() -> None:

@@ -1,13 +1,13 @@
-"""The models to measure: as they are, enlarged, tuned, and useless ones."""
+"""The models to measure: as they are, enlarged, and tuned."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from xtok.bench.stretch import forward_seconds, shortened, sized, stretched_to, with_vocabulary
+from xtok.bench.stretch import forward_seconds, shortened, sized, stretched_to
 from xtok.drafts.heads import HeadsDrafter
-from xtok.models.load import from_config, load
+from xtok.models.load import load
 from xtok.pair import HEADS, TUNED
 from xtok.results.progress import busy
 
@@ -30,24 +30,12 @@ def enlarged(pair: Pair, ratio: float | None, large: bool) -> Pair:
     return (big, tokens), (small, pieces)
 
 
-def with_vocabularies(pair: Pair, sizes: tuple[int, int] | None) -> Pair:
-    """The pair with vocabularies enlarged to these sizes, (target, draft); as it is if None."""
-    return pair if sizes is None else (with_vocabulary(*pair[0], sizes[0]), with_vocabulary(*pair[1], sizes[1]))
-
-
 def shipped_drafts(pair: Pair) -> dict[str, Any]:
     """Further drafts of the shipped target: the tuned one, its own lower blocks, which have its ids, and its heads."""
     (target, tokens), (draft, _) = pair
     model, tokenizer = load(TUNED, "draft")
     tuned = model.to(draft.device, draft.dtype), tokenizer
     return {"tuned draft": tuned, "lower blocks": (shortened(target, 1), tokens), "heads": HeadsDrafter(HEADS)}
-
-
-def useless_drafts(target: tuple[Any, Any], draft: tuple[Any, Any]) -> dict[str, tuple[Any, Any]]:
-    """The draft with random weights, and the draft enlarged until its forward pass takes as long as the target's."""
-    random = from_config(draft[0].config, dtype=draft[0].dtype).to(draft[0].device).eval()
-    expensive = stretched_to(draft[0], forward_seconds(target[0]))
-    return {"with random weights": (random, draft[1]), "as expensive as the target": (expensive, draft[1])}
 
 
 def tuned(target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str], **settings: Any) -> tuple[Any, Any]:

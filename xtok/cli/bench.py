@@ -12,7 +12,6 @@ from xtok.cli.bench_options import (
     BatchOption,
     ChatsOption,
     GuessOption,
-    PromptsOption,
     Sample,
     Size,
     TokensOption,
@@ -26,10 +25,7 @@ from xtok.cli.console import (
     DraftOption,
     JsonOption,
     Models,
-    PairOption,
-    TargetOption,
     load_pair,
-    model_draft,
     needs_no_model,
     on_the_command_line,
     print_found,
@@ -70,13 +66,6 @@ def compare_systems(
             help="Also fine-tune the draft, which takes minutes, and measure it. Of --prompts, every other line is for tuning.",
         ),
     ] = False,
-    vocabularies: Annotated[
-        tuple[int, int] | None,
-        typer.Option(help="Enlarge the vocabularies of target and draft to these sizes.", show_default=False),
-    ] = None,
-    useless: Annotated[
-        bool, typer.Option("--useless", help="Also measure useless drafts: one with random weights, and an expensive one.")
-    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the speeds and where the time goes, as PNG or SVG.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -84,7 +73,7 @@ def compare_systems(
     turns on the same prompts. Each command has options of its own.
     """
     from xtok.assisted import XTokAssisted
-    from xtok.bench import compare, pairs, runs, stretch
+    from xtok.bench import compare, pairs, runs
     from xtok.bench import plot as picture
 
     settings = ways.settings()
@@ -94,28 +83,21 @@ def compare_systems(
         from xtok.tune.work import check_installed
 
         check_installed("accelerate", "peft")
-        if size.large and vocabularies is not None:
-            raise InvalidInputError("A draft is tuned before its vocabulary is enlarged. Leave --large or --vocabularies out.")
     texts, others = sample.prompts(models.named), [text for i, text in enumerate(prompts()) if i % EVERY]
     if tune and (sample.file is not None or models.named not in (None, "aozora")):
         texts, others = texts[::2], texts[1::2]
     target, draft = models.sources(draft)
     drafts: dict[str, Any]
     if needs_no_model(target, draft):
-        for_models = {"tune": tune, "useless": useless, **size._asdict(), "vocabularies": vocabularies}
-        if unused := [f"--{name}" for name, value in for_models.items() if value]:
+        if unused := [f"--{name}" for name, value in {"tune": tune, **size._asdict()}.items() if value]:
             raise InvalidInputError(f"{', '.join(unused)} has no effect without a draft model. Give one as --draft.")
         big, drafts = models.load_target(), {"that needs no model": None}
     else:
-        pair = load_pair(target, draft, models.device, models.dtype)
-        narrow, pair = pair[1], pairs.with_vocabularies(pair, vocabularies)
-        pair = size.enlarged(pair)
-        big, drafts = pair[0], {"as it is": pair[1]}
-        if tune:  # before its vocabulary is enlarged: a model with an enlarged one can't be saved
-            model, tokenizer = pairs.tuned(big, pair[1] if vocabularies is None else narrow, others)
-            own = model.to(pair[1][0].device, pair[1][0].dtype), tokenizer
-            drafts["fine-tuned"] = own if vocabularies is None else stretch.with_vocabulary(*own, vocabularies[1])
-        drafts |= pairs.useless_drafts(*pair) if useless else {}
+        big, own = size.enlarged(load_pair(target, draft, models.device, models.dtype))
+        drafts = {"as it is": own}
+        if tune:
+            model, tokenizer = pairs.tuned(big, own, others)
+            drafts["fine-tuned"] = model.to(own[0].device, own[0].dtype), tokenizer
     shape = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
     found = {
         name: {kind: compare.compare(big, one, texts[: sample.limit], way, **shape) for kind, one in drafts.items()}
@@ -176,35 +158,6 @@ def drafters(
     kinds: dict[str, Any] = {"prose": texts[:limit], "technical": technical()[:limit], "quoting": quoting(texts)[:limit]}
     rows = drafters.compare_drafters(pair[0], drafts, kinds, max_new_tokens=max_new_tokens)
     print_found(rows, {"": rows}, json)
-
-
-@app.command()
-@on_the_command_line
-def contexts(
-    named: PairOption = None,
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    file: PromptsOption = None,
-    json: JsonOption = False,
-) -> None:
-    """How long a round takes apart from the models' forward passes, by the length of the context."""
-    from xtok.bench import overhead
-
-    rows = overhead.compare_contexts(*_tokenizers(*Models(named, target).sources(draft)), Sample(file).prompts(named))
-    print_found(rows, {"milliseconds per round, besides the models' forward passes": rows}, json)
-
-
-@app.command()
-@on_the_command_line
-def vocabularies(
-    named: PairOption = None, target: TargetOption = None, draft: DraftOption = None, json: JsonOption = False
-) -> None:
-    """How long xtok's own work over vocabularies takes, without the models' forward passes, by vocabulary sizes."""
-    from xtok.bench import overhead
-
-    rows = overhead.compare_vocabularies(*_tokenizers(*Models(named, target).sources(draft)))
-    title = "milliseconds besides the models' forward passes, by the ids of target and draft"
-    print_found(rows, {title: overhead.by_size(rows)}, json)
 
 
 @app.command()
@@ -301,10 +254,3 @@ def _sizes(name: str, given: str) -> list[int]:
     if not all(one.strip().isdecimal() and int(one) for one in given.split(",")):
         raise InvalidInputError(f"{name} is {given!r}; give whole numbers from 1 on, separated by commas, such as 1,8,32.")
     return [int(one) for one in given.split(",")]
-
-
-def _tokenizers(target: str, draft: str | None) -> tuple[Any, Any]:
-    """The tokenizers of both models, whose weights aren't loaded."""
-    from xtok.models.load import load_without_weights
-
-    return load_without_weights(target, "target").tokenizer, load_without_weights(model_draft(target, draft), "draft").tokenizer
