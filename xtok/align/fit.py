@@ -190,7 +190,7 @@ def _losses(target: Side, draft: Side) -> Iterator[str]:
     if draft.missing_bytes:
         yield (
             f"The draft has no token for {draft.missing_bytes} of the {len(UTF8_BYTES)} bytes of UTF-8: "
-            "a character beyond the sample may be one that it can't write."
+            "a character beyond the sample may be one that it can't guess."
         )
     if draft.mid_character >= _WORTH_MENTIONING:
         yield (

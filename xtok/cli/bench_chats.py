@@ -38,7 +38,7 @@ def chats(
     json: JsonOption = False,
 ) -> None:
     """Chats on one thread, by kinds of questions: the target alone, transformers' assisted generation, and xtok."""
-    from xtok.bench import chats, runs
+    from xtok.bench import chats, compare, runs
     from xtok.drafts.heads import HeadsDrafter
 
     settings, asked = runs.named_settings(setting, known=chats.CHAT_SETTINGS), asked_questions(file, limit)
@@ -51,7 +51,8 @@ def chats(
     by_setting = {name: rows for name, (_, rows) in found.items()}
     titles = {name: settings[name].title for name in found}
     shape = {"threads": 1, "dtype": str(target[0].dtype).removeprefix("torch."), "max_new_tokens": max_new_tokens}
-    tables: dict[str, Sequence[Any]] = {f"xtok by kind of question, up to {max_new_tokens} tokens": chats.by_kind(kinds)}
+    named = runs.XTOK if heads is None else compare.HEADS
+    tables: dict[str, Sequence[Any]] = {f"by kind of question, up to {max_new_tokens} tokens: {named}": chats.by_kind(kinds)}
     tables |= {titles[name]: rows for name, rows in by_setting.items()}
     print_found({**shape, "titles": titles, "kinds": kinds, "settings": by_setting}, tables, json)
     if not json:

@@ -84,6 +84,8 @@ def inspect(
         typer.echo(typer.style(f"draft: {name}\n", bold=len(fits) > 1))
         typer.echo(judged[name].sentence if judged else _by_sizes(own, described[name]))
         _print_fit(fitting)
+    if not draft and options.named == "smollm2":
+        typer.echo("xtok generate and serve use the pair's heads, not this draft model. xtok bench chats compares the two.")
     if rows:
         _print_measured(rows, "as chats, greedily" if chats else "greedily, with a repetition penalty")
 
@@ -157,8 +159,8 @@ def _print_fit(found: "Fit") -> None:
     target, draft = _cells(found.target, found), _cells(found.draft, found)
     print_tables({"": [_FitRow(name, target[name], draft[name]) for name in target]})
     length = GUESS_LENGTH * found.target_tokens_per_draft_token
-    typer.echo(f"The sample has {found.texts} texts with {found.characters} characters.")
-    typer.echo(f"The vocabularies have {found.shared} byte strings in common.")
+    typer.echo(f"The sample has {found.texts} texts with {found.characters:,} characters.")
+    typer.echo(f"The vocabularies have {found.shared:,} byte strings in common.")
     typer.echo(f"A guess of {GUESS_LENGTH} draft tokens is about {length:.1f} target tokens long.")
     if found.same:
         typer.echo("The tokenizers are the same, so guesses are passed on as ids, without a detour through text.")

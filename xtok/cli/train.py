@@ -16,7 +16,9 @@ PromptsOption = Annotated[
         show_default="questions that the target writes itself, if it has a chat template",
     ),
 ]
-HoursOption = Annotated[float, typer.Option(help="How long to take: two fifths of it to write texts, the rest to train.")]
+HoursOption = Annotated[
+    float, typer.Option(help="How long to take, from some minutes on: two fifths of it to write texts, the rest to train.")
+]
 StartsOption = Annotated[int, typer.Option(min=1, help="How many beginnings of each prompt the target continues.")]
 TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens the target writes after each beginning.")]
 EpochsOption = Annotated[int, typer.Option(min=1, help="The most epochs; training stops early when it gains nothing.")]

@@ -41,7 +41,7 @@ def _by_tenths(what: str, total: int) -> Callable[[int], None]:
         nonlocal done
         before, done = done, done + count
         if done and (not before or done * 10 // total > before * 10 // total):
-            left = timedelta(seconds=round((monotonic() - start) / done * (total - done)))
+            left = timedelta(seconds=round((monotonic() - start) / done * max(0, total - done)))  # the last batch may be whole
             print(f"{what}: {done} of {total}, about {left} left", file=sys.stderr, flush=True)
 
     return advance
