@@ -259,7 +259,8 @@ class Session:
             return guessed[0][1] if guessed else Tree()
         trie = Trie()
         for draft, tree in guessed:
-            trie.mix(tree, self.policy.probabilities(draft, tree), owner=draft)
+            by_model = bool(self.proposals[draft].drafted)
+            trie.mix(tree, self.policy.probabilities(draft, tree), owner=draft, by_model=by_model)
 
         def worth(probabilities: Sequence[float]) -> int:
             most = probabilities[: limit.nodes]

@@ -153,16 +153,35 @@ class Trie:
             node = self._child(node, token, 0)
             self.probabilities[node] += probability
 
-    def mix(self, tree: Tree, probabilities: Sequence[float], owner: int = 0) -> None:
+    def mix(self, tree: Tree, probabilities: Sequence[float], owner: int = 0, *, by_model: bool = False) -> None:
         """Add a tree with a probability for each of its nodes. Sources are taken to be independent: a node is wrong only if all
         of them are. It belongs to the first `owner` that has it.
+
+        `by_model`: whether the tree is a model's. Where a model continues a path, it knows more than sources that only repeat
+        text. So what it doesn't list there shares what probability it leaves.
         """
+        if by_model:
+            self._limit(tree, probabilities)
         nodes = {-1: -1}
         for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             node = nodes[i] = self._child(nodes[parent], token, owner)
             probability = self.probabilities[node] + (1 - min(1.0, self.probabilities[node])) * probabilities[i]
             above = self.probabilities[nodes[parent]] if parent >= 0 else probability
             self.probabilities[node] = min(probability, above)
+
+    def _limit(self, tree: Tree, probabilities: Sequence[float]) -> None:
+        """Multiply each node that `tree` doesn't have, after one that it continues, by the probability that it leaves there."""
+        nodes, left = dict[int, int | None]({-1: -1}), dict[int | None, float]()
+        for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            above = nodes[parent]
+            nodes[i] = None if above is None else self._children.get((above, token))
+            before = probabilities[parent] if parent >= 0 else 1.0
+            left[above] = left.get(above, 1.0) - (probabilities[i] / before if before else 0.0)
+        found, factors = set(nodes.values()), [1.0]  # the last is that of the root, whose index is -1
+        for node, parent in enumerate(self._parents):
+            own = 1.0 if node in found else max(0.0, left.get(parent, 1.0))
+            factors.insert(node, factors[parent] * own)
+            self.probabilities[node] *= factors[node]
 
     def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
         """The most likely nodes, in ascending order. `count` takes all probabilities, in descending order, and says how many to
