@@ -132,7 +132,7 @@ class Session:
         return tree if self._first is None else tree.prefixed(self._first)
 
     def sources(self, tree: Tree) -> tuple[int | None, ...]:
-        """The index of the draft that guessed each node, the cheapest if several did; None for a carried token."""
+        """The index of the draft that each node counts for (`Trie.mix`); None for a carried token."""
         first = int(self._first is not None)
         owners = {first + node: draft for draft, one in enumerate(self.proposals) for node in one.own}
         return tuple(owners.get(node) for node in range(len(tree)))
@@ -257,10 +257,10 @@ class Session:
             for draft, tree in guessed:
                 self.proposals[draft] = replace(self.proposals[draft], own=frozenset(range(len(tree))))
             return guessed[0][1] if guessed else Tree()
-        trie = Trie()
+        trie, repeating = Trie(), [draft for draft, _ in guessed if not self.proposals[draft].drafted]  # these run no model
         for draft, tree in guessed:
-            by_model = bool(self.proposals[draft].drafted)
-            trie.mix(tree, self.policy.probabilities(draft, tree), owner=draft, by_model=by_model)
+            limits = repeating if self.proposals[draft].drafted else ()
+            trie.mix(tree, self.policy.probabilities(draft, tree), draft, limits)
 
         def worth(probabilities: Sequence[float]) -> int:
             most = probabilities[: limit.nodes]

@@ -1,6 +1,6 @@
 """The candidate tree: guesses in the target's ids."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from xtok.errors import InvalidInputError, shown
@@ -136,7 +136,7 @@ def chain(
 class Trie:
     """Collects guesses and merges their common prefixes: a node has the probability of all guesses that go through it.
 
-    Law: a node's probability is at most its parent's, so the likeliest nodes are a tree. `owners`: the source of each node.
+    Law: a node's probability is at most its parent's, so the most likely nodes are a tree. `owners`: the source of each node.
     """
 
     def __init__(self) -> None:
@@ -145,6 +145,7 @@ class Trie:
         self._parents: list[int] = []
         self.probabilities: list[float] = []
         self.owners: list[int] = []
+        self._sole: list[float] = []
 
     def add(self, tokens: Iterable[int], probability: float) -> None:
         """Add a guess. Guesses that are added are taken to be mutually exclusive: their probabilities are summed."""
@@ -153,24 +154,27 @@ class Trie:
             node = self._child(node, token, 0)
             self.probabilities[node] += probability
 
-    def mix(self, tree: Tree, probabilities: Sequence[float], owner: int = 0, *, by_model: bool = False) -> None:
+    def mix(self, tree: Tree, probabilities: Sequence[float], owner: int = 0, limits: Container[int] = ()) -> None:
         """Add a tree with a probability for each of its nodes. Sources are taken to be independent: a node is wrong only if all
-        of them are. It belongs to the first `owner` that has it.
+        of them are. It belongs to the first `owner` that has it, unless a later one gives it more than twice the probability:
+        without that one, it would hardly be verified.
 
-        `by_model`: whether the tree is a model's. Where a model continues a path, it knows more than sources that only repeat
-        text. So what it doesn't list there shares what probability it leaves.
+        `limits`: owners that know less than this source does. Where it continues a path, what they guess and it doesn't shares
+        the probability that it leaves.
         """
-        if by_model:
-            self._limit(tree, probabilities)
+        if limits:
+            self._limit(tree, probabilities, limits)
         nodes = {-1: -1}
         for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             node = nodes[i] = self._child(nodes[parent], token, owner)
             probability = self.probabilities[node] + (1 - min(1.0, self.probabilities[node])) * probabilities[i]
+            if probabilities[i] > 2 * self._sole[node]:
+                self._sole[node], self.owners[node] = probabilities[i], owner
             above = self.probabilities[nodes[parent]] if parent >= 0 else probability
             self.probabilities[node] = min(probability, above)
 
-    def _limit(self, tree: Tree, probabilities: Sequence[float]) -> None:
-        """Multiply each node that `tree` doesn't have, after one that it continues, by the probability that it leaves there."""
+    def _limit(self, tree: Tree, probabilities: Sequence[float], owners: Container[int]) -> None:
+        """Multiply nodes of `owners` that `tree` lacks, after one that it continues, by what probability it leaves there."""
         nodes, left = dict[int, int | None]({-1: -1}), dict[int | None, float]()
         for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             above = nodes[parent]
@@ -179,7 +183,8 @@ class Trie:
             left[above] = left.get(above, 1.0) - (probabilities[i] / before if before else 0.0)
         found, factors = set(nodes.values()), [1.0]  # the last is that of the root, whose index is -1
         for node, parent in enumerate(self._parents):
-            own = 1.0 if node in found else max(0.0, left.get(parent, 1.0))
+            is_limited = node not in found and self.owners[node] in owners
+            own = max(0.0, left.get(parent, 1.0)) if is_limited else 1.0
             factors.insert(node, factors[parent] * own)
             self.probabilities[node] *= factors[node]
 
@@ -205,4 +210,5 @@ class Trie:
             self._parents.append(node)
             self.probabilities.append(0.0)
             self.owners.append(owner)
+            self._sole.append(0.0)
         return child

@@ -80,7 +80,8 @@ class Proposal:
     `tree`: the guess; None if the draft wasn't asked, or failed. `sure`: the probability of the most likely guess of cheaper
     drafts. `drafted`: what each of its forward passes took. `rest`: the seconds of everything else. `first`: whether it was
     asked for the first time in a sequence, when it also reads the prompt, so that `rest` says nothing about a usual round.
-    `own`: the nodes of the round's tree that no cheaper draft guessed. `expected`: how many of those were expected to be right.
+    `own`: the nodes of the round's tree that count for this draft (`Trie.mix`). `expected`: how many of those were expected to
+    be right.
     """
 
     tree: Tree | None = None
@@ -116,7 +117,7 @@ class DraftPolicy:
     """What a draft costs and gains, and whether asking it pays.
 
     `forward`: predicts the seconds of its forward passes. `rest`: those of all else that asking it takes. `gates`: one for each
-    batch size and range of how sure cheaper drafts are. `share`: the share of its right guesses that no cheaper draft had.
+    batch size and range of how sure cheaper drafts are. `share`: the share of its right guesses that count for it.
     `depth`: the depth of its next guess, under the heuristic schedule.
     """
 
