@@ -22,7 +22,7 @@ from xtok.bench.verdict import Counted, Timed, Verdict, verdict
 from xtok.cli import inspect
 from xtok.models.cache import parameters
 from xtok.models.load import from_config, load
-from xtok.pair import DRAFT, TARGET, TUNED, prompts
+from xtok.pair import DRAFT, HEADS, TARGET, TUNED, prompts
 
 FEW = 6
 
@@ -197,6 +197,17 @@ def test_inspect_judges_several_drafts(few_tokens: None) -> None:
     found = json.loads(run(*both, "--json")[0])
     assert [one["name"] for one in found] == [str(DRAFT), str(TARGET)]
     assert found[1]["verdict"]["accepted"] == found[1]["verdict"]["guessed"] > 0  # it guesses as it picks
+
+
+def test_inspect_judges_heads_beside_a_draft_model(few_tokens: None) -> None:
+    """Found by trial: a pair's heads, which guess better than its draft model, couldn't be judged."""
+    given = ("--draft", str(HEADS), "--draft", str(DRAFT))
+    heads, model = json.loads(run("inspect", *given, "--limit", "1", "--json")[0])
+    assert (heads["name"], model["name"]) == (str(HEADS), str(DRAFT))
+    assert heads["verdict"]["guessed"] > 0 and heads["verdict"]["cost"] < 1
+    assert "losses" in model and "losses" not in heads
+    printed, _ = run("inspect", "--draft", str(HEADS), "--limit", "1")
+    assert "Draft costs" in printed and "vocabulary" not in printed
 
 
 def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, few_tokens: None) -> None:

@@ -204,7 +204,7 @@ def _losses(target: Side, draft: Side) -> Iterator[str]:
 def _window_losses(target: Side, draft: Side) -> Iterator[str]:
     if target.reach and draft.reach and draft.reach < target.reach:
         yield (
-            f"The draft's window holds about {draft.reach:.0f} characters, the target's {target.reach:.0f}: "
+            f"The draft's window holds about {draft.reach:,.0f} characters, the target's {target.reach:,.0f}: "
             "of a longer text the draft reads only the most recent part."
         )
 

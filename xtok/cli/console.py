@@ -183,7 +183,7 @@ def model_draft(target: str, draft: str | None) -> str:
         )
     if draft in ("none", "lookup"):
         raise InvalidInputError(f'--draft is "{draft}", and this command needs a draft model. Give a hub id or path.')
-    if draft is not None and _holds_heads(draft):
+    if draft is not None and holds_heads(draft):
         raise InvalidInputError(
             f"{draft} holds heads, and this command needs a draft model. xtok bench chats --heads measures heads."
         )
@@ -207,7 +207,7 @@ def drafts_of(target: str, draft: str | None) -> Any:
         return OWN_DRAFT if target == OWN_TARGET else without_a_model()
     if draft in ("none", "lookup"):
         return None if draft == "none" else PromptLookup()
-    return HeadsDrafter(draft) if _holds_heads(draft) else draft
+    return HeadsDrafter(draft) if holds_heads(draft) else draft
 
 
 def remembering(draft: Any, size: str | None) -> Any:
@@ -231,7 +231,8 @@ def scaled(name: str, given: str, units: str, step: int, wanted: str) -> int:
     return round(float(found[1]) * float(step) ** f" {units}".index(found[2] or " "))
 
 
-def _holds_heads(draft: str) -> bool:
+def holds_heads(draft: str) -> bool:
+    """Whether a draft's path is that of heads."""
     from xtok.drafts.eagle3 import is_eagle3
 
     return draft.endswith(".safetensors") or is_eagle3(Path(draft))

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from xtok.bench.rows import Column, print_tables
-from xtok.cli.console import OWN_TARGET, JsonOption, Models, as_json, load_models, model_draft, on_the_command_line, read_text
+from xtok.cli.console import (
+    OWN_TARGET,
+    JsonOption,
+    Models,
+    as_json,
+    holds_heads,
+    load_models,
+    model_draft,
+    on_the_command_line,
+    read_text,
+)
 from xtok.errors import InvalidInputError
 from xtok.pair import pair
 from xtok.results.progress import busy
@@ -29,7 +39,8 @@ MEASURED, MEASURED_TOKENS = 8, 32
 def inspect(
     options: Models,
     draft: Annotated[
-        list[str] | None, typer.Option(help="Hub id or path of a draft model. May be given again.", show_default="the pair's")
+        list[str] | None,
+        typer.Option(help="Hub id or path of a draft model, or heads. May be given again.", show_default="the pair's"),
     ] = None,
     text: Annotated[
         Path | None,
@@ -58,9 +69,13 @@ def inspect(
         if given and not weights:
             raise InvalidInputError(f"--{name} has no effect with --no-weights. Give one of them.")
     target, of_pair = options.sources()
-    given_drafts: list[str | None] = list(draft) if draft else [of_pair]
-    drafts = list(dict.fromkeys(model_draft(target, one) for one in given_drafts))
+    given_drafts = list[str | None](draft or _of_pair(options.named, of_pair, heads=weights))
+    heads = [one for one in dict.fromkeys(given_drafts) if one is not None and holds_heads(one)]
+    if heads and not weights:
+        raise InvalidInputError(f"{heads[0]} holds heads, which have no tokenizer to compare. Leave out --no-weights.")
+    drafts = list(dict.fromkeys(model_draft(target, one) for one in given_drafts if one not in heads))
     from xtok.align.fit import fit
+    from xtok.drafts.heads import HeadsDrafter
     from xtok.models.load import load_without_weights
 
     lines = None if text is None else read_text(text).splitlines(keepends=True)
@@ -68,6 +83,8 @@ def inspect(
         own = load_without_weights(target, "target")
         described = {one: load_without_weights(one, "draft") for one in drafts}
     models = load_models(target, drafts, options.device, options.dtype) if weights else None
+    if models is not None:
+        models = models[0], {**{one: HeadsDrafter(one) for one in heads}, **models[1]}
     with busy("reading the sample"):
         texts, chats = (lines, False) if lines is not None else _sample(options.named, target, models and models[0])
         fits = {
@@ -77,17 +94,24 @@ def inspect(
     asked = [line.rstrip("\r\n") for line in texts if line.strip()][: limit or MEASURED]
     judged, rows = _measured(models, asked, chats, compares=measure) if models else ({}, [])
     if json:
-        typer.echo(as_json(_as_json(target, fits, judged, rows)))
+        typer.echo(as_json(_as_json(target, [*heads, *drafts], fits, judged, rows)))
         return
     typer.echo(f"target: {target}")
-    for name, fitting in fits.items():
-        typer.echo(typer.style(f"draft: {name}\n", bold=len(fits) > 1))
+    for name in (*heads, *drafts):
+        typer.echo(typer.style(f"draft: {name}\n", bold=len(heads) + len(drafts) > 1))
         typer.echo(judged[name].sentence if judged else _by_sizes(own, described[name]))
-        _print_fit(fitting)
-    if not draft and options.named == "smollm2":
-        typer.echo("xtok generate and serve use the pair's heads, not this draft model. xtok bench chats compares the two.")
+        if name in fits:
+            _print_fit(fits[name])
+        else:
+            typer.echo()  # heads have no tokenizer to compare
     if rows:
         _print_measured(rows, "as chats, greedily" if chats else "greedily, with a repetition penalty")
+
+
+def _of_pair(named: str | None, draft: str | None, *, heads: bool) -> list[str | None]:
+    """The drafts without --draft: a pair's heads, if they guess better and `heads`, and its draft model."""
+    better = [str(pair(named).guesser)] if named is not None and heads else []
+    return [*(one for one in better if holds_heads(one)), draft]
 
 
 def _sample(named: str | None, target: str, model: Any) -> tuple[list[str], bool]:
@@ -130,12 +154,20 @@ def _measured(
     return judged, compare_drafts(*models, prompts, **shared) if compares else []
 
 
-def _as_json(target: str, fits: "dict[str, Fit]", judged: "dict[str, Verdict]", rows: "list[DraftRow]") -> Any:
+def _as_json(
+    target: str, names: Sequence[str], fits: "dict[str, Fit]", judged: "dict[str, Verdict]", rows: "list[DraftRow]"
+) -> Any:
     measured = {row.draft: {"measured": asdict(row)} for row in rows}
     verdicts = {name: {"verdict": asdict(one)} for name, one in judged.items()}
     found = [
-        {"name": name, "target_name": target, **asdict(fitting), **verdicts.get(name, {}), **measured.get(name, {})}
-        for name, fitting in fits.items()
+        {
+            "name": name,
+            "target_name": target,
+            **(asdict(fits[name]) if name in fits else {}),
+            **verdicts.get(name, {}),
+            **measured.get(name, {}),
+        }
+        for name in names
     ]
     return found[0] if len(found) == 1 else found
 
