@@ -301,7 +301,7 @@ def test_a_draft_that_takes_as_long_as_many_forwards_of_the_target_is_left_alone
         for _ in range(3):
             assert xt.generate(PROMPT, **asked).token_ids == expected
     assert calls[TARGET] > 60
-    assert 1 <= calls[OTHER] <= 8, "of which there is one for each degree of how sure cheaper drafts are"
+    assert 1 <= calls[OTHER] <= 8, "of which there is one for when cheaper drafts are sure, and one for when they aren't"
 
 
 def test_a_draft_that_begins_to_hang_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ from xtok import Budget, Context, Generation, PromptLookup, TokenRecycling, Tree
 from xtok.align.projection import identity_projection
 from xtok.align.tokenbytes import same_tokens, token_bytes
 from xtok.align.vocabulary import Vocabulary
-from xtok.drafts.base import Drafter, Request
+from xtok.drafts.base import Drafter, ModelDrafter, Request
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import HeadsDrafter, described, save_heads
 from xtok.drafts.medusa import MedusaHeads
@@ -459,6 +459,47 @@ def test_a_draft_that_can_not_be_made_costs_speed_only(monkeypatch: pytest.Monke
         generation = xt.generate("吾輩は", **GREEDY)
     assert generation.token_ids == TRUTH
     assert generation.stats.draft_forwards
+
+
+class Knows(ModelDrafter):
+    """A model that guesses the same whatever it reads."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+
+    def start(self, request: Request) -> Drafter:
+        self.meter = request.meter
+        return self
+
+    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
+        with self.meter.drafting():
+            self.meter.drafts(Cost(1, 0.0))
+        return self.tree
+        yield  # a generator
+
+
+class Repeats(Guesses):
+    """A draft that only repeats text."""
+
+    def start(self, request: Request) -> Drafter:
+        drafter: Any = super().start(request)
+        drafter.repeats = True
+        return drafter  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("first", ["model", "repeating"])
+def test_what_only_repeated_text_says_shares_what_models_leave_in_whatever_order_drafts_are(first: str) -> None:
+    """Found in review: a model that was cheaper than prompt lookup limited nothing, and two that agreed were limited."""
+    model, repeating = Knows(tree_of([([1], 0.9), ([4], 0.05)])), Repeats(tree_of([([2], 0.3), ([3], 0.3)]))
+    other = Knows(tree_of([([3], 0.4)]))
+    drafts = [model, other, repeating] if first == "model" else [repeating, other, model]
+    request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=9, view=token_bytes(TOKENS)))
+    session = Session(drafts, request, Policy([DraftPolicy() for _ in drafts]), [])
+    tree = together([session.propose(Budget(nodes=9, depth=2, width=4, schedule="constant"))])[0]
+    found = dict(zip(tree.tokens, tree.probabilities, strict=True))
+    assert found[1] == pytest.approx(0.9) and found[4] == pytest.approx(0.05)
+    assert found[2] == pytest.approx(0.3 * 0.05 * 0.6)
+    assert found[3] >= 0.4
 
 
 def test_a_probability_is_never_more_than_its_parents_whatever_rounding_does() -> None:

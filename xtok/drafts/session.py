@@ -257,10 +257,7 @@ class Session:
             for draft, tree in guessed:
                 self.proposals[draft] = replace(self.proposals[draft], own=frozenset(range(len(tree))))
             return guessed[0][1] if guessed else Tree()
-        trie, repeating = Trie(), [draft for draft, _ in guessed if not self.proposals[draft].drafted]  # these run no model
-        for draft, tree in guessed:
-            limits = repeating if self.proposals[draft].drafted else ()
-            trie.mix(tree, self.policy.probabilities(draft, tree), draft, limits)
+        trie = self._mixed(guessed)
 
         def worth(probabilities: Sequence[float]) -> int:
             most = probabilities[: limit.nodes]
@@ -274,6 +271,21 @@ class Session:
             self.proposals[draft] = replace(self.proposals[draft], own=own)
         in_order = (one.tree.guess for one in self.proposals if one.tree)
         return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
+
+    def _mixed(self, guessed: Sequence[tuple[int, Tree]]) -> Trie:
+        """All guesses with their probabilities, of drafts in ascending order of cost."""
+        trie, given = Trie(), [(draft, tree, self.policy.probabilities(draft, tree)) for draft, tree in guessed]
+        repeating = [draft for draft, _ in guessed if getattr(self._drafters[draft], "repeats", False)]
+        for draft, tree, probabilities in given:
+            if draft in repeating:
+                trie.mix(tree, probabilities, draft)
+        for draft, tree, probabilities in given:
+            if self.proposals[draft].drafted:  # a model knows better where a text goes on as it did before
+                trie.limit(tree, probabilities)
+        for draft, tree, probabilities in given:
+            if draft not in repeating:
+                trie.mix(tree, probabilities, draft)
+        return trie
 
 
 def _sound(tree: Tree) -> Tree:

@@ -1,6 +1,6 @@
 """The candidate tree: guesses in the target's ids."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from xtok.errors import InvalidInputError, shown
@@ -145,7 +145,7 @@ class Trie:
         self._parents: list[int] = []
         self.probabilities: list[float] = []
         self.owners: list[int] = []
-        self._sole: list[float] = []
+        self._owners_own: list[float] = []  # the probability that each node's owner gives it
 
     def add(self, tokens: Iterable[int], probability: float) -> None:
         """Add a guess. Guesses that are added are taken to be mutually exclusive: their probabilities are summed."""
@@ -154,39 +154,33 @@ class Trie:
             node = self._child(node, token, 0)
             self.probabilities[node] += probability
 
-    def mix(self, tree: Tree, probabilities: Sequence[float], owner: int = 0, limits: Container[int] = ()) -> None:
+    def mix(self, tree: Tree, probabilities: Sequence[float], owner: int = 0) -> None:
         """Add a tree with a probability for each of its nodes. Sources are taken to be independent: a node is wrong only if all
         of them are. It belongs to the first `owner` that has it, unless a later one gives it more than twice the probability:
         without that one, it would hardly be verified.
-
-        `limits`: owners that know less than this source does. Where it continues a path, what they guess and it doesn't shares
-        the probability that it leaves.
         """
-        if limits:
-            self._limit(tree, probabilities, limits)
         nodes = {-1: -1}
         for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             node = nodes[i] = self._child(nodes[parent], token, owner)
             probability = self.probabilities[node] + (1 - min(1.0, self.probabilities[node])) * probabilities[i]
-            if probabilities[i] > 2 * self._sole[node]:
-                self._sole[node], self.owners[node] = probabilities[i], owner
+            if probabilities[i] > 2 * self._owners_own[node]:
+                self._owners_own[node], self.owners[node] = probabilities[i], owner
             above = self.probabilities[nodes[parent]] if parent >= 0 else probability
             self.probabilities[node] = min(probability, above)
 
-    def _limit(self, tree: Tree, probabilities: Sequence[float], owners: Container[int]) -> None:
-        """Multiply nodes of `owners` that `tree` lacks, after one that it continues, by what probability it leaves there."""
+    def limit(self, tree: Tree, probabilities: Sequence[float]) -> None:
+        """Where `tree` continues a path, multiply nodes that it lacks by the probability that it leaves there."""
         nodes, left = dict[int, int | None]({-1: -1}), dict[int | None, float]()
         for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             above = nodes[parent]
             nodes[i] = None if above is None else self._children.get((above, token))
             before = probabilities[parent] if parent >= 0 else 1.0
             left[above] = left.get(above, 1.0) - (probabilities[i] / before if before else 0.0)
-        found, factors = set(nodes.values()), [1.0]  # the last is that of the root, whose index is -1
+        found, factors = set(nodes.values()), {-1: 1.0}
         for node, parent in enumerate(self._parents):
-            is_limited = node not in found and self.owners[node] in owners
-            own = max(0.0, left.get(parent, 1.0)) if is_limited else 1.0
-            factors.insert(node, factors[parent] * own)
+            factors[node] = factors[parent] * (1.0 if node in found else max(0.0, left.get(parent, 1.0)))
             self.probabilities[node] *= factors[node]
+            self._owners_own[node] *= factors[node]
 
     def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
         """The most likely nodes, in ascending order. `count` takes all probabilities, in descending order, and says how many to
@@ -210,5 +204,5 @@ class Trie:
             self._parents.append(node)
             self.probabilities.append(0.0)
             self.owners.append(owner)
-            self._sole.append(0.0)
+            self._owners_own.append(0.0)
         return child

@@ -5,16 +5,14 @@ from dataclasses import dataclass, field
 
 from xtok.drafts.policy.gate import TRUST, Gate, Hits
 from xtok.drafts.policy.latency import SHARE, LatencyModel
-from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
 
-_FEW = Budget.longest
-"""A draft's forward pass with more rows per sequence than a guess is long reads a prompt, and says nothing about a usual round.
-"""
+_FEW = 64
+"""A draft's forward pass with more rows per sequence than this reads a prompt, and says nothing about a usual round."""
 _SURE = 0.6
-"""From which probability of their most likely guess on cheaper drafts are sure. A draft has a gate for when they are, and one
-for when they aren't.
+"""Cheaper drafts count as sure if their most likely guess has at least this probability. A draft has a gate for when they are,
+and one for when they aren't.
 """
 
 
@@ -116,9 +114,9 @@ class Outcome:
 class DraftPolicy:
     """What a draft costs and gains, and whether asking it pays.
 
-    `forward`: predicts the seconds of its forward passes. `rest`: those of all else that asking it takes. `gates`: one for each
-    batch size and range of how sure cheaper drafts are. `share`: the share of its right guesses that count for it.
-    `depth`: the depth of its next guess, under the heuristic schedule.
+    `forward`: predicts the seconds of its forward passes. `rest`: those of all else that asking it takes. `gates`: two for each
+    batch size: for when cheaper drafts are sure, and for when they aren't. `share`: the share of its right guesses that count
+    for it. `depth`: the depth of its next guess, under the heuristic schedule.
     """
 
     forward: LatencyModel = field(default_factory=LatencyModel)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from xtok.drafts.policy.latency import ROUNDS
 
 TRUST = 2.0
-"""How many expected tokens the assumption weighs that expectations are right."""
+"""The weight, in expected tokens, of the assumption that expectations are right."""
 _LOSS = 4.0
 """How many tokens something may lose before its gate closes; and how many of those that it gained it may lose besides."""
 _TRIALS = 0.01
@@ -31,13 +31,13 @@ class Hits:
     def add(self, right: float, expected: float) -> None:
         """Count guesses."""
         self.right, self.expected = self.right + right, self.expected + expected
-        if self.expected > ROUNDS:
+        if max(self.right, self.expected) > ROUNDS:
             self.right, self.expected = (self.right + TRUST) / 2, (self.expected + TRUST) / 2
 
 
 @dataclass
 class Gate:
-    """Decides whether something pays: a draft, or guessing at all. It compares rounds with it and what they would be without.
+    """Decides whether a draft pays. It compares rounds with it and what they would be without.
 
     `balance`: tokens gained minus tokens lost, within limits, so that what turns bad is noticed however much it gained before
     (a CUSUM test, Page 1954). `wait`: for how many more rounds the gate stays closed. The round after them is a `trial`. If it

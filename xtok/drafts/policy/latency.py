@@ -16,15 +16,19 @@ ROW = 0.02
 """
 
 
+def _cell_of(rows: float) -> int:
+    """The cell for a number of rows: 1 is in cell 0, 2 in 1, 3 and 4 in 2, 5 to 8 in 3, and so on."""
+    return (ceil(rows) - 1).bit_length()
+
+
 @dataclass
 class LatencyModel:
     """Predicts seconds from a number of rows: a curve through measurements that never falls.
 
     It interpolates between the numbers of rows that were measured, for latency jumps at some of them (a kernel's tile is full,
-    say). `cells` maps the bit length of a number of rows less one (so 1, 2, 3 to 4, 5 to 8, … share a cell) to a tuple: how
-    often it was measured, the mean number of rows, the smoothed seconds, and after how many measurements in all it was measured
-    last. `row`: what one more row is assumed to add, as a share of the seconds of one row, until two cells were measured.
-    `latest`: the latest measurement, in multiples of the mean.
+    say). `cells` maps the cell of a number of rows to a tuple: how often it was measured, the mean number of rows, the smoothed
+    seconds, and after how many measurements in all it was measured last. `row`: what one more row is assumed to add, as a share
+    of the seconds of one row, until two cells were measured. `latest`: the latest measurement, in multiples of the mean.
     """
 
     cells: dict[int, tuple[int, float, float, int]] = field(default_factory=dict)
@@ -40,8 +44,9 @@ class LatencyModel:
         among the first few), or as many times the mean as the measurement before was. The mean counts as at most twice the new
         one.
         """
-        cell = (ceil(rows) - 1).bit_length()
-        count, mean_rows, mean, _ = self.cells.get(cell) or (0, rows, self.at(rows) or seconds, 0)
+        cell = _cell_of(rows)
+        count, mean_rows, mean, _ = self.cells.get(cell) or (0, rows, self.at(rows), 0)
+        mean = mean or seconds  # clocks of some systems tick coarsely
         share = max(1 / (count + 1), SHARE)
         limit, self.latest = max(1 + 2 * share, self.latest) * mean, seconds / mean if mean else 1.0
         seconds, mean = min(seconds, limit), min(mean, 2 * seconds)
@@ -51,7 +56,7 @@ class LatencyModel:
 
     def knows(self, rows: float) -> bool:
         """Whether about this many rows were measured so often that a change must be one of the machine."""
-        return self.cells.get((ceil(rows) - 1).bit_length(), (0,))[0] >= ENOUGH
+        return self.cells.get(_cell_of(rows), (0,))[0] >= ENOUGH
 
     def at(self, rows: float) -> float:
         """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured.

@@ -13,7 +13,7 @@ from math import sqrt
 from threading import RLock
 from typing import Any, NamedTuple
 
-from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal, are_sure, rounded_down
+from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal, rounded_down
 from xtok.drafts.policy.gate import Gate
 from xtok.drafts.policy.latency import ENOUGH, ROUNDS, ROW, SHARE, LatencyModel, NominalLatency
 from xtok.drafts.policy.settings import Budget
@@ -69,14 +69,13 @@ class Batch:
     sequences: int = 1
     guesses: bool = True
     judged: bool = False
-    _decided: dict[tuple[int, bool], bool] = field(default_factory=dict)
+    _decided: dict[int, bool] = field(default_factory=dict)
 
-    def asks(self, draft: int, gate: Gate, sure: float) -> bool:
-        """Whether to ask a draft: its gate decides once per round, for each range of `sure`."""
-        key = draft, are_sure(sure)
-        if key not in self._decided:
-            self._decided[key] = self.guesses and gate.asks()
-        return self._decided[key]
+    def asks(self, gate: Gate) -> bool:
+        """Whether to ask the draft of a gate, which decides once per round."""
+        if id(gate) not in self._decided:
+            self._decided[id(gate)] = self.guesses and gate.asks()
+        return self._decided[id(gate)]
 
 
 @dataclass
@@ -141,10 +140,10 @@ class Policy:
     def asks(self, draft: int, sure: float, batch: Batch) -> bool:
         """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
         with self.shared.lock:
-            return batch.asks(draft, self.drafts[draft].gate(batch.sequences, sure), sure)
+            return batch.asks(self.drafts[draft].gate(batch.sequences, sure))
 
     def cheapest_first(self) -> list[int]:
-        """The indices of the drafts, sorted by the time that asking them takes."""
+        """The indices of the drafts, sorted by the time of a forward pass and of all else that asking them takes."""
         with self.shared.lock:
             return sorted(range(len(self.drafts)), key=lambda draft: self.drafts[draft].seconds)
 
@@ -219,12 +218,12 @@ class Policy:
         `rate`: the picks of a sequence per second.
         """
         count, nodes = len(outcomes), [sum(len(each.own) for each in one.proposals) for one in outcomes]
-        judged = dict[tuple[int, bool], list[_Asked]]()
+        judged = dict[int, tuple[Gate, list[_Asked]]]()
         for one in asked:
-            judged.setdefault((id(one.draft), are_sure(one.proposal.sure)), []).append(one)
-        for some in judged.values():
+            gate = one.draft.gate(batch.sequences, one.proposal.sure)
+            judged.setdefault(id(gate), (gate, []))[1].append(one)
+        for gate, some in judged.values():
             draft, without, picks = some[0].draft, [*nodes], 0.0
-            gate = draft.gate(batch.sequences, some[0].proposal.sure)
             for one in some:
                 own = one.proposal.own
                 without[one.sequence] -= len(own)
