@@ -13,7 +13,7 @@ from worlds import deep, examples, mostly_deep
 
 from xtok import Budget, Tree
 from xtok.drafts.policy.draft import Calibration, DraftPolicy, Outcome, Proposal
-from xtok.drafts.policy.gate import Gate
+from xtok.drafts.policy.gate import Gate, Hits
 from xtok.drafts.policy.latency import LatencyModel
 from xtok.drafts.policy.policy import Batch, BatchSize, Policy, Shared
 from xtok.models.timing import Cost
@@ -300,3 +300,32 @@ def test_a_gate_that_closed_tries_again_and_what_gains_opens_it() -> None:
 def test_fixed_budgets_of_the_simulator_are_what_they_say() -> None:
     run = simulated(World(FREE, [CHEAP]), 20, FIXED[0], [CHEAP])
     assert all(work == pytest.approx(1.0 + 2 * 0.05 + 0.01) for _, work in run)
+
+
+def test_a_draft_that_underrates_itself_is_doubted_soon_after_it_turns_bad() -> None:
+    """Found in review: right guesses were forgotten only as fast as few were expected, so that it took 353 wrong ones."""
+    hits, wrong = Hits(), 0
+    for _ in range(300):
+        hits.add(1, 0.2)
+    while hits.factor > 1:
+        hits.add(0, 0.2)
+        wrong += 1
+    assert wrong < 250
+
+
+def test_a_first_measurement_of_no_time_is_not_kept() -> None:
+    """Found in review: measurements count as at most a multiple of the mean so far, which was 0 for ever."""
+    latency = LatencyModel()
+    for seconds in (0.0, *[5.0] * 20):
+        latency.add(1, seconds)
+    assert latency.at(1) == pytest.approx(5)
+
+
+def test_each_sequences_own_draft_has_its_own_gate() -> None:
+    """Found in review: sequences whose own drafts have the same index shared the decision of the first that asked."""
+    policy = Policy([])
+    one, other = policy.with_draft(), policy.with_draft()
+    other.drafts[0].gate(2, 0.0).wait = 50
+    batch = Batch(2, judged=True)
+    assert one.asks(0, 0.0, batch) and not other.asks(0, 0.0, batch)
+    assert other.drafts[0].gate(2, 0.0).wait == 49
