@@ -478,27 +478,24 @@ class Knows(ModelDrafter):
         yield  # a generator
 
 
-class Repeats(Guesses):
-    """A draft that only repeats text."""
+class Repeats(Knows):
+    """A draft that only repeats text. Like token recycling, it records what its guesses cost."""
 
-    def start(self, request: Request) -> Drafter:
-        drafter: Any = super().start(request)
-        drafter.repeats = True
-        return drafter  # type: ignore[no-any-return]
+    only_repeats = True
 
 
 @pytest.mark.parametrize("first", ["model", "repeating"])
 def test_what_only_repeated_text_says_shares_what_models_leave_in_whatever_order_drafts_are(first: str) -> None:
     """Found in review: a model that was cheaper than prompt lookup limited nothing, and two that agreed were limited."""
     model, repeating = Knows(tree_of([([1], 0.9), ([4], 0.05)])), Repeats(tree_of([([2], 0.3), ([3], 0.3)]))
-    other = Knows(tree_of([([3], 0.4)]))
-    drafts = [model, other, repeating] if first == "model" else [repeating, other, model]
+    other, recycling = Knows(tree_of([([3], 0.4)])), Repeats(tree_of([([1], 0.8)]))
+    drafts = [model, other, recycling, repeating] if first == "model" else [repeating, recycling, other, model]
     request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=9, view=token_bytes(TOKENS)))
     session = Session(drafts, request, Policy([DraftPolicy() for _ in drafts]), [])
     tree = together([session.propose(Budget(nodes=9, depth=2, width=4, schedule="constant"))])[0]
     found = dict(zip(tree.tokens, tree.probabilities, strict=True))
-    assert found[1] == pytest.approx(0.9) and found[4] == pytest.approx(0.05)
-    assert found[2] == pytest.approx(0.3 * 0.05 * 0.6)
+    assert found[1] == pytest.approx(1 - 0.1 * (1 - 0.8 * 0.6)) and found[4] == pytest.approx(0.05)
+    assert found[2] == pytest.approx(0.3 * 0.05 * 0.6), "recycling, which gives another token 0.8, leaves it as it is"
     assert found[3] >= 0.4
 
 

@@ -110,7 +110,7 @@ class Lookup:
         self._corpora = [one for one in (corpus, memory) if one is not None]
         self._memory = memory
         self._prediction = prediction
-        self.repeats = prediction is None
+        self.only_repeats = prediction is None
         self._continuation = Continuation(encoder)
         self._view = encoder.view
         self._repeats = Repeats()

@@ -93,7 +93,7 @@ class _Table:
 class Recycler(ModelDrafter):
     """The drafter of `TokenRecycling` for one sequence."""
 
-    repeats = True
+    only_repeats = True
     table: _Table
     vocabulary: Vocabulary
     meter: Meter

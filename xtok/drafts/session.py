@@ -274,17 +274,18 @@ class Session:
 
     def _mixed(self, guessed: Sequence[tuple[int, Tree]]) -> Trie:
         """All guesses with their probabilities, of drafts in ascending order of cost."""
-        trie, given = Trie(), [(draft, tree, self.policy.probabilities(draft, tree)) for draft, tree in guessed]
-        repeating = [draft for draft, _ in guessed if getattr(self._drafters[draft], "repeats", False)]
-        for draft, tree, probabilities in given:
-            if draft in repeating:
+        trie, others = Trie(), list[tuple[int, Tree, list[float]]]()
+        for draft, tree in guessed:
+            probabilities = self.policy.probabilities(draft, tree)
+            if getattr(self._drafters[draft], "only_repeats", False):
                 trie.mix(tree, probabilities, draft)
-        for draft, tree, probabilities in given:
-            if self.proposals[draft].drafted:  # a model knows better where a text goes on as it did before
+            else:
+                others.append((draft, tree, probabilities))
+        for draft, tree, probabilities in others:
+            if self.proposals[draft].drafted:  # a model knows better whether a text goes on as it did before
                 trie.limit(tree, probabilities)
-        for draft, tree, probabilities in given:
-            if draft not in repeating:
-                trie.mix(tree, probabilities, draft)
+        for draft, tree, probabilities in others:
+            trie.mix(tree, probabilities, draft)
         return trie
 
 
