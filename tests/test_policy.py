@@ -136,6 +136,7 @@ def test_what_was_learnt_is_kept_for_the_next_sequence_and_batch_size() -> None:
 @example(0.3, 8, 1.0, 0.0, [(0.0, 0.0), (0.0, 0.0), (0.0, 0.5)], 2)  # the worst that were found
 @example(0.3, 8, 1.0, 0.0, [(0.02, 0.0)], 2)
 @example(0.3, 10**9, 0.1, 0.3, [(0.0, 0.5), (0.02, 0.5), (0.0, 0.5)], 8)  # each of a draft's gates lost as much as one may
+@example(0.05, 8, 0.13671875, 0.0, [(0.4, 1.0), (0.4, 1.0), (0.0, 0.0)], 8)  # two drafts filled the same rows, and neither paid
 def test_guessing_is_never_much_slower_than_not_guessing(
     row: float, jumps: int, jump: float, guess: float, drafts: list[tuple[float, float]], texts: int
 ) -> None:
@@ -145,7 +146,7 @@ def test_guessing_is_never_much_slower_than_not_guessing(
         for seed, (forward, worth) in enumerate(drafts)
     ]
     run = simulated(World(engine, guessers, texts=texts), 500, Budget(), guessers, texts=texts)
-    assert speed(run[64:]) > 0.85 * texts / engine.seconds(texts, 1)  # of 436 rounds; of more, the loss is 1% for each draft
+    assert speed(run[64:]) > 0.89 * texts / engine.seconds(texts, 1)  # of 436 rounds; of more, the loss is 1% for each draft
 
 
 @pytest.mark.parametrize("texts", [8, 16])

@@ -215,24 +215,34 @@ class Policy:
     def _judge(self, batch: Batch, outcomes: Sequence[Outcome], asked: Iterable[_Asked], rows: float, rate: float) -> None:
         """Judge each draft that was asked, by comparing the round with what it would have been without that draft.
 
-        `rate`: the picks of a sequence per second.
+        Costs that no draft causes alone, such as those of a row that each of two drafts fills, are divided among all by how
+        many nodes are theirs. `rate`: the picks of a sequence per second.
         """
         count, nodes = len(outcomes), [sum(len(each.own) for each in one.proposals) for one in outcomes]
         judged = dict[int, tuple[Gate, list[_Asked]]]()
         for one in asked:
             gate = one.draft.gate(batch.sequences, one.proposal.sure)
             judged.setdefault(id(gate), (gate, []))[1].append(one)
-        for gate, some in judged.values():
-            draft, without, picks = some[0].draft, [*nodes], 0.0
+        saved = {key: rate * self._saved(some, nodes, count, rows) for key, (_, some) in judged.items()}
+        shared = rate * (self.seconds(count, rows) - self.seconds(count, 1)) - sum(saved.values())  # no draft alone saves it
+        for key, (gate, some) in judged.items():
+            draft, share = some[0].draft, sum(len(one.proposal.own) for one in some) / max(1, sum(nodes))
+            picks = -saved[key] - max(0.0, shared) * share
             for one in some:
-                own = one.proposal.own
-                without[one.sequence] -= len(own)
-                picks += gate.gain(len(own.intersection(outcomes[one.sequence].path)), one.proposal.expected) / count
-                picks -= rate * one.seconds
-            saved = max(nodes) - max(without)  # a forward pass has as many rows as the largest guess takes
-            picks -= rate * (self.seconds(count, rows) - self.seconds(count, max(1.0, rows - saved)))
+                right = len(one.proposal.own.intersection(outcomes[one.sequence].path))
+                picks += gate.gain(right, one.proposal.expected) / count - rate * one.seconds
             if gate.judge(picks, [other for other in draft.gates.values() if other is not gate], sequences=count):
                 draft.calibration.forget()
+
+    def _saved(self, some: Iterable[_Asked], nodes: Sequence[int], count: int, rows: float) -> float:
+        """The seconds that a forward pass of the target would have taken less without some guesses. It has as many rows as the
+        largest guess takes. `nodes`: how many nodes each sequence's guess has.
+        """
+        without = [*nodes]
+        for one in some:
+            without[one.sequence] -= len(one.proposal.own)
+        fewer = max(nodes) - max(without)
+        return self.seconds(count, rows) - self.seconds(count, max(1.0, rows - fewer))
 
     def _measure(self, size: BatchSize, rows: float, seconds: float, *, is_pure: bool) -> None:
         """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
