@@ -253,14 +253,17 @@ def load_pair(target: str, draft: str | None, device: str | None, dtype: str | N
 
 
 def load_models(target: str, drafts: Sequence[str], device: str | None, dtype: str | None) -> tuple[Any, dict[str, Any]]:
-    """As `load_pair`, for several drafts, which are given by name."""
+    """As `load_pair`, for several drafts, by their names. Heads are left to load with the target."""
+    from xtok.drafts.heads import HeadsDrafter
     from xtok.models.cache import device_of
     from xtok.models.load import load
     from xtok.models.placement import placements
 
     places = placements(by_model(device), by_model(dtype))
     big = load(target, "target", places[0])
-    return big, {one: load(one, "draft", places[1], device_of(big[0])) for one in drafts}
+    return big, {
+        one: HeadsDrafter(one) if holds_heads(one) else load(one, "draft", places[1], device_of(big[0])) for one in drafts
+    }
 
 
 def read_text(path: Path) -> str:

@@ -69,22 +69,20 @@ def inspect(
         if given and not weights:
             raise InvalidInputError(f"--{name} has no effect with --no-weights. Give one of them.")
     target, of_pair = options.sources()
-    given_drafts = list[str | None](draft or _of_pair(options.named, of_pair, heads=weights))
-    heads = [one for one in dict.fromkeys(given_drafts) if one is not None and holds_heads(one)]
+    by_default: list[str | None] = [options.guess_sources(None)[1], of_pair] if weights else [of_pair]
+    given_drafts = draft or by_default
+    heads = [one for one in given_drafts if one is not None and holds_heads(one)]
     if heads and not weights:
         raise InvalidInputError(f"{heads[0]} holds heads, which have no tokenizer to compare. Leave out --no-weights.")
-    drafts = list(dict.fromkeys(model_draft(target, one) for one in given_drafts if one not in heads))
+    drafts = list(dict.fromkeys(one if one in heads else model_draft(target, one) for one in given_drafts))
     from xtok.align.fit import fit
-    from xtok.drafts.heads import HeadsDrafter
     from xtok.models.load import load_without_weights
 
     lines = None if text is None else read_text(text).splitlines(keepends=True)
     with busy("reading tokenizers"):
         own = load_without_weights(target, "target")
-        described = {one: load_without_weights(one, "draft") for one in drafts}
+        described = {one: load_without_weights(one, "draft") for one in drafts if one not in heads}
     models = load_models(target, drafts, options.device, options.dtype) if weights else None
-    if models is not None:
-        models = models[0], {**{one: HeadsDrafter(one) for one in heads}, **models[1]}
     with busy("reading the sample"):
         texts, chats = (lines, False) if lines is not None else _sample(options.named, target, models and models[0])
         fits = {
@@ -94,11 +92,11 @@ def inspect(
     asked = [line.rstrip("\r\n") for line in texts if line.strip()][: limit or MEASURED]
     judged, rows = _measured(models, asked, chats, compares=measure) if models else ({}, [])
     if json:
-        typer.echo(as_json(_as_json(target, [*heads, *drafts], fits, judged, rows)))
+        typer.echo(as_json(_as_json(target, drafts, fits, judged, rows)))
         return
     typer.echo(f"target: {target}")
-    for name in (*heads, *drafts):
-        typer.echo(typer.style(f"draft: {name}\n", bold=len(heads) + len(drafts) > 1))
+    for name in drafts:
+        typer.echo(typer.style(f"draft: {name}\n", bold=len(drafts) > 1))
         typer.echo(judged[name].sentence if judged else _by_sizes(own, described[name]))
         if name in fits:
             _print_fit(fits[name])
@@ -106,12 +104,6 @@ def inspect(
             typer.echo()  # heads have no tokenizer to compare
     if rows:
         _print_measured(rows, "as chats, greedily" if chats else "greedily, with a repetition penalty")
-
-
-def _of_pair(named: str | None, draft: str | None, *, heads: bool) -> list[str | None]:
-    """The drafts without --draft: a pair's heads, if they guess better and `heads`, and its draft model."""
-    better = [str(pair(named).guesser)] if named is not None and heads else []
-    return [*(one for one in better if holds_heads(one)), draft]
 
 
 def _sample(named: str | None, target: str, model: Any) -> tuple[list[str], bool]:

@@ -80,11 +80,11 @@ class LatencyModel:
         Old measurements between newer ones are left out, so that a number of rows that seemed too expensive is tried again. Old
         ones at the ends stay: without them, nothing would be known about such numbers of rows.
         """
-        fresh = [rows for _, rows, _, last in self.cells.values() if self._count - last < ROUNDS]
+        fresh = [cell for cell, (*_, last) in self.cells.items() if self._count - last < ROUNDS]
         points = [
             (rows, mean)
-            for _, (_, rows, mean, last) in sorted(self.cells.items())
-            if self._count - last < ROUNDS or not min(fresh) < rows < max(fresh)
+            for cell, (_, rows, mean, _) in sorted(self.cells.items())
+            if cell in fresh or not min(fresh) < cell < max(fresh)
         ]
         return [rows for rows, _ in points], [*accumulate((mean for _, mean in reversed(points)), min)][::-1]
 
