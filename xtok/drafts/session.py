@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan
 from operator import index
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +19,14 @@ from xtok.models.forwards import Steps
 from xtok.models.timing import Cost
 from xtok.sampling.draws import Distribution
 from xtok.sampling.noise import Noise
+
+
+class _Guessed(NamedTuple):
+    """A draft's guess in a round, and the corrected probability of each of its nodes. In lists, cheap drafts come first."""
+
+    draft: int
+    tree: Tree
+    probabilities: list[float]
 
 
 class Session:
@@ -104,15 +113,18 @@ class Session:
             limit = replace(limit, longest=max(0, limit.longest - 1), nodes=max(1, limit.nodes - 1))
         context = self._context()
         self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
+        guessed = list[_Guessed]()
         for draft in self.policy.cheapest_first():
             drafter = self._drafters[draft]
             if drafter is not None and has_room and (own := self._own(draft, limit, sure, batch)) is not None:
-                self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
-                sure = max([sure, *self.policy.probabilities(draft, self.proposals[draft].tree or Tree())])
-        if not any(one.tree for one in self.proposals):
+                one = self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
+                if one.tree:
+                    guessed.append(_Guessed(draft, one.tree, self.policy.probabilities(draft, one.tree)))
+                    sure = max(sure, *guessed[-1].probabilities)
+        if not guessed:
             self._guessed = limit, Tree()
             return self._whole(Tree())
-        tree = self._merged(limit, batch.sequences)
+        tree = self._merged(limit, batch.sequences, guessed)
         path = tree.likeliest_path(limit.longest)
         rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
         tree = self._of(tree, [*path, *sorted(rest)])  # so what is right most often has its final position in the cache
@@ -250,13 +262,12 @@ class Session:
         warn(message, DraftFailedWarning)
         return Proposal()
 
-    def _merged(self, limit: Budget, sequences: int) -> Tree:
+    def _merged(self, limit: Budget, sequences: int, guessed: Sequence[_Guessed]) -> Tree:
         """All guesses, merged into one tree. If there is only one guess, it stays as it is."""
-        guessed = [(draft, one.tree) for draft in self.policy.cheapest_first() if (one := self.proposals[draft]).tree]
-        if len(guessed) < 2:
-            for draft, tree in guessed:
-                self.proposals[draft] = replace(self.proposals[draft], own=frozenset(range(len(tree))))
-            return guessed[0][1] if guessed else Tree()
+        if len(guessed) == 1:
+            draft, tree, _ = guessed[0]
+            self.proposals[draft] = replace(self.proposals[draft], own=frozenset(range(len(tree))))
+            return tree
         trie = self._mixed(guessed)
 
         def worth(probabilities: Sequence[float]) -> int:
@@ -266,21 +277,20 @@ class Session:
             return self.policy.width([(self._unread, most)], sequences) - self._unread
 
         nodes = trie.likeliest(worth)
-        for draft, _ in guessed:
+        for draft, *_ in guessed:
             own = frozenset(i for i, node in enumerate(nodes) if trie.owners[node] == draft)
             self.proposals[draft] = replace(self.proposals[draft], own=own)
         in_order = (one.tree.guess for one in self.proposals if one.tree)
         return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
 
-    def _mixed(self, guessed: Sequence[tuple[int, Tree]]) -> Trie:
-        """All guesses with their probabilities, of drafts in ascending order of cost."""
-        trie, others = Trie(), list[tuple[int, Tree, list[float]]]()
-        for draft, tree in guessed:
-            probabilities = self.policy.probabilities(draft, tree)
-            if getattr(self._drafters[draft], "only_repeats", False):
-                trie.mix(tree, probabilities, draft)
+    def _mixed(self, guessed: Sequence[_Guessed]) -> Trie:
+        """All guesses with their probabilities."""
+        trie, others = Trie(), list[_Guessed]()
+        for one in guessed:
+            if getattr(self._drafters[one.draft], "only_repeats", False):
+                trie.mix(one.tree, one.probabilities, one.draft)
             else:
-                others.append((draft, tree, probabilities))
+                others.append(one)
         for draft, tree, probabilities in others:
             if self.proposals[draft].drafted:  # a model knows better whether a text goes on as it did before
                 trie.limit(tree, probabilities)
