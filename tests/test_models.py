@@ -1,5 +1,6 @@
 """Every causal architecture that transformers knows, as target and as draft: what the target alone gives, or a refusal."""
 
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -105,21 +106,19 @@ def stable(model: PreTrainedModel) -> str:
     return "yes"
 
 
-def tried_models(name: str) -> dict[str, PreTrainedModel]:
+def tried_models(name: str) -> Iterator[tuple[str, PreTrainedModel]]:
     """A model of an architecture with either kind of attention, as far as there is one; in the regular tests, with one kind."""
-    models = dict[str, PreTrainedModel]()
     for attention in ("eager", "sdpa") if quick() and len(name) % 2 else ("sdpa", "eager"):
         if not isinstance(model := built(name, attention), str):
-            models[attention] = model
+            yield attention, model
             if quick():
                 break
-    return models
 
 
 @cache
 def verdict(name: str) -> tuple[str, str]:
     """What becomes of an architecture as target, with either kind of attention, and as draft."""
-    if not (tried := tried_models(name)):
+    if not (tried := dict(tried_models(name))):
         return NOT_TRIED, NOT_TRIED
     reported = {attention: helped((model, TOKENS), (other(), OTHERS)) for attention, model in tried.items()}
     ways = dict.fromkeys(reported.values())
@@ -134,7 +133,7 @@ def with_fixed_shapes(name: str) -> str:
     as_target = verdict(name)[0]
     if as_target == NOT_TRIED:
         return NOT_TRIED
-    return stable(next(iter(tried_models(name).values()))) if "shared forwards" in as_target else "no"
+    return stable(next(tried_models(name))[1]) if "shared forwards" in as_target else "no"
 
 
 def table() -> list[str]:
