@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.base import Drafter, Request, check_request
 from xtok.drafts.eagle3 import check_eagle3, layers_of_eagle3, load_eagle3, read_eagle3
-from xtok.drafts.int8 import rounded
 from xtok.drafts.medusa import MedusaDrafter, MedusaHeads
 from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, StateHeads, load_sequential
 from xtok.errors import InvalidInputError, reason, shown
@@ -215,7 +214,8 @@ def save_heads(heads: MedusaHeads | SequentialHeads, trained: HeadsInfo, file: P
     for name, tensor in heads.state_dict().items():
         tensors[name] = tensor.detach().cpu().float().contiguous()
         if tensor.dim() > 1:
-            tensors[name], tensors[name + _SCALE] = rounded(tensors[name])
+            scale = (tensors[name].abs().amax(dim=-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+            tensors |= {name: (tensors[name] / scale[..., None]).round().to(torch.int8), name + _SCALE: scale}
     if isinstance(heads, SequentialHeads):
         tensors["ids"] = heads.ids.to(torch.int32)
     save_file(tensors, file, metadata={"xtok": json.dumps(asdict(trained))})

@@ -14,7 +14,6 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.base import Context
 from xtok.drafts.growth import SHARPNESS, IdPath, TreeDrafter, check_numbers, child, drawn, grown, likeliest, next_ids, tree_of
-from xtok.drafts.int8 import fastest, use_fastest
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree, chain
@@ -124,26 +123,21 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
         if self._rows is None:
             logits: Tensor = self._targets[1](hidden)
             return logits[..., self.ids.to(logits.device)]
-        (rows,) = self._rows
-        if rows.weight.dtype == hidden.dtype:
-            return rows(hidden)  # type: ignore[no-any-return]
-        return nn.functional.linear(hidden, rows.weight.to(hidden), None if rows.bias is None else rows.bias.to(hidden))
+        return nn.functional.linear(hidden, *(one.to(hidden.dtype) for one in self._rows))
 
     def logits_after(self, states: Tensor) -> Tensor:
         return self.logits_of(self.out(states))
 
 
-def _rows(output: Any, ids: Tensor) -> tuple[nn.Linear] | None:
-    """The rows of an output embedding for some ids, as a layer, in a tuple so that it isn't among the heads' own; None if the
-    embedding is quantised or offloaded.
+def _rows(output: Any, ids: Tensor) -> tuple[Tensor, ...] | None:
+    """The rows of an output embedding for some ids, (ids, hidden size), and their bias if it has one, (ids,); None if it is
+    quantised or offloaded.
     """
     weight = output.weight
     if type(output) is not nn.Linear or not weight.is_floating_point() or weight.is_meta:
         return None
-    made = nn.Linear(weight.shape[1], len(ids), bias=output.bias is not None, device="meta")
-    parts = {name: part.detach()[ids.to(part.device)] for name, part in output.named_parameters()}
-    made.load_state_dict(parts, assign=True)
-    return (fastest(made.requires_grad_(requires_grad=False)),)
+    parts = (weight,) if output.bias is None else (weight, output.bias)
+    return tuple(part.detach()[ids.to(weight.device)].clone() for part in parts)
 
 
 def sequential_config(ids: int, size: int, inner: int, heads: int, groups: int, window: int) -> MistralConfig:
@@ -193,7 +187,6 @@ def built(make: Callable[[], Made], tensors: Mapping[str, Tensor], model: PreTra
     device = device_of(model)
     made.load_state_dict({name: one.to(device, model.dtype) for name, one in tensors.items()}, assign=True)
     made.model.rotary_emb = type(made.model.rotary_emb)(made.config).to(device)  # its buffers aren't among the tensors
-    use_fastest(made)
     return made.eval()  # type: ignore[no-any-return]
 
 
