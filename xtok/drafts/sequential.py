@@ -94,7 +94,7 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
         self.model.embed_tokens = nn.Identity()
         self.out = nn.Linear(size, hidden, bias=False)
         self._targets = (embedding, output)  # in a tuple: these aren't its modules
-        self._rows = _rows(output, ids)
+        self.rows = _rows(output, ids)
         self.scales = nn.Buffer(torch.ones(layers, dtype=torch.float32, device="cpu"))
         self.ids, self.window = ids, int(config.sliding_window or 0)
 
@@ -120,24 +120,29 @@ class SequentialHeads(StateHeads):  # type: ignore[no-untyped-call, unused-ignor
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Logits of `ids`, (…, ids), from last hidden states of the target, as `self.out` predicts them."""
-        if self._rows is None:
+        if self.rows is None:
             logits: Tensor = self._targets[1](hidden)
             return logits[..., self.ids.to(logits.device)]
-        return nn.functional.linear(hidden, *(one.to(hidden.dtype) for one in self._rows))
+        if self.rows.weight.dtype == hidden.dtype:
+            return self.rows(hidden)  # type: ignore[no-any-return]
+        return nn.functional.linear(hidden, *(one.to(hidden.dtype) for one in self.rows.buffers()))  # in training
 
     def logits_after(self, states: Tensor) -> Tensor:
         return self.logits_of(self.out(states))
 
 
-def _rows(output: Any, ids: Tensor) -> tuple[Tensor, ...] | None:
-    """The rows of an output embedding for some ids, (ids, hidden size), and their bias if it has one, (ids,); None if it is
-    quantised or offloaded.
+def _rows(output: Any, ids: Tensor) -> nn.Linear | None:
+    """The rows of an output embedding for some ids, as a layer, in buffers that files of heads don't hold; None if the
+    embedding is quantised or offloaded.
     """
     weight = output.weight
     if type(output) is not nn.Linear or not weight.is_floating_point() or weight.is_meta:
         return None
-    parts = (weight,) if output.bias is None else (weight, output.bias)
-    return tuple(part.detach()[ids.to(weight.device)].clone() for part in parts)
+    made = nn.Linear(weight.shape[1], len(ids), bias=output.bias is not None, device="meta")
+    for name, part in output.named_parameters():
+        delattr(made, name)
+        made.register_buffer(name, part.detach()[ids.to(part.device)].clone(), persistent=False)
+    return made
 
 
 def sequential_config(ids: int, size: int, inner: int, heads: int, groups: int, window: int) -> MistralConfig:

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from xtok.models.packed import replaced_forward
+
 _FORMAT = 4
 """Raised if what is tried, or how, changes: older files are then ignored."""
 _VARIABLES = ("ONEDNN_", "DNNL_", "MKL_", "KMP_", "OMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_")
@@ -58,7 +60,7 @@ def _is_known(module: nn.Module) -> bool:
     """Whether a module runs the code of its class alone, apart from hooks of accelerate and transformers."""
     hooks: list[Any] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     libraries = {str(getattr(hook, "__module__", None)).partition(".")[0] for hook in hooks}
-    return libraries <= {"accelerate", "transformers"} and ("forward" not in vars(module) or hasattr(module, "_hf_hook"))
+    return libraries <= {"accelerate", "transformers"} and (replaced_forward(module) is None or hasattr(module, "_hf_hook"))
 
 
 @cache

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from xtok.models.kernels import kernel_state, settings_of
+from xtok.models.packed import replaced_forward
 
 Inputs: TypeAlias = "dict[str, Tensor]"
 Run: TypeAlias = Callable[[Inputs], "list[Tensor]"]
@@ -137,7 +138,7 @@ def takes_graphs(model: PreTrainedModel) -> bool:
 def _runs_more(module: nn.Module) -> bool:
     """Whether a module has hooks, or a method of its own in place of its class's: what those do may be more than kernels."""
     hooks: list[Any] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    called = "forward" in vars(module) or module._compiled_call_impl is not None
+    called = replaced_forward(module) is not None or module._compiled_call_impl is not None
     return called or any(getattr(hook, "__module__", None) != _COLLECTS for hook in hooks)
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
+from xtok.models.packed import is_packed
 from xtok.models.traits import attention_of
 
 
@@ -27,7 +28,7 @@ def kernel_state(model: PreTrainedModel) -> tuple[Any, ...]:
     else:
         rounding = [torch.get_float32_matmul_precision()]
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    settings = [*attention, *halves, *libraries, *rounding, autocast]
+    settings = [*attention, *halves, *libraries, *rounding, autocast, is_packed(model)]
     return device, model.dtype, attention_of(model), torch.get_num_threads(), *settings
 
 

@@ -7,6 +7,7 @@ copied except when the cache grows, and when a branch wins.
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -22,6 +23,7 @@ from xtok.models.graphs import Graphs, Inputs, state_of
 from xtok.models.groups import by_positions, grouped, is_wide
 from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
+from xtok.models.packed import running
 from xtok.models.shapes import CHUNK, Shapes, rounded
 from xtok.models.timing import Cost
 from xtok.models.traits import Traits, read
@@ -120,6 +122,7 @@ class SharedCache:
         known = known or read(model)
         self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
         self._model, self._shapes, self._graphs = model, shapes, graphs
+        self._running = running(model) if torch.bfloat16 in known.dtypes else nullcontext()
         self._view = View(rows, capacity, evenly=shapes is not None)
         self._layers = list(map(Layer, repeat(self._view, len(known.layers))))
         self._cache = Cache(layers=list(self._layers))
@@ -268,17 +271,12 @@ class SharedCache:
         ids, positions, cache_positions = (inputs[name] for name in ("ids", "positions", "cache_positions"))
         masks = {kind: inputs[kind] for kind in self._trees.windows}
         self._view.look(first, cache_positions, seen, new)
-        outputs = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=masks if len(masks) > 1 else masks.popitem()[1],
-            use_cache=True,
-            return_dict=True,
-            **{CACHE: self._cache},
-            **({"output_hidden_states": True} if self._hidden_layers else {}),
-            **({"states": inputs["states"]} if "states" in inputs else {}),
-            **({"logits_to_keep": logits} if self._keeps and logits is not None else {}),
-        )
+        given: dict[str, Any] = {CACHE: self._cache, "attention_mask": masks if len(masks) > 1 else masks.popitem()[1]}
+        given |= {"output_hidden_states": True} if self._hidden_layers else {}
+        given |= {"states": inputs["states"]} if "states" in inputs else {}
+        given |= {"logits_to_keep": logits} if self._keeps and logits is not None else {}
+        with self._running:
+            outputs = self._model(input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **given)
         return [outputs.logits, *([stacked(outputs, self._hidden_layers)] if self._hidden_layers else [])]
 
     def _grow(self, rows: int, positions: int) -> None:

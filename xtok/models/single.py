@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from xtok.models.packed import replaced_forward
+
 HALF = (torch.bfloat16, torch.float16)
 _ATTENTION = ("eager", "sdpa")
 """The kinds of attention that compute in any precision."""
@@ -30,7 +32,9 @@ def in_float32(model: PreTrainedModel) -> PreTrainedModel:
         made._modules = {name: own.get(id(child), child) for name, child in module._modules.items()}
         made._parameters, made._buffers = _Converted(module._parameters), _Converted(module._buffers)
         vars(made)["_compiled_call_impl"] = None
-        for name in {"forward", "_old_forward"} & vars(module).keys():
+        if replaced_forward(module) is None:
+            vars(made).pop("forward", None)
+        for name in {"forward", "_old_forward"} & vars(made).keys():
             vars(made)[name] = _bound(vars(module)[name], module, made)
         if (config := vars(module).get("config")) is not None:
             made.config = configs.setdefault(id(config), _in_any_precision(config))

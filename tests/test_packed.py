@@ -1,0 +1,168 @@
+"""Packed weights of linear layers in bfloat16: the same products within rounding, whatever becomes of the model meanwhile."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from worlds import examples, fitting, tokenizer
+
+import xtok.models.packed as packed
+from xtok.models.findings import described
+from xtok.models.packed import Packing, is_packed, running
+from xtok.models.single import in_float32
+
+HAS_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+pytestmark = pytest.mark.skipif(not HAS_BFLOAT16, reason="needs a CPU on which oneDNN computes in bfloat16")
+
+TOKENS = tokenizer("SentencePiece BPE")
+IDS = torch.tensor([[5, 9, 17, 4, 30, 8]])
+
+
+def target(dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    return deepcopy(fitting(TOKENS, "Llama", 0, dtype=dtype))
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(IDS).logits
+    return found
+
+
+def by_packed(model: PreTrainedModel) -> Tensor:
+    with running(model):
+        assert any("forward" in vars(module) for module in model.modules())
+        return logits(model)
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found.float(), expected.float(), atol=0.05, rtol=0.05)
+
+
+@examples(80)
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 40), st.booleans(), st.integers(0, 99))
+@example(1, 1, 1, False, 0)
+def test_a_product_is_the_layers_own_within_rounding(inputs: int, outputs: int, rows: int, bias: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    layer = nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(2, rows, inputs).to(torch.bfloat16)
+    with torch.no_grad(), Packing(layer, [layer]):
+        assert "forward" in vars(layer)
+        found = layer(x).double()
+    own = layer.double()
+    with torch.no_grad():
+        expected, size = own(x.double()), x.double().abs() @ own.weight.abs().T + (own.bias.abs() if bias else 0)
+    assert ((found - expected).abs() <= size / 128).all()
+
+
+def test_no_rows_are_no_rows() -> None:
+    layer = nn.Linear(8, 4, dtype=torch.bfloat16)
+    with torch.no_grad(), Packing(layer, [layer]):
+        assert layer(torch.empty(0, 8, dtype=torch.bfloat16)).shape == (0, 4)
+
+
+def test_a_model_is_as_it_was_after_each_forward_pass_also_one_that_failed() -> None:
+    model = target()
+    before = [list(vars(module)) for module in model.modules()]
+    own = logits(model)
+    assert close(by_packed(model), own)
+    with pytest.raises(ZeroDivisionError), running(model), running(model):
+        logits(model)
+        raise ZeroDivisionError
+    assert [list(vars(module)) for module in model.modules()] == before
+    assert torch.equal(logits(model), own)
+
+
+def test_another_threads_forward_pass_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target()
+    own = logits(model)
+    by_packed(model)
+    monkeypatch.setattr(packed, "_PRODUCT", lambda x, *_: x.new_zeros(()))  # would be seen
+    found = list[Tensor]()
+    with running(model):
+        thread = Thread(target=lambda: found.append(logits(model)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], own)
+
+
+def scaled_in_place(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.5)
+
+
+def with_other_tensors(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.weight = nn.Parameter(module.weight.detach() * 1.5)
+
+
+def with_other_data(model: PreTrainedModel) -> None:
+    for weight in model.parameters():
+        weight.data = weight.data * 1.5
+
+
+def loaded(model: PreTrainedModel) -> None:
+    model.load_state_dict({name: one * 1.5 for name, one in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [scaled_in_place, with_other_tensors, with_other_data, loaded])
+def test_weights_that_change_are_packed_anew(change: Callable[[Any], None]) -> None:
+    model = target()
+    before = by_packed(model)
+    change(model)
+    own, found = logits(model), by_packed(model)
+    assert close(found, own) and not close(found, before)
+
+
+def test_a_model_in_another_precision_computes_in_that() -> None:
+    model = target()
+    by_packed(model)
+    model.float()
+    assert torch.equal(by_packed(model), logits(model))
+
+
+def test_models_that_may_go_wrong_or_gain_nothing_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_packed(target(torch.float32))
+    model = target()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not is_packed(model)
+    assert is_packed(model)
+    model.compile()
+    assert not is_packed(model)
+    monkeypatch.setattr(packed, "_memory", lambda: 1e4)
+    assert not is_packed(target())
+
+
+def test_models_with_adapters_are_left_as_they_are_from_then_on() -> None:
+    peft = pytest.importorskip("peft")
+    model = target()
+    assert is_packed(model)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model)
+    assert not is_packed(model)
+
+
+def test_hooks_of_layers_run_and_layers_whose_weights_are_made_by_hooks_are_left() -> None:
+    model = target()
+    model.lm_head.register_forward_hook(lambda _, __, output: output + 1)
+    query = nn.utils.weight_norm(model.model.layers[0].self_attn.q_proj)  # type: ignore[no-untyped-call, unused-ignore]
+    own, found = logits(model), by_packed(model)
+    assert close(found, own)
+    with running(model):
+        assert "forward" in vars(model.lm_head) and "forward" not in vars(query)
+
+
+def test_a_model_is_the_same_to_others_while_it_runs() -> None:
+    model = target()
+    digest, single = described(model, ()), logits(in_float32(model))
+    by_packed(model)
+    with running(model):
+        assert described(model, ()) == digest
+        assert torch.equal(logits(in_float32(model)), single)

@@ -1,0 +1,137 @@
+"""Weights of linear layers that are packed once, as oneDNN reads them, for products in bfloat16 on a CPU.
+
+torch packs weights anew for each product of several rows. SmolLM2-135M's forward pass of 8 rows takes little more than half the
+time with weights that are packed already (docs/experiments.md, "Packed weights").
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from threading import Lock, get_ident
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+_ROWS = 8
+"""The number of rows for which weights are packed. Products of any other number of rows use them, too."""
+_SHARE = 4
+"""Packed copies take at most the memory of the machine divided by this."""
+_PRODUCT: Any = torch.ops.mkldnn._linear_pointwise.default
+
+
+class PackedLinear:
+    """The forward of a linear layer, by a packed copy of its weight. In threads other than `threads` it is the layer's own."""
+
+    def __init__(self, layer: nn.Linear, threads: Counter[int]) -> None:
+        self.layer, self._threads = layer, threads
+        self._tensors: dict[str, Any] = vars(layer)["_parameters" if "weight" in layer._parameters else "_buffers"]
+        self._pack(layer.weight)
+
+    def _pack(self, weight: Tensor) -> None:
+        self._weight, self._version, self._address = weight, weight._version, weight.data_ptr()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 # its name in nn.Linear
+        weight, bias = self._tensors["weight"], self._tensors.get("bias")
+        if input.dtype != torch.bfloat16 or get_ident() not in self._threads or not input.numel():
+            return linear(input, weight, bias)
+        if weight is not self._weight or weight._version != self._version or weight.data_ptr() != self._address:
+            if not _is_packable(weight):
+                return linear(input, weight, bias)
+            self._pack(weight)
+        product: Tensor = _PRODUCT(input, self._packed, bias, "none", [], "")
+        return product
+
+
+class Packing:
+    """The packed layers of a model. Within `with`, the model uses them in this thread, unless it `is_off` now."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Linear]) -> None:
+        self._model, self._lock, self._threads = ref(model), Lock(), Counter[int]()
+        self._forwards = [PackedLinear(layer, self._threads) for layer in layers]
+
+    @property
+    def is_off(self) -> bool:
+        """Whether packed weights might be wrong, or would be compiled: merging adapters writes to weights uncounted."""
+        model: Any = self._model()
+        is_adapted = "peft_config" in vars(model) or getattr(model, "_hf_peft_config_loaded", False)
+        return is_adapted or model._compiled_call_impl is not None or not torch.backends.mkldnn.enabled
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._threads and not self.is_off:
+                for forward in self._forwards:
+                    vars(forward.layer).setdefault("forward", forward)
+            self._threads[get_ident()] += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads[get_ident()] -= 1
+            self._threads += Counter()  # drops what is 0
+            if not self._threads:
+                for forward in self._forwards:
+                    if vars(forward.layer).get("forward") is forward:
+                        del vars(forward.layer)["forward"]
+
+
+_PACKINGS = WeakKeyDictionary[nn.Module, Packing | None]()
+_LOCK = Lock()
+
+
+def packing_of(model: PreTrainedModel) -> Packing | None:
+    """The packed layers of a model; None if packing isn't faster, or takes too much memory."""
+    with _LOCK:
+        if model not in _PACKINGS:
+            _PACKINGS[model] = _packed(model)
+        return _PACKINGS[model]
+
+
+def running(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """A context for forward passes of a model, which may be entered again and again. Within it, packed weights are used."""
+    return packing_of(model) or nullcontext()
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether forward passes use packed weights at present."""
+    packing = packing_of(model)
+    return packing is not None and not packing.is_off
+
+
+def replaced_forward(module: nn.Module) -> Any:
+    """What stands in for the forward of a module's class; None for nothing, or if it does the same."""
+    forward = vars(module).get("forward")
+    return None if isinstance(forward, PackedLinear) else forward
+
+
+def _packed(model: PreTrainedModel) -> Packing | None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    layers = [module for module in model.modules() if type(module) is nn.Linear and _is_plain(module)]
+    size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+    return Packing(model, layers) if layers and size * _SHARE <= _memory() else None
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether a layer can be packed, and nothing else runs in it that might replace its weight."""
+    return _is_packable(layer.weight) and not {"forward", "_hf_hook"} & vars(layer).keys() and not layer._forward_pre_hooks
+
+
+def _is_packable(weight: Any) -> bool:
+    is_dense = type(weight) in (Tensor, nn.Parameter) and weight.is_cpu and not weight.is_inference()
+    return is_dense and weight.dtype == torch.bfloat16
+
+
+def _memory() -> float:
+    """The memory that this process may have, in bytes; 0 if that isn't known."""
+    found = 0.0
+    with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
+        found = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(OSError, ValueError):  # a container's limit, or "max"
+        found = min(found, float(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return found
