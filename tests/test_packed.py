@@ -83,7 +83,7 @@ def test_another_threads_forward_pass_is_the_models_own(monkeypatch: pytest.Monk
     model = target()
     own = logits(model)
     by_packed(model)
-    monkeypatch.setattr(packed, "_PRODUCT", lambda x, *_: x.new_zeros(()))  # would be seen
+    monkeypatch.setattr(packed, "_OPS", None)  # would be seen
     found = list[Tensor]()
     with running(model):
         thread = Thread(target=lambda: found.append(logits(model)))
@@ -109,11 +109,16 @@ def with_other_data(model: PreTrainedModel) -> None:
         weight.data = weight.data * 1.5
 
 
+def scaled_by_way_of_data(model: PreTrainedModel) -> None:
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+
+
 def loaded(model: PreTrainedModel) -> None:
     model.load_state_dict({name: one * 1.5 for name, one in model.state_dict().items()}, assign=True)
 
 
-@pytest.mark.parametrize("change", [scaled_in_place, with_other_tensors, with_other_data, loaded])
+@pytest.mark.parametrize("change", [scaled_in_place, scaled_by_way_of_data, with_other_tensors, with_other_data, loaded])
 def test_weights_that_change_are_packed_anew(change: Callable[[Any], None]) -> None:
     model = target()
     before = by_packed(model)
@@ -138,6 +143,11 @@ def test_models_that_may_go_wrong_or_gain_nothing_are_left_as_they_are(monkeypat
     model.compile()
     assert not is_packed(model)
     monkeypatch.setattr(packed, "_memory", lambda: 1e4)
+    assert not is_packed(target())
+
+
+def test_builds_of_torch_without_onednn_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_OPS", object())
     assert not is_packed(target())
 
 

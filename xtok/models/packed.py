@@ -22,20 +22,28 @@ _ROWS = 8
 """The number of rows for which weights are packed. Products of any other number of rows use them, too."""
 _SHARE = 4
 """Packed copies take at most the memory of the machine divided by this."""
-_PRODUCT: Any = torch.ops.mkldnn._linear_pointwise.default
+_SAMPLED = 64
+"""How many values of a weight show whether it was written to."""
+_OPS: Any = torch.ops.mkldnn  # some builds of torch lack what is looked up there
 
 
 class PackedLinear:
     """The forward of a linear layer, by a packed copy of its weight. In threads other than `threads` it is the layer's own."""
 
     def __init__(self, layer: nn.Linear, threads: Counter[int]) -> None:
-        self.layer, self._threads = layer, threads
+        self._threads = threads
         self._tensors: dict[str, Any] = vars(layer)["_parameters" if "weight" in layer._parameters else "_buffers"]
         self._pack(layer.weight)
 
     def _pack(self, weight: Tensor) -> None:
-        self._weight, self._version, self._address = weight, weight._version, weight.data_ptr()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+        self._weight, self._version, self._address, self._sample = weight, weight._version, weight.data_ptr(), _sample(weight)
+        self._packed = _OPS._reorder_linear_weight(weight.detach(), _ROWS)
+
+    def refresh(self) -> None:
+        """Pack the weight anew if it was written to uncounted, by way of its `data`."""
+        weight = self._tensors["weight"]
+        if weight is self._weight and _is_packable(weight) and _sample(weight) != self._sample:
+            self._pack(weight)
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 # its name in nn.Linear
         weight, bias = self._tensors["weight"], self._tensors.get("bias")
@@ -45,7 +53,7 @@ class PackedLinear:
             if not _is_packable(weight):
                 return linear(input, weight, bias)
             self._pack(weight)
-        product: Tensor = _PRODUCT(input, self._packed, bias, "none", [], "")
+        product: Tensor = _OPS._linear_pointwise(input, self._packed, bias, "none", [], "")
         return product
 
 
@@ -54,7 +62,12 @@ class Packing:
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Linear]) -> None:
         self._model, self._lock, self._threads = ref(model), Lock(), Counter[int]()
-        self._forwards = [PackedLinear(layer, self._threads) for layer in layers]
+        self._forwards = [(vars(layer), PackedLinear(layer, self._threads)) for layer in layers]
+
+    def refresh(self) -> None:
+        """See whether weights were written to uncounted. What few values say is enough for what changes whole weights."""
+        for _, forward in self._forwards:
+            forward.refresh()
 
     @property
     def is_off(self) -> bool:
@@ -66,8 +79,8 @@ class Packing:
     def __enter__(self) -> None:
         with self._lock:
             if not self._threads and not self.is_off:
-                for forward in self._forwards:
-                    vars(forward.layer).setdefault("forward", forward)
+                for attributes, forward in self._forwards:
+                    attributes.setdefault("forward", forward)
             self._threads[get_ident()] += 1
 
     def __exit__(self, *_: object) -> None:
@@ -75,9 +88,9 @@ class Packing:
             self._threads[get_ident()] -= 1
             self._threads += Counter()  # drops what is 0
             if not self._threads:
-                for forward in self._forwards:
-                    if vars(forward.layer).get("forward") is forward:
-                        del vars(forward.layer)["forward"]
+                for attributes, forward in self._forwards:
+                    if attributes.get("forward") is forward:
+                        del attributes["forward"]
 
 
 _PACKINGS = WeakKeyDictionary[nn.Module, Packing | None]()
@@ -94,7 +107,11 @@ def packing_of(model: PreTrainedModel) -> Packing | None:
 
 def running(model: PreTrainedModel) -> AbstractContextManager[None]:
     """A context for forward passes of a model, which may be entered again and again. Within it, packed weights are used."""
-    return packing_of(model) or nullcontext()
+    packing = packing_of(model)
+    if packing is None:
+        return nullcontext()
+    packing.refresh()
+    return packing
 
 
 def is_packed(model: PreTrainedModel) -> bool:
@@ -110,7 +127,11 @@ def replaced_forward(module: nn.Module) -> Any:
 
 
 def _packed(model: PreTrainedModel) -> Packing | None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    try:
+        is_faster = _OPS._is_mkldnn_bf16_supported() and _OPS._linear_pointwise and _OPS._reorder_linear_weight
+    except (AttributeError, RuntimeError):
+        is_faster = False
+    if not is_faster:
         return None
     layers = [module for module in model.modules() if type(module) is nn.Linear and _is_plain(module)]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
@@ -120,6 +141,11 @@ def _packed(model: PreTrainedModel) -> Packing | None:
 def _is_plain(layer: nn.Linear) -> bool:
     """Whether a layer can be packed, and nothing else runs in it that might replace its weight."""
     return _is_packable(layer.weight) and not {"forward", "_hf_hook"} & vars(layer).keys() and not layer._forward_pre_hooks
+
+
+def _sample(weight: Tensor) -> float:
+    """The sum of some of a weight's values."""
+    return float(weight.detach().reshape(-1)[:: max(1, weight.numel() // _SAMPLED)].sum())
 
 
 def _is_packable(weight: Any) -> bool:
