@@ -46,19 +46,28 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 @examples(80)
-@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 40), st.booleans(), st.integers(0, 99))
-@example(1, 1, 1, False, 0)
-def test_a_product_is_the_layers_own_within_rounding(inputs: int, outputs: int, rows: int, bias: bool, seed: int) -> None:
+@given(
+    st.integers(1, 70),
+    st.integers(1, 70),
+    st.integers(1, 40),
+    st.booleans(),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    st.integers(0, 99),
+)
+@example(1, 1, 1, False, torch.bfloat16, 0)
+def test_a_product_is_the_layers_own_within_rounding(
+    inputs: int, outputs: int, rows: int, bias: bool, dtype: torch.dtype, seed: int
+) -> None:
     torch.manual_seed(seed)
-    layer = nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
-    x = torch.randn(2, rows, inputs).to(torch.bfloat16)
+    layer = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    x = torch.randn(2, rows, inputs).to(dtype)
     with torch.no_grad(), Packing(layer, [layer]):
         assert "forward" in vars(layer)
         found = layer(x).double()
     own = layer.double()
     with torch.no_grad():
         expected, size = own(x.double()), x.double().abs() @ own.weight.abs().T + (own.bias.abs() if bias else 0)
-    assert ((found - expected).abs() <= size / 128).all()
+    assert ((found - expected).abs() <= size * 2 * torch.finfo(dtype).eps * (1 if dtype == torch.bfloat16 else 16)).all()
 
 
 def test_no_rows_are_no_rows() -> None:
@@ -131,12 +140,14 @@ def test_a_model_in_another_precision_computes_in_that() -> None:
     model = target()
     by_packed(model)
     model.float()
-    assert torch.equal(by_packed(model), logits(model))
+    assert torch.allclose(by_packed(model), logits(model), atol=1e-4)
 
 
 def test_models_that_may_go_wrong_or_gain_nothing_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_packed(target(torch.float32))
+    assert not is_packed(target(torch.float64))
     model = target()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_packed(model)
     with torch.backends.mkldnn.flags(enabled=False):
         assert not is_packed(model)
     assert is_packed(model)

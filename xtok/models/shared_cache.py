@@ -7,7 +7,6 @@ copied except when the cache grows, and when a branch wins.
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -121,8 +120,7 @@ class SharedCache:
         """
         known = known or read(model)
         self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
-        self._model, self._shapes, self._graphs = model, shapes, graphs
-        self._running = running(model) if torch.bfloat16 in known.dtypes else nullcontext()
+        self._model, self._running, self._shapes, self._graphs = model, running(model), shapes, graphs
         self._view = View(rows, capacity, evenly=shapes is not None)
         self._layers = list(map(Layer, repeat(self._view, len(known.layers))))
         self._cache = Cache(layers=list(self._layers))
