@@ -11,6 +11,7 @@ import torch
 
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
+from xtok.models.packed import running
 from xtok.models.prompts import Chat, chat_ids
 from xtok.models.timing import timed
 from xtok.results.progress import advanced
@@ -119,7 +120,7 @@ def _questions(target: tuple[Any, Any], size: int, number: int, into: Path) -> l
     model, tokenizer = target
     before = str(tokenizer.apply_chat_template(asked("\0"), tokenize=False)).partition("\0")[0]
     start = torch.tensor([tokenizer(before, add_special_tokens=False).input_ids], dtype=torch.int64, device=device_of(model))
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), running(model):
         torch.manual_seed((number << 16) - 1)
         rows = model.generate(
             start.repeat(size, 1),

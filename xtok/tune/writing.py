@@ -16,6 +16,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.models.cache import device_of, end_ids
+from xtok.models.packed import running
 from xtok.models.prompts import Chat, prompt_ids
 from xtok.results.progress import bar
 from xtok.tune.examples import WrittenText
@@ -113,7 +114,7 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str | Chat], seed: int,
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(padded.device)
     penalty, seen = arguments.pop("repetition_penalty", None), _Likeliest()
     penalties = [] if penalty is None else [_Penalty(penalty, (mask == 0).sum(dim=1).tolist())]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), running(model):
         torch.manual_seed(seed)
         processors = LogitsProcessorList([*penalties, seen])  # which come before temperature and top_k
         sequences = model.generate(padded, attention_mask=mask, pad_token_id=0, logits_processor=processors, **arguments)
