@@ -1,15 +1,19 @@
-"""Packed weights of linear layers in bfloat16: the same products within rounding, whatever becomes of the model meanwhile."""
+"""Packed weights of linear layers: the same products within rounding, whatever becomes of the model meanwhile."""
 
+import gc
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from transformers import PreTrainedModel
 from worlds import examples, fitting, tokenizer
 
@@ -187,3 +191,117 @@ def test_a_model_is_the_same_to_others_while_it_runs() -> None:
     with running(model):
         assert described(model, ()) == digest
         assert torch.equal(logits(in_float32(model)), single)
+
+
+def test_small_changes_of_whole_weights_are_seen_though_they_are_not_counted() -> None:
+    model = target()
+    before = by_packed(model)
+    for weight in model.parameters():
+        weight.data.mul_(1.02)
+    assert close(by_packed(model), logits(model))
+    assert not torch.equal(by_packed(model), before)
+
+
+def test_two_threads_see_changed_weights_at_once() -> None:
+    layer = nn.Linear(512, 512, dtype=torch.bfloat16)
+    packing, x = Packing(layer, [layer]), torch.ones(4, 512, dtype=torch.bfloat16)
+    wrong = list[float]()
+
+    def multiply(barrier: Barrier) -> None:
+        with torch.no_grad(), packing:
+            barrier.wait()
+            found, own = layer(x), nn.functional.linear(x, layer.weight, layer.bias)
+            wrong.extend([] if close(found, own) else [1.0])
+
+    for _ in range(20):
+        with torch.no_grad():
+            layer.weight.mul_(-1.0)
+        barrier = Barrier(2)
+        threads = [Thread(target=multiply, args=(barrier,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model.lm_head, "weight", amount=0.5)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def parametrised(model: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
+@pytest.mark.parametrize("change", [pruned, parametrised])
+def test_weights_that_something_makes_from_now_on_are_left_to_it(change: Callable[[Any], None]) -> None:
+    model: Any = target()
+    before = by_packed(model)
+    change(model)
+    own, found = logits(model), by_packed(model)
+    assert close(found, own)
+    assert change is parametrised or not close(found, before)
+    with torch.no_grad():
+        next(iter(model.lm_head.parameters())).mul_(0.5)
+    assert close(by_packed(model), logits(model))
+
+
+def test_threads_under_autocast_and_others_get_their_own_products() -> None:
+    layer = nn.Linear(16, 8)
+    packing, x, found = Packing(layer, [layer]), torch.ones(4, 16), list[Tensor]()
+
+    def cast() -> None:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), packing:
+            found.append(layer(x))
+
+    with torch.no_grad(), packing:
+        thread = Thread(target=cast)
+        thread.start()
+        thread.join()
+        assert "forward" in vars(layer)
+    assert found[0].dtype == torch.bfloat16
+    assert "forward" not in vars(layer)
+
+
+def test_a_copy_made_while_the_model_runs_is_a_model_of_its_own() -> None:
+    model = target()
+    own = logits(model)
+    with running(model):
+        copies = [deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for one in copies:
+        assert torch.equal(logits(one), own)
+        scaled_in_place(one)
+        assert not close(logits(one), own)
+    assert torch.equal(logits(model), own)
+
+
+def test_gradients_reach_the_weights() -> None:
+    layer = nn.Linear(8, 4, dtype=torch.bfloat16)
+    with Packing(layer, [layer]):
+        layer(torch.ones(3, 8, dtype=torch.bfloat16)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_models_are_not_kept() -> None:
+    model = target()
+    model.lm_head.register_forward_hook(lambda *_, model=model: None)
+    by_packed(model)
+    gone = ref(model)
+    del model
+    gc.unfreeze()
+    gc.collect()
+    assert gone() is None
+
+
+def test_packing_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            if name == "_is_mkldnn_bf16_supported":
+                return lambda: True
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(packed, "_OPS", Failing())
+    model = target()
+    own = logits(model)
+    with running(model):
+        assert torch.equal(logits(model), own)

@@ -44,7 +44,7 @@ def model_state(model: PreTrainedModel) -> tuple[Any, ...]:
 def settings_of(module: nn.Module) -> str:
     """Numbers and names that a module computes by, such as its active adapters, their scales, and which are merged."""
     found = {}
-    for name, value in vars(module).items():
+    for name, value in vars(module).copy().items():  # another thread's forward pass may put packed weights into them
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
         if all(isinstance(part, int | float | str) for part in parts):
             found[name] = value

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from threading import Lock, get_ident
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,80 +22,123 @@ from transformers import PreTrainedModel
 _ROWS = 8
 """The number of rows for which weights are packed. Products of any other number of rows use them, too."""
 _SHARE = 4
-"""Packed copies take at most the memory of the machine divided by this."""
-_SAMPLED = 64
-"""How many values of a weight show whether it was written to."""
+"""A model's packed weights take at most the memory of the machine divided by this."""
+_SAMPLED, _SPREAD = 64, 2_654_435_761
+"""How many values of a weight show whether it was changed, and a number that spreads them over rows and columns."""
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files that hold the memory limit of a container."""
 _OPS: Any = torch.ops.mkldnn  # some builds of torch lack what is looked up there
 
 
+class _Packed(NamedTuple):
+    """A packed weight, and what shows whether the weight is as it was: the tensor, how often it was written to, where it is in
+    memory, and some of its values.
+    """
+
+    weight: ref[Tensor]
+    version: int
+    address: int
+    values: Tensor
+    packed: Tensor
+
+    def is_of(self, weight: Tensor) -> bool:
+        return self.weight() is weight and self.version == weight._version and self.address == weight.data_ptr()
+
+
 class PackedLinear:
-    """The forward of a linear layer, by a packed copy of its weight. In threads other than `threads` it is the layer's own."""
+    """The forward of a linear layer, by a packed copy of its weight. In threads other than `threads`, and wherever packed
+    weights can't be used, it is the layer's own.
+    """
 
     def __init__(self, layer: nn.Linear, threads: Counter[int]) -> None:
-        self._threads = threads
-        self._tensors: dict[str, Any] = vars(layer)["_parameters" if "weight" in layer._parameters else "_buffers"]
-        self._pack(layer.weight)
+        self._layer, self._threads = ref(layer), threads
+        self._state: _Packed | None = _packed(layer.weight)
 
-    def _pack(self, weight: Tensor) -> None:
-        self._weight, self._version, self._address, self._sample = weight, weight._version, weight.data_ptr(), _sample(weight)
-        self._packed = _OPS._reorder_linear_weight(weight.detach(), _ROWS)
+    def __reduce__(self) -> Any:
+        return _own_forward, (self._layer(),)  # for copies of a layer that runs in another thread
+
+    @property
+    def layer(self) -> Any:
+        """The layer; None if it is gone, or if its weight is now made by something else."""
+        layer = self._layer()
+        is_plain = layer is not None and type(layer) is nn.Linear and not layer._forward_pre_hooks
+        return layer if is_plain and "_hf_hook" not in vars(layer) else None
 
     def refresh(self) -> None:
-        """Pack the weight anew if it was written to uncounted, by way of its `data`."""
-        weight = self._tensors["weight"]
-        if weight is self._weight and _is_packable(weight) and _sample(weight) != self._sample:
-            self._pack(weight)
+        """Pack the weight anew if it was written to by way of `weight.data`, which raises no `_version`."""
+        state = self._state
+        weight: Any = getattr(self.layer, "weight", None)
+        if not _is_packable(weight):
+            self._state = None
+        elif state is None or not state.is_of(weight) or not torch.equal(_values(weight), state.values):
+            self._state = _packed(weight)
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 # its name in nn.Linear
-        weight, bias = self._tensors["weight"], self._tensors.get("bias")
+        layer: Any = self._layer()
+        weight, bias, state = layer.weight, layer.bias, self._state
         least = 1 if input.dtype == torch.bfloat16 else 2  # torch itself multiplies one row in float32 as fast
-        if input.numel() < least * input.shape[-1] or input.dtype != weight.dtype or get_ident() not in self._threads:
+        is_large = input.numel() >= max(1, least * input.shape[-1])
+        if not is_large or get_ident() not in self._threads or input.dtype != weight.dtype or torch.is_grad_enabled():
             return linear(input, weight, bias)
-        if weight is not self._weight or weight._version != self._version or weight.data_ptr() != self._address:
-            if not _is_packable(weight):
-                return linear(input, weight, bias)
-            self._pack(weight)
-        product: Tensor = _OPS._linear_pointwise(input, self._packed, bias, "none", [], "")
+        if state is None or not state.is_of(weight):
+            state = self._state = _packed(weight) if _is_packable(weight) else None
+        if state is None:
+            return linear(input, weight, bias)
+        product: Tensor = _OPS._linear_pointwise(input, state.packed, bias, "none", [], "")
         return product
 
 
+def _own_forward(layer: nn.Linear) -> MethodType:
+    return MethodType(nn.Linear.forward, layer)
+
+
 class Packing:
-    """The packed layers of a model. Within `with`, the model uses them in this thread, unless it `is_off` now."""
+    """The packed layers of a model. Within `with`, the model uses them in this thread, unless it `is_off` there."""
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Linear]) -> None:
         self._model, self._lock, self._threads = ref(model), Lock(), Counter[int]()
-        self._forwards = [(vars(layer), PackedLinear(layer, self._threads)) for layer in layers]
+        self._forwards = [PackedLinear(layer, self._threads) for layer in layers]
+        self._is_compiled = False
 
     def refresh(self) -> None:
-        """See whether weights were written to uncounted. What few values say is enough for what changes whole weights."""
-        for _, forward in self._forwards:
+        """See what has changed since the last call: weights that were written to by way of `data`, and compiled modules."""
+        model: Any = self._model()
+        self._is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        for forward in self._forwards:
             forward.refresh()
 
     @property
     def is_off(self) -> bool:
-        """Whether packed weights might be wrong, or would be compiled: merging adapters writes to weights uncounted, and
-        autocast doesn't know their products.
+        """Whether packed weights can't be used in this thread now: under autocast, which would take other products; in a model
+        with adapters, since merging them may write to weights at any time; and in a compiled model.
         """
         model: Any = self._model()
-        is_adapted = "peft_config" in vars(model) or getattr(model, "_hf_peft_config_loaded", False)
-        is_other = is_adapted or model._compiled_call_impl is not None
-        return is_other or torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled
+        is_compiled = self._is_compiled or model._compiled_call_impl is not None
+        return is_compiled or is_adapted(model) or torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled
 
     def __enter__(self) -> None:
+        if self.is_off:
+            return
         with self._lock:
-            if not self._threads and not self.is_off:
-                for attributes, forward in self._forwards:
-                    attributes.setdefault("forward", forward)
+            if not self._threads:
+                for forward in self._forwards:
+                    if (layer := forward.layer) is not None:
+                        vars(layer).setdefault("forward", forward)
             self._threads[get_ident()] += 1
 
     def __exit__(self, *_: object) -> None:
+        thread = get_ident()
         with self._lock:
-            self._threads[get_ident()] -= 1
-            self._threads += Counter()  # drops what is 0
+            if thread not in self._threads:
+                return
+            self._threads[thread] -= 1
+            if not self._threads[thread]:
+                del self._threads[thread]
             if not self._threads:
-                for attributes, forward in self._forwards:
-                    if attributes.get("forward") is forward:
-                        del attributes["forward"]
+                for forward in self._forwards:
+                    layer = forward._layer()
+                    if layer is not None and vars(layer).get("forward") is forward:
+                        del vars(layer)["forward"]
 
 
 _PACKINGS = WeakKeyDictionary[nn.Module, Packing | None]()
@@ -103,65 +147,82 @@ _LOCK = Lock()
 
 def packing_of(model: PreTrainedModel) -> Packing | None:
     """The packed layers of a model; None if packing isn't faster, or takes too much memory."""
+    if is_adapted(model):
+        return None
     with _LOCK:
         if model not in _PACKINGS:
-            _PACKINGS[model] = _packed(model)
+            try:
+                _PACKINGS[model] = _made(model)
+            except (AttributeError, RuntimeError, MemoryError):  # a torch without oneDNN, or a machine without the memory
+                _PACKINGS[model] = None
         return _PACKINGS[model]
 
 
 def running(model: PreTrainedModel) -> AbstractContextManager[None]:
     """A context for forward passes of a model, which may be entered again and again. Within it, packed weights are used."""
+    return refresh_packed(model) or nullcontext()
+
+
+def refresh_packed(model: PreTrainedModel) -> Packing | None:
+    """The packed layers of a model, after seeing what has changed in it; None as in `packing_of`."""
     packing = packing_of(model)
-    if packing is None:
-        return nullcontext()
-    packing.refresh()
+    if packing is not None:
+        packing.refresh()
     return packing
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Whether forward passes use packed weights at present."""
+    """Whether forward passes use packed weights in this thread at present."""
     packing = packing_of(model)
     return packing is not None and not packing.is_off
 
 
 def replaced_forward(module: nn.Module) -> Any:
-    """What stands in for the forward of a module's class; None for nothing, or if it does the same."""
+    """What was put in place of the forward of a module's class; None if nothing was, or what computes the same."""
     forward = vars(module).get("forward")
-    return None if isinstance(forward, PackedLinear) else forward
+    is_same = isinstance(forward, PackedLinear) or getattr(forward, "__func__", None) is nn.Linear.forward
+    return None if is_same else forward
 
 
-def _packed(model: PreTrainedModel) -> Packing | None:
-    try:
-        takes_half = _OPS._is_mkldnn_bf16_supported() and _OPS._linear_pointwise and _OPS._reorder_linear_weight
-    except (AttributeError, RuntimeError):
+def is_adapted(model: Any) -> bool:
+    """Whether a model has adapters (PEFT)."""
+    return "peft_config" in vars(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _made(model: PreTrainedModel) -> Packing | None:
+    if not _OPS._is_mkldnn_bf16_supported():  # packing wasn't measured where oneDNN doesn't take bfloat16
         return None
-    if not takes_half:  # then this may be slower in float32, too: it was measured where it does
-        return None
-    layers = [module for module in model.modules() if type(module) is nn.Linear and _is_plain(module)]
+    plain = [module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
+    layers = [layer for layer in plain if _is_packable(layer.weight) and not layer._forward_pre_hooks]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
     return Packing(model, layers) if layers and size * _SHARE <= _memory() else None
 
 
-def _is_plain(layer: nn.Linear) -> bool:
-    """Whether a layer can be packed, and nothing else runs in it that might replace its weight."""
-    return _is_packable(layer.weight) and not {"forward", "_hf_hook"} & vars(layer).keys() and not layer._forward_pre_hooks
+def _packed(weight: Tensor) -> _Packed | None:
+    try:
+        packed = _OPS._reorder_linear_weight(weight.detach(), _ROWS)
+        return _Packed(ref(weight), weight._version, weight.data_ptr(), _values(weight), packed)
+    except RuntimeError:  # too little memory
+        return None
 
 
-def _sample(weight: Tensor) -> float:
-    """The sum of some of a weight's values."""
-    return float(weight.detach().reshape(-1)[:: max(1, weight.numel() // _SAMPLED)].sum())
+def _values(weight: Tensor) -> Tensor:
+    """Some of a weight's values."""
+    places = torch.arange(_SAMPLED, dtype=torch.int64, device="cpu") * _SPREAD % weight.numel()
+    return weight.detach().reshape(-1)[places]
 
 
 def _is_packable(weight: Any) -> bool:
-    is_dense = type(weight) in (Tensor, nn.Parameter) and weight.is_cpu and not weight.is_inference()
-    return is_dense and weight.dtype in (torch.bfloat16, torch.float32)
+    is_dense = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and weight.is_cpu
+    return is_dense and weight.dtype in (torch.bfloat16, torch.float32) and not weight.is_inference() and weight.numel() > 0
 
 
 def _memory() -> float:
-    """The memory that this process may have, in bytes; 0 if that isn't known."""
+    """The memory that this process may have, in bytes; 0 if that isn't known, as on Windows."""
     found = 0.0
-    with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
+    with suppress(AttributeError, OSError, ValueError):
         found = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with suppress(OSError, ValueError):  # a container's limit, or "max"
-        found = min(found, float(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    for limit in _LIMITS:
+        with suppress(OSError, ValueError):  # which may say "max"
+            found = min(found, float(Path(limit).read_text(encoding="ascii")))
     return found

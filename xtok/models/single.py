@@ -28,14 +28,15 @@ def in_float32(model: PreTrainedModel) -> PreTrainedModel:
     configs: dict[int, Any] = {}
     for module in modules:
         made = own[id(module)]
-        vars(made).update({name: copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()})
+        own_attributes = vars(module).copy()  # another thread's forward pass may put packed weights into them
+        vars(made).update({name: copy(value) if isinstance(value, dict) else value for name, value in own_attributes.items()})
         made._modules = {name: own.get(id(child), child) for name, child in module._modules.items()}
         made._parameters, made._buffers = _Converted(module._parameters), _Converted(module._buffers)
         vars(made)["_compiled_call_impl"] = None
-        if replaced_forward(module) is None:
+        if replaced_forward(made) is None:
             vars(made).pop("forward", None)
         for name in {"forward", "_old_forward"} & vars(made).keys():
-            vars(made)[name] = _bound(vars(module)[name], module, made)
+            vars(made)[name] = _bound(vars(made)[name], module, made)
         if (config := vars(module).get("config")) is not None:
             made.config = configs.setdefault(id(config), _in_any_precision(config))
     found: PreTrainedModel = own[id(model)]

@@ -21,6 +21,7 @@ from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, U
 from xtok.models.cache_set import CacheSet
 from xtok.models.kernels import model_state
 from xtok.models.modes import current, within
+from xtok.models.packed import refresh_packed
 from xtok.models.prompts import KnownPrompt, Prompt
 from xtok.models.shapes import CHUNK
 from xtok.results.generation import finished
@@ -238,6 +239,8 @@ class Engine:
         """Drop from the caches what was computed before the weights or the kernels were changed."""
         if self._setup.captures:
             self._caches.empty()
+        for model in self._setup.models:
+            refresh_packed(model)
         state = self._target_state and model_state(self._setup.target.model)
         if state != self._target_state:
             self._caches.forget()
