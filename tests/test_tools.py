@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 from worlds import examples, fitting, in_turns, tokenizer
 
-from xtok import PromptLookup, XTokAssisted
+from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.cli import commands as cli
 from xtok.errors import InvalidInputError
 from xtok.serving.http import requests
@@ -229,7 +229,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(scope="module")
 def server_of_tools() -> Iterator[Server]:
     """A file of tests that asks for it as `server` says `server = server_of_tools`."""
-    with serving(XTokAssisted((LM, TOKENS), PromptLookup())) as one:
+    with serving(XTokAssisted((LM, TOKENS), PromptLookup(), budget=Budget(8, schedule="constant"))) as one:
         yield one
 
 
