@@ -1,17 +1,18 @@
 """Weights of linear layers that are packed once, as oneDNN reads them, for products of several rows on a CPU.
 
-torch packs weights anew for each such product. With weights that are packed already, products of 2 to 16 rows take half to two
-thirds of the time (docs/experiments.md, "Packed weights").
+torch packs weights anew for each such product. With weights that are packed already, products of 2 to 16 rows mostly take half
+to 0.7 of the time in bfloat16, and 0.3 to 0.7 in float32 (docs/experiments.md, "Packed weights").
 """
 
 import os
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from threading import Lock, get_ident
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -59,10 +60,9 @@ class PackedLinear:
 
     @property
     def layer(self) -> Any:
-        """The layer; None if it is gone, or if its weight is now made by something else."""
+        """The layer; None if it is gone, or can't be packed any more."""
         layer = self._layer()
-        is_plain = layer is not None and type(layer) is nn.Linear and not layer._forward_pre_hooks
-        return layer if is_plain and "_hf_hook" not in vars(layer) else None
+        return layer if _is_plain(layer) else None
 
     def refresh(self) -> None:
         """Pack the weight anew if it was written to by way of `weight.data`, which raises no `_version`."""
@@ -114,7 +114,7 @@ class Packing:
         """
         model: Any = self._model()
         is_compiled = self._is_compiled or model._compiled_call_impl is not None
-        return is_compiled or is_adapted(model) or torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled
+        return is_compiled or _is_adapted(model) or torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled
 
     def __enter__(self) -> None:
         if self.is_off:
@@ -145,9 +145,9 @@ _PACKINGS = WeakKeyDictionary[nn.Module, Packing | None]()
 _LOCK = Lock()
 
 
-def packing_of(model: PreTrainedModel) -> Packing | None:
+def _packing_of(model: PreTrainedModel) -> Packing | None:
     """The packed layers of a model; None if packing isn't faster, or takes too much memory."""
-    if is_adapted(model):
+    if _is_adapted(model):
         return None
     with _LOCK:
         if model not in _PACKINGS:
@@ -164,8 +164,8 @@ def running(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def refresh_packed(model: PreTrainedModel) -> Packing | None:
-    """The packed layers of a model, after seeing what has changed in it; None as in `packing_of`."""
-    packing = packing_of(model)
+    """The packed layers of a model, after seeing what has changed in it; None as in `_packing_of`."""
+    packing = _packing_of(model)
     if packing is not None:
         packing.refresh()
     return packing
@@ -173,7 +173,7 @@ def refresh_packed(model: PreTrainedModel) -> Packing | None:
 
 def is_packed(model: PreTrainedModel) -> bool:
     """Whether forward passes use packed weights in this thread at present."""
-    packing = packing_of(model)
+    packing = _packing_of(model)
     return packing is not None and not packing.is_off
 
 
@@ -184,7 +184,7 @@ def replaced_forward(module: nn.Module) -> Any:
     return None if is_same else forward
 
 
-def is_adapted(model: Any) -> bool:
+def _is_adapted(model: Any) -> bool:
     """Whether a model has adapters (PEFT)."""
     return "peft_config" in vars(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
@@ -192,8 +192,7 @@ def is_adapted(model: Any) -> bool:
 def _made(model: PreTrainedModel) -> Packing | None:
     if not _OPS._is_mkldnn_bf16_supported():  # packing wasn't measured where oneDNN doesn't take bfloat16
         return None
-    plain = [module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
-    layers = [layer for layer in plain if _is_packable(layer.weight) and not layer._forward_pre_hooks]
+    layers = [layer for layer in model.modules() if _is_plain(layer) and _is_packable(layer.weight)]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
     return Packing(model, layers) if layers and size * _SHARE <= _memory() else None
 
@@ -208,8 +207,19 @@ def _packed(weight: Tensor) -> _Packed | None:
 
 def _values(weight: Tensor) -> Tensor:
     """Some of a weight's values."""
-    places = torch.arange(_SAMPLED, dtype=torch.int64, device="cpu") * _SPREAD % weight.numel()
-    return weight.detach().reshape(-1)[places]
+    return weight.detach().reshape(-1)[_places(weight.numel())]
+
+
+@cache
+def _places(size: int) -> Tensor:
+    """The indices of some of `size` values."""
+    return torch.arange(_SAMPLED, dtype=torch.int64, device="cpu") * _SPREAD % size
+
+
+def _is_plain(module: Any) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer and nothing else runs in it, such as what makes or fetches its weight."""
+    forward_is_own = type(module) is nn.Linear and isinstance(vars(module).get("forward"), PackedLinear | None)
+    return forward_is_own and not module._forward_pre_hooks
 
 
 def _is_packable(weight: Any) -> bool:
