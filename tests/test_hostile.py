@@ -511,12 +511,12 @@ def test_a_hostile_client_gets_the_targets_own_answers_and_leaves_nothing(dtype:
 
 
 def check_flat(found: Sequence[Left]) -> None:
-    """Nothing grew after the warm-up, in which memories are filled, but for resident memory: that grew by less than a text
-    would take that stays for each visit. Over 4,000 visits it grew by 33 MB, ever more slowly, while what was allocated of
-    glibc's main arena grew by 8 MB: the rest are fragments that the allocator keeps.
+    """Nothing grew after the warm-up, in which memories are filled, but for resident memory. That grows ever more slowly: by
+    33 MB over 4,000 visits without packed weights, mostly fragments that the allocator keeps, and by 100 MB from visit 480 to
+    1,200 with them, since oneDNN caches up to 1,024 compiled products (52 MB where it caches 64).
     """
     before, after, visits = found[WARM_UP], found[-1], found[-1].visits - found[WARM_UP].visits
     assert after.objects - before.objects < 2_000 + visits / 5, (before, after)
     assert after.tensors - before.tensors < 50, (before, after)
-    assert after.resident - before.resident < 64 * 2**20 + visits * 2**14, (before, after)
+    assert after.resident - before.resident < 160 * 2**20 + visits * 2**14, (before, after)
     assert max(one.threads for one in found) < 80, found
