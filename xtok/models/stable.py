@@ -25,8 +25,6 @@ from xtok.models.trials import FEW, TRIED, WIDEST, Trials
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 """How many new ids of each sequence a forward pass may have: few shapes, so that few have to be tried."""
-_NARROWEST = 2
-"""One row alone is multiplied by other kernels nearly everywhere, so a forward pass has 2 at least."""
 _SHARE = 0.1
 """How much time trying shapes may take, as a share of the time of a sequence's forward passes."""
 _MARGIN = 8
@@ -135,7 +133,7 @@ class StableShapes(Shapes):
 
     def _widths(self, rows: int, new: int) -> list[int]:
         """The widths that a forward pass may have for `new` ids, the least first."""
-        least = ceil(_NARROWEST / rows) if self._known.even else FEW
+        least = ceil(FEW / rows) if self._known.even else FEW
         return [width for width in _WIDTHS if width >= max(new, least)]
 
     def widest(self, seen: int) -> int:
