@@ -36,7 +36,7 @@ DraftOption = Annotated[
 GuessOption = Annotated[
     str | None,
     typer.Option(
-        help='Hub id or path of the draft model, a file or folder of heads, "lookup" for prompt lookup alone, or "none".',
+        help="Hub id or path of the draft model, heads (file or folder), lookup (prompt lookup and token recycling), or none.",
         show_default="the pair's draft model or heads; for other targets, prompt lookup and token recycling",
     ),
 ]
@@ -201,12 +201,11 @@ def drafts_of(target: str, draft: str | None) -> Any:
     """
     from xtok.drafts.given import without_a_model
     from xtok.drafts.heads import HeadsDrafter
-    from xtok.drafts.lookup import PromptLookup
 
-    if draft is None:
-        return OWN_DRAFT if target == OWN_TARGET else without_a_model()
-    if draft in ("none", "lookup"):
-        return None if draft == "none" else PromptLookup()
+    if needs_no_model(target, draft):
+        return without_a_model()
+    if draft in (None, "none"):
+        return OWN_DRAFT if draft is None else None
     return HeadsDrafter(draft) if holds_heads(draft) else draft
 
 
