@@ -40,7 +40,7 @@ def _tried_once(model: PreTrainedModel) -> Any:
 xtok.models.probe._TRIED = Verdicts(_tried_once, attention_of)
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-for _name, _examples in (("quick", 25), ("deep", 200), ("more", 2000)):
+for _name, _examples in (("quick", 25), ("deep", 100), ("more", 2000)):
     settings.register_profile(
         _name, max_examples=_examples, deadline=None, suppress_health_check=_SLOW, derandomize=_name != "more"
     )
