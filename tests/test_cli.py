@@ -252,7 +252,7 @@ USELESS = [
     (("generate", "a", "--budget", "5"), "'5'; give a depth and a width"),
     (("generate", "a", "--budget", "5x4", "--draft", "none"), "--budget has no effect"),
     (("generate", "--file", "no-such-file.txt"), "no-such-file.txt can't be read: No such file"),
-    (("generate", "a", "--draft", "no-such-file.safetensors"), "holds no heads"),
+    (("generate", "a", "--draft", "no-such-file.safetensors"), "does not exist. Make heads"),
     (("inspect", "--draft", str(HEADS), "--no-weights"), "holds heads, which have no tokenizer to compare"),
     (("bench", "--draft", str(HEADS)), "holds heads, and this command needs a draft model"),
     (("bench", "--setting", "greedy", "--repetition-penalty", "1.3"), "--repetition-penalty has no effect"),

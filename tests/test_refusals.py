@@ -120,14 +120,19 @@ SETTINGS: dict[str, Refused] = {
     "a target that nobody knows": (
         lambda: XTokAssisted("nobody/no-such-model"),
         InvalidInputError,
-        r"The target nobody/no-such-model is no folder here, and as a hub id it can't be had: .* Check the name",
+        r"The target nobody/no-such-model is neither a local folder nor available from the Hub: .* Check the name",
     ),
     "a draft that nobody knows": (
         lambda: XTokAssisted(PAIR, "no-such-model"),
         InvalidInputError,
-        r"The draft no-such-model is no folder here, and as a hub id it can't be had: .* Check the name",
+        r"The draft no-such-model is neither a local folder nor available from the Hub: .* Check the name",
     ),
-    "a name that is none": (lambda: XTokAssisted("x y"), InvalidInputError, r"The target x y is no folder .* Check the name"),
+    "a name of the command line": (
+        lambda: XTokAssisted(PAIR, "lookup"),
+        InvalidInputError,
+        r'"lookup" is a name of the command line\. In Python, pass \[PromptLookup\(\), TokenRecycling\(\)\]',
+    ),
+    "a name that is none": (lambda: XTokAssisted("x y"), InvalidInputError, r"The target x y is neither .* Check the name"),
     "an empty name": (lambda: XTokAssisted(" "), InvalidInputError, r"The target has an empty name\. Pass a hub id"),
     "a folder without a model": (
         lambda: XTokAssisted(PAIR, Path(__file__).parent),
@@ -151,7 +156,7 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"has no output embedding of its hidden size, 32",
     ),
-    "heads that aren't there": (lambda: HeadsDrafter("no-heads"), InvalidInputError, r"no-heads holds no heads.*train-heads"),
+    "heads that aren't there": (lambda: HeadsDrafter("no-heads"), InvalidInputError, r"no-heads does not exist.*train-heads"),
     "nothing to sample after": (
         lambda: compare_sampled(PAIR, (OTHER, BYTES), [], max_new_tokens=3, guess_length=3),
         InvalidInputError,

@@ -887,6 +887,20 @@ def test_the_log_has_a_line_for_each_request_and_no_texts(server: Server, caplog
     assert TEXTS[0] not in "".join(map(str, (first, second, third)))
 
 
+def test_the_log_counts_what_a_client_that_disconnected_left(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": TEXTS[0], "max_tokens": 64, "temperature": 0, "stream": True, "logit_bias": {"2": -100}}
+    with caplog.at_level(logging.INFO, logger="xtok.serving.http"):
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "n": 4}, timeout=PATIENCE) as answer:
+            name, lines = answer.headers["x-request-id"], answer.iter_lines()
+            next(lines)
+        wait_for(lambda: any(name in line for line in caplog.messages))
+    line = next(found for found in map(json.loads, caplog.messages) if found["request"] == name)
+    assert 0 < line["completion_tokens"] <= 4 * 64
+    assert (line["status"], len(line["finish_reasons"])) == (200, 4)
+    assert set(line["finish_reasons"]) <= {"abort", "length"}
+    assert 0 <= line["draft_n_accepted"] <= line["draft_n"]
+
+
 @pytest.mark.parametrize("texts", [False, True])
 def test_the_log_quotes_a_prompt_that_is_refused_only_if_texts_are_logged(
     texts: bool, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -1373,7 +1387,8 @@ def test_what_does_not_end_in_time_after_sigterm_is_cut_off() -> None:
             assert process.wait(PATIENCE) == 0
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "server_stopping"
     assert done == "data: [DONE]"
-    assert any('"finish_reasons": []' in line for line in lines)
+    reasons = next(found for line in lines if line.startswith("{") and (found := json.loads(line).get("finish_reasons")))
+    assert reasons == ["error"] * 16
     assert any("still generating 16 texts, for up to 1 s; Ctrl-C again stops at once" in line for line in lines)
 
 

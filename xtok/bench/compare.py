@@ -33,6 +33,8 @@ LENGTHS = (1, 2, 3, 8, 20)
 _LOOKED_UP = 10
 """How many tokens transformers' prompt lookup guesses at a time."""
 _TIME = "where the time goes"
+_SYSTEMS = "UAG is transformers' universal assisted generation. Chains and trees are guesses of the draft model alone."
+_CEILING = "the share of time in forward passes of both models: at 100%, everything else would be free."
 _SURPRISE = "nats per id, by the target's own distribution at temperature 1; draws from it have about as many as it alone."
 
 
@@ -44,7 +46,7 @@ class Row:
     known for each text. `acceptance_rate`, `split`, `ceiling`: for xtok alone. `surprise`: for sampled answers to chats alone.
     """
 
-    system: Annotated[str, Column("", note="Chain and tree are of the draft alone; UAG is transformers' own.")]
+    system: Annotated[str, Column("", note=_SYSTEMS)]
     identical: Annotated[int | None, Column("same ids", of="prompts", note="as the target alone, by xtok or `model.generate`.")]
     as_transformers: Annotated[int | None, Column(of="prompts", note="greedy texts that are those of `model.generate`.")]
     near_ties: Annotated[int | None, Column(note="picks at which `model.generate`, with other shapes, may pick another id.")]
@@ -58,7 +60,7 @@ class Row:
     speed: Annotated[float, Column(form=".2f", note="times that of the target alone, per token: the median over prompts.")]
     total_speed: Annotated[float, Column("in all", form=".2f", note="the speed by the seconds of all prompts together.")]
     split: Annotated[dict[str, float] | None, Column(form=".1%", table=_TIME)]
-    ceiling: Annotated[float | None, Column(form=".1%", table=_TIME, note="the share of both models' forward passes.")]
+    ceiling: Annotated[float | None, Column(form=".1%", table=_TIME, note=_CEILING)]
     surprise: Annotated[float | None, Column(form=".2f", note=_SURPRISE)] = None
 
 

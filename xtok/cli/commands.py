@@ -17,7 +17,7 @@ from xtok.cli.serve import serve
 from xtok.cli.train import make_draft, train_heads, tune_draft
 
 app = typer.Typer(
-    help="Any large language model generates faster with the help of any small one, and gives exactly what it alone would.",
+    help="Lossless speculative decoding for transformers, with any draft model, even one with another tokenizer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -1,12 +1,14 @@
 """Turns the `draft` argument of a caller into a list of drafts."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.recycling import TokenRecycling
+from xtok.errors import InvalidInputError
 
 
 class _Shared:
@@ -35,9 +37,17 @@ def without_a_model() -> list[Draft]:
 
 
 def as_list(draft: Any, beside: Sequence[Draft]) -> list[Any]:
-    """The drafts and models that a caller gives, as a list. To a single model, or to heads, the drafts `beside` are added."""
+    """The drafts and models that a caller gives, as a list. To a single model, or to heads, the drafts `beside` are added.
+
+    Raises `InvalidInputError` for what stands for drafts on the command line only.
+    """
     if draft is None:
         return []
+    if draft in ("lookup", "none") and not Path(draft).exists():
+        raise InvalidInputError(
+            f'"{draft}" is a name of the command line. In Python, pass [PromptLookup(), TokenRecycling()] as the draft for '
+            "drafts that need no model, and None for no draft."
+        )
     if isinstance(draft, list):
         return list(draft)
     is_alone = is_drafting(draft) and not isinstance(draft, HeadsDrafter)

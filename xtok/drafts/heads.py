@@ -68,6 +68,8 @@ class HeadsDrafter:
             self.trained = HeadsInfo(**known)
             self._hidden_size = _hidden_size(self.trained, self._tensors)
         except Exception as error:  # a file that holds something else makes no sense in many ways
+            if not self.file.exists():
+                raise InvalidInputError(f"{self.file} does not exist. Make heads with: xtok train-heads") from error
             is_bare = self.file.is_dir() and not (self.file / "config.json").exists()
             why = "it is a folder" if is_bare else reason(error)
             raise InvalidInputError(f"{self.file} holds no heads: {why}. Make one with: xtok train-heads") from error

@@ -12,7 +12,7 @@ from xtok.drafts.corpus import Corpus, TextMemory
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.repeats import Repeats
 from xtok.drafts.tree import Tree, Trie, chain
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, shown
 
 _LONGEST = 8
 """The most agreeing ids that are told apart: more count as this many."""
@@ -43,9 +43,7 @@ class PromptLookup:
         """Raises `InvalidInputError` unless `corpus` is a list of texts and `memory` is 0 or a large enough number of bytes."""
         texts = list(corpus) if isinstance(corpus, Iterable) else [None]
         if isinstance(corpus, (str, bytes, Mapping)) or not all(isinstance(text, str) for text in texts):
-            raise InvalidInputError(
-                f"corpus is {type(corpus).__name__}; it must be a list of texts: PromptLookup(corpus=[text, …])."
-            )
+            raise InvalidInputError(f"corpus is {shown(corpus)}; it must be a list of texts: PromptLookup(corpus=[text, …]).")
         if not isinstance(memory, int) or isinstance(memory, bool) or (memory and memory < _SMALLEST):
             raise InvalidInputError(
                 f"memory is {memory!r}; it must be 0 or a whole number of bytes from {_SMALLEST} on: "
@@ -119,10 +117,10 @@ class Lookup:
 
     def propose(self, context: Context, budget: Budget) -> Tree:
         """The continuations after earlier occurrences of the text's end, as branches; those of the longest ones first."""
-        ids, (shown, last) = context.ids, self._shown
-        is_as_shown = shown > 0 and len(ids) >= shown and ids[shown - 1] == last
+        ids, (before, last) = context.ids, self._shown
+        is_as_shown = before > 0 and len(ids) >= before and ids[before - 1] == last
         for belief in self._beliefs:
-            belief.learn(ids[shown:] if is_as_shown else [])
+            belief.learn(ids[before:] if is_as_shown else [])
         self._shown = len(ids), ids[-1] if ids else None
         trie = Trie()
         if self._prediction is None:

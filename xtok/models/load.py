@@ -230,8 +230,8 @@ def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
             fault = f"can't be loaded: {reason(error)}. {_MEND.format(role=role)}"
         else:
             fault = (
-                f"is no folder here, and as a hub id it can't be had: {reason(error)}. Check the name and the connection, or "
-                "pass the path of a saved model."
+                f"is neither a local folder nor available from the Hub: {reason(error)}. Check the name and the connection, "
+                "or pass the path of a saved model."
             )
         raise InvalidInputError(f"The {role} {source} {fault}") from error
     except ImportError as error:

@@ -274,6 +274,7 @@ class Engine:
         for entry in list(self._running):
             assert entry.sequence is not None
             if block := committed.get(entry.sequence):
+                entry.ticket.count(entry.sequence.rounds[-1])
                 entry.ticket.add(b"".join(entry.sequence.text.pieces[-len(block) :]))
             if entry.sequence.finish_reason is not None:
                 self._end(entry, self._result(entry))

@@ -8,12 +8,16 @@ from numbers import Real
 from threading import TIMEOUT_MAX, Condition
 
 from xtok.align.text import utf8_decoder
+from xtok.decoding.sequence import Round
 from xtok.errors import InvalidInputError, shown
 from xtok.results.generation import Generation
 
 
 class Ticket:
-    """A request that was submitted: its result, and its pieces as they come. Any number of threads or tasks may wait."""
+    """A request that was submitted: its result, and its pieces as they come. Any number of threads or tasks may wait.
+
+    `tokens`, `proposed`, `accepted`: how many tokens were generated, guessed and accepted so far.
+    """
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         self._future: Future[Generation] = Future()
@@ -23,6 +27,7 @@ class Ticket:
         self._listeners: list[Callable[[], None]] = []
         self._on_cancel = on_cancel
         self.cancelled = False
+        self.tokens = self.proposed = self.accepted = 0
 
     @property
     def done(self) -> bool:
@@ -85,6 +90,11 @@ class Ticket:
                     await event.wait()
         finally:
             self._listeners.remove(listener)
+
+    def count(self, one: Round) -> None:
+        """Called by the engine after each round that committed tokens."""
+        self.tokens, self.proposed = self.tokens + one.committed, self.proposed + one.proposed
+        self.accepted += one.accepted
 
     def add(self, data: bytes, *, final: bool = False) -> None:
         """Called by the engine with further bytes of text: hand out the characters that they complete."""

@@ -121,16 +121,19 @@ class PendingAnswer:
 
     def finish(self) -> None:
         """At the end of the request, count the sequences that didn't end, and complete the request's line in the log."""
-        ended, tokens = list(self._ended.values()), self.usage()["completion_tokens"]
+        tickets = self._context.tickets
+        tokens = sum(one.tokens for one in tickets)
+        unended = "error" if "error" in self._context.log else "abort"
         if self._first is not None and self._done is not None:
             self._service.metrics.answers(self._done - self._context.start, self._done - self._first, tokens)
-        elif left := len(self._submissions) - len(ended):
-            self._service.metrics.ended.labels("error" if "error" in self._context.log else "abort").inc(left)
+        elif left := len(tickets) - len(self._ended):
+            self._service.metrics.ended.labels(unended).inc(left)
+        reasons = {index: one.finish_reason for index, one in self._ended.items()}
         self._context.log |= {
             "completion_tokens": tokens,
-            "finish_reasons": [self._ended[index].finish_reason for index in sorted(self._ended)],
-            "draft_n": sum(one.stats.proposed for one in ended),
-            "draft_n_accepted": sum(one.stats.accepted for one in ended),
+            "finish_reasons": [reasons.get(index, unended) for index in range(len(tickets))],
+            "draft_n": sum(one.proposed for one in tickets),
+            "draft_n_accepted": sum(one.accepted for one in tickets),
             "seconds_to_first": None if self._first is None else round(self._first - self._context.start, 6),
         }
         if self._service.logs_texts:
