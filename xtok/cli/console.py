@@ -202,10 +202,12 @@ def drafts_of(target: str, draft: str | None) -> Any:
     from xtok.drafts.given import without_a_model
     from xtok.drafts.heads import HeadsDrafter
 
+    if draft == "none":
+        return None
     if needs_no_model(target, draft):
         return without_a_model()
-    if draft in (None, "none"):
-        return OWN_DRAFT if draft is None else None
+    if draft is None:
+        return OWN_DRAFT
     return HeadsDrafter(draft) if holds_heads(draft) else draft
 
 

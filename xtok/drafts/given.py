@@ -43,11 +43,12 @@ def as_list(draft: Any, beside: Sequence[Draft]) -> list[Any]:
     """
     if draft is None:
         return []
-    if draft in ("lookup", "none") and not Path(draft).exists():
-        raise InvalidInputError(
-            f'"{draft}" is a name of the command line. In Python, pass [PromptLookup(), TokenRecycling()] as the draft for '
-            "drafts that need no model, and None for no draft."
-        )
+    for one in draft if isinstance(draft, list) else [draft]:
+        if isinstance(one, str) and one in ("lookup", "none") and not Path(one).exists():
+            raise InvalidInputError(
+                f'"{one}" is a name of the command line. In Python, pass [PromptLookup(), TokenRecycling()] as the draft for '
+                "drafts that need no model, and None for no draft."
+            )
     if isinstance(draft, list):
         return list(draft)
     is_alone = is_drafting(draft) and not isinstance(draft, HeadsDrafter)

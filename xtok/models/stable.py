@@ -21,7 +21,7 @@ from xtok.models.cache import context_window
 from xtok.models.findings import Findings, described
 from xtok.models.kernels import check_threads, kernel_state
 from xtok.models.shapes import CHUNK, USUAL, Shapes
-from xtok.models.trials import FEW, TRIED, WIDEST, Trials
+from xtok.models.trials import FEWEST, TRIED, WIDEST, Trials
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 """How many new ids of each sequence a forward pass may have: few shapes, so that few have to be tried."""
@@ -133,7 +133,7 @@ class StableShapes(Shapes):
 
     def _widths(self, rows: int, new: int) -> list[int]:
         """The widths that a forward pass may have for `new` ids, the least first."""
-        least = ceil(FEW / rows) if self._known.even else FEW
+        least = ceil(FEWEST / rows) if self._known.even else FEWEST
         return [width for width in _WIDTHS if width >= max(new, least)]
 
     def widest(self, seen: int) -> int:
@@ -153,7 +153,7 @@ class StableShapes(Shapes):
             return False
         if rows > 1 and seen != TRIED and not self._agrees(rows, width, TRIED):
             return False
-        few = rows if seen == TRIED else min(rows, ceil(FEW / width))  # positions change attention, which is of each row
+        few = rows if seen == TRIED else min(rows, ceil(FEWEST / width))  # positions change attention, which is of each row
         return self._tried((few, width, seen, seen), known, may=self._may_try(rows, share))
 
     def reads_alike(self, seen: int, more: int) -> bool:

@@ -20,7 +20,7 @@ TRIED = 512
 """How many positions are read in trials of whether the number of rows changes bits."""
 WIDEST = 64
 """The most new ids of one sequence in a forward pass of a fixed shape."""
-FEW = 4
+FEWEST = 4
 """The fewest ids of a forward pass. One row alone is multiplied by other kernels nearly everywhere; with 2, bits differ so
 rarely that trials might miss it; 4 cost no more. Without a draft, SmolLM2 on a CPU is 1.17 times as fast with 4 as with 2 ids,
 since attention gets at least `QUERIES` queries (`xtok.models.layers`).

@@ -93,7 +93,8 @@ class Ticket:
 
     def count(self, one: Round) -> None:
         """Called by the engine after each round that committed tokens."""
-        self.tokens, self.proposed = self.tokens + one.committed, self.proposed + one.proposed
+        self.tokens += one.committed
+        self.proposed += one.proposed
         self.accepted += one.accepted
 
     def add(self, data: bytes, *, final: bool = False) -> None:
