@@ -492,6 +492,7 @@ def test_lists_of_batches_have_a_row_per_system_and_size(tmp_path: Path) -> None
     assert names[3] in run(*asked, "--limit", "1", "--batch", "1")[0]
 
 
+@pytest.mark.deep
 def test_texts_by_stable_forwards_are_counted_beside_those_by_others(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")

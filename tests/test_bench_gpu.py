@@ -148,6 +148,7 @@ def short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "MOVED", 1 << 20)
 
 
+@pytest.mark.deep
 def test_a_gpu_has_a_row_per_system_and_size_and_one_for_each_way_to_draft() -> None:
     found = figures()
     systems = [(ALONE, False), *product((NONE, XTOK), (False, True))]

@@ -428,7 +428,7 @@ def expensive_guesses(texts: int, guesses: int) -> float:
     return 0.03 if guesses else 0.01
 
 
-@pytest.mark.parametrize("texts", [1, 8])
+@pytest.mark.parametrize("texts", [1, *deep(8)])
 def test_guesses_that_begin_to_come_true_are_found_out(texts: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by a hostile trial: what wasn't worth its row was never checked again, and so nothing was learnt of it."""
     assert served(clock, monkeypatch, cheap_rows, lambda step: 0.7 * (step >= 300), texts=texts) < 0.8

@@ -57,7 +57,7 @@ def in_eight_threads(ask: Callable[[int], Any]) -> list[Any]:
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.scaled
+@pytest.mark.deep
 def test_one_instance_serves_eight_threads() -> None:
     tokens, draft_tokens = with_template(TOKENS, TEMPLATE), with_template(BYTES, OTHER_TEMPLATE)
     drafts = [(OTHER, draft_tokens), PromptLookup()]  # what they guess depends on no other text

@@ -24,7 +24,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from test_serve import CHAT_TOKENS, Server, serving
-from worlds import fitting
+from worlds import deep, fitting
 
 from xtok import Budget, Generation, XTokAssisted
 from xtok.bench.chats import questions
@@ -195,6 +195,7 @@ def rgba(colour: str) -> str:
     return "rgba({}, {}, {}, 1)".format(*bytes.fromhex(colour[1:]))
 
 
+@pytest.mark.deep
 def test_a_kind_of_draft_has_its_colour_whatever_else_guesses(page: Browser) -> None:
     assert tints(["heads", "prompt lookup (2)"])["prompt lookup (2)"] == tints(["prompt lookup"])["prompt lookup"]
     page.option("#drafts")
@@ -207,6 +208,7 @@ def test_a_kind_of_draft_has_its_colour_whatever_else_guesses(page: Browser) -> 
     assert used <= {rgba(tint).replace("rgba", "rgb").replace(", 1)", ")") for tint in tints(names).values()}
 
 
+@pytest.mark.deep
 def test_sampled_texts_are_identical_too_and_the_seed_decides(page: Browser) -> None:
     page.option("[value=sampled]").click()
     page.write(seed=7, temperature=1.0)
@@ -218,6 +220,7 @@ def test_sampled_texts_are_identical_too_and_the_seed_decides(page: Browser) -> 
     assert page.content(".run.drafted .text") != first
 
 
+@pytest.mark.deep
 def test_drafts_take_part_as_they_are_chosen(page: Browser) -> None:
     boxes = page.all("[name=draft]")
     assert [box.get_attribute("value") for box in boxes] == ["draft", "prompt lookup", "token recycling"]
@@ -395,7 +398,7 @@ def test_a_saved_trace_is_opened_and_stepped_through(page: Browser, tmp_path: Pa
     assert page.text("#verdict") == ""
 
 
-@pytest.mark.parametrize("notebook", [False, True], ids=["file", "notebook"])
+@pytest.mark.parametrize("notebook", [False, *deep(True)], ids=["file", "notebook"])
 def test_the_file_of_a_trace_shows_what_the_page_shows(page: Browser, tmp_path: Path, notebook: bool) -> None:
     made = XTokAssisted(TARGET, DRAFT).generate(prompts()[1], max_new_tokens=32, do_sample=False)
     generation = replace(made, stats=replace(made.stats, near_ties=(NearTie(4, 0.0123), NearTie(9, 0.5))))
@@ -461,6 +464,7 @@ def test_an_option_that_is_wrong_is_unfolded(page: Browser) -> None:
     assert not page.all(".run")
 
 
+@pytest.mark.deep
 def test_a_trace_that_is_opened_while_a_text_is_written_stays(page: Browser, tmp_path: Path) -> None:
     generation = truth()
     generation.save_trace(tmp_path / "some.json")
@@ -497,8 +501,7 @@ def test_what_was_written_is_saved_as_a_trace(page: Browser, tmp_path: Path) -> 
 # how it looks, and what goes wrong
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [NARROW, WIDE])
+@pytest.mark.parametrize(("width", "dark"), [(NARROW, True), *deep((NARROW, False), (WIDE, True), (WIDE, False))])
 def test_nothing_lies_beside_the_page_and_all_is_read(page: Browser, width: int, dark: bool) -> None:
     page.look(width, dark=dark)
     page.write()
@@ -545,6 +548,7 @@ def test_the_picture_of_the_documents_shows_what_they_say(english: Browser) -> N
         english.picture("page.png")
 
 
+@pytest.mark.deep
 def test_it_speaks_japanese_to_a_japanese_browser(shipped: Server) -> None:
     with browsing("ja") as browser:
         browser.open(shipped.url)
@@ -557,6 +561,7 @@ def test_it_speaks_japanese_to_a_japanese_browser(shipped: Server) -> None:
         assert browser.errors() == []
 
 
+@pytest.mark.deep
 def test_a_server_that_dies_in_mid_text_leaves_what_had_come(english: Browser) -> None:
     with serving(XTokAssisted(TARGET, DRAFT)) as one:
         english.look()

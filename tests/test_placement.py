@@ -157,6 +157,7 @@ def test_the_command_line_places_models_apart() -> None:
         assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_models_whose_weights_lie_on_the_disk(tmp_path: Path) -> None:
     """Found here: they are nowhere, by what transformers says of their device, so their ids were put nowhere."""

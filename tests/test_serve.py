@@ -448,6 +448,7 @@ def held_to(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
+@pytest.mark.deep
 def test_a_schema_that_takes_too_long_to_compile_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by a hostile trial: these took llguidance minutes. What was refused for that isn't compiled here."""
     monkeypatch.setattr(compiling, "SECONDS", 1.0)

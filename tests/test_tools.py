@@ -15,7 +15,7 @@ from test_batches import WIDE
 from test_serve import ROOT, Server, serving, tools
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
-from worlds import examples, fitting, in_turns, tokenizer
+from worlds import deep, examples, fitting, in_turns, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.cli import commands as cli
@@ -255,7 +255,7 @@ def asked(client: openai.OpenAI, streamed: bool, **more: Any) -> tuple[Any, str]
     return choice.message, choice.finish_reason
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("streamed", [*deep(False), True], ids=["whole", "streamed"])
 def test_calls_and_reasoning_reach_the_client(client: openai.OpenAI, writes: Any, streamed: bool) -> None:
     writes(f"<think>\n見よう。</think>\n\n待て。<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>")
     message, reason = asked(client, streamed, tools=TOOLS)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import run
 from transformers import LlamaConfig
-from worlds import CORPUS, tokenizer
+from worlds import CORPUS, deep, tokenizer
 
 from xtok.align.fit import Fit, fit
 from xtok.bench import drafters, runs
@@ -153,7 +153,7 @@ def test_without_weights_inspect_knows_sizes_alone_and_promises_nothing(tmp_path
         assert f"{option[0]} has no effect with --no-weights" in run(*asked, *option, code=1)[1]
 
 
-@pytest.mark.parametrize("chats", [False, True])
+@pytest.mark.parametrize("chats", [*deep(False), True])
 def test_another_target_is_measured_on_texts_that_it_writes_itself(
     chats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_tokens: None
 ) -> None:
@@ -210,6 +210,7 @@ def test_inspect_judges_heads_beside_a_draft_model(few_tokens: None) -> None:
     assert "Draft costs" in printed and "vocabulary" not in printed
 
 
+@pytest.mark.deep
 def test_inspect_measures_several_drafts_on_lines_of_the_sample(tmp_path: Path, few_tokens: None) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts()[:3]), encoding="utf-8")

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
 from xtok.decoding.keywords import GenerateArguments
+from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError, reason, shown
 from xtok.models.cache import CACHE, CACHE_NAMES
 from xtok.models.traits import Traits
@@ -40,6 +41,24 @@ def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
     arguments = with_cache_renamed(arguments)
     check_kinds(arguments)
     return {name: value for name, value in arguments.items() if value is not None or name not in _NAMED}
+
+
+def taken_prediction(arguments: dict[str, Any]) -> Prediction | None:
+    """The text that the caller expects, taken out of the arguments; None without one. Raises `InvalidInputError`."""
+    given = arguments.pop("prediction", None)
+    if not isinstance(given, str | Prediction | None):
+        raise InvalidInputError(f"prediction is {given!r}; it must be a text that the answer is likely to contain.")
+    return Prediction(given) if given and isinstance(given, str) else given or None
+
+
+def taken_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> str | list[str] | None:
+    """Stop strings, taken out of wherever they were set. transformers must not see them: it would ask for a tokenizer."""
+    given = arguments.pop("stop_strings", None)
+    configs = (arguments.get("generation_config"), model.generation_config)
+    configured = next((config.stop_strings for config in configs if config is not None and config.stop_strings), None)
+    if configured is not None:
+        arguments["stop_strings"] = None
+    return configured if given is None else given
 
 
 def with_cache_renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,6 +197,22 @@ def check_streamer(streamer: Any, *, several: bool) -> None:
         )
     if streamer is not None and several:
         raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
+
+
+def check_supported(acceptance: str, *, predicted: bool, stable: bool | None, fixed: bool) -> None:
+    """Raises `UnsupportedArgumentError` for what the instance's settings rule out: a prediction with rejection sampling, and
+    with `stable`, inputs for which forward passes can't have fixed shapes (`fixed`: whether they can).
+    """
+    if predicted and acceptance == "rejection":
+        raise UnsupportedArgumentError(
+            "acceptance='rejection' needs the distribution that guesses are drawn from, and a prediction has none. Leave "
+            "prediction out, or use acceptance='match'."
+        )
+    if stable and not fixed:
+        raise UnsupportedArgumentError(
+            f"stable=True works with ids alone, without a given cache or further inputs of the model. Leave {CACHE} and "
+            "those inputs out, or leave out stable=True."
+        )
 
 
 def check_prepared(config: GenerationConfig, ids: Tensor, inputs: Mapping[str, Any], known: Traits) -> None:

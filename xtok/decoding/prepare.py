@@ -10,10 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process
 
-from xtok.decoding.arguments import call_generate, check_arguments, check_prepared, check_seed, checked, with_cache_renamed
+from xtok.decoding.arguments import (
+    call_generate,
+    check_arguments,
+    check_prepared,
+    check_seed,
+    check_supported,
+    checked,
+    taken_prediction,
+    taken_stop_strings,
+    with_cache_renamed,
+)
 from xtok.decoding.setup import Setup
 from xtok.decoding.stops import StopStrings
 from xtok.drafts.lookup import Prediction
@@ -158,7 +168,8 @@ def completed(setup: Setup, given: Sequence[Prepared], seed: int | None) -> list
         else:
             found.append(replace(one, shapes=shapes))
     shared = [one.shares_forwards for one in found]
-    setup.check([one.prediction for one in found], shared=all(shared))
+    is_predicted = any(one.prediction for one in found)
+    check_supported(setup.acceptance, predicted=is_predicted, stable=setup.stable, fixed=shapes is not None and all(shared))
     return found
 
 
@@ -168,7 +179,7 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
     `several`: whether the same arguments are used for other prompts, too.
     """
     arguments = checked(arguments)
-    prediction, stop_strings = _taken_prediction(arguments), _taken_stop_strings(target.model, arguments)
+    prediction, stop_strings = taken_prediction(arguments), taken_stop_strings(target.model, arguments)
     read, prompt, template = read_prompt(target.vocabulary.tokenizer, prompt, arguments)
     known = traits(target.model)
     ids = torch.tensor([read], dtype=torch.int64, device=known.device)
@@ -232,24 +243,6 @@ def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]
         )
         for row in range(len(ids))
     ]
-
-
-def _taken_prediction(arguments: dict[str, Any]) -> Prediction | None:
-    """The text that the caller expects, taken out of the arguments; None without one. Raises `InvalidInputError`."""
-    given = arguments.pop("prediction", None)
-    if not isinstance(given, str | Prediction | None):
-        raise InvalidInputError(f"prediction is {given!r}; it must be a text that the answer is likely to contain.")
-    return Prediction(given) if given and isinstance(given, str) else given or None
-
-
-def _taken_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> str | list[str] | None:
-    """Stop strings, taken out of wherever they were set. transformers must not see them: it would ask for a tokenizer."""
-    given = arguments.pop("stop_strings", None)
-    configs = (arguments.get("generation_config"), model.generation_config)
-    configured = next((config.stop_strings for config in configs if config is not None and config.stop_strings), None)
-    if configured is not None:
-        arguments["stop_strings"] = None
-    return configured if given is None else given
 
 
 def _stateful(arguments: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """What all sequences of an `XTokAssisted` share."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -15,8 +15,8 @@ from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.draft import DraftPolicy
 from xtok.drafts.policy.policy import WITHOUT_A_MODEL, Policy
 from xtok.drafts.policy.settings import Budget
-from xtok.errors import InvalidInputError, UnstableWarning, UnsupportedArgumentError, XTokError, shown, warn
-from xtok.models.cache import CACHE, weights
+from xtok.errors import InvalidInputError, UnstableWarning, XTokError, shown, warn
+from xtok.models.cache import weights
 from xtok.models.cache_set import CachePool
 from xtok.models.layers import doubled
 from xtok.models.roles import Target
@@ -115,19 +115,6 @@ class Setup:
         size = weights(self.target.model)
         models = map(self.model_of, self.drafts)
         return Policy.nominal([WITHOUT_A_MODEL if one is None else weights(one) / size for one in models], self.policy.padded)
-
-    def check(self, predictions: Sequence[object], *, shared: bool) -> None:
-        """Raises `UnsupportedArgumentError` for what can't be honoured. `shared`: whether all forward passes can be shared."""
-        if any(predictions) and self.acceptance == "rejection":
-            raise UnsupportedArgumentError(
-                "acceptance='rejection' needs the distribution that guesses are drawn from, and a prediction has none. Leave "
-                "prediction out, or use acceptance='match'."
-            )
-        if self.stable and not (self.shapes is not None and shared):
-            raise UnsupportedArgumentError(
-                f"stable=True works with ids alone, without a given cache or further inputs of the model. Leave {CACHE} and "
-                "those inputs out, or leave out stable=True."
-            )
 
 
 def padding(shapes: StableShapes | None, *, captures: bool) -> Callable[[int, int], int]:
