@@ -1,18 +1,21 @@
 """Trials: forwards a model in several shapes, and compares the bits of the results."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import ceil, inf
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import context_window, ids_read
 from xtok.models.forwards import Ask
+from xtok.models.packed import running
 from xtok.models.shapes import USUAL, Shapes
 from xtok.models.shared_cache import SharedCache
 
@@ -33,6 +36,10 @@ _TIMES, _OUTPUTS = 2, 200_000
 """In how many forward passes a shape is tried, and how many outputs of matrices are compared at least: of a small model few
 bits differ, if any.
 """
+_NARROW, _PRODUCTS = 64, 100_000
+"""Linear layers with fewer inputs, such as adapters, are also tried alone, on so many outputs. In bfloat16, adding up so few
+terms in another order changes one output in a million, which forward passes may not show.
+"""
 _READ = 64
 """How many ids fill the cache for trials, repeated over and over."""
 _UNEQUAL = (
@@ -49,6 +56,7 @@ class Trials:
         self._model = model
         self._size = ids_read(model)
         self._layers = _layers(model)
+        self._narrow = _narrow_layers(model)
         self.least = min((inputs * outputs for inputs, outputs in self._layers), default=0)
 
     @cached_property
@@ -88,6 +96,8 @@ class Trials:
         """Whether a shape that reads `seen` positions gives the bits of the usual shape that reads `least`, for all its ids, in
         several forward passes if it has few.
         """
+        if not all(adds_alike(rows * width, *kind) for kind in self._narrow):
+            return False
         base, new = self._base(least), max(width, min(USUAL, _TIMES * width))
         if least < seen:
             new = WIDEST  # up to the last position that reads `least`: where sums are split otherwise, some of these show it
@@ -138,6 +148,30 @@ class Trials:
         return logits[before : before + _NODES]
 
 
+@torch.no_grad()
+def adds_alike(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a linear layer gives the bits of the usual number of rows if it gets `rows` rows. The terms of its sums nearly
+    cancel, so that most of what rounding does to them is seen.
+    """
+    random = torch.Generator(device="cpu").manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float32, device="cpu")
+
+    count, pairs = USUAL * ceil(max(rows, _PRODUCTS / outputs) / USUAL), inputs // 2
+    terms, weights, odd = drawn(count, pairs), drawn(outputs, pairs), inputs % 2
+    given = torch.cat([terms, terms * (1 + drawn(count, pairs) / 128), 0 * drawn(count, odd)], dim=1).to(device, dtype)
+    layer: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device, dtype=dtype)  # type: ignore[no-untyped-call]
+    layer.weight.copy_(torch.cat([weights, -weights, drawn(outputs, odd)], dim=1))
+    for context in (nullcontext(), running(layer)):
+        with context:
+            usual = torch.cat([layer(given[start : start + USUAL]) for start in range(0, count, USUAL)])
+            found = torch.cat([layer(given[start : start + rows]) for start in range(0, count - rows + 1, rows)])
+        if not torch.equal(found, usual[: len(found)]):
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class _OneShape(Shapes):
     """One shape for all forward passes: `ids` new ids of each row, and `positions` that are read."""
@@ -160,6 +194,13 @@ def _layers(model: PreTrainedModel) -> list[tuple[int, int]]:
     names = ("in_features", "out_features"), ("nx", "nf")  # the latter are those of GPT-2
     sizes = [[getattr(module, name, None) for name in pair] for module in model.modules() for pair in names]
     return [(inputs, outputs) for inputs, outputs in sizes if isinstance(inputs, int) and isinstance(outputs, int)]
+
+
+def _narrow_layers(model: PreTrainedModel) -> list[tuple[int, int, torch.dtype, torch.device]]:
+    """The inputs, outputs, precision and device of linear layers with few inputs, each kind once."""
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear) and module.in_features < _NARROW]
+    halves = [one for one in weights if one.dim() == 2 and one.dtype in (torch.bfloat16, torch.float16)]
+    return list(dict.fromkeys((one.shape[1], one.shape[0], one.dtype, one.device) for one in halves))
 
 
 def _parts(ids: int, most: int) -> list[int]:
