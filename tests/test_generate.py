@@ -252,6 +252,8 @@ def test_a_prompt_that_is_longer_than_the_context_window_is_warned_of() -> None:
     xt = XTokAssisted((fitting(TOKENS, "Llama", 0, window=40), TOKENS))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        xt.generate([5] * 39, **{**GREEDY, "max_new_tokens": 2})
+    with pytest.warns(PromptWarning, match="The text may get 42 tokens long, and the target's context window is 40: what"):
         xt.generate([5] * 40, **{**GREEDY, "max_new_tokens": 2})
     with pytest.warns(PromptWarning, match="The prompt has 41 tokens, and the target's context window is 40") as warned:
         xt.generate([5] * 41, **{**GREEDY, "max_new_tokens": 2})

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from front_door import forwards
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, OPTConfig
 from worlds import CHAIN, CORPUS, alone, deep, fitting, in_turns, mostly_deep, tokenizer
 
-from xtok import Budget, PromptLookup, XTokAssisted, pair
+from xtok import Budget, Engine, PromptLookup, XTokAssisted, pair
 from xtok.align.tokenbytes import token_bytes
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CACHE
@@ -85,6 +85,32 @@ def test_guesses_keep_coming_far_beyond_the_drafts_window(budget: Budget, archit
     assert len(ids) > 16 * 12
     check(xt, prompt, ids)
     check(xt, "吾輩は", SPOKEN("吾輩は").input_ids)
+
+
+@pytest.mark.filterwarnings("ignore::xtok.errors.PromptWarning")
+@pytest.mark.parametrize("architecture", ["GPT2", "opt"])
+def test_a_text_ends_with_the_targets_last_position(architecture: str) -> None:
+    """Found by a trial as a new user: torch raised IndexError in the middle of the text."""
+    if architecture == "opt":
+        size: dict[str, Any] = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "ffn_dim": 64}
+        config = OPTConfig(vocab_size=len(SPOKEN) + 5, max_position_embeddings=40, num_attention_heads=2, **size)
+        target = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    else:
+        target = fitting(SPOKEN, architecture, 0, window=40)
+    xt = XTokAssisted((target, SPOKEN), DRAFTS["other ids"], budget=TREES)
+    longer = {**GREEDY, "max_new_tokens": 100}
+    for size in (5, 39, 40):
+        found = xt.generate([7] * size, **longer)
+        assert found.token_ids == alone(target, [7] * size, **{**GREEDY, "max_new_tokens": 41 - size})
+        assert found.finish_reason == "length"
+    with pytest.raises(InvalidInputError, match="The prompt has 41 tokens, and the target has only 40 positions"):
+        xt.generate([[5], [7] * 41], **longer)
+    rows = torch.tensor([[0] * 20 + [7] * 5, [5] * 25])
+    mask = (torch.arange(25) >= torch.tensor([[20], [0]])).long()
+    found = target.generate(rows, attention_mask=mask, custom_generate=xt, **longer)
+    assert found[0, 25:].tolist() == alone(target, [7] * 5, **{**GREEDY, "max_new_tokens": 36})
+    with Engine(xt) as engine:
+        assert len(engine.submit([7] * 5, **longer).result().token_ids) == 36
 
 
 @pytest.mark.deep

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from xtok.decoding.arguments import (
     call_generate,
@@ -217,12 +218,6 @@ def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]
     """
     ids, inputs, known = batch.ids, batch.inputs, batch.traits
     check_prepared(batch.config, ids, inputs, known)
-    if known.window is not None and ids.shape[1] > known.window:
-        warn(
-            f"The prompt has {ids.shape[1]:,} tokens, and the target's context window is {known.window:,}: what it writes "
-            "beyond that is rarely of use. Shorten the prompt.",
-            PromptWarning,
-        )
     cache = inputs.pop(CACHE, None)
     known.check_cache(cache)
     inputs.pop("use_cache", None)
@@ -231,8 +226,8 @@ def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]
         criteria = StoppingCriteriaList([*criteria, StopStrings(target.vocabulary, stop_strings)])
     batch = replace(batch, criteria=criteria, cache=cache)
     if len(ids) == 1:
-        return [batch]
-    return [
+        return [_within_window(batch)]
+    rows = (
         replace(
             batch,
             ids=ids[row : row + 1],
@@ -242,7 +237,32 @@ def by_row(target: Target, batch: Prepared, stop_strings: Any) -> list[Prepared]
             inputs={name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()},
         )
         for row in range(len(ids))
-    ]
+    )
+    return [_within_window(row) for row in rows]
+
+
+def _within_window(request: Prepared) -> Prepared:
+    """The request, limited to the target's positions if they end. Warns of a text that may get longer than the context window.
+    Raises `InvalidInputError` for a prompt that has more tokens than there are positions.
+    """
+    window, ends, size = request.traits.window, request.traits.positions, len(request.unpadded)
+    padding = request.ids.shape[1] - size
+    longest = request.config.max_length - padding
+    if window is None or longest <= window + 1:  # the last token needs no position
+        return request
+    if ends is not None and size > ends:
+        raise InvalidInputError(
+            f"The prompt has {size:,} tokens, and the target has only {ends:,} positions. Shorten the prompt."
+        )
+    beyond = "the text ends there" if ends is not None else "what it writes beyond that is rarely of use"
+    what, remedy = f"The prompt has {size:,} tokens", "Shorten the prompt"
+    if size <= window:
+        what, remedy = f"The text may get {longest:,} tokens long", "Request fewer new tokens"
+    warn(f"{what}, and the target's context window is {window:,}: {beyond}. {remedy}.", PromptWarning)
+    if ends is None:
+        return request
+    limit = MaxLengthCriteria(max_length=ends + 1 + padding)
+    return replace(request, criteria=StoppingCriteriaList([*request.criteria, limit]))
 
 
 def _stateful(arguments: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -14,6 +14,8 @@ from xtok.errors import UnsupportedModelError
 CACHE_NAMES = ("cache", "past_key_values")
 CACHE = CACHE_NAMES["cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
 """The argument, and the output, that holds a model's cache: `cache` from transformers 5.24 on, `past_key_values` before."""
+_RESERVED = 2
+"""How many rows an embedding of positions may have besides those of positions, as in OPT."""
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
@@ -63,6 +65,13 @@ def context_window(model: PreTrainedModel) -> int | None:
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
     return next((int(size) for name in names if (size := getattr(config, name, None))), None)
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """How many positions there are, if they are rows of an embedding (GPT-2, OPT), which ends; None if they are computed."""
+    window, tokens = context_window(model), model.get_input_embeddings()
+    tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding) and one is not tokens]
+    return window if window is not None and any(0 <= rows - window <= _RESERVED for rows in tables) else None
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

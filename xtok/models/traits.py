@@ -18,6 +18,7 @@ from xtok.models.cache import (
     device_of,
     ids_read,
     layer_kinds,
+    learned_positions,
     new_cache,
     supports_logits_to_keep,
     vocabulary_size,
@@ -44,7 +45,8 @@ class Traits:
 
     `name`: its class. `device`: where it takes its ids. `dtype`: its precision; `dtypes`: those of its weights and buffers.
     `vocabulary`: how many ids it has logits for; `ids_read`: how many it can read. `window`: its context window in positions,
-    None if its configuration doesn't say. `supports_logits_to_keep`: whether it can compute the logits of the last positions
+    None if its configuration doesn't say; `positions`: the same if it ends there, see `learned_positions`.
+    `supports_logits_to_keep`: whether it can compute the logits of the last positions
     alone. `longrope_boundary`, `dynamic_boundary`: the positions from which its rotary embeddings depend on the length of a
     sequence.
 
@@ -64,6 +66,7 @@ class Traits:
     vocabulary: int
     ids_read: int
     window: int | None
+    positions: int | None
     supports_logits_to_keep: bool
     longrope_boundary: int | None
     dynamic_boundary: int | None
@@ -129,6 +132,7 @@ def read(model: PreTrainedModel) -> Traits:
         vocabulary=vocabulary_size(model),
         ids_read=ids_read(model),
         window=context_window(model),
+        positions=learned_positions(model),
         supports_logits_to_keep=supports_logits_to_keep(model),
         longrope_boundary=longrope_boundary(model),
         dynamic_boundary=dynamic_boundary(model),
