@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from threading import Barrier, Thread
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import pytest
@@ -280,6 +280,43 @@ def test_gradients_reach_the_weights() -> None:
     with Packing(layer, [layer]):
         layer(torch.ones(3, 8, dtype=torch.bfloat16)).sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_models_that_share_layers_dont_change_each_others_products() -> None:
+    """Found by a hostile trial: a thread that ran one of them while another ran the other got products of plain weights."""
+    layer, given = nn.Linear(512, 64), torch.randn(8, 512)
+    whole, part = nn.Sequential(layer), nn.Sequential(layer)
+
+    def product(model: Any) -> Tensor:
+        with running(model), torch.no_grad():
+            made: Tensor = model(given)
+        return made
+
+    own, found = [product(whole), product(part)], list[Tensor]()
+    assert not torch.equal(own[0], layer(given)), "packed weights have other bits"
+    for model, other in ((whole, part), (part, whole)):
+        with running(cast("Any", model)):
+            thread = Thread(target=lambda other=other: found.append(product(other)))
+            thread.start()
+            thread.join()
+            with torch.no_grad():
+                found.append(model(given))
+    assert all(map(torch.equal, found, [own[1], own[0], own[0], own[1]]))
+
+
+def test_weights_can_be_swapped() -> None:
+    """Found by a hostile trial: torch swaps no tensor that has a weak reference."""
+    model = target()
+    by_packed(model)
+    layers = model.model.layers
+    torch.utils.swap_tensors(layers[0].mlp.up_proj.weight, layers[1].mlp.up_proj.weight)
+    assert close(by_packed(model), logits(model))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert close(by_packed(model), logits(model))
 
 
 def test_models_are_not_kept() -> None:

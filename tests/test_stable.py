@@ -266,6 +266,19 @@ def test_shapes_that_give_other_bits_are_found_out_and_left(change: Any, dtype: 
 
 
 @torch.no_grad()
+def test_what_logits_may_differ_by_is_measured_anew_when_weights_change() -> None:
+    """Found by a hostile trial: after an output embedding had grown 64-fold in place, one text of 40 differed."""
+    lm = deepcopy(target("Llama", HALF))
+    xt = XTokAssisted((lm, TOKENS), Misleading({}, 3), budget=TREES)
+    xt.generate(TEXTS[0], **GREEDY)
+    assert xt.setup.shapes is not None
+    before = xt.setup.shapes.tolerance
+    lm.lm_head.weight.mul_(64)
+    xt.generate(TEXTS[0], **GREEDY)
+    assert 32 * before < xt.setup.shapes.tolerance == StableShapes(lm).tolerance < 128 * before
+
+
+@torch.no_grad()
 def bits_differ(rows: int, weight: torch.Tensor) -> bool:
     """Whether products of `rows` rows differ from those of 16 rows in any of two million outputs: the slow oracle."""
     count = max(16, rows) * (2_000_000 // (len(weight) * max(16, rows)) + 1)

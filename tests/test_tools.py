@@ -363,8 +363,10 @@ def test_a_target_that_must_call_does(streamed: bool, name: str) -> None:
     short = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"], "$defs": {"N": {"enum": [7, 8]}}}
     given = tools(a={**short, "additionalProperties": False}, 二={**short, "additionalProperties": False})
     tokens = deepcopy(TOKENS)
-    tokens.chat_template = "{{ messages[0].content }}" + "{# " + "".join(FORCED[name]) + " #}"
-    sampled = {"temperature": 1.0, "seed": 5, "max_tokens": 600, "tools": given, "frequency_penalty": 2.0}
+    tokens.chat_template = (
+        "{{ messages[0].content }}{{ tools | length if tools else '' }}" + "{# " + "".join(FORCED[name]) + " #}"
+    )
+    sampled = {"temperature": 1.0, "seed": 8, "max_tokens": 600, "tools": given, "frequency_penalty": 2.0}
     with serving(XTokAssisted((LM, tokens), PromptLookup())) as one, one.client() as client:
         required, reason = asked(client, streamed, tool_choice="required", parallel_tool_calls=False, **sampled)
         named, _ = asked(client, streamed, tool_choice={"type": "function", "function": {"name": "二"}}, **sampled)
@@ -373,3 +375,15 @@ def test_a_target_that_must_call_does(streamed: bool, name: str) -> None:
     assert named.tool_calls[0].function.name == "二"
     assert json.loads(named.tool_calls[0].function.arguments)["n"] in (7, 8)
     assert not required.content
+
+
+def test_tools_that_the_template_ignores_are_refused() -> None:
+    """Found by a trial as a new user: the answer was the same as without tools, and nothing said so."""
+    tokens = deepcopy(TOKENS)
+    tokens.chat_template = "{{ messages[0].content }}"
+    xt = XTokAssisted((LM, tokens), PromptLookup())
+    chat = [{"role": "user", "content": "猫"}]
+    with pytest.raises(InvalidInputError, match="chat template ignores tools"):
+        xt.generate(chat, tools=tools(a={"type": "object"}), max_new_tokens=4)
+    with serving(xt) as one, one.client() as own, pytest.raises(openai.BadRequestError, match="chat template ignores tools"):
+        asked(own, False, tools=tools(a={"type": "object"}))

@@ -33,12 +33,15 @@ def kernel_state(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def model_state(model: PreTrainedModel) -> tuple[Any, ...]:
-    """All that a model's results depend on: its `kernel_state`, its weights and how often they were written to, and its active
-    adapters.
-    """
+    """All that a model's results depend on: its `kernel_state` and its `weights_state`."""
+    return *kernel_state(model), *weights_state(model)
+
+
+def weights_state(model: PreTrainedModel) -> tuple[Any, ...]:
+    """A model's weights, how often they were written to, and its active adapters."""
     weights = ((id(one), None if one.is_inference() else one._version) for one in model.parameters())
     switches = (settings_of(one) for one in model.modules() if "_active_adapter" in vars(one))
-    return *kernel_state(model), *weights, *switches
+    return *weights, *switches
 
 
 def settings_of(module: nn.Module) -> str:

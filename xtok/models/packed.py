@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock, get_ident
 from types import MethodType
 from typing import Any, NamedTuple, TypeGuard
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -33,17 +33,17 @@ _OPS: Any = torch.ops.mkldnn  # some builds of torch lack what is looked up ther
 
 class _Packed(NamedTuple):
     """A packed weight, and what shows whether the weight is as it was: the tensor, how often it was written to, where it is in
-    memory, and some of its values.
+    memory, and some of its values. (torch doesn't swap tensors that have weak references.)
     """
 
-    weight: ref[Tensor]
+    weight: Tensor
     version: int
     address: int
     values: Tensor
     packed: Tensor
 
     def is_of(self, weight: Tensor) -> bool:
-        return self.weight() is weight and self.version == weight._version and self.address == weight.data_ptr()
+        return self.weight is weight and self.version == weight._version and self.address == weight.data_ptr()
 
 
 class PackedLinear:
@@ -142,6 +142,8 @@ class Packing:
 
 
 _PACKINGS = WeakKeyDictionary[nn.Module, Packing | None]()
+_LAYERS = WeakSet[nn.Module]()
+"""The layers of all packings. A layer that several models share is packed for the first of them alone."""
 _LOCK = Lock()
 
 
@@ -192,15 +194,19 @@ def _is_adapted(model: Any) -> bool:
 def _made(model: PreTrainedModel) -> Packing | None:
     if not _OPS._is_mkldnn_bf16_supported():  # packing wasn't measured where oneDNN doesn't take bfloat16
         return None
-    layers = [layer for layer in model.modules() if _is_plain(layer) and _is_packable(layer.weight)]
+    packable = [layer for layer in model.modules() if _is_plain(layer) and _is_packable(layer.weight)]
+    layers = [layer for layer in packable if layer not in _LAYERS]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
-    return Packing(model, layers) if layers and size * _SHARE <= _memory() else None
+    if not layers or size * _SHARE > _memory():
+        return None
+    _LAYERS.update(layers)
+    return Packing(model, layers)
 
 
 def _packed(weight: Tensor) -> _Packed | None:
     try:
         packed = _OPS._reorder_linear_weight(weight.detach(), _ROWS)
-        return _Packed(ref(weight), weight._version, weight.data_ptr(), _values(weight), packed)
+        return _Packed(weight, weight._version, weight.data_ptr(), _values(weight), packed)
     except RuntimeError:  # too little memory
         return None
 

@@ -149,6 +149,8 @@ def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> 
         ) from error
     if ids is None:
         raise InvalidInputError("The target's tokenizer has no chat template. Pass the prompt as a text.")
+    if template.get("tools") and ids == chat_ids(tokenizer, chat, {**template, "tools": None}):
+        raise InvalidInputError("The target's chat template ignores tools, so the model wouldn't see them. Leave tools out.")
     return ids
 
 

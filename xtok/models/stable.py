@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from xtok.errors import UnsupportedModelError, XTokError
 from xtok.models.cache import context_window
 from xtok.models.findings import Findings, described
-from xtok.models.kernels import check_threads, kernel_state
+from xtok.models.kernels import check_threads, kernel_state, weights_state
 from xtok.models.shapes import CHUNK, USUAL, Shapes
 from xtok.models.trials import FEWEST, TRIED, WIDEST, Trials
 
@@ -75,7 +75,7 @@ class StableShapes(Shapes):
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `UnsupportedModelError` if even forward passes of one shape give different bits."""
         self._model = model
-        self._found = dict[tuple[object, ...], _Known]()
+        self._found, self._weights = dict[tuple[object, ...], _Known](), weights_state(model)
         self._lock, self._thread = Lock(), local()
         self._served = self._spent = 0.0
         _check_kind(model)
@@ -83,20 +83,23 @@ class StableShapes(Shapes):
 
     def check(self) -> None:
         """Raises `UnsupportedModelError` or `InvalidInputError` if bits can't be fixed now, as with some numbers of threads.
-        Forward passes then have the usual shape.
+        Forward passes then have the usual shape. If weights have changed, everything is tried anew: differences between logits
+        grow with them.
         """
+        if (weights := weights_state(self._model)) != self._weights:
+            self._found, self._weights = {}, weights
         self.refresh()
         if (fault := self._known.fault) is not None:
             raise fault
 
     def refresh(self) -> None:
         """Take note of what a caller may have changed. From now on, this thread gets answers for the model as it is now."""
-        state = kernel_state(self._model)
-        if state not in self._found:
+        state, found = kernel_state(self._model), self._found
+        if state not in found:
             with self._lock:
-                if state not in self._found:
-                    self._found[state] = self._find(state)
-        self._thread.known = self._found[state]
+                if state not in found:
+                    found[state] = self._find(state)
+        self._thread.known = found[state]
 
     @property
     def _known(self) -> _Known:

@@ -14,9 +14,25 @@ MOST = 128
 """How many texts a request may ask for."""
 STOPS = 16_384
 """How many characters the stop strings of a request may have in all: each character of a text is compared with them."""
-_OPENAI = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "stop_strings": "stop"}
-"""OpenAI's names for some of the arguments of `generate`."""
+_REMEDIES = {
+    "max_new_tokens": "Use max_tokens instead.",
+    "num_return_sequences": "Use n instead.",
+    "stop_strings": "Use stop instead.",
+    "reasoning_effort": "Pass what the chat template takes in chat_template_kwargs.",
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+"""Fields of OpenAI's API that xtok doesn't have, with the values that ask for what it does anyway."""
+_LABELS = ("metadata", "prompt_cache_key", "safety_identifier")
+"""Fields of OpenAI's API that change no text."""
 _NOT_FOR_RACES = ("logprobs", "top_logprobs", "stream", "stream_options", "user")
+_FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z_]+")
+"""A field's name in the place of a fault, in which pydantic also names the types that it tried."""
 Item = TypeVar("Item")
 B = TypeVar("B", bound="Body")
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -248,18 +264,19 @@ def _refusal(error: ValidationError) -> RequestError:
     fault = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     if not fault["loc"]:
         return RequestError(f"The body is not a JSON object with this API's fields: {fault['msg']}.")
-    path = ".".join(map(str, fault["loc"]))
-    return RequestError(f"{path}: {fault['msg']}.", str(fault["loc"][0]), code="invalid_value")
+    path = ".".join(str(part) for part in fault["loc"] if isinstance(part, int) or _FIELD.fullmatch(part))
+    return RequestError(f"{path}: {fault['msg'].removeprefix('Value error, ')}.", str(fault["loc"][0]), code="invalid_value")
 
 
 def _refuse_unknown(fields: Fields, inside: str = "") -> None:
     """Raises `RequestError` for a field that would have no effect."""
     for name, value in (fields.model_extra or {}).items():
-        if value is not None:
+        is_neutral = not inside and (name in _LABELS or value in _NEUTRAL.get(name, ()))
+        if value is not None and not is_neutral:
             field = f"{inside}{name}"
-            if name in _OPENAI:
-                remedy = f"Use {_OPENAI[name]} instead."
-            elif near := get_close_matches(name, type(fields).model_fields, 1):
+            if name in _REMEDIES:
+                remedy = _REMEDIES[name]
+            elif near := get_close_matches(name, type(fields).model_fields, 1, cutoff=0.85):
                 remedy = f"Did you mean {inside}{near[0]}?"
             else:
                 remedy = "Leave it out."

@@ -169,7 +169,7 @@ def _lengths(body: Completion | Chat, xt: XTokAssisted, read: int, limits: Limit
     window = context_window(xt.model)
     room = limits.tokens if window is None else window - read
     if requested is not None and requested > limits.tokens:
-        raise RequestError(f"{field} is {requested}; this server writes up to {limits.tokens} tokens.", field)
+        raise RequestError(f"{field} is {requested}; this server writes up to {limits.tokens} tokens (--max-tokens).", field)
     usual = limits.tokens if isinstance(body, Chat) else COMPLETION_TOKENS
     wanted = min(usual, limits.tokens, room) if requested is None else requested
     if room < max(wanted, 1):
