@@ -22,7 +22,7 @@ from worlds import CORPUS, FAMILIES, deep, tokenizer
 from xtok import XTokAssisted, __version__
 from xtok.align.fit import fit
 from xtok.cli import commands as cli
-from xtok.cli import demo
+from xtok.cli import console, demo
 from xtok.cli.generate import _print
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
@@ -593,3 +593,17 @@ def test_progress_in_a_pipe_begins_when_there_is_some(capsys: pytest.CaptureFixt
     assert re.fullmatch(
         r"texts: 1 of 20, about 0:00:\d\d left\ntexts: 2 of 20, about 0:00:\d\d left\n", capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(("is_terminal", "busy", "hints"), [(True, 1e3, 1), (True, 0.0, 0), (False, 1e3, 0)])
+def test_a_busy_machine_is_hinted_at_on_a_terminal(
+    is_terminal: bool, busy: float, hints: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a trial as a new user: beside another job, two threads took 30 times as long as one."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (busy, 0.0, 0.0), raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    said = list[str]()
+    monkeypatch.setattr(console.typer, "echo", lambda text, err: said.append(text))
+    console._hint_at_threads()
+    assert len(said) == hints and all("OMP_NUM_THREADS=1" in one for one in said)

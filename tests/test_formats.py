@@ -93,8 +93,8 @@ def test_a_tokenizer_that_is_a_model_of_sentencepiece_alone_is_loaded(saved: Pat
 @pytest.mark.parametrize(
     ("missing", "dictionary", "remedy"),
     [
-        ("fugashi", "unidic_lite", "pip install 'xtok[ja]' (in a checkout: pip install '.[ja]')"),
-        ("unidic_lite", "unidic_lite", "pip install 'xtok[ja]' (in a checkout: pip install '.[ja]')"),
+        ("fugashi", "unidic_lite", "pip install '.[ja]' (in a checkout of xtok; elsewhere 'xtok[ja]')"),
+        ("unidic_lite", "unidic_lite", "pip install '.[ja]' (in a checkout of xtok; elsewhere 'xtok[ja]')"),
         ("ipadic", "ipadic", "pip install ipadic"),
     ],
 )

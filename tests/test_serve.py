@@ -759,6 +759,24 @@ def test_other_kinds_of_bodies_are_refused(server: Server) -> None:
     check_error(answer, 415, None)
 
 
+def test_fields_of_openai_that_change_nothing_are_taken(server: Server) -> None:
+    """Found by a trial as a new user: frameworks send them."""
+    with server.client() as client:
+        plain = client.completions.create(model=NAME, prompt="a", max_tokens=3, temperature=0)
+        neutral: dict[str, Any] = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "modalities": ["text"]}
+        found = client.completions.create(
+            model=NAME, prompt="a", max_tokens=3, temperature=0, best_of=1, echo=False, extra_body=neutral
+        )
+        assert found.choices[0].text == plain.choices[0].text
+        for wrong in ({"store": True}, {"modalities": ["audio"]}, {"service_tier": "flex"}):
+            with pytest.raises(openai.BadRequestError, match="isn't supported"):
+                client.completions.create(model=NAME, prompt="a", extra_body=wrong)
+        with pytest.raises(openai.BadRequestError, match="Pass what the chat template takes in chat_template_kwargs"):
+            client.completions.create(model=NAME, prompt="a", extra_body={"reasoning_effort": "low"})
+        with pytest.raises(openai.BadRequestError, match=r"400 - .*stop\.0: String should have at least 1 character"):
+            client.completions.create(model=NAME, prompt="a", stop=[""])
+
+
 def test_errors_are_those_that_the_client_knows(server: Server, strict: Server) -> None:
     with server.client() as client, strict.client(api_key="wrong") as stranger:
         with pytest.raises(openai.BadRequestError) as bad:

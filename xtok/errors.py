@@ -28,7 +28,7 @@ def reason(error: BaseException) -> str:
 
 def install(extra: str) -> str:
     """How to install what one of the extras of `pyproject.toml` holds."""
-    return f"pip install 'xtok[{extra}]' (in a checkout: pip install '.[{extra}]')"
+    return f"pip install '.[{extra}]' (in a checkout of xtok; elsewhere 'xtok[{extra}]')"
 
 
 def shown(value: object) -> str:

@@ -45,7 +45,8 @@ def print_tables(tables: Mapping[str, Sequence[Any]], *, markdown: bool = False)
                 shown = [row for row in group if any(getattr(row, name) is not None for name in own)]
                 named = {name: one for name, one in columns.items() if name in own or one.title == ""}
                 _print(further or heading, _grid(shown, named), markdown)
-        notes |= {_title(name, column): column.note for name, column in columns.items() if column.note}
+        filled = {name for name in columns if any(getattr(row, name) is not None for row in rows)}
+        notes |= {_title(name, column): column.note for name, column in columns.items() if column.note and name in filled}
     for name, note in notes.items():
         typer.echo(f"{name}: {note}" if name else note)
 

@@ -178,7 +178,7 @@ def in_turns(
     """
     runs: dict[K, list[R]] = {name: [] for name in systems}
     order = deque(systems)
-    for arguments in bar(list(calls), title):
+    for arguments in bar(list(calls), f"{title} (the first one warms up)"):
         for name in order:
             runs[name].append(systems[name](**arguments))
         order.rotate(-rotated)

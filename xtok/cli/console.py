@@ -1,6 +1,7 @@
 """What the commands share: options, drafts and pairs by name, texts from files and stdin, output, and errors in one line."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,6 +147,7 @@ def _reporting() -> Iterator[None]:
     """
     from transformers.utils import logging
 
+    _hint_at_threads()
     quiet: Any = logging
     quiet.set_verbosity_error()
     if not sys.stderr.isatty():
@@ -158,6 +160,14 @@ def _reporting() -> Iterator[None]:
         message = " ".join(str(error).split()) if isinstance(error, XTokError) else reason(error)
         typer.echo(f"xtok: {message}", err=True)
         raise typer.Exit(1) from error
+
+
+def _hint_at_threads() -> None:
+    """On a terminal, say if the machine is busy: threads of torch that wait for each other then take many times as long."""
+    if not sys.stderr.isatty() or "OMP_NUM_THREADS" in os.environ or not hasattr(os, "getloadavg"):
+        return
+    if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
+        typer.echo("xtok: this machine is busy. On its CPU, OMP_NUM_THREADS=1 may be many times as fast.", err=True)
 
 
 @contextmanager

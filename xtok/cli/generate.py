@@ -102,11 +102,8 @@ def generate(
     from xtok.assisted import XTokAssisted
 
     xt = XTokAssisted(target, drafts_of(target, draft), budget=fixed, stable=stable, **models.placed)
-    if draft is None and target != OWN_TARGET:
-        typer.echo(
-            "xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do). Any small model will do.",
-            err=True,
-        )
+    if models.named is None:
+        _print_hints(xt, has_draft=draft is not None or target == OWN_TARGET, is_chat=chat)
     if json:
         for text, answer in zip(texts, xt.generate(inputs, **arguments), strict=True):
             typer.echo(as_json(answer.to_dict() | {"prompt": text}, indent=None))
@@ -119,6 +116,13 @@ def generate(
     typer.echo(_summary(answer), err=True)
     if answer.seed is not None:
         typer.echo(f"seed {answer.seed}", err=True)
+
+
+def _print_hints(xt: "XTokAssisted", *, has_draft: bool, is_chat: bool) -> None:
+    if not has_draft:
+        typer.echo("xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do).", err=True)
+    if not is_chat and getattr(xt.tokenizer, "chat_template", None):
+        typer.echo("xtok: the target has a chat template. To ask it as a chat, give --chat.", err=True)
 
 
 def _texts(given: list[str], files: list[Path], lists: list[Path]) -> list[str]:
