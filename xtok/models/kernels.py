@@ -38,8 +38,11 @@ def model_state(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def weights_state(model: PreTrainedModel) -> tuple[Any, ...]:
-    """A model's weights, how often they were written to, and its active adapters."""
-    weights = ((id(one), None if one.is_inference() else one._version) for one in model.parameters())
+    """A model's weights, how often they were written to, and its active adapters. Offloaded weights, for which others stand in
+    after each forward pass, are left out.
+    """
+    held = (one for one in model.parameters() if not one.is_meta)
+    weights = ((id(one), None if one.is_inference() else one._version) for one in held)
     switches = (settings_of(one) for one in model.modules() if "_active_adapter" in vars(one))
     return *weights, *switches
 

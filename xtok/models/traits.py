@@ -45,10 +45,9 @@ class Traits:
 
     `name`: its class. `device`: where it takes its ids. `dtype`: its precision; `dtypes`: those of its weights and buffers.
     `vocabulary`: how many ids it has logits for; `ids_read`: how many it can read. `window`: its context window in positions,
-    None if its configuration doesn't say; `positions`: the same if it ends there, see `learned_positions`.
-    `supports_logits_to_keep`: whether it can compute the logits of the last positions
-    alone. `longrope_boundary`, `dynamic_boundary`: the positions from which its rotary embeddings depend on the length of a
-    sequence.
+    None if its configuration doesn't say; `positions`: the same if there are no others, see `learned_positions`.
+    `supports_logits_to_keep`: whether it can compute the logits of the last positions alone. `longrope_boundary`,
+    `dynamic_boundary`: the positions from which its rotary embeddings depend on the length of a sequence.
 
     `layers`: for each layer of its KV cache, how many of the last positions it sees, None for all; `windows`: the same by the
     model's names for kinds of layers. `is_plain`: whether all layers are attention.
