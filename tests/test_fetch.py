@@ -169,7 +169,7 @@ def test_without_pip_the_error_says_how_to_install_it(registry: Registry, monkey
 
 def test_without_gguf_nothing_is_downloaded(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.models.gguf.find_spec", lambda name: None)
-    with pytest.raises(InvalidInputError, match=r"pip install 'xtok\[gguf\]'"):
+    with pytest.raises(InvalidInputError, match=r"pip install '\.\[gguf\]'"):
         fetch.fetched()
     assert registry.calls == []
 

@@ -124,7 +124,7 @@ def test_a_file_that_is_not_there_or_holds_something_else_is_refused(folder: Pat
 
 def test_without_the_package_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    with pytest.raises(InvalidInputError, match=r"need gguf and accelerate, .* pip install 'xtok\[gguf\]'"):
+    with pytest.raises(InvalidInputError, match=r"need gguf and accelerate, .* pip install '\.\[gguf\]'"):
         load(written(folder), "draft")
 
 

@@ -406,7 +406,7 @@ def test_what_isnt_installed_is_reported_together_with_how_to_install_it(
     with (
         forwards(OTHER) as seen,
         pytest.raises(
-            InvalidInputError, match=r"needs .*pip install 'xtok\[tune\]' \(in a checkout: pip install '\.\[tune\]'\)"
+            InvalidInputError, match=r"needs .*pip install '\.\[tune\]' \(in a checkout of xtok; elsewhere 'xtok\[tune\]'\)"
         ),
     ):
         check()
