@@ -607,3 +607,25 @@ def test_a_busy_machine_is_hinted_at_on_a_terminal(
     monkeypatch.setattr(console.typer, "echo", lambda text, err: said.append(text))
     console._hint_at_threads()
     assert len(said) == hints and all("OMP_NUM_THREADS=1" in one for one in said)
+
+
+def test_a_generation_reports_how_it_ended_and_refuses_what_ends_it_at_once() -> None:
+    """Found by a trial as a new user."""
+    _, reported = run("generate", "吾輩は", "--draft", "none", "--max-new-tokens", "1")
+    assert "1 token, ended by the limit, 1 forward pass of the target" in reported
+    text, _ = run("generate", "吾輩は", "--draft", "none", "--max-new-tokens", "8")
+    _, reported = run("generate", "吾輩は", "--draft", "none", "--stop", text.strip()[-1])
+    assert ", complete, " in reported
+    assert "--stop is empty" in run("generate", "吾輩は", "--stop", "", code=1)[1]
+    assert "Leave --chat out" in run("generate", "吾輩は", "--chat", code=1)[1]
+
+
+def test_warnings_are_lines_like_errors() -> None:
+    """Found by a trial as a new user: they named a line of the library that reads the command line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "xtok", "generate", "吾輩は" * 300, "--draft", "none", "--max-new-tokens", "1"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "xtok: The prompt has " in done.stderr and "PromptWarning" not in done.stderr

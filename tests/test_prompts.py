@@ -26,6 +26,7 @@ from worlds import TREE, alone
 
 from xtok import Engine, XTokAssisted
 from xtok.errors import InvalidInputError
+from xtok.models.prompts import prompt_ids
 
 TEMPLATE = (
     "<s>{% if tools %}{% for tool in tools %}({{ tool['function']['name'] }}){% endfor %}{% endif %}"
@@ -255,3 +256,14 @@ def test_a_seed_that_has_no_effect_is_refused(streamed: bool) -> None:
         TARGET.generate(**encoded(PROMPT), seed=7, custom_generate=XT, **GREEDY)
     assert not seen
     assert streamer.calls == []
+
+
+def test_a_role_that_the_template_doesnt_know_is_refused() -> None:
+    """Found by two trials as a new user: a misspelt role was passed to the model, and nothing said so."""
+    tokens = with_template(TOKENS, "{% for m in messages %}{{ m['role'] if m['role'] != 'critic' else '?' }}{% endfor %}")
+    for role in ("user", "system", "tool", "critic"):
+        assert prompt_ids(tokens, [{"role": role, "content": "a"}])
+    with pytest.raises(InvalidInputError, match=r"the role 'usr', which isn't in the .* template\. Did you mean 'user'"):
+        prompt_ids(tokens, [{"role": "usr", "content": "a"}])
+    with pytest.raises(InvalidInputError, match=r"the role 'x', .* Give one of user, assistant"):
+        prompt_ids(tokens, [{"role": "x", "content": "a"}])

@@ -33,7 +33,7 @@ LENGTHS = (1, 2, 3, 8, 20)
 _LOOKED_UP = 10
 """How many tokens transformers' prompt lookup guesses at a time."""
 _TIME = "where the time goes"
-_SYSTEMS = "UAG is transformers' universal assisted generation. In chains and trees, the draft model guesses alone."
+_SYSTEMS = "UAG is transformers' universal assisted generation."
 _CEILING = "the share of time in forward passes of both models: at 100%, everything else would be free."
 _SURPRISE = "nats per id, by the target's own distribution at temperature 1; draws from it have about as many as it alone."
 

@@ -4,10 +4,11 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import wraps
+from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -152,6 +153,8 @@ def _reporting() -> Iterator[None]:
     quiet.set_verbosity_error()
     if not sys.stderr.isatty():
         quiet.disable_progress_bar()
+    show = warnings.showwarning
+    warnings.showwarning = partial(_show_warning, show)
     try:
         yield
     except BrokenPipeError:  # the reader of the output has closed it; typer ends silently
@@ -160,6 +163,16 @@ def _reporting() -> Iterator[None]:
         message = " ".join(str(error).split()) if isinstance(error, XTokError) else reason(error)
         typer.echo(f"xtok: {message}", err=True)
         raise typer.Exit(1) from error
+    finally:
+        warnings.showwarning = show
+
+
+def _show_warning(others: Callable[..., None], message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Show a warning of xtok in one line, as errors are: no line of the user's code is to blame."""
+    if category.__module__.startswith("xtok."):
+        typer.echo(f"xtok: {message}", err=True)
+    else:
+        others(message, category, *where, **more)
 
 
 def _hint_at_threads() -> None:

@@ -91,19 +91,19 @@ def generate(
         raise InvalidInputError(
             f"There are {len(texts)} prompts. Give --json for a line each; if it is one prompt, put it in quotes."
         )
+    is_given = chat is not None
     if chat is None:
         chat = models.named is not None and pair(models.named).chats
     if system is not None and not chat:
         raise InvalidInputError("--system has no effect without --chat. Give both.")
     first = [] if system is None else [{"role": "system", "content": system}]
     inputs = [[*first, {"role": "user", "content": text}] if chat else text for text in texts]
-    arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **({"stop_strings": stop} if stop else {})}
+    arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **_stops(stop)}
     target, draft = models.guess_sources(draft)
     from xtok.assisted import XTokAssisted
 
     xt = XTokAssisted(target, drafts_of(target, draft), budget=fixed, stable=stable, **models.placed)
-    if models.named is None:
-        _print_hints(xt, has_draft=draft is not None or target == OWN_TARGET, is_chat=chat)
+    _hint(xt, has_draft=draft is not None or target == OWN_TARGET, is_chat=chat, is_given=is_given)
     if json:
         for text, answer in zip(texts, xt.generate(inputs, **arguments), strict=True):
             typer.echo(as_json(answer.to_dict() | {"prompt": text}, indent=None))
@@ -118,10 +118,16 @@ def generate(
         typer.echo(f"seed {answer.seed}", err=True)
 
 
-def _print_hints(xt: "XTokAssisted", *, has_draft: bool, is_chat: bool) -> None:
+def _hint(xt: "XTokAssisted", *, has_draft: bool, is_chat: bool, is_given: bool) -> None:
+    """Say what the user may have missed. Raises `InvalidInputError` for a chat without a template. `is_given`: whether --chat
+    or --no-chat was.
+    """
+    has_template = bool(getattr(xt.tokenizer, "chat_template", None))
+    if is_chat and not has_template:
+        raise InvalidInputError("The target's tokenizer has no chat template. Leave --chat out.")
     if not has_draft:
         typer.echo("xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do).", err=True)
-    if not is_chat and getattr(xt.tokenizer, "chat_template", None):
+    if has_template and not (is_chat or is_given):
         typer.echo("xtok: the target has a chat template. To ask it as a chat, give --chat.", err=True)
 
 
@@ -133,6 +139,13 @@ def _texts(given: list[str], files: list[Path], lists: list[Path]) -> list[str]:
     if not texts:
         raise InvalidInputError('There is no prompt. Give one in quotes, "-" to read stdin, --file or --prompts.')
     return texts
+
+
+def _stops(given: list[str] | None) -> dict[str, Any]:
+    """The argument of `generate` for stop strings. Raises `InvalidInputError` for an empty one, which would end any text."""
+    if given and "" in given:
+        raise InvalidInputError("--stop is empty. Give a text, or leave it out.")
+    return {"stop_strings": given} if given else {}
 
 
 def _sampling(temperature: float, **settings: Any) -> dict[str, Any]:
@@ -191,8 +204,9 @@ def _show(xt: "XTokAssisted", prompt: Any, arguments: dict[str, Any]) -> None:
 def _summary(answer: "Generation") -> str:
     stats = answer.stats
     guessed = f", {stats.accepted} of them guessed" if stats.proposed else ""
-    ended = ", ended by the limit" if answer.finish_reason == "length" else ""
+    ended = {"length": ", ended by the limit", "stop": ", complete"}.get(answer.finish_reason, "")
+    tokens, passes = "token" + "s" * (stats.new_tokens != 1), "forward pass" + "es" * (stats.target_forwards != 1)
     return (
-        f"{stats.new_tokens} tokens{guessed}{ended}, {stats.target_forwards} forward passes of the target, "
+        f"{stats.new_tokens} {tokens}{guessed}{ended}, {stats.target_forwards} {passes} of the target, "
         f"{stats.tokens_per_forward:.2f} tokens per forward pass, {stats.seconds:.2f} s"
     )

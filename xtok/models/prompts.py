@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from numbers import Integral
 from threading import Lock
 from typing import Any
@@ -11,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from xtok.errors import InvalidInputError, PromptWarning, shown, warn
+from xtok.errors import InvalidInputError, PromptWarning, UnsupportedArgumentError, shown, warn
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -27,6 +28,7 @@ class KnownPrompt:
     ids: list[int]
 
 
+_ROLES = ("user", "assistant", "system", "developer", "tool", "function")
 _OF_CHATS = ("tools", "enable_thinking")
 """Arguments of chat templates that are arguments of `generate`, too. All others are given in `chat_template_kwargs`."""
 _DECIDED = frozenset(
@@ -141,6 +143,7 @@ def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> 
                 f"Message {number} of the chat has no role, only {', '.join(map(repr, message)) or 'nothing'}. "
                 "Give each message as {'role': 'user', 'content': '…'}."
             )
+        _check_role(message["role"], f"{getattr(tokenizer, 'chat_template', '')} {template.get('chat_template', '')}")
     try:
         ids = chat_ids(tokenizer, chat, template)
     except Exception as error:  # templates are programs, and refuse a chat by any error
@@ -150,8 +153,18 @@ def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> 
     if ids is None:
         raise InvalidInputError("The target's tokenizer has no chat template. Pass the prompt as a text.")
     if template.get("tools") and ids == chat_ids(tokenizer, chat, {**template, "tools": None}):
-        raise InvalidInputError("The target's chat template ignores tools, so the model wouldn't see them. Leave tools out.")
+        raise UnsupportedArgumentError(
+            "The target's chat template ignores tools, so the model wouldn't see them. Leave tools out."
+        )
     return ids
+
+
+def _check_role(role: str, template: str) -> None:
+    """Raises `InvalidInputError` for a role that no chat has and that doesn't occur in the template: it may be misspelt."""
+    if role not in _ROLES and role not in template:
+        near = get_close_matches(role, _ROLES, 1)
+        remedy = f"Did you mean {near[0]!r}?" if near else f"Give one of {', '.join(_ROLES)}."
+        raise InvalidInputError(f"A message has the role {shown(role)}, which isn't in the target's chat template. {remedy}")
 
 
 def is_ids(prompt: Any) -> bool:

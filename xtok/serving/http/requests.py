@@ -10,7 +10,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from xtok.assisted import XTokAssisted
 from xtok.drafts.lookup import Prediction
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import context_window, end_ids, vocabulary_size
 from xtok.models.prompts import KnownPrompt, Prompt, is_several, prompt_ids
 from xtok.sampling.grammar import Grammar
@@ -58,8 +58,8 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, pa
         _check_size(prompt, template, xt, field)
         try:
             ids = prompt_ids(xt.tokenizer, prompt, None, template)
-        except InvalidInputError as error:
-            raise RequestError(str(error), field) from error
+        except (InvalidInputError, UnsupportedArgumentError) as error:
+            raise RequestError(str(error), field if isinstance(error, InvalidInputError) else "tools") from error
         lengths = _lengths(body, xt, len(ids), limits)
         if isinstance(body, Chat) and body.forced:
             matcher = matcher_of_tools(body, known, xt, ids)
