@@ -19,7 +19,7 @@ from worlds import deep, examples, fitting, in_turns, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
 from xtok.cli import commands as cli
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.serving.http import requests
 from xtok.serving.http.formats import CALL_FORMATS, Format, Parsers, format_of
 from xtok.serving.http.reading import Part, Reader, Written
@@ -383,7 +383,7 @@ def test_tools_that_the_template_ignores_are_refused() -> None:
     tokens.chat_template = "{{ messages[0].content }}"
     xt = XTokAssisted((LM, tokens), PromptLookup())
     chat = [{"role": "user", "content": "猫"}]
-    with pytest.raises(InvalidInputError, match="chat template ignores tools"):
+    with pytest.raises(UnsupportedArgumentError, match="chat template ignores tools"):
         xt.generate(chat, tools=tools(a={"type": "object"}), max_new_tokens=4)
     with serving(xt) as one, one.client() as own, pytest.raises(openai.BadRequestError, match="chat template ignores tools"):
         asked(own, False, tools=tools(a={"type": "object"}))
