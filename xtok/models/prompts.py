@@ -160,11 +160,10 @@ def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> 
 
 
 def _check_role(role: str, template: str) -> None:
-    """Raises `InvalidInputError` for a role that no chat has and that doesn't occur in the template: it may be misspelt."""
-    if role not in _ROLES and role not in template:
-        near = get_close_matches(role, _ROLES, 1)
-        remedy = f"Did you mean {near[0]!r}?" if near else f"Give one of {', '.join(_ROLES)}."
-        raise InvalidInputError(f"A message has the role {shown(role)}, which isn't in the target's chat template. {remedy}")
+    """Raises `InvalidInputError` for a role that is nearly one of the usual ones and isn't in the template: it is misspelt."""
+    near = get_close_matches(role, _ROLES, 1, cutoff=0.7)
+    if near and role != near[0] and role not in template:
+        raise InvalidInputError(f"A message has the role {shown(role)}. Did you mean {near[0]!r}?")
 
 
 def is_ids(prompt: Any) -> bool:
