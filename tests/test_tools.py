@@ -387,3 +387,9 @@ def test_tools_that_the_template_ignores_are_refused() -> None:
         xt.generate(chat, tools=tools(a={"type": "object"}), max_new_tokens=4)
     with serving(xt) as one, one.client() as own, pytest.raises(openai.BadRequestError, match="chat template ignores tools"):
         asked(own, False, tools=tools(a={"type": "object"}))
+
+
+def test_a_message_needs_content_or_calls(client: openai.OpenAI) -> None:
+    """Found by a trial as a new user: a message without either got an answer."""
+    with pytest.raises(openai.BadRequestError, match="A message needs content, or tool_calls"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user"}], max_tokens=1)  # type: ignore[typeddict-item]

@@ -73,7 +73,7 @@ def judged(draft: float, whole: float, accepted: list[int], guessed: int = 5) ->
             0.012,
             0.07,
             [1, 0],
-            "guessing costs more than it can ever save, measured 50% (1 of 2 tokens on 8 prompts): it won't pay",
+            "guessing costs more than it can ever save, acceptance measured 50% (1 of 2 tokens on 8 prompts): it won't pay",
         ),
     ],
 )

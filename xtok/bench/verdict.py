@@ -124,7 +124,7 @@ def _sentence(times: Timed, found: Verdict) -> str:
         return f"{price}, and guessed nothing on {sample}: it won't pay."
     share = f"measured {found.accepted / found.guessed:.0%} ({found.accepted} of {found.guessed} tokens on {sample})"
     if found.break_even >= 1:
-        return f"{price}: guessing costs more than it can ever save, {share}: it won't pay."
+        return f"{price}: guessing costs more than it can ever save, acceptance {share}: it won't pay."
     pays = f"it pays, about {found.speed:.2f} times the speed of the target alone" if found.speed > 1 else "it won't pay"
     return (
         f"{price}: break-even at {found.break_even:.0%} acceptance, {share}: {pays}. In the best case, with every guess of "

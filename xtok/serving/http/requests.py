@@ -119,6 +119,8 @@ def _joined(content: Any, field: str) -> str:
 def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
     """A message as chat templates read it: text parts are joined, and arguments of calls parsed. Raises `RequestError`."""
     message = {name: value for name, value in given.items() if value is not None}
+    if "content" not in message and "tool_calls" not in message:
+        raise RequestError("A message needs content, or tool_calls.", f"messages.{number}.content")
     message["content"] = _joined(message.get("content", ""), f"messages.{number}.content")
     if "tool_calls" in message:
         try:
