@@ -245,23 +245,26 @@ def _within_window(request: Prepared) -> Prepared:
     """The request, limited to the target's positions if they end. Warns of a text that may get longer than the context window.
     Raises `InvalidInputError` for a prompt that has more tokens than there are positions.
     """
-    window, ends, size = request.traits.window, request.traits.positions, len(request.unpadded)
+    window, ends = request.traits.window, request.traits.ends
+    if window is None or request.config.max_length <= window + 1:  # the last token needs no position
+        return request
+    size = len(request.unpadded)
     padding = request.ids.shape[1] - size
     longest = request.config.max_length - padding
-    if window is None or longest <= window + 1:  # the last token needs no position
+    if longest <= window + 1:
         return request
-    if ends is not None and size > ends:
+    if ends and size > window:
         raise InvalidInputError(
-            f"The prompt has {size:,} tokens, and the target has only {ends:,} positions. Shorten the prompt."
+            f"The prompt has {size:,} tokens, and the target has only {window:,} positions. Shorten the prompt."
         )
-    beyond = "the text ends there" if ends is not None else "what it writes beyond that is rarely of use"
+    beyond = "the text ends there" if ends else "what it writes beyond that is rarely of use"
     what, remedy = f"The prompt has {size:,} tokens", "Shorten the prompt"
     if size <= window:
         what, remedy = f"The text may get {longest:,} tokens long", "Request fewer new tokens"
     warn(f"{what}, and the target's context window is {window:,}: {beyond}. {remedy}.", PromptWarning)
-    if ends is None:
+    if not ends:
         return request
-    limit = MaxLengthCriteria(max_length=ends + 1 + padding)
+    limit = MaxLengthCriteria(max_length=window + 1 + padding)
     return replace(request, criteria=StoppingCriteriaList([*request.criteria, limit]))
 
 

@@ -67,11 +67,11 @@ def context_window(model: PreTrainedModel) -> int | None:
     return next((int(size) for name in names if (size := getattr(config, name, None))), None)
 
 
-def learned_positions(model: PreTrainedModel) -> int | None:
-    """How many positions there are, if they are rows of an embedding (GPT-2, OPT), which ends; None if they are computed."""
+def ends_at_window(model: PreTrainedModel) -> bool:
+    """Whether there are no positions beyond the context window: they are rows of an embedding (GPT-2, OPT), not computed."""
     window, tokens = context_window(model), model.get_input_embeddings()
     tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding) and one is not tokens]
-    return window if window is not None and any(0 <= rows - window <= _RESERVED for rows in tables) else None
+    return window is not None and any(0 <= rows - window <= _RESERVED for rows in tables)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

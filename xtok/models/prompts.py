@@ -143,7 +143,8 @@ def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> 
                 f"Message {number} of the chat has no role, only {', '.join(map(repr, message)) or 'nothing'}. "
                 "Give each message as {'role': 'user', 'content': '…'}."
             )
-        _check_role(message["role"], f"{getattr(tokenizer, 'chat_template', '')} {template.get('chat_template', '')}")
+        if message["role"] not in _ROLES:
+            _check_role(message["role"], f"{getattr(tokenizer, 'chat_template', '')} {template.get('chat_template', '')}")
     try:
         ids = chat_ids(tokenizer, chat, template)
     except Exception as error:  # templates are programs, and refuse a chat by any error
@@ -162,7 +163,7 @@ def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> 
 def _check_role(role: str, template: str) -> None:
     """Raises `InvalidInputError` for a role that is nearly one of the usual ones and isn't in the template: it is misspelt."""
     near = get_close_matches(role, _ROLES, 1, cutoff=0.7)
-    if near and role != near[0] and role not in template:
+    if near and role not in template:
         raise InvalidInputError(f"A message has the role {shown(role)}. Did you mean {near[0]!r}?")
 
 

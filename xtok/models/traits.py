@@ -16,9 +16,9 @@ from xtok.models.cache import (
     CACHE,
     context_window,
     device_of,
+    ends_at_window,
     ids_read,
     layer_kinds,
-    learned_positions,
     new_cache,
     supports_logits_to_keep,
     vocabulary_size,
@@ -45,7 +45,7 @@ class Traits:
 
     `name`: its class. `device`: where it takes its ids. `dtype`: its precision; `dtypes`: those of its weights and buffers.
     `vocabulary`: how many ids it has logits for; `ids_read`: how many it can read. `window`: its context window in positions,
-    None if its configuration doesn't say; `positions`: the same if there are no others, see `learned_positions`.
+    None if its configuration doesn't say; `ends`: whether there are no positions beyond it.
     `supports_logits_to_keep`: whether it can compute the logits of the last positions alone. `longrope_boundary`,
     `dynamic_boundary`: the positions from which its rotary embeddings depend on the length of a sequence.
 
@@ -65,7 +65,7 @@ class Traits:
     vocabulary: int
     ids_read: int
     window: int | None
-    positions: int | None
+    ends: bool
     supports_logits_to_keep: bool
     longrope_boundary: int | None
     dynamic_boundary: int | None
@@ -131,7 +131,7 @@ def read(model: PreTrainedModel) -> Traits:
         vocabulary=vocabulary_size(model),
         ids_read=ids_read(model),
         window=context_window(model),
-        positions=learned_positions(model),
+        ends=ends_at_window(model),
         supports_logits_to_keep=supports_logits_to_keep(model),
         longrope_boundary=longrope_boundary(model),
         dynamic_boundary=dynamic_boundary(model),
