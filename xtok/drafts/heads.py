@@ -207,7 +207,8 @@ def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
             f"{type(model).__name__} has no output embedding of its hidden size, {size}, which heads need to share."
         )
     digest = sha256(b"\0".join(b"\1" if piece is None else b"\2" + piece for piece in view.table)).hexdigest()
-    return HeadsInfo(Path(str(model.name_or_path)).name, size, digest[:16])
+    name = Path(str(model.name_or_path))
+    return HeadsInfo((name.resolve() if name.exists() else name).name, size, digest[:16])
 
 
 def save_heads(heads: MedusaHeads | SequentialHeads, trained: HeadsInfo, file: Path) -> None:

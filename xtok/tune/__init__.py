@@ -24,8 +24,19 @@ from xtok.tune.examples import training_examples
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.make import Made, make_draft
 from xtok.tune.training import TrainingSettings, train
-from xtok.tune.work import Settings, card_of, check, finish, per_forward, settings_of, split, work_of_draft, writing_arguments
-from xtok.tune.writing import PENALTY, beginnings, write
+from xtok.tune.work import (
+    Settings,
+    card_of,
+    check,
+    fingerprint,
+    finish,
+    per_forward,
+    settings_of,
+    split,
+    work_of_draft,
+    writing_arguments,
+)
+from xtok.tune.writing import PENALTY, beginnings, check_written, write
 
 __all__ = ["Made", "TrainedHeads", "Tuned", "make_draft", "split", "train_heads", "tune_draft"]
 
@@ -78,9 +89,10 @@ def tune_draft(
     draft; None: for drafts of more than 500 M parameters.
 
     If training was stopped, call this again with the same arguments to resume; the weights are the same as without a stop (in
-    float32 on a CPU). Raises `InvalidInputError` for invalid settings, for fewer than 3 prompts, for an `out` that holds
-    something else or was started with other settings, for a draft whose tokenizer can't write the target's texts, and if
-    accelerate or peft is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for an unsupported target or draft.
+    float32 on a CPU). Raises `InvalidInputError` for invalid settings, for fewer than 3 prompts, for prompts that leave no room
+    in the target's context window, for an `out` that holds something else or was started with other settings, for a draft whose
+    tokenizer can't write the target's texts, and if accelerate or peft is missing; `UnsupportedModelError` or
+    `UnsupportedTokenizerError` for an unsupported target or draft.
     """
     settings = {**settings_of(locals()), "penalty": PENALTY}
     if not isinstance(lora, bool | None):
@@ -89,8 +101,15 @@ def tune_draft(
     stopping, kept, learnt = split(prompts)
     pair = load(target, "target")
     learner = draft_model(draft, beside=device_of(pair[0]))
-    work, arguments = work_of_draft(Path(out), settings), writing_arguments(settings)
-    texts = write(pair, beginnings(learnt, starts), work / "texts", **arguments)
+    arguments = writing_arguments(settings)
+    check_written(pair, [*stopping, *kept, *learnt], arguments)
+    weights = {
+        "target's weights": fingerprint(*pair),
+        "draft's weights": fingerprint(learner.model, learner.vocabulary.tokenizer),
+    }
+    work = work_of_draft(Path(out), settings | weights)
+    apart = {*beginnings(stopping, starts), *beginnings(kept, starts)}
+    texts = write(pair, [one for one in beginnings(learnt, starts) if one not in apart], work / "texts", **arguments)
     view = token_bytes(pair[1])
     rows, seen = training_examples(learner, view, texts), projection(view, learner.vocabulary.view)
 
@@ -114,7 +133,11 @@ def tune_draft(
 
 
 def _card(settings: Settings, result: Tuned) -> str:
-    made = f"`{settings['draft']}`, fine-tuned by xtok on {result.texts} texts that `{settings['target']}` wrote."
+    first, *others = result.epochs
+    learnt = f"on {result.texts} texts that `{settings['target']}` wrote"
+    made = f"`{settings['draft']}`, fine-tuned by xtok {learnt}."
+    if max(others) <= first:
+        made = f"`{settings['draft']}`, unchanged: fine-tuning it {learnt} gained nothing."
     ways = [[way, f"{before:.2f}", f"{after:.2f}"] for way, (before, after) in result.ways.items()]
     titles = ["tokens per forward of the target", "before", "after"]
     return card_of(settings, made, [titles, *ways], "before training and after each epoch", result.epochs)

@@ -17,7 +17,7 @@ from xtok.models.timing import timed
 from xtok.results.progress import advanced
 from xtok.tune.examples import WrittenText
 from xtok.tune.work import split
-from xtok.tune.writing import beginnings, save, write
+from xtok.tune.writing import beginnings, check_written, save, saved, write
 
 WRITING = 0.4
 """The share of the time of making a draft or heads in which the target writes texts."""
@@ -25,6 +25,8 @@ _CHUNK = 32
 """How many prompts are answered before the clock is read again."""
 _APART = 24
 """How many prompts decide when to stop, and how many others measure the gain."""
+_LEAST = 8
+"""How many different questions the target has to write for these, at least."""
 _QUESTION = 64
 """How many tokens a question that the target writes may have."""
 
@@ -46,16 +48,34 @@ def asked(question: str) -> Chat:
 
 
 def has_template(tokenizer: Any) -> bool:
-    return chat_ids(tokenizer, asked("a"), {}) is not None
+    """Raises `InvalidInputError` for a template that refuses a chat of one message."""
+    try:
+        return chat_ids(tokenizer, asked("a"), {}) is not None
+    except Exception as error:
+        raise InvalidInputError(
+            f"The target's chat template refuses a chat of one user message ({error}). Give its tokenizer another template."
+        ) from error
 
 
-def check_prompts(tokenizer: Any, given: Sequence[str] | None) -> None:
-    """Raises `InvalidInputError` if there are no prompts, and the target can't write questions itself."""
-    if given is None and not has_template(tokenizer):
+def check_prompts(target: tuple[Any, Any], given: Sequence[str] | None, arguments: dict[str, Any]) -> None:
+    """Raises `InvalidInputError` for too few prompts, or if there are none and the target can't write questions itself; and as
+    `check_written`.
+    """
+    chats = has_template(target[1])
+    if given is None and not chats:
         raise InvalidInputError(
             "The target has no chat template, so it can't write questions. Give prompts: beginnings of texts like those that "
             "it will write."
         )
+    if given is None and not _before_question(target[1]):
+        raise InvalidInputError(
+            "The target's chat template begins with the user's message, so the target can't write questions. Give prompts."
+        )
+    if given is None:
+        check_written(target, [asked("a")], arguments, _QUESTION)
+    else:
+        different = [one for kind in split(given) for one in kind]
+        check_written(target, list(map(asked, different)) if chats else different, arguments)
 
 
 def prompts_for(target: tuple[Any, Any], given: Sequence[str] | None, starts: int, into: Path) -> Prompts:
@@ -66,11 +86,14 @@ def prompts_for(target: tuple[Any, Any], given: Sequence[str] | None, starts: in
     """
     if given is None:
         own: list[str | Chat] = [asked(question) for question in _questions(target, 2 * _APART, -1, into)]
+        if len(own) < _LEAST:
+            raise InvalidInputError(f"The target wrote only {len(own)} different questions. Give prompts.")
         return Prompts(own[::2], own[1::2], None)
     chats = has_template(target[1])
     kinds = [list(map(asked, kind)) if chats else beginnings(kind, starts) for kind in split(given)]
     stopping, kept, learnt = (list[str | Chat](kind) for kind in kinds)
-    return Prompts(stopping[:_APART], kept[:_APART], learnt)
+    stopping, kept = stopping[:_APART], kept[:_APART]
+    return Prompts(stopping, kept, [one for one in learnt if one not in stopping and one not in kept])
 
 
 def write_for(
@@ -86,27 +109,35 @@ def write_for(
         while spent < seconds:
             chunk = into / f"{number:05}"
             with timed() as span:
-                starts, again = _chunk(target, prompts.learnt, number, chunk)
+                starts, again = _chunk(target, prompts, number, chunk)
                 if again and not sampled:
                     break
                 share = 1.0 if again else sampled
                 both = [one for one in starts for _ in range(2)] if 0 < share < 1 else starts
                 texts += write(target, both, chunk, sampled=share, seed=number << 16, shows=False, **arguments)
             file = chunk / "seconds.json"
-            if not file.exists():
+            if not isinstance(saved(file), float):
                 save(file, lambda half, span=span: half.write_text(json.dumps(span.seconds)))  # type: ignore[misc]
-            took = float(json.loads(file.read_text()))
+            took = float(saved(file))
             advance(round(took))
             number, spent = number + 1, spent + took
     return texts
 
 
-def _chunk(target: tuple[Any, Any], learnt: list[str | Chat] | None, number: int, into: Path) -> tuple[list[str | Chat], bool]:
+def _chunk(target: tuple[Any, Any], prompts: Prompts, number: int, into: Path) -> tuple[list[str | Chat], bool]:
     """The prompts of chunk `number`, and whether earlier chunks answered them."""
+    learnt = prompts.learnt
     if learnt is None:
-        return [asked(question) for question in _questions(target, _CHUNK, number, into)], False
+        own = map(asked, _questions(target, _CHUNK, number, into))
+        return [one for one in own if one not in prompts.stopping and one not in prompts.kept], False
     first = number * _CHUNK
     return [learnt[i % len(learnt)] for i in range(first, first + min(_CHUNK, len(learnt)))], first >= len(learnt)
+
+
+def _before_question(tokenizer: Any) -> list[int]:
+    """The ids that the chat template puts before a user's message."""
+    before = str(tokenizer.apply_chat_template(asked("\0"), tokenize=False)).partition("\0")[0]
+    return list(tokenizer(before, add_special_tokens=False).input_ids)
 
 
 @torch.inference_mode()
@@ -115,11 +146,10 @@ def _questions(target: tuple[Any, Any], size: int, number: int, into: Path) -> l
     2406.08464). They are saved in the folder `into`.
     """
     file = into / "questions.json"
-    if file.exists():
-        return list(json.loads(file.read_text(encoding="utf-8")))
+    if isinstance(before := saved(file), list):
+        return before
     model, tokenizer = target
-    before = str(tokenizer.apply_chat_template(asked("\0"), tokenize=False)).partition("\0")[0]
-    start = torch.tensor([tokenizer(before, add_special_tokens=False).input_ids], dtype=torch.int64, device=device_of(model))
+    start = torch.tensor([_before_question(tokenizer)], dtype=torch.int64, device=device_of(model))
     with torch.random.fork_rng(), running(model):
         torch.manual_seed((number << 16) - 1)
         rows = model.generate(

@@ -55,10 +55,13 @@ class Example:
 def training_examples(draft: DraftModel, target: TokenBytes, texts: Sequence[WrittenText]) -> list[Example]:
     """The target's texts as the draft would read them while it guesses. `target`: the bytes of the target's ids.
 
-    Texts that the draft's tokenizer can't write, or alters, are left out. Raises `InvalidInputError` if that is most of them.
+    Texts that the draft's tokenizer can't write, or alters, are left out. Raises `InvalidInputError` if that is most of them,
+    or if all are empty.
     """
-    view = draft.vocabulary.view
     texts = [one for one in texts if one.text]
+    if not texts:
+        raise InvalidInputError("The target ended every text at once. Give other prompts.")
+    view = draft.vocabulary.view
     writable = [one for one in texts if view.to_bytes(_read(draft, one)[1]).endswith(one.text.encode())]
     if len(writable) < max(1, len(texts) * _MOST_LOST):
         raise InvalidInputError(

@@ -1,7 +1,6 @@
 """Trains heads for a target, which stays frozen, on texts that it writes."""
 
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from xtok.results.progress import stage
 from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
 from xtok.tune.examples import IGNORED, Example, WrittenText, batch
 from xtok.tune.training import BATCH, fit, planned
-from xtok.tune.work import check, per_forward, settings_of, work_folder, writing_arguments
+from xtok.tune.work import SETTINGS, check, fingerprint, per_forward, remove, settings_of, work_folder, writing_arguments
 from xtok.tune.writing import write
 
 Kind = Literal["sequential", "medusa"]
@@ -89,8 +88,9 @@ def train_heads(
     guess the `vocabulary` ids that the target writes most. "medusa": one head for each of the `steps` ids after the next one.
 
     If training was stopped, call this again with the same arguments to resume. Raises `InvalidInputError` for invalid settings,
-    for missing or too few prompts, for an `out` that was started with other settings, for a target whose output embedding heads
-    can't share, and if accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for an unsupported target.
+    for missing, too few or too long prompts, for an `out` that exists or was started with other settings, for a target whose
+    output embedding heads can't share, and if accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for
+    an unsupported target.
     """
     settings = settings_of(locals())
     least = {} if size is None else {"size": HEAD_DIM}
@@ -99,11 +99,15 @@ def train_heads(
         raise InvalidInputError(f"kind is {shown(kind)}; use one of {', '.join(map(repr, get_args(Kind)))}.")
     if Path(out).is_dir():
         raise InvalidInputError(f"{out} is a folder. Give the path of a file for the heads.")
-    made, file = target_model(target), Path(out)
+    file, work = Path(out), Path(f"{os.fspath(out)}.work")
+    if file.exists() and not (work / SETTINGS).exists():
+        raise InvalidInputError(f"{out} exists. Choose another path for the heads, or remove it.")
+    made = target_model(target)
     pair, info = (made.model, made.vocabulary.tokenizer), described(made.model, made.vocabulary.view)
-    check_prompts(pair[1], prompts)
-    work = work_folder(file.with_name(f"{file.name}.work"), settings, file)
-    now, arguments = work / "now.safetensors", writing_arguments(settings)
+    arguments = writing_arguments(settings)
+    check_prompts(pair, prompts, arguments)
+    work_folder(work, settings | {"target's weights": fingerprint(*pair)}, file)
+    now = work / "now.safetensors"
     chosen = prompts_for(pair, prompts, starts, work / "apart")
     rows = _examples(pair, write_for(pair, chosen, 3600 * hours * WRITING, work / "texts", **arguments))
     info = replace(info, layers=(LAST,) if kind == "medusa" else _layers(made.model))
@@ -127,7 +131,7 @@ def train_heads(
     accuracy = accuracies(made.model, learner, apart, info.layers, steps)
     save_heads(learner, replace(info, accuracy=accuracy), now)
     os.replace(now, file)
-    shutil.rmtree(work)
+    remove(work)
     parameters, tokens = sum(part.numel() for part in learner.parameters()), sum(map(_count, rows))
     return TrainedHeads(file, parameters, len(rows), tokens, accuracy, after, ways, tuple(found))
 
@@ -187,7 +191,8 @@ def _hidden(target: Any, inputs: dict[str, Tensor], layers: Sequence[int]) -> Te
 
 def _unrolled(heads: Any, hidden: Tensor, ids: Tensor, steps: int) -> Iterator[Tensor]:
     """For each step, the last hidden states that it predicts, (rows, places, hidden size). From place i, step s (from 0 on)
-    predicts the state at i + 1 + s, from which the id at i + 2 + s is picked, given the ids before that.
+    predicts the state at i + 1 + s, from which the id at i + 2 + s is picked, given the ids before that. If the
+    longest text has fewer ids than there are steps, there are fewer.
 
     `hidden`: the target's, (rows, ids, layers, hidden size). `ids`: (rows, ids), int64.
     """
@@ -200,7 +205,7 @@ def _unrolled(heads: Any, hidden: Tensor, ids: Tensor, steps: int) -> Iterator[T
     states, cache = heads.fused(hidden[:, :size]), DynamicCache()
     order = torch.arange(size, dtype=torch.int64, device=ids.device)
     own = torch.eye(size, dtype=torch.bool, device=ids.device)  # what a place guessed in an earlier step
-    for step in range(steps):
+    for step in range(min(steps, size)):
         near = (order <= order[:, None]) & (order > order[:, None] + step - heads.window)
         mask = torch.cat([near, *[own] * step], dim=1)
         read = pad(ids[:, 1 + step :], (0, step))

@@ -29,6 +29,7 @@ from xtok.tune.work import (
     Settings,
     card_of,
     check,
+    fingerprint,
     finish,
     measured,
     per_forward,
@@ -88,14 +89,15 @@ def make_draft(
     until it gains nothing. A small vocabulary makes a draft fast.
 
     If this was stopped, call it again with the same arguments to resume. Raises `InvalidInputError` for invalid settings, for
-    missing or too few prompts, for an `out` that holds something else or was started with other settings, and if accelerate is
-    missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for an unsupported target.
+    missing, too few or too long prompts, for an `out` that holds something else or was started with other settings, and if
+    accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for an unsupported target.
     """
     settings = settings_of(locals())
     check(settings, out, "accelerate", parameters=100_000, vocabulary=512, starts=1, max_new_tokens=1)
     pair = load(target, "target")
-    check_prompts(pair[1], prompts)
-    work, arguments = work_of_draft(Path(out), settings), writing_arguments(settings)
+    arguments = writing_arguments(settings)
+    check_prompts(pair, prompts, arguments)
+    work = work_of_draft(Path(out), settings | {"target's weights": fingerprint(*pair)})
     chosen = prompts_for(pair, prompts, starts, work / "apart")
     texts = write_for(pair, chosen, 3600 * hours * WRITING, work / "texts", **arguments)
     counts = Counter(token for one in texts for token in one.ids)

@@ -21,7 +21,7 @@ from xtok.align.projection import Projection
 from xtok.models.timing import timed
 from xtok.results.progress import stage
 from xtok.tune.examples import IGNORED, Example, batch
-from xtok.tune.writing import save
+from xtok.tune.writing import save, saved
 
 _MEASURED = "tokens_per_forward"
 _EPOCHS = 12
@@ -144,7 +144,7 @@ def planned(model: nn.Module, rows: Sequence[Example], loss: Callable[..., Tenso
     """How many epochs fit into `seconds`, and in which precision steps are faster. The plan is saved in `file`, since another
     run would measure something else. `loss`: the loss of a model on a batch; it takes `bf16`.
     """
-    if not file.exists():
+    if not isinstance(saved(file), list):
         with stage("timing a few steps of training"):
             took = {bf16: _seconds_per_step(deepcopy(model), rows, partial(loss, bf16=bf16)) for bf16 in (False, True)}
         bf16 = took[True] < took[False]
@@ -249,13 +249,19 @@ def full_rate(parameters: int) -> float:
 
 
 def _latest(into: Path) -> tuple[str | None, list[float]]:
-    """The latest complete checkpoint (its state, written last, can be read), if any; and what was measured up to it."""
-    for path in sorted(into.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True):
-        try:
-            state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        return str(path), _measured(state["log_history"])
+    """The latest complete checkpoint (its state, written last, can be read), if any; and what was measured up to it.
+
+    Its state names the best one by the path that it had when it was written. The folder may have been moved since.
+    """
+    steps = {int(path.name.split("-")[1]): path for path in into.glob("checkpoint-*") if path.name.split("-")[1].isdigit()}
+    for _, path in sorted(steps.items(), reverse=True):
+        file = path / "trainer_state.json"
+        state = saved(file)
+        if isinstance(state, dict) and "log_history" in state and (best := state.get("best_model_checkpoint")):
+            state["best_model_checkpoint"] = str(into / Path(best).name)
+            if Path(state["best_model_checkpoint"]).exists():
+                save(file, lambda half, state=state: half.write_text(json.dumps(state), encoding="utf-8"))  # type: ignore[misc]
+                return str(path), _measured(state["log_history"])
     return None, []
 
 

@@ -22,8 +22,12 @@ from xtok.errors import InvalidInputError, install, shown
 from xtok.models.load import Source
 from xtok.models.prompts import Chat
 from xtok.models.timing import timed
-from xtok.tune.writing import name_of_way, save, way
+from xtok.tune.writing import name_of_way, save, saved, way
 
+SETTINGS = "settings.json"
+"""The file in a folder for unfinished work that says what it is for."""
+_VALUES = 16
+"""How many values of each weight show which model it is."""
 Settings = dict[str, Any]
 """The settings that decide the result of a training, as JSON values."""
 
@@ -89,6 +93,8 @@ def measured(
         for one, xt in zip(found[name_of_way(own)].values(), systems.values(), strict=True):
             with timed() as span:
                 stats = xt.generate(prompt, seed=i if own["do_sample"] else None, **own, **arguments).stats
+            if stats.draft_error is not None:
+                raise InvalidInputError(f"The draft or the heads fail when they guess for this target ({stats.draft_error}).")
             one.tokens, one.forwards = one.tokens + stats.new_tokens, one.forwards + stats.target_forwards
             one.seconds += span.seconds
     return found
@@ -97,7 +103,20 @@ def measured(
 def name(source: Source) -> str:
     """The name of a model: its id on the hub, or that of the folder that it came from."""
     called = str(source[0].name_or_path or type(source[0]).__name__) if isinstance(source, tuple) else str(source)
-    return Path(called).name if Path(called).exists() else called
+    return Path(called).resolve().name if Path(called).exists() else called
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: Any) -> str:
+    """A hash of a few values of each of a model's weights, and of its tokenizer's vocabulary: 16 hexadecimal digits. Models of
+    the same name differ in it. Weights that are offloaded are left out.
+    """
+    found = sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
+    for name, weight in model.named_parameters():
+        found.update(f"{name} {tuple(weight.shape)}".encode())
+        if not weight.is_meta:
+            flat = weight.detach().reshape(-1)
+            found.update(json.dumps(flat[:: max(1, len(flat) // _VALUES)].float().tolist()).encode())
+    return found.hexdigest()[:16]
 
 
 def digest(prompts: Sequence[str]) -> str:
@@ -138,14 +157,17 @@ def check(settings: Settings, out: Any, *packages: str, **least: int) -> None:
 def work_folder(work: Path, settings: Settings, out: Path) -> Path:
     """Makes the folder `work` for the unfinished work on `out`, or finds that of an earlier run.
 
-    Raises `InvalidInputError` if the earlier run had other settings.
+    Raises `InvalidInputError` if the earlier run had other settings, or its settings can't be read.
     """
-    file = work / "settings.json"
-    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != settings:
-        changed = [key for key in settings if before.get(key) != settings[key]]
-        raise InvalidInputError(
-            f"{out} was started with other values of {', '.join(changed)}. Use the same values, or another path."
-        )
+    file = work / SETTINGS
+    if file.exists():
+        before = saved(file)
+        if not isinstance(before, dict):
+            raise InvalidInputError(f"{file} is damaged. Remove the folder {work} to begin anew.")
+        if changed := [key for key in settings if before.get(key) != settings[key]]:
+            raise InvalidInputError(
+                f"{out} was started with other values of {', '.join(changed)}. Use the same values, or another path."
+            )
     work.mkdir(parents=True, exist_ok=True)
     save(file, lambda half: half.write_text(json.dumps(settings, indent=2), encoding="utf-8"))
     return work
@@ -154,7 +176,7 @@ def work_folder(work: Path, settings: Settings, out: Path) -> Path:
 def work_of_draft(out: Path, settings: Settings) -> Path:
     """The folder for the unfinished work on a draft. Raises `InvalidInputError` if `out` holds something else."""
     work = out / "work"
-    if not (work / "settings.json").exists() and out.exists() and any(path for path in out.iterdir() if path != work):
+    if not (work / SETTINGS).exists() and out.exists() and any(path for path in out.iterdir() if path != work):
         raise InvalidInputError(f"{out} is not empty. Choose another folder for the draft.")
     return work_folder(work, settings, out)
 
@@ -198,4 +220,14 @@ def finish(model: PreTrainedModel, tokenizer: Any, card: str, out: Path, work: P
     (done / "README.md").write_text(card, encoding="utf-8")
     for file in sorted(done.iterdir(), key=lambda file: file.name == "config.json"):
         os.replace(file, out / file.name)
+    remove(work)
+
+
+def remove(work: Path) -> None:
+    """Remove a folder for unfinished work, its settings last: after an interruption, they say what is left there."""
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != SETTINGS:
+            path.unlink()
     shutil.rmtree(work)

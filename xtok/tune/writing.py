@@ -1,5 +1,6 @@
 """Lets the target write the texts that its draft or its heads are trained on."""
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from math import ceil
@@ -8,6 +9,7 @@ from random import Random
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -15,7 +17,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
-from xtok.models.cache import device_of, end_ids
+from xtok.assisted import XTokAssisted
+from xtok.errors import InvalidInputError
+from xtok.models.cache import context_window, device_of, end_ids
 from xtok.models.packed import running
 from xtok.models.prompts import Chat, prompt_ids
 from xtok.results.progress import bar
@@ -27,6 +31,8 @@ PENALTY = 1.2
 _FEW = 32
 """How many of the most likely ids are kept of each of the target's distributions."""
 _KEPT = ("ids", "likeliest", "probabilities")
+_PLAIN = {"return_dict_in_generate": False, "num_return_sequences": 1, "max_time": None}
+"""What a target's generation config may set otherwise."""
 
 
 def beginnings(prompts: Sequence[str], count: int) -> list[str]:
@@ -57,6 +63,22 @@ def name_of_way(way: dict[str, Any]) -> str:
     return "sampled" if way["do_sample"] else penalised if "repetition_penalty" in way else "greedy"
 
 
+def check_written(target: tuple[Any, Any], starts: Sequence[str | Chat], arguments: dict[str, Any], further: int = 0) -> None:
+    """Check that the target can continue texts, by letting it write one token.
+
+    `arguments`: those of `write`. `further`: how many tokens longer than `starts` texts may begin. Raises `InvalidInputError`
+    if the target's context window is too short for a text, and whatever `generate` raises for what the target or its
+    generation config has that xtok doesn't support.
+    """
+    window, longest = context_window(target[0]), max(len(prompt_ids(target[1], one)) for one in starts) + further
+    if window is not None and longest + arguments["max_new_tokens"] > window:
+        raise InvalidInputError(
+            f"The longest prompt takes {longest} tokens, and max_new_tokens is {arguments['max_new_tokens']}: more than the "
+            f"target's context window of {window}. Shorten the prompts, or lower max_new_tokens."
+        )
+    XTokAssisted(target).generate(starts[0], max_new_tokens=1)
+
+
 def write(
     target: tuple[Any, Any],
     starts: Sequence[str | Chat],
@@ -79,10 +101,10 @@ def write(
     batches = _batches(starts, sampled)
     for index, (picked, batch) in enumerate(bar(batches, "the target writes") if shows else batches):
         file = into / f"{index:05}.safetensors"
-        if not file.exists():
+        if (rows := _written_before(file)) is None:
             tensors = _continued(target, batch, seed + index, **picked, **arguments)
             save(file, lambda half, tensors=tensors: save_file(tensors, half))  # type: ignore[misc]
-        rows = load_file(file)
+            rows = load_file(file)
         texts += [_written(start, view, ends, *row) for start, *row in zip(batch, *(rows[name] for name in _KEPT), strict=True)]
     return texts
 
@@ -93,6 +115,22 @@ def _batches(starts: Sequence[str | Chat], sampled: float) -> list[tuple[dict[st
     kinds = [kind for i, kind in enumerate(ways) if kind not in ways[:i]]
     alike = [(kind, [start for start, own in zip(starts, ways, strict=True) if own == kind]) for kind in kinds]
     return [(kind, some[at : at + _BATCH]) for kind, some in alike for at in range(0, len(some), _BATCH)]
+
+
+def _written_before(file: Path) -> dict[str, Tensor] | None:
+    """The tensors of a file; None if there is none, or it is damaged, for example since the disk was full."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError):
+        return None
+
+
+def saved(file: Path) -> Any:
+    """What a file holds as JSON; None if there is none, or it is damaged."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def save(file: Path, write: Callable[[Path], object]) -> None:
@@ -117,7 +155,9 @@ def _continued(target: tuple[Any, Any], starts: Sequence[str | Chat], seed: int,
     with torch.random.fork_rng(), running(model):
         torch.manual_seed(seed)
         processors = LogitsProcessorList([*penalties, seen])  # which come before temperature and top_k
-        sequences = model.generate(padded, attention_mask=mask, pad_token_id=0, logits_processor=processors, **arguments)
+        sequences = model.generate(
+            padded, attention_mask=mask, pad_token_id=0, logits_processor=processors, tokenizer=tokenizer, **_PLAIN, **arguments
+        )
     return {
         "ids": sequences[:, padded.shape[1] :].cpu().contiguous(),
         "likeliest": torch.stack(seen.ids, dim=1),
