@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from inside import WRITES
+from safetensors import SafetensorError
 from test_heads import PROMPTS, TARGET, TOKENS, example, trained
 from test_make import SETTINGS as MAKING
 from test_make import TEMPLATE, made
@@ -28,7 +29,7 @@ from xtok.tune.examples import batch, training_examples
 from xtok.tune.heads import _untrained, accuracies, loss_of
 from xtok.tune.training import _latest
 from xtok.tune.work import SETTINGS, fingerprint, measured, remove, work_folder
-from xtok.tune.writing import beginnings, check_written, saved, write
+from xtok.tune.writing import beginnings, check_written, save, saved, write
 
 NEW = {"max_new_tokens": 8}
 
@@ -122,6 +123,14 @@ def test_texts_in_a_damaged_file_are_written_again(tmp_path: Path) -> None:
         assert [one.ids for one in again] == [one.ids for one in first]
 
 
+def test_a_full_disk_is_reported_as_one(tmp_path: Path) -> None:
+    def write_half(_: Path) -> None:
+        raise SafetensorError("No space left on device")
+
+    with pytest.raises(OSError, match=r"a\.half can't be written: No space left"):
+        save(tmp_path / "a.safetensors", write_half)
+
+
 @pytest.mark.parametrize("damaged", ["", "[]", "{"])
 def test_damaged_settings_are_named(tmp_path: Path, damaged: str) -> None:
     (tmp_path / "work").mkdir()
@@ -160,13 +169,14 @@ def test_a_generation_config_may_ask_for_other_outputs(tmp_path: Path) -> None:
     target = deepcopy(TARGET), TOKENS
     plain = write(target, ["the fox"], tmp_path / "plain", sampled=0.0, shows=False, **NEW)
     config = target[0].generation_config
-    config.do_sample = True
-    config.return_dict_in_generate, config.num_return_sequences, config.max_time, config.stop_strings = True, 2, 1e-9, ["龘"]
+    config.return_dict_in_generate, config.max_time, config.stop_strings = True, 1e-9, ["龘"]
     check_written(target, ["the fox"], NEW)
     assert write(target, ["the fox"], tmp_path / "other", sampled=0.0, shows=False, **NEW)[0].ids == plain[0].ids
-    config.num_return_sequences, config.num_beams = 1, 2
-    with pytest.raises(UnsupportedArgumentError, match="num_beams"):
-        check_written(target, ["the fox"], NEW)
+    for name in ("num_beams", "num_return_sequences"):
+        with pytest.raises((UnsupportedArgumentError, InvalidInputError), match=name):
+            setattr(config, name, 2)
+            check_written(target, ["the fox"], NEW)
+        setattr(config, name, 1)
 
 
 @pytest.mark.parametrize(

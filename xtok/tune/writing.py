@@ -31,7 +31,7 @@ PENALTY = 1.2
 _FEW = 32
 """How many of the most likely ids are kept of each of the target's distributions."""
 _KEPT = ("ids", "likeliest", "probabilities")
-_PLAIN = {"return_dict_in_generate": False, "num_return_sequences": 1, "max_time": None}
+_PLAIN = {"return_dict_in_generate": False, "max_time": None}
 """What a target's generation config may set otherwise."""
 
 
@@ -76,7 +76,7 @@ def check_written(target: tuple[Any, Any], starts: Sequence[str | Chat], argumen
             f"The longest prompt takes {longest} tokens, and max_new_tokens is {arguments['max_new_tokens']}: more than the "
             f"target's context window of {window}. Shorten the prompts, or lower max_new_tokens."
         )
-    XTokAssisted(target).generate(starts[0], max_new_tokens=1)
+    XTokAssisted(target).generate(starts[0], max_new_tokens=1, do_sample=False)
 
 
 def write(
@@ -134,9 +134,12 @@ def saved(file: Path) -> Any:
 
 
 def save(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a file completely or not at all. `write`: writes to the path that it is given."""
+    """Write a file completely or not at all. `write`: writes to the path that it is given. Raises `OSError` if it can't."""
     half = file.with_suffix(".half")
-    write(half)
+    try:
+        write(half)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(f"{half} can't be written: {error}") from error
     os.replace(half, file)
 
 
