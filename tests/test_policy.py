@@ -160,6 +160,22 @@ def test_what_does_not_pay_in_a_batch_is_found_out_within_a_text(texts: int) -> 
     assert none > 0.94
 
 
+@pytest.mark.parametrize("first", [2.0, 4.0])
+def test_a_slow_first_round_does_not_make_guesses_look_cheap(first: float) -> None:
+    """Found by benchmark: eight chats at once had 0.65 of the speed without guesses, since the first round without any, which
+    took long, counted with those after it, of which there were few.
+    """
+    engine = Engine(row=0.03)
+    guessers = [
+        Guesser(0.28, 0.002, worth=lambda _: 0.75),
+        Guesser(0.01, rest=0.04, worth=lambda _: 0.35, is_model=False, seed=100),
+        Guesser(0.01, rest=0.04, worth=lambda _: 0.3, sure=0.3, is_model=False, seed=200),
+    ]
+    clock = Clock(slowness=lambda time: first if time < 1 else 1.0)
+    run = simulated(World(engine, guessers, clock, texts=8), 256, Budget(), guessers, texts=8)
+    assert speed(run[64:]) * engine.seconds(8, 1) / 8 > 0.95
+
+
 def test_a_draft_is_left_alone_when_cheaper_ones_are_sure_and_asked_when_they_are_not() -> None:
     """A speed law: judged over all rounds together it would pay, so it would be asked where it adds nothing, too."""
     policy, asked = Policy([DraftPolicy(), DraftPolicy()]), {0.0: 0, 0.9: 0}

@@ -38,7 +38,8 @@ class LatencyModel:
     _curve: tuple[list[float], list[float]] | None = None
 
     def add(self, rows: float, seconds: float) -> None:
-        """Add a measurement.
+        """Add a measurement. The first one counts only until there is a second, since a forward pass of a new shape often takes
+        longer the first time.
 
         Hiccups only make things slower, and seldom come twice in a row. So it counts as at most 1.2 times the mean so far (more
         among the first few), or as many times the mean as the measurement before was. The mean counts as at most twice the new
@@ -47,7 +48,7 @@ class LatencyModel:
         cell = _cell_of(rows)
         count, mean_rows, mean, _ = self.cells.get(cell) or (0, rows, self.at(rows), 0)
         mean = mean or seconds  # clocks of some systems tick coarsely
-        share = max(1 / (count + 1), SHARE)
+        share = max(1 / max(1, count), SHARE)
         limit, self.latest = max(1 + 2 * share, self.latest) * mean, seconds / mean if mean else 1.0
         seconds, mean = min(seconds, limit), min(mean, 2 * seconds)
         self._count += 1
