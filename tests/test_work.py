@@ -54,7 +54,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_models_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found with two folders of one name: heads and drafts for one target were trained on texts of another."""
-    same, other = fitting(TOKENS, "Llama", 0), fitting(TOKENS, "Llama", 1)
+    same, other = fitting(TOKENS, "Llama", 0, copy=2), fitting(TOKENS, "Llama", 1)
     assert fingerprint(same, TOKENS) == fingerprint(TARGET, TOKENS) != fingerprint(other, TOKENS)
     assert fingerprint(same, tokenizer("byte-level BPE")) != fingerprint(same, TOKENS)
     out = tmp_path / "draft"
@@ -66,6 +66,23 @@ def test_models_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pyt
         model.get_input_embeddings().weight.mul_(2)  # type: ignore[operator, union-attr]
     with pytest.raises(InvalidInputError, match="started with other values of target's weights"):
         make_draft((model, tokens), out, pair.prompts()[:6], **MAKING)
+
+
+class _Quantised(torch.Tensor):
+    """As weights of quantisation libraries, which have no single values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.reshape, torch.Tensor.__getitem__):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_quantised_weights_have_a_fingerprint() -> None:
+    model = fitting(TOKENS, "Llama", 0, copy=1)
+    layer: Any = model.get_input_embeddings()
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(_Quantised))
+    assert fingerprint(model, TOKENS) != fingerprint(TARGET, TOKENS)
 
 
 def test_what_an_interruption_leaves_of_finished_work_says_what_it_is_for(

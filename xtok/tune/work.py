@@ -13,6 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from xtok.assisted import XTokAssisted
@@ -108,13 +109,14 @@ def name(source: Source) -> str:
 
 def fingerprint(model: PreTrainedModel, tokenizer: Any) -> str:
     """A hash of a few values of each of a model's weights, and of its tokenizer's vocabulary: 16 hexadecimal digits. Models of
-    the same name differ in it. Weights that are offloaded are left out.
+    the same name differ in it. Weights that are offloaded, or quantised by a class of their own, are left out.
     """
     found = sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
     for name, weight in model.named_parameters():
         found.update(f"{name} {tuple(weight.shape)}".encode())
-        if not weight.is_meta:
-            flat = weight.detach().reshape(-1)
+        plain = weight.detach()
+        if type(plain) is Tensor and not plain.is_meta:
+            flat = plain.reshape(-1)
             found.update(json.dumps(flat[:: max(1, len(flat) // _VALUES)].float().tolist()).encode())
     return found.hexdigest()[:16]
 
