@@ -131,10 +131,8 @@ def test_inspect_measures_acceptance_before_it_says_that_a_draft_pays() -> None:
     reported, _ = run("inspect", "--limit", "2")
     target, draft, empty, sentence, *_ = reported.splitlines()
     assert (target, draft, empty) == (f"target: {TARGET}", f"draft: {DRAFT}", "")
-    assert re.match(
-        r"Draft costs \d+% of the target's forward pass .*, (acceptance )?measured \d+% \(\d+ of \d+ tokens on \d prompts?\)",
-        sentence,
-    )
+    measured = r"measured \d+% \(\d+ of \d+ tokens on \d prompts?\)"
+    assert re.fullmatch(rf"Draft costs \d+% of the target's forward pass .*, (acceptance )?{measured}: .*", sentence)
     found = json.loads(run("inspect", "--limit", "2", "--json", "--dtype", "float32", "--device", "cpu")[0])
     assert found["verdict"]["prompts"] <= 2
     assert 0 <= found["verdict"]["accepted"] <= found["verdict"]["guessed"]

@@ -52,6 +52,14 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     assert file.read_bytes() == b"weights" and [*tmp_path.iterdir()] == [file]
 
 
+def test_a_path_may_end_with_a_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by review: the unfinished work would have been in a folder of the name that the file was to have."""
+    monkeypatch.setattr("xtok.tune.heads.prompts_for", killed_at(prompts_for, 1))
+    with pytest.raises(Killed):
+        trained(f"{tmp_path}/heads/")  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["heads.work"]
+
+
 def test_models_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found with two folders of one name: heads and drafts for one target were trained on texts of another."""
     same, other = fitting(TOKENS, "Llama", 0, copy=2), fitting(TOKENS, "Llama", 1)

@@ -62,20 +62,20 @@ def check_prompts(target: tuple[Any, Any], given: Sequence[str] | None, argument
     `check_written`.
     """
     chats = has_template(target[1])
-    if given is None and not chats:
+    if given is not None:
+        different = [one for kind in split(given) for one in kind]
+        check_written(target, list(map(asked, different)) if chats else different, arguments)
+        return
+    if not chats:
         raise InvalidInputError(
             "The target has no chat template, so it can't write questions. Give prompts: beginnings of texts like those that "
             "it will write."
         )
-    if given is None and not _before_question(target[1]):
+    if not _before_question(target[1]):
         raise InvalidInputError(
             "The target's chat template begins with the user's message, so the target can't write questions. Give prompts."
         )
-    if given is None:
-        check_written(target, [asked("a")], arguments, _QUESTION)
-    else:
-        different = [one for kind in split(given) for one in kind]
-        check_written(target, list(map(asked, different)) if chats else different, arguments)
+    check_written(target, [asked("a")], arguments, _QUESTION)
 
 
 def prompts_for(target: tuple[Any, Any], given: Sequence[str] | None, starts: int, into: Path) -> Prompts:
@@ -116,9 +116,9 @@ def write_for(
                 both = [one for one in starts for _ in range(2)] if 0 < share < 1 else starts
                 texts += write(target, both, chunk, sampled=share, seed=number << 16, shows=False, **arguments)
             file = chunk / "seconds.json"
-            if not isinstance(saved(file), float):
-                save(file, lambda half, span=span: half.write_text(json.dumps(span.seconds)))  # type: ignore[misc]
-            took = float(saved(file))
+            if not isinstance(took := saved(file), float):
+                took = span.seconds
+                save(file, lambda half, took=took: half.write_text(json.dumps(took)))  # type: ignore[misc]
             advance(round(took))
             number, spent = number + 1, spent + took
     return texts
@@ -146,8 +146,8 @@ def _questions(target: tuple[Any, Any], size: int, number: int, into: Path) -> l
     2406.08464). They are saved in the folder `into`.
     """
     file = into / "questions.json"
-    if isinstance(before := saved(file), list):
-        return before
+    if isinstance(written := saved(file), list):
+        return written
     model, tokenizer = target
     start = torch.tensor([_before_question(tokenizer)], dtype=torch.int64, device=device_of(model))
     with torch.random.fork_rng(), running(model):

@@ -99,7 +99,8 @@ def train_heads(
         raise InvalidInputError(f"kind is {shown(kind)}; use one of {', '.join(map(repr, get_args(Kind)))}.")
     if Path(out).is_dir():
         raise InvalidInputError(f"{out} is a folder. Give the path of a file for the heads.")
-    file, work = Path(out), Path(f"{os.fspath(out)}.work")
+    file = Path(out)
+    work = file.with_name(f"{file.name}.work")
     if file.exists() and not (work / SETTINGS).exists():
         raise InvalidInputError(f"{out} exists. Choose another path for the heads, or remove it.")
     made = target_model(target)

@@ -144,13 +144,14 @@ def planned(model: nn.Module, rows: Sequence[Example], loss: Callable[..., Tenso
     """How many epochs fit into `seconds`, and in which precision steps are faster. The plan is saved in `file`, since another
     run would measure something else. `loss`: the loss of a model on a batch; it takes `bf16`.
     """
-    if not isinstance(saved(file), list):
+    if not isinstance(plan := saved(file), list):
         with stage("timing a few steps of training"):
             took = {bf16: _seconds_per_step(deepcopy(model), rows, partial(loss, bf16=bf16)) for bf16 in (False, True)}
         bf16 = took[True] < took[False]
         epochs = max(1, min(_EPOCHS, int(seconds / (took[bf16] * len(rows) / BATCH))))
-        save(file, lambda half: half.write_text(json.dumps([epochs, bf16])))
-    return Plan(*json.loads(file.read_text()))
+        plan = [epochs, bf16]
+        save(file, lambda half: half.write_text(json.dumps(plan)))
+    return Plan(*plan)
 
 
 def _seconds_per_step(model: nn.Module, rows: Sequence[Example], loss: Callable[..., Tensor]) -> float:
