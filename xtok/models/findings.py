@@ -52,7 +52,7 @@ def described(model: PreTrainedModel, state: Sequence[object]) -> str | None:
     config = {name: value for name, value in model.config.to_dict().items() if name not in names}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     kinds = [f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()]
-    parts = _FORMAT, kinds, config, list(map(str, state)), variables, _machine(), _weights(model)
+    parts = _FORMAT, kinds, config, list(map(str, state)), variables, _machine(), weights_shown(model)
     return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -80,7 +80,7 @@ def _machine() -> list[str]:
 
 
 @torch.no_grad()
-def _weights(model: PreTrainedModel) -> list[Any]:
+def weights_shown(model: PreTrainedModel) -> list[Any]:
     """The shape, type and device of each weight and buffer, and the sum of some of its values."""
     found = list[Any]()
     for weight in chain(model.parameters(), model.buffers()):

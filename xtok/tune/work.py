@@ -13,13 +13,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from xtok.assisted import XTokAssisted
 from xtok.decoding.arguments import listed_texts
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, install, shown
+from xtok.models.findings import weights_shown
 from xtok.models.load import Source
 from xtok.models.prompts import Chat
 from xtok.models.timing import timed
@@ -27,8 +27,6 @@ from xtok.tune.writing import name_of_way, save, saved, way
 
 SETTINGS = "settings.json"
 """The file in a folder for unfinished work that says what it is for."""
-_VALUES = 16
-"""How many values of each weight show which model it is."""
 Settings = dict[str, Any]
 """The settings that decide the result of a training, as JSON values."""
 
@@ -108,17 +106,11 @@ def name(source: Source) -> str:
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Any) -> str:
-    """A hash of a few values of each of a model's weights, and of its tokenizer's vocabulary: 16 hexadecimal digits. Models of
-    the same name differ in it. Weights that are offloaded, or quantised by a class of their own, are left out.
+    """A hash of some of a model's weights and of its tokenizer's vocabulary, 16 hexadecimal digits. The same on any device;
+    models of the same name differ in it.
     """
-    found = sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
-    for name, weight in model.named_parameters():
-        found.update(f"{name} {tuple(weight.shape)}".encode())
-        plain = weight.detach()
-        if type(plain) is Tensor and not plain.is_meta:
-            flat = plain.reshape(-1)
-            found.update(json.dumps(flat[:: max(1, len(flat) // _VALUES)].float().tolist()).encode())
-    return found.hexdigest()[:16]
+    weights = [(shape, dtype, sums) for shape, dtype, _, *sums in weights_shown(model)]
+    return sha256(json.dumps([tokenizer.get_vocab(), weights], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def digest(prompts: Sequence[str]) -> str:
