@@ -54,6 +54,14 @@ def grouped(asks: Sequence[Ask]) -> list[list[Ask]]:
     return [part for group in groups for part in _dense(group)]
 
 
+def halved(group: list[Ask], fits: Callable[[list[Ask]], bool]) -> list[list[Ask]]:
+    """A group in as many parts as it takes until each fits, or is a single ask: halves, halves of those, and so on."""
+    if len(group) == 1 or fits(group):
+        return [group]
+    half = len(group) // 2
+    return [*halved(group[:half], fits), *halved(group[half:], fits)]
+
+
 def _dense(group: list[Ask]) -> list[list[Ask]]:
     """A group as it is, or in parts of adjacent rows if the rows between them would be much padding."""
     group = sorted(group, key=row_of)

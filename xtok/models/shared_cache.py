@@ -19,7 +19,7 @@ from xtok.models import timing
 from xtok.models.cache import CACHE, stacked
 from xtok.models.forwards import Answer, Ask, Parent, wait_for
 from xtok.models.graphs import Graphs, Inputs, state_of
-from xtok.models.groups import by_positions, grouped, is_wide
+from xtok.models.groups import by_positions, grouped, halved, is_wide
 from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
 from xtok.models.packed import running
@@ -179,7 +179,7 @@ class SharedCache:
         groups = [[ask] for ask in asks if is_wide(ask)]
         for kind in by_positions(narrow, self._seen, self._shapes.reads_alike):
             for group in grouped(kind):
-                groups += [group] if self._width(group) is not None else [[ask] for ask in group]
+                groups += halved(group, lambda some: self._width(some) is not None)
         return groups
 
     def _seen(self, ask: Ask) -> int:
