@@ -6,7 +6,7 @@ to 0.7 of the time in bfloat16, and 0.3 to 0.7 in float32 (docs/experiments.md, 
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-_ROWS = 8
-"""The number of rows for which weights are packed. Products of any other number of rows use them, too."""
+_ROWS, _INPUTS = 8, 3072
+"""The number of rows for which weights are packed. Products of any other number of rows use them, too. In bfloat16 it is 1 if no
+layer has more than 3,072 inputs: on a CPU with AMX, a row then has the same bits in all products of up to 64 rows, not only
+of up to 32.
+"""
 _SHARE = 4
 """A model's packed weights take at most the memory of the machine divided by this."""
 _SAMPLED, _SPREAD = 64, 2_654_435_761
@@ -51,9 +54,9 @@ class PackedLinear:
     weights can't be used, it is the layer's own.
     """
 
-    def __init__(self, layer: nn.Linear, threads: Counter[int]) -> None:
-        self._layer, self._threads = ref(layer), threads
-        self._state: _Packed | None = _packed(layer.weight)
+    def __init__(self, layer: nn.Linear, threads: Counter[int], rows: int) -> None:
+        self._layer, self._threads, self._rows = ref(layer), threads, rows
+        self._state: _Packed | None = _packed(layer.weight, rows)
 
     def __reduce__(self) -> Any:
         return _own_forward, (self._layer(),)  # for copies of a layer that runs in another thread
@@ -71,7 +74,7 @@ class PackedLinear:
         if not _is_packable(weight):
             self._state = None
         elif state is None or not state.is_of(weight) or not torch.equal(_values(weight), state.values):
-            self._state = _packed(weight)
+            self._state = _packed(weight, self._rows)
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 # its name in nn.Linear
         layer: Any = self._layer()
@@ -81,7 +84,7 @@ class PackedLinear:
         if not is_large or get_ident() not in self._threads or input.dtype != weight.dtype or torch.is_grad_enabled():
             return linear(input, weight, bias)
         if state is None or not state.is_of(weight):
-            state = self._state = _packed(weight) if _is_packable(weight) else None
+            state = self._state = _packed(weight, self._rows) if _is_packable(weight) else None
         if state is None:
             return linear(input, weight, bias)
         product: Tensor = _OPS._linear_pointwise(input, state.packed, bias, "none", [], "")
@@ -95,9 +98,10 @@ def _own_forward(layer: nn.Linear) -> MethodType:
 class Packing:
     """The packed layers of a model. Within `with`, the model uses them in this thread, unless it `is_off` there."""
 
-    def __init__(self, model: nn.Module, layers: Iterable[nn.Linear]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Linear]) -> None:
         self._model, self._lock, self._threads = ref(model), Lock(), Counter[int]()
-        self._forwards = [PackedLinear(layer, self._threads) for layer in layers]
+        is_small = all(layer.in_features <= _INPUTS and layer.weight.dtype == torch.bfloat16 for layer in layers)
+        self._forwards = [PackedLinear(layer, self._threads, 1 if is_small else _ROWS) for layer in layers]
         self._is_compiled = False
 
     def refresh(self) -> None:
@@ -203,9 +207,10 @@ def _made(model: PreTrainedModel) -> Packing | None:
     return Packing(model, layers)
 
 
-def _packed(weight: Tensor) -> _Packed | None:
+def _packed(weight: Tensor, rows: int) -> _Packed | None:
+    """A weight, packed for products of `rows` rows; None if that fails."""
     try:
-        packed = _OPS._reorder_linear_weight(weight.detach(), _ROWS)
+        packed = _OPS._reorder_linear_weight(weight.detach(), rows)
         return _Packed(weight, weight._version, weight.data_ptr(), _values(weight), packed)
     except RuntimeError:  # too little memory
         return None
