@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from worlds import tokenizer
 
 from xtok.align.tokenbytes import token_bytes
@@ -19,7 +20,7 @@ from xtok.drafts.policy.policy import Batch, Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Tree, chain
-from xtok.models.forwards import Steps, together
+from xtok.models.forwards import Answer, Ask, Steps, together
 from xtok.models.timing import Cost
 
 _SURE, _UNSURE = (0.85, 0.06, 0.03), (0.35, 0.2, 0.1, 0.05)
@@ -116,19 +117,17 @@ class Simulated(ModelDrafter):
 
     def __init__(self, guesser: Guesser, world: "World", text: int, meter: Meter) -> None:
         self.guesser, self.world, self.text, self.meter = guesser, world, text, meter
+        self.slot: Any = SimpleNamespace(server=world.server(guesser))
+        self.read = 0
 
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """A tree, in the time that it takes."""
         place = len(context.ids) - _PROMPT
         if not self.guesser.is_model:
             return self._chain(place, budget)
-        first = self._children(place, [IdPath(1.0, -1, b"")])[0]
-
-        def expand(front: list[IdPath]) -> Steps[list[list[IdPath]]]:
-            return self._children(place, front)
-            yield  # type: ignore[unreachable]
-
-        found = yield from grown(first, budget, expand)
+        unread, self.read = max(1, place - self.read), place
+        first = (yield from self._children(place, [IdPath(1.0, -1, b"")], unread))[0]
+        found = yield from grown(first, budget, lambda front: self._children(place, front, len(front)))
         self.world.clock.advance(self.guesser.rest)
         return tree_of(found, budget)
 
@@ -146,19 +145,16 @@ class Simulated(ModelDrafter):
         kept = budget.verified(probabilities)
         return chain(ids[:kept], probabilities=probabilities[:kept])
 
-    def _children(self, place: int, front: list[IdPath]) -> list[list[IdPath]]:
-        count, one = self.world.texts, self.guesser
-        if one.is_model:
-            with self.meter.drafting():
-                seconds = one.forward + one.row * (len(front) * count - 1)
-                with self.meter.away():
-                    before = self.world.clock.time
-                    self.world.clock.advance(seconds / count)
-                self.meter.drafts(Cost(len(front) * count, count * (self.world.clock.time - before), count))
+    def _children(self, place: int, front: list[IdPath], rows: int) -> Steps[list[list[IdPath]]]:
+        """The continuations of some paths, by a forward pass of `rows` rows that all texts share which want one."""
+        with self.meter.drafting():
+            with self.meter.away():
+                answer: Answer = yield Ask(self.slot, [0] * rows, 0)
+            self.meter.drafts(answer.cost)
         return [
             [
                 IdPath(path.probability * probability, -1, b"", probability, ids=(*path.ids, token))
-                for token, probability in one.children(
+                for token, probability in self.guesser.children(
                     self.world, self.text, place + len(path.ids), right=self._is_right(path, place)
                 )
             ]
@@ -170,6 +166,23 @@ class Simulated(ModelDrafter):
 
 
 @dataclass
+class Server:
+    """Forwards a made-up draft for all texts that want it at the same time."""
+
+    guesser: Guesser
+    clock: Clock
+
+    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+        return [list(asks)]
+
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        rows, before = sum(len(ask.ids) for ask in asks), self.clock.time
+        self.clock.advance(self.guesser.forward + self.guesser.row * (rows - 1))
+        cost = Cost(rows, self.clock.time - before, len(asks))
+        return [Answer(torch.empty(0), None, cost._replace(repeated=number > 0)) for number in range(len(asks))]
+
+
+@dataclass
 class World:
     """Texts, a machine, and drafts. `round`: how many rounds there were, by which the worth of drafts may change."""
 
@@ -178,6 +191,11 @@ class World:
     clock: Clock = field(default_factory=Clock)
     texts: int = 1
     round: int = 0
+    servers: dict[int, Server] = field(default_factory=dict)
+
+    def server(self, guesser: Guesser) -> Server:
+        """What forwards a draft, for all texts."""
+        return self.servers.setdefault(id(guesser), Server(guesser, self.clock))
 
     def session(self, text: int, guessers: Sequence[Guesser], policy: Policy) -> Session:
         """The drafters of a text."""

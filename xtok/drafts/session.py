@@ -116,8 +116,9 @@ class Session:
         guessed = list[_Guessed]()
         for draft in self.policy.cheapest_first():
             drafter = self._drafters[draft]
-            if drafter is not None and has_room and (own := self._own(draft, limit, sure, batch)) is not None:
-                one = self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure)
+            drafted = list[Cost]()
+            if drafter is not None and has_room and (own := self._own(draft, limit, sure, batch, drafted)) is not None:
+                one = self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure, drafted)
                 if one.tree:
                     guessed.append(_Guessed(draft, one.tree, self.policy.probabilities(draft, one.tree)))
                     sure = max(sure, *guessed[-1].probabilities)
@@ -217,19 +218,21 @@ class Session:
                     self._fails(draft, error)
         self._drafters = [None for _ in self._drafters]
 
-    def _own(self, draft: int, limit: Budget, sure: float, batch: Batch) -> Budget | None:
-        """The budget of one draft for this round; None if it isn't to be asked."""
+    def _own(self, draft: int, limit: Budget, sure: float, batch: Batch, drafted: Sequence[Cost]) -> Budget | None:
+        """The budget of one draft for this round; None if it isn't to be asked. `drafted`: what its forward passes take."""
         if limit.schedule == "heuristic":
             return replace(limit, depth=self.policy.drafts[draft].depth or limit.depth)
         if limit.schedule == "constant":
             return limit
         if not self.policy.asks(draft, sure, batch):
             return None
-        return DraftBudget.of(limit, self.policy, self.policy.drafts[draft], batch, self._unread, sure)
+        return DraftBudget.of(limit, self.policy, self.policy.drafts[draft], batch, sure, unread=self._unread, drafted=drafted)
 
-    def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float) -> Steps[Proposal]:
-        """Ask a drafter. Its guess is cut to what can be verified."""
-        drafted, first = list[Cost](), draft not in self._asked
+    def _ask(
+        self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float, drafted: list[Cost]
+    ) -> Steps[Proposal]:
+        """Ask a drafter. Its guess is cut to what can be verified. What its forward passes take is added to `drafted`."""
+        first = draft not in self._asked
         self._asked.add(draft)
         try:
             with self._meter.proposing(drafted) as took:

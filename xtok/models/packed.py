@@ -21,9 +21,9 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 _ROWS, _INPUTS = 8, 3072
-"""The number of rows for which weights are packed. Products of any other number of rows use them, too. In bfloat16 it is 1 if no
-layer has more than 3,072 inputs: on a CPU with AMX, a row then has the same bits in all products of up to 64 rows, not only
-of up to 32.
+"""The number of rows for which weights are packed. Products of any other number of rows use them, too. In bfloat16 it is 1 if
+no layer has more than 3,072 inputs: with AMX, a row then has the same bits in all products of up to 64 rows, and not only of up
+to 32.
 """
 _SHARE = 4
 """A model's packed weights take at most the memory of the machine divided by this."""

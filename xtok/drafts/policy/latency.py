@@ -62,7 +62,9 @@ class LatencyModel:
     def at(self, rows: float) -> float:
         """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured.
 
-        If more rows took less time than fewer rows, both are taken to take less.
+        If more rows took less time than fewer rows, both are taken to take less. If only two cells were measured, they may
+        differ because guessing takes time, however many rows there are. So twice as many rows are then taken to take as long as
+        those of the second.
         """
         if self._curve is None:
             self._curve = self._fitted()
@@ -71,6 +73,8 @@ class LatencyModel:
             return 0.0
         if len(places) == 1 or rows < places[0]:
             return seconds[0] * (1 + self.row * (rows - 1)) / (1 + self.row * (places[0] - 1))
+        if len(places) == 2:
+            rows = max(min(rows, places[1]), rows - places[1])
         right = min(max(1, bisect(places, rows)), len(places) - 1)
         slope = (seconds[right] - seconds[right - 1]) / (places[right] - places[right - 1])
         return seconds[right] + slope * (rows - places[right])

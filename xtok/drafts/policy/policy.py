@@ -18,6 +18,7 @@ from xtok.drafts.policy.gate import Gate
 from xtok.drafts.policy.latency import ENOUGH, ROUNDS, ROW, SHARE, LatencyModel, NominalLatency
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
+from xtok.models.timing import Cost
 
 _SLOWEST = 16.0
 """How many times slower or faster a machine may get. Without a limit, rounds that take sometimes 2 and sometimes 10 ms would
@@ -285,7 +286,8 @@ class DraftBudget(Budget):
     """A budget for one draft's guess in a round: within the caller's limits, as much as pays by what the policy knows.
 
     `sequences`: how many share forward passes. `unread`: how many committed ids the target's forward pass reads anyway.
-    `is_trial`: whether the draft's gate was closed, and the draft is asked to see whether it pays again.
+    `is_trial`: whether the draft's gate was closed, and the draft is asked to see whether it pays again. `drafted`: what the
+    draft's forward passes in this round have taken so far.
     """
 
     policy: Policy
@@ -293,19 +295,21 @@ class DraftBudget(Budget):
     sequences: int
     unread: int
     is_trial: bool
+    drafted: Sequence[Cost]
 
     @classmethod
-    def of(cls, budget: Budget, policy: Policy, draft: DraftPolicy, batch: Batch, unread: int, sure: float) -> "DraftBudget":
-        """The settings of a budget, for one draft in one round."""
+    def of(cls, budget: Budget, policy: Policy, draft: DraftPolicy, batch: Batch, sure: float, **more: Any) -> "DraftBudget":
+        """The settings of a budget, for one draft in one round. `more`: `unread` and `drafted`."""
         settings = {one.name: getattr(budget, one.name) for one in fields(Budget)}
         is_trial = draft.gate(batch.sequences, sure).trial
-        return cls(**settings, policy=policy, draft=draft, sequences=batch.sequences, unread=unread, is_trial=is_trial)
+        return cls(**settings, policy=policy, draft=draft, sequences=batch.sequences, is_trial=is_trial, **more)
 
     def expanded(self, level: int, probabilities: Sequence[float]) -> int:
         """How many paths to continue by the draft's next forward pass, after `level` forward passes.
 
         It is 0 if that doesn't pay or if the draft's latency isn't known. The worth of a path is the expected gain of its next
-        id, less the cost of the row of the target's forward pass that verifies it.
+        id, less the cost of the row of the target's forward pass that verifies it. All sequences of a batch wait for the
+        forward pass, and those that want it have to pay for it: as many, it is assumed, as shared the one before.
         """
         most = super().expanded(level, probabilities)
         with self.policy.shared.lock:
@@ -316,10 +320,11 @@ class DraftBudget(Budget):
             taken = self.unread + level
             free = self.policy.padded(self.sequences, taken) - taken
             gains = [self._believed(one) * onward - row * (path >= free) for path, one in enumerate(probabilities[:most])]
-            forward = self.draft.forward.at
+            sharing = self.drafted[-1].texts if self.drafted else self.sequences
 
             def worth(count: int) -> float:
-                return sum(gains[:count]) - _DOUBT * rate * forward(count * self.sequences)
+                seconds = self.draft.forward.at(count * sharing) * self.sequences / sharing
+                return sum(gains[:count]) - _DOUBT * rate * seconds
 
             best = max(range(1, most + 1), key=worth)
             return best if worth(best) > 0 else 0
