@@ -184,7 +184,7 @@ def test_a_level_that_few_sequences_want_has_to_pay_for_all_that_wait() -> None:
 
     def levels(sharing: int) -> int:
         drafted = [Cost(8, 0.05, sharing)]
-        return DraftBudget.of(Budget(), policy, draft, Batch(8), 0.0, unread=1, drafted=drafted).expanded(1, [0.9])
+        return DraftBudget.of(Budget(), policy, draft, Batch(8), 0.0, 1, drafted).expanded(1, [0.9])
 
     assert [levels(sharing) for sharing in (8, 4, 2, 1)] == [1, 1, 1, 0]
 

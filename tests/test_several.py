@@ -705,7 +705,7 @@ def test_no_round_of_any_thread_is_lost() -> None:
     def play(thread: int) -> None:
         for step in range(rounds):
             batch = policy.batch(1)
-            limit = DraftBudget.of(Budget(), policy, policy.drafts[0], batch, 0.0, unread=1, drafted=())
+            limit = DraftBudget.of(Budget(), policy, policy.drafts[0], batch, 0.0, 1, ())
             policy.asks(0, 0.0, batch), limit.expanded(1, [0.9, 0.5]), limit.verified([0.9, 0.5]), policy.probabilities(1, tree)
             asked = [Proposal(tree, 0.0, [Cost(1 << step % 6, 0.1)], own=frozenset([draft])) for draft in range(2)]
             policy.observe(batch, [Outcome(3, 3, 0.2, asked, [1, 2, 3], [0, 1])], 1.0)

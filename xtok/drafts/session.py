@@ -226,7 +226,7 @@ class Session:
             return limit
         if not self.policy.asks(draft, sure, batch):
             return None
-        return DraftBudget.of(limit, self.policy, self.policy.drafts[draft], batch, sure, unread=self._unread, drafted=drafted)
+        return DraftBudget.of(limit, self.policy, self.policy.drafts[draft], batch, sure, self._unread, drafted)
 
     def _ask(
         self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float, drafted: list[Cost]

@@ -298,11 +298,15 @@ class DraftBudget(Budget):
     drafted: Sequence[Cost]
 
     @classmethod
-    def of(cls, budget: Budget, policy: Policy, draft: DraftPolicy, batch: Batch, sure: float, **more: Any) -> "DraftBudget":
-        """The settings of a budget, for one draft in one round. `more`: `unread` and `drafted`."""
+    def of(
+        cls, budget: Budget, policy: Policy, draft: DraftPolicy, batch: Batch, sure: float, unread: int, drafted: Sequence[Cost]
+    ) -> "DraftBudget":
+        """The settings of a budget, for one draft in one round."""
         settings = {one.name: getattr(budget, one.name) for one in fields(Budget)}
         is_trial = draft.gate(batch.sequences, sure).trial
-        return cls(**settings, policy=policy, draft=draft, sequences=batch.sequences, is_trial=is_trial, **more)
+        return cls(
+            **settings, policy=policy, draft=draft, sequences=batch.sequences, unread=unread, is_trial=is_trial, drafted=drafted
+        )
 
     def expanded(self, level: int, probabilities: Sequence[float]) -> int:
         """How many paths to continue by the draft's next forward pass, after `level` forward passes.
