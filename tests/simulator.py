@@ -189,7 +189,6 @@ class World:
     engine: Engine
     guessers: Sequence[Guesser]
     clock: Clock = field(default_factory=Clock)
-    texts: int = 1
     round: int = 0
     servers: dict[int, Server] = field(default_factory=dict)
 
@@ -221,7 +220,7 @@ def simulated(
 ) -> list[tuple[int, float]]:
     """The picks and the work of each of some rounds of so many texts."""
     policy = policy or Policy([DraftPolicy() for _ in guessers])
-    world.texts = texts
+
     sessions, places, found = [world.session(text, guessers, policy) for text in range(texts)], [0] * texts, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("xtok.models.timing.perf_counter", lambda: world.clock.time)
@@ -272,10 +271,10 @@ FIXED = [
 def best_fixed(engine: Engine, guessers: Sequence[Guesser], at: int, texts: int, rounds: int = 300) -> tuple[float, str]:
     """The speed of the best of some fixed policies if drafts stay worth what they are in round `at`, and which that is."""
     chosen: list[list[Guesser]] = [[one] for one in guessers] + ([list(guessers)] if len(guessers) > 1 else [])
-    found = [(speed(simulated(World(engine, guessers, texts=texts), 4, FIXED[0], [], texts=texts)), "nothing")]
+    found = [(speed(simulated(World(engine, guessers), 4, FIXED[0], [], texts=texts)), "nothing")]
     for some in chosen:
         for budget in FIXED:
-            world = World(engine, guessers, texts=texts, round=at)
+            world = World(engine, guessers, round=at)
             steady = [replace(one, worth=partial(_always, one.worth(at))) for one in some]
             name = f"{[list(guessers).index(one) for one in some]} {budget.depth} by {budget.width}"
             found.append((speed(simulated(world, rounds, budget, steady, texts=texts)), name))

@@ -131,6 +131,25 @@ def loaded(model: PreTrainedModel) -> None:
     model.load_state_dict({name: one * 1.5 for name, one in model.state_dict().items()}, assign=True)
 
 
+def test_for_how_many_rows_weights_are_packed_follows_from_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found in review: it followed from the precision that the model had at first, but saved results of trials don't."""
+    made, pack, model = list[int](), packed._packed, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(torch.bfloat16)
+
+    def spy(weight: Tensor, rows: int) -> Any:
+        made.append(rows)
+        return pack(weight, rows)
+
+    monkeypatch.setattr(packed, "_packed", spy)
+    packing = Packing(model, list(model))
+    for dtype, rows in ((torch.float32, 8), (torch.bfloat16, 1), (torch.float32, 8)):
+        model.to(dtype)
+        packing.refresh()
+        assert made[-2:] == [rows, rows]
+    for wide in (nn.Linear(32, 64), nn.Linear(4096, 64)):
+        Packing(model, [nn.Linear(64, 64).to(torch.bfloat16), wide.to(torch.bfloat16)])
+        assert made[-2:] == [8, 8]
+
+
 @pytest.mark.parametrize("change", [scaled_in_place, scaled_by_way_of_data, with_other_tensors, with_other_data, loaded])
 def test_weights_that_change_are_packed_anew(change: Callable[[Any], None]) -> None:
     model = target()

@@ -19,8 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok import Budget, XTokAssisted
-from xtok.drafts.policy.latency import NominalLatency
-from xtok.drafts.policy.policy import BatchSize
+from xtok.drafts.policy.latency import BatchSize, NominalLatency
 from xtok.drafts.policy.settings import Schedule
 
 SHARED = Path(os.environ.get("XTOK_SHARED", Path(__file__).parents[2] / "shared"))

@@ -6,7 +6,7 @@ to 0.7 of the time in bfloat16, and 0.3 to 0.7 in float32 (docs/experiments.md, 
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-_ROWS, _INPUTS = 8, 3072
-"""The number of rows for which weights are packed. Products of any other number of rows use them, too. In bfloat16 it is 1 if
-no layer has more than 3,072 inputs: with AMX, a row then has the same bits in all products of up to 64 rows, and not only of up
-to 32.
+_ROWS = 8
+"""The number of rows for which weights are packed. Products of any other number of rows use them, too."""
+_FEWER = range(64, 3073)
+"""In bfloat16, weights are packed for 1 row if all layers have so many inputs: with AMX, a row then has the same bits in all
+products of up to 64 rows, and not only of up to 32.
 """
 _SHARE = 4
 """A model's packed weights take at most the memory of the machine divided by this."""
@@ -67,14 +68,17 @@ class PackedLinear:
         layer = self._layer()
         return layer if _is_plain(layer) else None
 
-    def refresh(self) -> None:
-        """Pack the weight anew if it was written to by way of `weight.data`, which raises no `_version`."""
-        state = self._state
+    def refresh(self, rows: int) -> None:
+        """Pack the weight anew if it was packed for another number of rows, or was written to by way of `weight.data`, which
+        raises no `_version`.
+        """
+        state, is_packed = self._state, self._rows == rows
         weight: Any = getattr(self.layer, "weight", None)
+        self._rows = rows
         if not _is_packable(weight):
             self._state = None
-        elif state is None or not state.is_of(weight) or not torch.equal(_values(weight), state.values):
-            self._state = _packed(weight, self._rows)
+        elif not is_packed or state is None or not state.is_of(weight) or not torch.equal(_values(weight), state.values):
+            self._state = _packed(weight, rows)
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 # its name in nn.Linear
         layer: Any = self._layer()
@@ -100,16 +104,17 @@ class Packing:
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Linear]) -> None:
         self._model, self._lock, self._threads = ref(model), Lock(), Counter[int]()
-        is_small = all(layer.in_features <= _INPUTS and layer.weight.dtype == torch.bfloat16 for layer in layers)
-        self._forwards = [PackedLinear(layer, self._threads, 1 if is_small else _ROWS) for layer in layers]
+        rows = _rows_for(layers)
+        self._forwards = [PackedLinear(layer, self._threads, rows) for layer in layers]
         self._is_compiled = False
 
     def refresh(self) -> None:
         """See what has changed since the last call: weights that were written to by way of `data`, and compiled modules."""
         model: Any = self._model()
         self._is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        rows = _rows_for([layer for forward in self._forwards if (layer := forward.layer) is not None])
         for forward in self._forwards:
-            forward.refresh()
+            forward.refresh(rows)
 
     @property
     def is_off(self) -> bool:
@@ -205,6 +210,11 @@ def _made(model: PreTrainedModel) -> Packing | None:
         return None
     _LAYERS.update(layers)
     return Packing(model, layers)
+
+
+def _rows_for(layers: Iterable[nn.Linear]) -> int:
+    """The number of rows for which to pack the weights of a model's layers."""
+    return 1 if all(one.in_features in _FEWER and one.weight.dtype == torch.bfloat16 for one in layers) else _ROWS
 
 
 def _packed(weight: Tensor, rows: int) -> _Packed | None:

@@ -178,7 +178,7 @@ class StableShapes(Shapes):
         return known.findings.agreed.get(shape, False)
 
     def _may_try(self, rows: int = 1, share: float = 1.0) -> bool:
-        """Whether to try something now. Several sequences do without a shape only by forward passes of their own."""
+        """Whether to try something now. Without a shape, several sequences are forwarded in smaller groups."""
         return rows > 1 or self._spent <= share * _SHARE * self._served
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Models how long forward passes take, from measured seconds. There is no clock here."""
+"""Models how long forward passes and rounds take, from measured seconds. There is no clock here."""
 
 from bisect import bisect
 from dataclasses import dataclass, field
@@ -62,9 +62,9 @@ class LatencyModel:
     def at(self, rows: float) -> float:
         """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured.
 
-        If more rows took less time than fewer rows, both are taken to take less. If only two cells were measured, they may
-        differ because guessing takes time, however many rows there are. So twice as many rows are then taken to take as long as
-        those of the second.
+        If more rows took less time than fewer rows, both are taken to take less. If the curve has only two points, they may
+        differ by what guessing itself takes, however many rows there are. So up to twice as many rows as the second point has
+        are then taken to take as long.
         """
         if self._curve is None:
             self._curve = self._fitted()
@@ -105,3 +105,31 @@ class NominalLatency(LatencyModel):
 
     def add(self, rows: float, seconds: float) -> None:
         """Do nothing."""
+
+
+@dataclass
+class BatchSize:
+    """What is known of rounds with one (rounded) number of sequences that share forward passes.
+
+    `rounds`: predicts the seconds of a round, without those of drafts, by the rows of each sequence. `spacing`: after how many
+    rounds with guesses comes one without; `since`: how many there were since the last. `picks`, `plain`: picks of a sequence in
+    the latest rounds, and how many rounds without guesses would have taken as long. `rows`: how many rows a sequence usually
+    has in rounds with guesses.
+    """
+
+    rounds: LatencyModel = field(default_factory=LatencyModel)
+    spacing: int = 4
+    since: int = 4
+    picks: float = 0.0
+    plain: float = 0.0
+    rows: float = 4.0
+
+    @property
+    def speedup(self) -> float:
+        """The speed with guesses, in multiples of the speed without any: at least 1."""
+        return max(1.0, self.picks / self.plain) if self.plain else 1.0
+
+    def add(self, picks: float, plain: float) -> None:
+        """Learn from a round. One far better than others, such as amid a repetition, counts as at most twice as good."""
+        picks = min(picks, 1 + 2 * self.speedup * plain)
+        self.picks, self.plain = (1 - SHARE) * self.picks + picks, (1 - SHARE) * self.plain + plain

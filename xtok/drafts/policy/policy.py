@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal, rounded_down
 from xtok.drafts.policy.gate import Gate
-from xtok.drafts.policy.latency import ENOUGH, ROUNDS, ROW, SHARE, LatencyModel, NominalLatency
+from xtok.drafts.policy.latency import ENOUGH, ROUNDS, ROW, SHARE, BatchSize, LatencyModel, NominalLatency
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
@@ -28,34 +28,6 @@ _DOUBT = 1.4
 """How many times its cost a level must be expected to gain: the option that looks best is so partly by luck."""
 WITHOUT_A_MODEL = 0.01
 """The assumed cost of a draft without a model if no clock may be read, as a share of the target's forward pass."""
-
-
-@dataclass
-class BatchSize:
-    """What is known of rounds with one (rounded) number of sequences that share forward passes.
-
-    `rounds`: predicts the seconds of a round, without those of drafts, by the rows of each sequence. `spacing`: after how many
-    rounds with guesses comes one without; `since`: how many there were since the last. `picks`, `plain`: picks of a sequence in
-    the latest rounds, and how many rounds without guesses would have taken as long. `rows`: how many rows a sequence usually
-    has in rounds with guesses.
-    """
-
-    rounds: LatencyModel = field(default_factory=LatencyModel)
-    spacing: int = 4
-    since: int = 4
-    picks: float = 0.0
-    plain: float = 0.0
-    rows: float = 4.0
-
-    @property
-    def speedup(self) -> float:
-        """The speed with guesses, in multiples of the speed without any: at least 1."""
-        return max(1.0, self.picks / self.plain) if self.plain else 1.0
-
-    def add(self, picks: float, plain: float) -> None:
-        """Learn from a round. One far better than others, such as amid a repetition, counts as at most twice as good."""
-        picks = min(picks, 1 + 2 * self.speedup * plain)
-        self.picks, self.plain = (1 - SHARE) * self.picks + picks, (1 - SHARE) * self.plain + plain
 
 
 @dataclass(eq=False)
@@ -313,7 +285,7 @@ class DraftBudget(Budget):
 
         It is 0 if that doesn't pay or if the draft's latency isn't known. The worth of a path is the expected gain of its next
         id, less the cost of the row of the target's forward pass that verifies it. All sequences of a batch wait for the
-        forward pass, and those that want it have to pay for it: as many, it is assumed, as shared the one before.
+        draft's forward pass, so those that share it have to make up for all.
         """
         most = super().expanded(level, probabilities)
         with self.policy.shared.lock:
@@ -324,7 +296,7 @@ class DraftBudget(Budget):
             taken = self.unread + level
             free = self.policy.padded(self.sequences, taken) - taken
             gains = [self._believed(one) * onward - row * (path >= free) for path, one in enumerate(probabilities[:most])]
-            sharing = self.drafted[-1].texts if self.drafted else self.sequences
+            sharing = self._sharing(level)
 
             def worth(count: int) -> float:
                 seconds = self.draft.forward.at(count * sharing) * self.sequences / sharing
@@ -332,6 +304,16 @@ class DraftBudget(Budget):
 
             best = max(range(1, most + 1), key=worth)
             return best if worth(best) > 0 else 0
+
+    def _sharing(self, level: int) -> int:
+        """How many sequences are expected to share the draft's next forward pass: as many as shared the last one.
+
+        The first forward pass says nothing about that, since those that have much to read may have one of their own. Drafts
+        without a model have no forward passes (0 rows), so each sequence takes its own time.
+        """
+        if not self.drafted or not self.policy.reads_clock or (level == 1 and self.drafted[-1].rows):
+            return self.sequences
+        return self.drafted[-1].texts
 
     def _believed(self, probability: float) -> float:
         """The corrected probability of a guess; in a trial, a value between that and the draft's own."""
