@@ -41,10 +41,8 @@ class Gate:
 
     `balance`: tokens gained minus tokens lost, within limits, so that what turns bad is noticed however much it gained before
     (a CUSUM test, Page 1954). `wait`: for how many more rounds the gate stays closed. The round after them is a `trial`. If it
-    loses tokens, the gate closes again, for four times as long, and for at least as many rounds as the trial lost tokens. The
-    pauses grow until trials lose less than 1% of all tokens. The
-    shortest pause shrinks with the number of sequences: a few unlucky rounds may have closed the gate, and in every round of
-    the pause, each sequence loses by that.
+    loses tokens, the gate closes again, for twice as long, and for at least as many rounds as the trial lost tokens. The pauses
+    grow until trials lose less than 1% of all tokens.
     """
 
     balance: float = 0.0
@@ -76,7 +74,7 @@ class Gate:
         self.trial, self.balance = False, min(2 * _LOSS, self.balance + sequences * gained)
         closes = self.balance < 0 and self.balance + sum(min(0.0, one.balance) for one in others if not one._pause) < -_LOSS
         if closes:
-            self._pause = max(1.0, ROUNDS / 4 / sequences, -gained, min(4 * self._pause, -gained / _TRIALS))
+            self._pause = max(ROUNDS / 4, -gained, min(2 * self._pause, -gained / _TRIALS))
             self.balance, self.wait = -_LOSS, 1 + round(self._pause)
         elif self.balance > 0:
             self._pause = 0.0

@@ -63,8 +63,8 @@ class LatencyModel:
         """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured.
 
         If more rows took less time than fewer rows, both are taken to take less. If the curve has only two points, they may
-        differ by what guessing itself takes, however many rows there are. So up to twice as many rows as the second point has
-        are then taken to take as long.
+        differ by what guessing itself takes, however many rows there are. So each row beyond them is then assumed to add no
+        more than `row`.
         """
         if self._curve is None:
             self._curve = self._fitted()
@@ -73,10 +73,10 @@ class LatencyModel:
             return 0.0
         if len(places) == 1 or rows < places[0]:
             return seconds[0] * (1 + self.row * (rows - 1)) / (1 + self.row * (places[0] - 1))
-        if len(places) == 2:
-            rows = max(min(rows, places[1]), rows - places[1])
         right = min(max(1, bisect(places, rows)), len(places) - 1)
         slope = (seconds[right] - seconds[right - 1]) / (places[right] - places[right - 1])
+        if rows > places[-1] and len(places) == 2:
+            slope = min(slope, self.row * seconds[0])
         return seconds[right] + slope * (rows - places[right])
 
     def _fitted(self) -> tuple[list[float], list[float]]:
