@@ -112,7 +112,8 @@ class Packing:
         """See what has changed since the last call: weights that were written to by way of `data`, and compiled modules."""
         model: Any = self._model()
         self._is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-        rows = _rows_for([layer for forward in self._forwards if (layer := forward.layer) is not None])
+        layers = [forward.layer for forward in self._forwards]
+        rows = _rows_for(layer for layer in layers if _is_packable(getattr(layer, "weight", None)))
         for forward in self._forwards:
             forward.refresh(rows)
 
