@@ -72,12 +72,13 @@ class PackedLinear:
         """Pack the weight anew if it was packed for another number of rows, or was written to by way of `weight.data`, which
         raises no `_version`.
         """
-        state, is_packed = self._state, self._rows == rows
+        if rows != self._rows:
+            self._state, self._rows = None, rows
+        state = self._state
         weight: Any = getattr(self.layer, "weight", None)
-        self._rows = rows
         if not _is_packable(weight):
             self._state = None
-        elif not is_packed or state is None or not state.is_of(weight) or not torch.equal(_values(weight), state.values):
+        elif state is None or not state.is_of(weight) or not torch.equal(_values(weight), state.values):
             self._state = _packed(weight, rows)
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 # its name in nn.Linear

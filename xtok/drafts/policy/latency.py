@@ -25,10 +25,11 @@ def _cell_of(rows: float) -> int:
 class LatencyModel:
     """Predicts seconds from a number of rows: a curve through measurements that never falls.
 
-    It interpolates between the numbers of rows that were measured, for latency jumps at some of them (a kernel's tile is full,
-    say). `cells` maps the cell of a number of rows to a tuple: how often it was measured, the mean number of rows, the smoothed
-    seconds, and after how many measurements in all it was measured last. `row`: what one more row is assumed to add, as a share
-    of the seconds of one row, until two cells were measured. `latest`: the latest measurement, in multiples of the mean.
+    It interpolates between the numbers of rows that were measured, for latency jumps at some of them (a kernel's tile is
+    full, say). `cells` maps the cell of a number of rows to a tuple: how often it was measured, the mean number of rows,
+    the smoothed seconds, and after how many measurements in all it was measured last. `row`: what one more row is assumed
+    to add, as a share of the seconds of one row, beyond what was measured in the first two cells. `latest`: the latest
+    measurement, in multiples of the mean.
     """
 
     cells: dict[int, tuple[int, float, float, int]] = field(default_factory=dict)
