@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from transformers.integrations import sdpa_attention
 from worlds import budgets, deep, examples, quick
 
 from xtok import Budget, Context, Engine, PromptLookup, Tree, XTokAssisted
@@ -34,7 +33,6 @@ from xtok.errors import InvalidInputError, UnsupportedArgumentError, Unsupported
 from xtok.models import stable
 from xtok.models.cache import CACHE
 from xtok.models.forwards import Answer, Ask, Steps
-from xtok.models.layers import EvenKeys
 from xtok.models.probe import traits
 from xtok.models.prompts import prompt_ids
 from xtok.models.shapes import rounded
@@ -473,39 +471,6 @@ def test_a_neighbours_tree_takes_no_position_of_a_sequence_at_a_border(held: int
         (first, _) = slots.serve(asks)
         logits.append(first.logits)
     assert torch.equal(*logits)
-
-
-@examples(100)
-@given(
-    queries=st.integers(1, 9),
-    repeated=st.integers(1, 3),
-    mask=st.sampled_from(["additive", "boolean", "one for all"]),
-    dtype=st.sampled_from([*DTYPES.values()]),
-    seed=st.integers(0, 99),
-)
-def test_attention_to_few_queries_is_what_it_is_among_more(
-    queries: int, repeated: int, mask: str, dtype: torch.dtype, seed: int
-) -> None:
-    """With as few kernels as there are, whatever is done to keys between a cache and its attention."""
-    generator = torch.Generator().manual_seed(seed)
-    query, key, value = (
-        torch.randn(2, heads, rows, 8, generator=generator).to(dtype)
-        for heads, rows in ((2 * repeated, queries), (2, 128), (2, 128))
-    )
-    seen = torch.rand(2, 1, 1 if mask == "one for all" else queries, 128, generator=generator) < 0.5
-    masks = seen if mask == "boolean" else torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-
-    def attended(key: torch.Tensor) -> torch.Tensor:
-        keys, values = (sdpa_attention.repeat_kv(part, repeated) for part in (key, value))
-        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=masks)
-
-    found, wanted = attended(key.as_subclass(EvenKeys)), attended(key)
-    assert type(found) is torch.Tensor and found.shape == wanted.shape
-    assert torch.allclose(found.float(), wanted.float(), atol=1e-2 if dtype != torch.float32 else 1e-5)
-    more = torch.cat([query.flip(2), query.flip(2), query.flip(2), query], dim=2)
-    query, masks = more, masks if mask == "one for all" else torch.cat([*[masks.flip(2)] * 3, masks], dim=2)
-    assert torch.equal(attended(key)[:, :, -queries:], found)
-    assert type(query @ key.as_subclass(EvenKeys).transpose(2, 3)[:, :1]) is torch.Tensor
 
 
 def test_sequences_share_forwards_of_as_few_rows_as_give_the_usual_bits(monkeypatch: pytest.MonkeyPatch) -> None:

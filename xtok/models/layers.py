@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
-QUERIES = 4
-"""Attention with fewer queries than this uses other kernels nearly everywhere."""
+from xtok.models.attention import QUERIES, EvenKeys, Keys
+
 _STEP = 64
 """The cache grows by a multiple of this many positions, and by at least half of its size."""
 
@@ -63,40 +63,6 @@ class View:
         return rows, max(least_positions, min(positions, self.capacity // rows))
 
 
-class EvenKeys(Tensor):
-    """Keys, (rows, heads, seen, size), for which `scaled_dot_product_attention` gets a multiple of `QUERIES` queries.
-
-    Law: the result is that of plain tensors, within rounding. Tensors made from such keys that have their last two dimensions,
-    such as keys repeated for more heads, are of this class, too; all others are plain.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch calls in place of a function that is given such keys."""
-        with torch._C.DisableTorchFunctionSubclass():  # Tensor's own way takes a tenth of a small model's forward pass
-            if func is scaled_dot_product_attention:
-                return _evenly_attended(*args, **(kwargs or {}))
-            made = func(*args, **(kwargs or {}))
-            is_like_keys = isinstance(made, Tensor) and bool(args) and isinstance(args[0], cls)
-            return made.as_subclass(cls) if is_like_keys and made.shape[-2:] == args[0].shape[-2:] else made
-
-
-def _evenly_attended(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Attention with the first query repeated in front of it; results of the repeated ones are dropped."""
-    short = -query.shape[-2] % QUERIES
-    if attn_mask is None:  # what is seen follows from the order of queries
-        return scaled_dot_product_attention(query, key, value, None, *args, **kwargs)
-    mask = _preceded(attn_mask, short) if attn_mask.shape[-2] > 1 else attn_mask  # one for all queries
-    return scaled_dot_product_attention(_preceded(query, short), key, value, mask, *args, **kwargs)[..., short:, :]
-
-
-def _preceded(rows: Tensor, count: int) -> Tensor:
-    """`rows`, (..., rows, size), with the first of them `count` times more."""
-    return torch.cat([rows[..., :1, :].expand(*rows.shape[:-2], count, -1), rows], dim=-2)
-
-
 class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
     """Keys and values of a layer, (rows, heads, positions, size) both."""
 
@@ -121,7 +87,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
             self.grow()
         assert self.keys is not None and self.values is not None
         keys, values = self._written(self.keys, key_states), self._written(self.values, value_states)
-        return keys.as_subclass(EvenKeys) if self._view.evenly and key_states.shape[2] % QUERIES else keys, values
+        return keys.as_subclass(EvenKeys if self._view.evenly and key_states.shape[2] % QUERIES else Keys), values
 
     def grow(self) -> None:
         """Get the memory for the next forward pass."""

@@ -1,0 +1,114 @@
+"""Attention over the keys of xtok's caches, beside that of plain tensors."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations import sdpa_attention
+from worlds import examples
+
+from xtok.models.attention import EvenKeys, Keys
+
+SEEN, SIZE = 128, 8
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ATTENTION: Any = AttentionInterface()["sdpa"]
+
+
+def drawn(seed: int, queries: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
+    """The query, keys and values of two rows, with `groups` heads of the query for each of two heads of keys."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (2 * groups, queries), (2, SEEN), (2, SEEN)
+    return [torch.randn(2, heads, rows, SIZE, generator=generator).to(dtype) for heads, rows in shapes]
+
+
+def mask_of(kind: str, queries: int, heads: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """What the queries see: a mask of one of the kinds that models make."""
+    shape = 2, heads if kind == "of each head" else 1, 1 if kind == "one for all" else queries, SEEN
+    seen = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return seen if kind == "boolean" else torch.zeros(shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def layer(groups: int) -> Any:
+    return SimpleNamespace(num_key_value_groups=groups, is_causal=True)
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(found.float(), wanted.float(), atol=1e-2 if found.dtype != torch.float32 else 1e-5)
+
+
+@examples(100)
+@given(
+    queries=st.integers(1, 9),
+    groups=st.integers(1, 3),
+    mask=st.sampled_from(["additive", "boolean", "one for all"]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_attention_to_few_queries_is_what_it_is_among_more(
+    queries: int, groups: int, mask: str, dtype: torch.dtype, seed: int
+) -> None:
+    """With as few kernels as there are, whatever is done to keys between a cache and its attention."""
+    query, key, value = drawn(seed, queries, groups, dtype)
+    masks = mask_of(mask, queries, 1, dtype, seed)
+
+    def attended(key: Tensor) -> Tensor:
+        keys, values = (sdpa_attention.repeat_kv(part, groups) for part in (key, value))
+        return scaled_dot_product_attention(query, keys, values, attn_mask=masks)
+
+    found, wanted = attended(key.as_subclass(EvenKeys)), attended(key)
+    assert type(found) is Tensor and found.shape == wanted.shape
+    assert close(found, wanted)
+    more = torch.cat([query.flip(2), query.flip(2), query.flip(2), query], dim=2)
+    query, masks = more, masks if mask == "one for all" else torch.cat([*[masks.flip(2)] * 3, masks], dim=2)
+    assert torch.equal(attended(key)[:, :, -queries:], found)
+    assert type(query @ key.as_subclass(EvenKeys).transpose(2, 3)[:, :1]) is Tensor
+
+
+@examples(200)
+@given(
+    queries=st.integers(1, 9),
+    groups=st.integers(1, 4),
+    kind=st.sampled_from([Keys, EvenKeys]),
+    mask=st.sampled_from(["additive", "boolean", "one for all", "of each head"]),
+    scaling=st.sampled_from([None, 0.3]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_heads_that_share_keys_get_what_copies_of_the_keys_give(
+    queries: int, groups: int, kind: type[Keys], mask: str, scaling: float | None, dtype: torch.dtype, seed: int
+) -> None:
+    """Law: the result is transformers', within rounding."""
+    query, key, value = drawn(seed, queries, groups, dtype)
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)  # as models make it
+    masks = mask_of(mask, queries, 2 * groups, dtype, seed)
+    found, weights = ATTENTION(layer(groups), query, key.as_subclass(kind), value, masks, scaling=scaling)
+    wanted, _ = sdpa_attention.sdpa_attention_forward(layer(groups), query, key, value, masks, scaling=scaling)
+    assert weights is None and type(found) is Tensor and found.shape == wanted.shape and found.is_contiguous()
+    assert close(found, wanted)
+
+
+def test_keys_of_a_cache_are_not_copied_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = list[torch.Size]()
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda states, groups: copies.append(states.shape) or states)
+    query, key, value = drawn(0, 8, 2, torch.float32)
+    mask = mask_of("additive", 8, 1, torch.float32, 0)
+    ATTENTION(layer(2), query, key.as_subclass(Keys), value, mask)
+    assert not copies
+
+
+@pytest.mark.parametrize("others", [{"position_bias": torch.ones(1, 4, 8, SEEN)}, {"softcap": 2.0}, {"dropout": 1.0}], ids=str)
+def test_what_a_layer_adds_to_attention_is_left_to_transformers(others: dict[str, Any]) -> None:
+    query, key, value = drawn(0, 8, 2, torch.float32)
+    given = query, key.as_subclass(Keys), value, mask_of("additive", 8, 1, torch.float32, 0)
+    if "softcap" in others:
+        with pytest.raises(ValueError, match="softcap"):
+            ATTENTION(layer(2), *given, **others)
+        return
+    wanted, _ = sdpa_attention.sdpa_attention_forward(layer(2), query, key, *given[2:], **others)
+    assert torch.equal(ATTENTION(layer(2), *given, **others)[0], wanted)
