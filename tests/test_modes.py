@@ -16,7 +16,7 @@ from front_door import BYTES, GREEDY, OTHER, PROMPT, PROMPTS, TARGET, TOKENS, en
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from worlds import examples, mostly_deep
+from worlds import examples, fitting, mostly_deep
 
 import xtok
 from xtok import Budget, DraftEngine, Engine, HeadsDrafter, PromptLookup, TokenRecycling, XTokAssisted, pair
@@ -24,6 +24,7 @@ from xtok.align.keys import bytes_key
 from xtok.errors import DraftFailedWarning, LossyWarning
 from xtok.models.cache import CACHE
 from xtok.models.modes import current, within
+from xtok.models.shared_cache import SharedCache
 from xtok.results.generation import Generation
 from xtok.sampling.draws import draws
 from xtok.sampling.noise import gumbel, near_exponential, states_of
@@ -392,3 +393,29 @@ def makes_a_tensor(function: ast.expr) -> bool:
         and function.value.id == "torch"
         and function.attr in MAKERS
     )
+
+
+def test_models_are_forwarded_in_inference_mode_and_what_they_leave_can_be_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU, if a model has ordinary layers alone."""
+    model = fitting(TOKENS, "Llama", 0, copy=77, dtype=torch.float32)
+    forward, serve = type(model.model).forward, SharedCache.serve
+    modes, made = list[bool](), list[torch.Tensor]()
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        modes.append(torch.is_inference_mode_enabled())
+        return forward(*args, **kwargs)
+
+    def kept(cache: SharedCache, asks: Any) -> Any:
+        answers = serve(cache, asks)
+        made.extend([*cache.parts, *(answer.logits for answer in answers)])
+        return answers
+
+    monkeypatch.setattr(type(model.model), "forward", seen)
+    monkeypatch.setattr(SharedCache, "serve", kept)
+    XTokAssisted((model, TOKENS), TokenRecycling()).generate(PROMPTS[:2], batch_size=2, **GREEDY)
+    assert any(modes) and made
+    made += [value for module in model.modules() for value in {**module._buffers, **vars(module)}.values()]
+    assert not any(one.is_inference() for one in made if isinstance(one, torch.Tensor))
+    model.train()(torch.tensor([[1, 2, 3]])).logits.sum().backward()

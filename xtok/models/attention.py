@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 QUERIES = 4
 """Attention with fewer queries than this uses other kernels nearly everywhere."""
@@ -80,5 +80,5 @@ def _attention(
     return found.reshape(rows, heads, new, -1).transpose(1, 2).contiguous(), None
 
 
-if AttentionInterface()["sdpa"] is sdpa_attention_forward:  # a caller's own function stays
-    AttentionInterface.register("sdpa", _attention)
+if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:  # a caller's own function stays
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _attention)

@@ -83,8 +83,9 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         seen, size).
         """
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.grow()
+            with torch.inference_mode(False):  # memory that is written to later, outside of that mode, too
+                self.lazy_initialization(key_states, value_states)
+                self.grow()
         assert self.keys is not None and self.values is not None
         keys, values = self._written(self.keys, key_states), self._written(self.values, value_states)
         return keys.as_subclass(EvenKeys if self._view.evenly and key_states.shape[2] % QUERIES else Keys), values

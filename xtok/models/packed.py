@@ -107,12 +107,13 @@ class Packing:
         self._model, self._lock, self._threads = ref(model), Lock(), Counter[int]()
         rows = _rows_for(layers)
         self._forwards = [PackedLinear(layer, self._threads, rows) for layer in layers]
-        self._is_compiled = False
+        self._is_compiled = self._is_ordinary = False
 
     def refresh(self) -> None:
-        """See what has changed since the last call: weights that were written to by way of `data`, and compiled modules."""
+        """See what has changed since the last call: weights that were written to by way of `data`, compiled modules, hooks."""
         model: Any = self._model()
         self._is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        self._is_ordinary = isinstance(model, PreTrainedModel) and _is_ordinary(model)
         layers = [forward.layer for forward in self._forwards]
         rows = _rows_for(layer for layer in layers if _is_packable(getattr(layer, "weight", None)))
         for forward in self._forwards:
@@ -126,6 +127,11 @@ class Packing:
         model: Any = self._model()
         is_compiled = self._is_compiled or model._compiled_call_impl is not None
         return is_compiled or _is_adapted(model) or torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled
+
+    @property
+    def may_infer(self) -> bool:
+        """Whether forward passes may run in torch's inference mode."""
+        return self._is_ordinary and not self.is_off
 
     def __enter__(self) -> None:
         if self.is_off:
@@ -190,6 +196,14 @@ def is_packed(model: PreTrainedModel) -> bool:
     return packing is not None and not packing.is_off
 
 
+def may_infer(model: PreTrainedModel) -> bool:
+    """Whether forward passes of a model may run in torch's inference mode, where SmolLM2's take 0.94 of the time that they take
+    without gradients alone: on a CPU, without hooks, and with ordinary weights. quanto's of 4 bits can't be used in that mode.
+    """
+    packing = _packing_of(model)
+    return packing is not None and packing.may_infer
+
+
 def replaced_forward(module: nn.Module) -> Any:
     """What was put in place of the forward of a module's class; None if nothing was, or what computes the same."""
     forward = vars(module).get("forward")
@@ -243,6 +257,16 @@ def _is_plain(module: Any) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer and nothing else runs in it, such as what makes or fetches its weight."""
     forward_is_own = type(module) is nn.Linear and isinstance(vars(module).get("forward"), PackedLinear | None)
     return forward_is_own and not module._forward_pre_hooks
+
+
+def _is_ordinary(model: Any) -> bool:
+    """Whether a model has no hooks, no weights but floating-point tensors of torch's own types, and, unlike heads, its own
+    embeddings.
+    """
+    modules = [*model.modules()]
+    weights = all(type(one) in (Tensor, nn.Parameter) and one.is_floating_point() for one in model.parameters())
+    hooks = (one._forward_hooks or one._forward_pre_hooks or "_hf_hook" in vars(one) for one in modules)
+    return weights and not any(hooks) and any(one is model.get_input_embeddings() for one in modules)
 
 
 def _is_packable(weight: Any) -> bool:

@@ -22,7 +22,8 @@ from xtok.models.graphs import Graphs, Inputs, state_of
 from xtok.models.groups import by_positions, grouped, halved, is_wide
 from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
-from xtok.models.packed import running
+from xtok.models.modes import ordinary
+from xtok.models.packed import may_infer, running
 from xtok.models.shapes import CHUNK, Shapes, rounded
 from xtok.models.timing import Cost
 from xtok.models.traits import Traits, read
@@ -231,8 +232,8 @@ class SharedCache:
             slot: Any = ask.slot
             slot.take(ask)
             row = slot.index - first
-            shown = hidden[0][row, -len(ask.ids) :] if hidden else None
-            found.append(Answer(logits[row, -ask.rows :], shown, cost._replace(repeated=bool(found))))
+            shown = ordinary(hidden[0][row, -len(ask.ids) :]) if hidden else None
+            found.append(Answer(ordinary(logits[row, -ask.rows :]), shown, cost._replace(repeated=bool(found))))
         return found
 
     def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:
@@ -252,7 +253,8 @@ class SharedCache:
             inputs["states"] = states
         if not self._captures(asks):
             whole = self._shapes is not None and not is_wide(asks[0])  # how many rows a matrix has may change its bits
-            return self._computed(first, seen, inputs, new, None if whole else max(ask.rows for ask in asks))
+            with torch.inference_mode(may_infer(self._model)):
+                return self._computed(first, seen, inputs, new, None if whole else max(ask.rows for ask in asks))
         assert self._graphs is not None
         return self._graphs.run((first, last, width, seen), partial(self._computed, first, seen), inputs)
 
