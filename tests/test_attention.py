@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
 from worlds import examples
 
+from xtok.models import attention
 from xtok.models.attention import EvenKeys, Keys
 
 SEEN, SIZE = 128, 8
@@ -102,13 +103,34 @@ def test_keys_of_a_cache_are_not_copied_for_each_head(monkeypatch: pytest.Monkey
     assert not copies
 
 
-@pytest.mark.parametrize("others", [{"position_bias": torch.ones(1, 4, 8, SEEN)}, {"softcap": 2.0}, {"dropout": 1.0}], ids=str)
-def test_what_a_layer_adds_to_attention_is_left_to_transformers(others: dict[str, Any]) -> None:
+SPECIAL: list[dict[str, Any]] = [
+    {"position_bias": torch.ones(1, 4, 8, SEEN)},
+    {"softcap": 2.0},
+    {"dropout": 1.0},
+    {"output_attentions": True},
+]
+
+
+@pytest.mark.parametrize("others", SPECIAL, ids=lambda others: next(iter(others)))
+def test_what_a_layer_adds_to_attention_is_left_to_transformers(
+    others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     query, key, value = drawn(0, 8, 2, torch.float32)
-    given = query, key.as_subclass(Keys), value, mask_of("additive", 8, 1, torch.float32, 0)
-    if "softcap" in others:
-        with pytest.raises(ValueError, match="softcap"):
-            ATTENTION(layer(2), *given, **others)
-        return
-    wanted, _ = sdpa_attention.sdpa_attention_forward(layer(2), query, key, *given[2:], **others)
-    assert torch.equal(ATTENTION(layer(2), *given, **others)[0], wanted)
+    asked = layer(2), query, key.as_subclass(Keys), value, mask_of("additive", 8, 1, torch.float32, 0)
+    got = list[Any]()
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **kwargs: got.append((args, kwargs)))
+    ATTENTION(*asked, scaling=0.5, **others)
+    assert got == [(asked, {"scaling": 0.5, **others})]
+
+
+@pytest.mark.parametrize("case", ["plain keys", "one query", "no mask", "more threads than heads", "a wide prompt"])
+def test_other_attention_is_left_to_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that aren't xtok's, and where copies cost less than what is done in place of them."""
+    new = {"one query": 1, "a wide prompt": 2 * 2 * SIZE}.get(case, 8)
+    query, key, value = drawn(0, new, 2, torch.float32)
+    mask = None if case == "no mask" else mask_of("additive", new, 1, torch.float32, 0)
+    got = list[Any]()
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **kwargs: got.append(args))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3 if case == "more threads than heads" else 1)
+    ATTENTION(layer(2), query, key if case == "plain keys" else key.as_subclass(Keys), value, mask)
+    assert len(got) == 1

@@ -1,9 +1,11 @@
 """Attention over the keys of xtok's caches: fewer copies of them, and numbers of queries that give the same bits."""
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -53,14 +55,7 @@ def _preceded(rows: Tensor, count: int) -> Tensor:
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **others: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **others: Any
 ) -> tuple[Tensor, None]:
     """Attention by `scaled_dot_product_attention`, registered in place of transformers' own.
 
@@ -68,17 +63,34 @@ def _attention(
     one head, and keys and values aren't copied for each: a forward pass of SmolLM2 with 8 new ids then takes 0.94 of the time
     after 200 ids, and 0.8 after 2,000 (docs/experiments.md, "Attention of grouped heads").
     """
+    if not isinstance(key, Keys) or attention_mask is None or args or not _pays(query, key, attention_mask) or _asks(others):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **others)
     rows, heads, new, size = query.shape
-    count, mask = heads // key.shape[1], attention_mask
-    is_alike = mask is not None and mask.shape[1:3] == (1, new)  # for all heads, and not for all queries
-    is_special = dropout > 0 or any(others.get(name) is not None for name in ("position_bias", "softcap"))
-    if mask is None or not is_alike or is_special or count == 1 or not isinstance(key, Keys) or not key.is_cpu:
-        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **others)
+    count = heads // key.shape[1]
     queries = query.reshape(rows, -1, count * new, size)
-    masks = mask[:, :, None].expand(-1, -1, count, -1, -1).reshape(len(mask), 1, count * new, -1)
-    found = scaled_dot_product_attention(queries, key, value, masks, scale=scaling)
+    mask = attention_mask[:, :, None].expand(-1, -1, count, -1, -1).reshape(len(attention_mask), 1, count * new, -1)
+    found = functional.scaled_dot_product_attention(queries, key, value, mask, scale=others.get("scaling"))
     return found.reshape(rows, heads, new, -1).transpose(1, 2).contiguous(), None
 
+
+def _pays(query: Tensor, key: Tensor, mask: Tensor) -> bool:
+    """Whether several heads share keys, have the same mask, and copies of the mask for them are smaller than those of keys and
+    values. Each thread needs a head: torch divides the work by heads. A single query isn't copied for by transformers, either.
+    """
+    (_, heads, new, size), shared = query.shape, key.shape[1]
+    is_shared = heads > shared >= torch.get_num_threads() and mask.shape[1:3] == (1, new)
+    return key.is_cpu and is_shared and 1 < new < 2 * shared * size
+
+
+def _asks(others: dict[str, Any]) -> bool:
+    """Whether a layer wants more of transformers' function than attention of these queries to these keys."""
+    given = (others.get(name) for name in _OTHERS)
+    return any(isinstance(one, Tensor) or bool(one) for one in given)
+
+
+_OTHERS = {"softcap", "output_attentions", *signature(sdpa_attention_forward).parameters}
+_OTHERS -= {"module", "query", "key", "value", "attention_mask", "scaling", "is_causal", "kwargs"}
+"""What else that function may be given. Whether attention is causal follows from the mask."""
 
 if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:  # a caller's own function stays
     ALL_ATTENTION_FUNCTIONS.register("sdpa", _attention)

@@ -83,7 +83,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
         seen, size).
         """
         if not self.is_initialized:
-            with torch.inference_mode(False):  # memory that is written to later, outside of that mode, too
+            with torch.inference_mode(False), torch.no_grad():  # memory that is written to outside of that mode, too
                 self.lazy_initialization(key_states, value_states)
                 self.grow()
         assert self.keys is not None and self.values is not None

@@ -110,10 +110,10 @@ class Packing:
         self._is_compiled = self._is_ordinary = False
 
     def refresh(self) -> None:
-        """See what has changed since the last call: weights that were written to by way of `data`, compiled modules, hooks."""
+        """See what has changed since the last call: weights that were written to by way of `data`, and other modules."""
         model: Any = self._model()
         self._is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-        self._is_ordinary = isinstance(model, PreTrainedModel) and _is_ordinary(model)
+        self._is_ordinary = _is_ordinary(model)
         layers = [forward.layer for forward in self._forwards]
         rows = _rows_for(layer for layer in layers if _is_packable(getattr(layer, "weight", None)))
         for forward in self._forwards:
@@ -131,7 +131,8 @@ class Packing:
     @property
     def may_infer(self) -> bool:
         """Whether forward passes may run in torch's inference mode."""
-        return self._is_ordinary and not self.is_off
+        model: Any = self._model()
+        return self._is_ordinary and not self.is_off and not _is_hooked(model)
 
     def __enter__(self) -> None:
         if self.is_off:
@@ -198,7 +199,8 @@ def is_packed(model: PreTrainedModel) -> bool:
 
 def may_infer(model: PreTrainedModel) -> bool:
     """Whether forward passes of a model may run in torch's inference mode, where SmolLM2's take 0.94 of the time that they take
-    without gradients alone: on a CPU, without hooks, and with ordinary weights. quanto's of 4 bits can't be used in that mode.
+    without gradients alone: with packed weights, if none of the code is a caller's, which might keep tensors that can't be
+    written to outside of that mode, and if weights are torch's own. quanto's of 4 bits can't be used in it.
     """
     packing = _packing_of(model)
     return packing is not None and packing.may_infer
@@ -259,14 +261,21 @@ def _is_plain(module: Any) -> TypeGuard[nn.Linear]:
     return forward_is_own and not module._forward_pre_hooks
 
 
-def _is_ordinary(model: Any) -> bool:
-    """Whether a model has no hooks, no weights but floating-point tensors of torch's own types, and, unlike heads, its own
-    embeddings.
+def _is_ordinary(model: nn.Module) -> bool:
+    """Whether a model has modules of torch and transformers alone, with their own forward, and no weights but floating-point
+    tensors of torch's own types.
     """
-    modules = [*model.modules()]
     weights = all(type(one) in (Tensor, nn.Parameter) and one.is_floating_point() for one in model.parameters())
-    hooks = (one._forward_hooks or one._forward_pre_hooks or "_hf_hook" in vars(one) for one in modules)
-    return weights and not any(hooks) and any(one is model.get_input_embeddings() for one in modules)
+    kinds = all(type(one).__module__.startswith(("torch.", "transformers.")) for one in model.modules())
+    return weights and kinds and all(replaced_forward(one) is None for one in model.modules())
+
+
+def _is_hooked(model: nn.Module) -> bool:
+    """Whether a caller's code runs in a model's forward pass."""
+    hooks: Any = nn.modules.module
+    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        return True
+    return any(one._forward_hooks or one._forward_pre_hooks or "_hf_hook" in vars(one) for one in model.modules())
 
 
 def _is_packable(weight: Any) -> bool:

@@ -7,6 +7,7 @@ copied except when the cache grows, and when a branch wins.
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -253,7 +254,7 @@ class SharedCache:
             inputs["states"] = states
         if not self._captures(asks):
             whole = self._shapes is not None and not is_wide(asks[0])  # how many rows a matrix has may change its bits
-            with torch.inference_mode(may_infer(self._model)):
+            with torch.inference_mode() if may_infer(self._model) else nullcontext():
                 return self._computed(first, seen, inputs, new, None if whole else max(ask.rows for ask in asks))
         assert self._graphs is not None
         return self._graphs.run((first, last, width, seen), partial(self._computed, first, seen), inputs)
