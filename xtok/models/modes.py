@@ -16,7 +16,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 
 class Modes(NamedTuple):
@@ -63,11 +62,6 @@ def within(modes: Modes | None = None) -> Iterator[None]:
 def as_called() -> AbstractContextManager[object]:
     """A context for the caller's code that xtok runs: inference mode, if the caller is in it."""
     return torch.inference_mode() if _INFERENCE.get() else nullcontext()
-
-
-def ordinary(made: Tensor) -> Tensor:
-    """`made`, or a copy that can be written to outside of inference mode."""
-    return made.clone() if made.is_inference() else made
 
 
 @cache

@@ -23,7 +23,6 @@ from xtok.models.graphs import Graphs, Inputs, state_of
 from xtok.models.groups import by_positions, grouped, halved, is_wide
 from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
-from xtok.models.modes import ordinary
 from xtok.models.packed import may_infer, running
 from xtok.models.shapes import CHUNK, Shapes, rounded
 from xtok.models.timing import Cost
@@ -221,7 +220,8 @@ class SharedCache:
         self._settle()
         before = 0 if self._graphs is None else self._graphs.replays
         start = timing.perf_counter()
-        logits, *hidden = self._forward(first, last, asks, width)
+        made = self._forward(first, last, asks, width)
+        logits, *hidden = [one.clone() if one.is_inference() else one for one in made]  # callers may write to them
         wait_for(logits)
         seconds = timing.perf_counter() - start
         if self._shapes is not None:
@@ -233,8 +233,8 @@ class SharedCache:
             slot: Any = ask.slot
             slot.take(ask)
             row = slot.index - first
-            shown = ordinary(hidden[0][row, -len(ask.ids) :]) if hidden else None
-            found.append(Answer(ordinary(logits[row, -ask.rows :]), shown, cost._replace(repeated=bool(found))))
+            shown = hidden[0][row, -len(ask.ids) :] if hidden else None
+            found.append(Answer(logits[row, -ask.rows :], shown, cost._replace(repeated=bool(found))))
         return found
 
     def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:
