@@ -254,8 +254,7 @@ class SharedCache:
             inputs["states"] = states
         if not self._captures(asks):
             whole = self._shapes is not None and not is_wide(asks[0])  # how many rows a matrix has may change its bits
-            with torch.inference_mode() if may_infer(self._model) else nullcontext():
-                return self._computed(first, seen, inputs, new, None if whole else max(ask.rows for ask in asks))
+            return self._computed(first, seen, inputs, new, None if whole else max(ask.rows for ask in asks))
         assert self._graphs is not None
         return self._graphs.run((first, last, width, seen), partial(self._computed, first, seen), inputs)
 
@@ -276,7 +275,8 @@ class SharedCache:
         given |= {"output_hidden_states": True} if self._hidden_layers else {}
         given |= {"states": inputs["states"]} if "states" in inputs else {}
         given |= {"logits_to_keep": logits} if self._keeps and logits is not None else {}
-        with self._running:
+        mode = torch.inference_mode() if self._graphs is None and may_infer(self._model) else nullcontext()
+        with mode, self._running:
             outputs = self._model(input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **given)
         return [outputs.logits, *([stacked(outputs, self._hidden_layers)] if self._hidden_layers else [])]
 
