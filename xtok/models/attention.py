@@ -69,7 +69,8 @@ def _attention(
     count = heads // key.shape[1]
     queries = query.reshape(rows, -1, count * new, size)
     mask = attention_mask[:, :, None].expand(-1, -1, count, -1, -1).reshape(len(attention_mask), 1, count * new, -1)
-    found = functional.scaled_dot_product_attention(queries, key, value, mask, scale=others.get("scaling"))
+    attend = functional.scaled_dot_product_attention  # looked up as transformers does: a caller may have replaced it
+    found = attend(queries, key, value, mask, scale=others.get("scaling"))
     return found.reshape(rows, heads, new, -1).transpose(1, 2).contiguous(), None
 
 
