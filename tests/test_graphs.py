@@ -22,7 +22,8 @@ import xtok.models.graphs
 from xtok import Budget, Engine, XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.forwards import Ask
-from xtok.models.graphs import Graph, Graphs, Inputs, Run, _runs_more, state_of, takes_graphs
+from xtok.models.graphs import Graph, Graphs, Inputs, Run, state_of, takes_graphs
+from xtok.models.packed import runs_more
 from xtok.models.probe import traits
 from xtok.models.shared_cache import SharedCache
 
@@ -335,15 +336,15 @@ def test_hooks_that_collect_hidden_states_dont_keep_a_model_from_being_captured(
     """Found by review: transformers leaves them behind."""
     lm = deepcopy(fitting(TOKENS, "Llama", 3))
     lm(torch.tensor([[1, 2]]), output_hidden_states=True)
-    assert not any(map(_runs_more, lm.modules()))
+    assert not any(map(runs_more, lm.modules()))
     lm.get_output_embeddings().register_forward_pre_hook(lambda *_: None)
-    assert any(map(_runs_more, lm.modules()))
+    assert any(map(runs_more, lm.modules()))
 
 
 def test_a_compiled_model_is_left_as_it_is() -> None:
     lm = deepcopy(fitting(TOKENS, "Llama", 3))
     lm.compile()
-    assert any(map(_runs_more, lm.modules()))
+    assert any(map(runs_more, lm.modules()))
 
 
 def test_precision_may_be_set_in_either_way() -> None:

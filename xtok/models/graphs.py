@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from xtok.models.kernels import kernel_state, settings_of
-from xtok.models.packed import replaced_forward
+from xtok.models.packed import runs_more
 
 Inputs: TypeAlias = "dict[str, Tensor]"
 Run: TypeAlias = Callable[[Inputs], "list[Tensor]"]
@@ -25,8 +25,6 @@ _MOST = 1 << 30
 """How many bytes the outputs of a cache's graphs may take."""
 _FREE, _REPLAYS = 8, 8
 """After the first 8 captures, there is at most one more for every 8 replays: it takes as long as some forward passes."""
-_COLLECTS = "transformers.utils.output_capturing"
-"""transformers' module whose hooks only collect what modules return. They stay once hidden states were requested."""
 _ALONE = Lock()
 """Held while a graph is captured, since a process can capture only one at a time."""
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
@@ -132,19 +130,12 @@ def captures(wanted: bool | None, models: Iterable[PreTrainedModel]) -> bool:
 def takes_graphs(model: PreTrainedModel) -> bool:
     """Whether forward passes may be captured: on one GPU, if nothing but kernels has to run."""
     devices = {part.device for part in (*model.parameters(), *model.buffers())}
-    return {device.type for device in devices} == {"cuda"} and len(devices) == 1 and not any(map(_runs_more, model.modules()))
-
-
-def _runs_more(module: nn.Module) -> bool:
-    """Whether a module has hooks, or a method of its own in place of its class's: what those do may be more than kernels."""
-    hooks: list[Any] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    called = replaced_forward(module) is not None or module._compiled_call_impl is not None
-    return called or any(getattr(hook, "__module__", None) != _COLLECTS for hook in hooks)
+    return {device.type for device in devices} == {"cuda"} and len(devices) == 1 and not any(map(runs_more, model.modules()))
 
 
 def state_of(model: PreTrainedModel) -> Hashable:
     """What a model's captured forward passes depend on: where its weights are, and how its modules compute."""
-    return *kernel_state(model), *((id(one), _runs_more(one), _addresses(one), settings_of(one)) for one in model.modules())
+    return *kernel_state(model), *((id(one), runs_more(one), _addresses(one), settings_of(one)) for one in model.modules())
 
 
 def _addresses(module: nn.Module) -> tuple[tuple[int, torch.dtype], ...]:

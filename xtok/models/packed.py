@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 _ROWS = 8
@@ -32,6 +33,8 @@ _SAMPLED, _SPREAD = 64, 2_654_435_761
 """How many values of a weight show whether it was changed, and a number that spreads them over rows and columns."""
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files that hold the memory limit of a container."""
+_COLLECTS = "transformers.utils.output_capturing"
+"""transformers' module whose hooks only collect what modules return. They stay once hidden states were requested."""
 _OPS: Any = torch.ops.mkldnn  # some builds of torch lack what is looked up there
 
 
@@ -108,12 +111,13 @@ class Packing:
         rows = _rows_for(layers)
         self._forwards = [PackedLinear(layer, self._threads, rows) for layer in layers]
         self._is_compiled = self._is_ordinary = False
+        self._hooks: int | None = None  # how many this process had registered when the model was last looked at
 
     def refresh(self) -> None:
         """See what has changed since the last call: weights that were written to by way of `data`, and other modules."""
         model: Any = self._model()
         self._is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-        self._is_ordinary = _is_ordinary(model)
+        self._hooks = None
         layers = [forward.layer for forward in self._forwards]
         rows = _rows_for(layer for layer in layers if _is_packable(getattr(layer, "weight", None)))
         for forward in self._forwards:
@@ -131,8 +135,10 @@ class Packing:
     @property
     def may_infer(self) -> bool:
         """Whether forward passes may run in torch's inference mode."""
-        model: Any = self._model()
-        return self._is_ordinary and not self.is_off and not _is_hooked(model)
+        if self._hooks != RemovableHandle.next_id:  # others may have come within a call
+            model: Any = self._model()
+            self._hooks, self._is_ordinary = RemovableHandle.next_id, _is_ordinary(model)
+        return self._is_ordinary and not self.is_off
 
     def __enter__(self) -> None:
         if self.is_off:
@@ -213,6 +219,13 @@ def replaced_forward(module: nn.Module) -> Any:
     return None if is_same else forward
 
 
+def runs_more(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a method of its own in place of its class's: what those do may be more than to compute."""
+    hooks: list[Any] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    called = replaced_forward(module) is not None or module._compiled_call_impl is not None
+    return called or any(getattr(hook, "__module__", None) != _COLLECTS for hook in hooks)
+
+
 def _is_adapted(model: Any) -> bool:
     """Whether a model has adapters (PEFT)."""
     return "peft_config" in vars(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
@@ -262,20 +275,14 @@ def _is_plain(module: Any) -> TypeGuard[nn.Linear]:
 
 
 def _is_ordinary(model: nn.Module) -> bool:
-    """Whether a model has modules of torch and transformers alone, with their own forward, and no weights but floating-point
-    tensors of torch's own types.
+    """Whether a model runs the code of modules of torch and transformers alone, and all its weights are floating-point tensors
+    of torch's own types.
     """
-    weights = all(type(one) in (Tensor, nn.Parameter) and one.is_floating_point() for one in model.parameters())
-    kinds = all(type(one).__module__.startswith(("torch.", "transformers.")) for one in model.modules())
-    return weights and kinds and all(replaced_forward(one) is None for one in model.modules())
-
-
-def _is_hooked(model: nn.Module) -> bool:
-    """Whether a caller's code runs in a model's forward pass."""
     hooks: Any = nn.modules.module
-    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
-        return True
-    return any(one._forward_hooks or one._forward_pre_hooks or "_hf_hook" in vars(one) for one in model.modules())
+    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks or any(map(runs_more, model.modules())):
+        return False
+    weights = all(type(one) in (Tensor, nn.Parameter) and one.is_floating_point() for one in model.parameters())
+    return weights and all(type(one).__module__.startswith(("torch.", "transformers.")) for one in model.modules())
 
 
 def _is_packable(weight: Any) -> bool:
