@@ -2,8 +2,9 @@
 
     python examples/train_tiny_pair.py TEXTS --out xtok/pair
 
-The target is a Llama with a SentencePiece Unigram tokenizer (byte fallback, dummy prefix); the draft is a GPT-NeoX with a
-byte-level BPE. They share the text they are trained on and nothing else: neither ever sees the other's tokens or output.
+The target is a Llama with a SentencePiece Unigram tokenizer (byte fallback, dummy prefix), trained with 4 layers, then grown
+to 12 and trained on; the draft is a GPT-NeoX with a byte-level BPE. They share the text they are trained on and nothing else:
+neither ever sees the other's tokens or output.
 Every 20th file is held out; the losses, next-token accuracies and prompts in the result come from those files alone.
 Needs `pip install "xtok[tune]"`.
 """
@@ -179,6 +180,25 @@ def llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     )
 
 
+@torch.no_grad()
+def grown(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """A copy of `model` with `layers` layers, a multiple of its own number. Its output is the same: the layers that are added
+    after each one are noisy copies of it that add zero to the hidden states.
+    """
+    config = LlamaConfig(**model.config.to_dict() | {"num_hidden_layers": layers})
+    larger = LlamaForCausalLM(config).to(model.device)
+    larger.load_state_dict({name: value for name, value in model.state_dict().items() if ".layers." not in name}, strict=False)
+    copies = layers // model.config.num_hidden_layers
+    for index, layer in enumerate(larger.model.layers):
+        layer.load_state_dict(model.model.layers[index // copies].state_dict())
+        if index % copies:
+            for weight in (weight for weight in layer.parameters() if weight.dim() == 2):
+                weight += torch.randn_like(weight) * weight.std() / 2
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return larger
+
+
 def neox(tokenizer: PreTrainedTokenizerFast) -> GPTNeoXForCausalLM:
     return GPTNeoXForCausalLM(
         GPTNeoXConfig(
@@ -201,6 +221,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draft-epochs", type=int, default=5)
     parser.add_argument("--target-epochs", type=int, default=4)
+    parser.add_argument("--grown-layers", type=int, default=12, help="the target's layers in the end, a multiple of 4")
+    parser.add_argument("--grown-epochs", type=int, default=2, help="epochs of the target with all of them")
     arguments = parser.parse_args()
     files = sorted(arguments.texts.glob("*.txt"))
     files = [f for f in files if f.name != "SOURCE.txt"]
@@ -214,7 +236,11 @@ def main() -> None:
     ):
         set_seed(SEED)
         model = build(tokenizer)
-        train(model, windows(tokenizer, training, length), epochs, 2e-3, tokens_per_step)
+        rows = windows(tokenizer, training, length)
+        train(model, rows, epochs, 2e-3, tokens_per_step)
+        if name == "target":
+            model = grown(model, arguments.grown_layers)
+            train(model, rows, arguments.grown_epochs, 1e-3, tokens_per_step)
         figures[name] = {
             "parameters": model.num_parameters(),
             **held_out_figures(model, windows(tokenizer, held_out, length)),

@@ -28,7 +28,7 @@ from xtok.models.cache import parameters, vocabulary_size
 from xtok.models.load import load
 from xtok.models.probe import traits
 
-SHAPES = Shape(512, 4, 720, 5, 8010), Shape(192, 4, 500, 4, 4100)
+SHAPES = Shape(512, 4, 720, 13, 8010), Shape(192, 4, 500, 4, 4100)
 """Tiny ones, larger than those of the shipped pair in all sizes."""
 WIDTHS = {"Llama": [(32, 2, 48), (64, 4, 50), (64, 2, 48), (96, 2, 96)], "GPTNeoX": [(32, 2, 48), (57, 3, 50), (80, 4, 96)]}
 """Hidden states, heads and units, as large as those of the tiny models and larger; heads of as many columns, and of more."""

@@ -196,8 +196,10 @@ def test_the_benchmarks_are_short() -> None:
 
 def test_the_draft_of_the_quick_start_gets_something_right_where_it_is_shown() -> None:
     """Found here: none of the eight tokens whose sources are printed was guessed. With a fixed budget no time counts."""
-    shown = re.search(r'xt\.generate\("(.+?)"', "".join(blocks(ROOT / "docs" / "index.md", "python")))
-    assert shown is not None
+    shown = "".join(blocks(ROOT / "docs" / "index.md", "python"))
+    prompt, asked = re.search(r'xt\.generate\("(.+?)"', shown), re.search(r"asked = (\{.+?\})", shown)
+    assert prompt is not None
+    assert asked is not None
     xt = xtok.XTokAssisted(pair.TARGET, pair.DRAFT, budget=xtok.Budget(5, width=4, schedule="constant"))
-    tokens = xt.generate(shown[1], max_new_tokens=64, do_sample=False).tokens[:8]
+    tokens = xt.generate(prompt[1], **ast.literal_eval(asked[1])).tokens[:8]
     assert sum(token.draft == "draft" for token in tokens) >= 3

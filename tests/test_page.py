@@ -140,7 +140,7 @@ def browsing(language: str = "en") -> Iterator[Browser]:
 def shipped() -> Iterator[Server]:
     guesses = Budget(5, width=4, nodes=12, schedule="constant")  # whether guessing pays on this machine is no matter here
     with serving(XTokAssisted(TARGET, DRAFT, budget=guesses), batch_size=2) as server:
-        server.service.prompts = prompts()[:3]
+        server.service.prompts = prompts()[1:4]
         yield server
 
 
@@ -161,7 +161,7 @@ def page(english: Browser, shipped: Server) -> Iterator[Browser]:
 
 def truth(**more: Any) -> Generation:
     arguments: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "repetition_penalty": 1.2, **more}
-    return XTokAssisted(TARGET).generate(prompts()[0], **arguments)
+    return XTokAssisted(TARGET).generate(prompts()[1], **arguments)
 
 
 # what is written
@@ -241,7 +241,7 @@ def test_drafts_take_part_as_they_are_chosen(page: Browser) -> None:
 
 def test_an_example_is_put_where_the_prompt_is(page: Browser) -> None:
     page.all("#examples button")[2].click()
-    assert page.one("#prompt").get_property("value") == prompts()[2]
+    assert page.one("#prompt").get_property("value") == prompts()[3]
 
 
 MARKUP = "<img src=x onerror='document.title = 1'><b>太字</b>"

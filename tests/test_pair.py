@@ -67,7 +67,7 @@ def test_few_right_guesses_are_lost_to_token_boundaries() -> None:
 
 
 def test_it_loads_as_float32_through_from_pretrained() -> None:
-    for path, most in ((pair.TARGET, 6e6), (pair.DRAFT, 1.5e6)):
+    for path, most in ((pair.TARGET, 12e6), (pair.DRAFT, 1.5e6)):
         model = AutoModelForCausalLM.from_pretrained(path)
         assert model.dtype == torch.float32
         assert model.num_parameters() <= most
@@ -75,7 +75,7 @@ def test_it_loads_as_float32_through_from_pretrained() -> None:
 
 def test_its_files_stay_small_and_its_tokenizers_are_what_the_card_says() -> None:
     files = [file for folder in (pair.TARGET, pair.DRAFT) for file in folder.iterdir()]
-    assert sum(file.stat().st_size for file in files) < 16e6
+    assert sum(file.stat().st_size for file in files) < 30e6
     target, draft = (AutoTokenizer.from_pretrained(path) for path in (pair.TARGET, pair.DRAFT))
     assert (len(target), len(draft)) == (8000, 4096)
     assert (token_bytes(target).family, token_bytes(draft).family) == ("SentencePiece", "byte-level BPE")

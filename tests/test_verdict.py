@@ -145,7 +145,7 @@ def test_without_weights_inspect_knows_sizes_alone_and_promises_nothing(tmp_path
         shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("*.safetensors"))
     asked = ("inspect", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--no-weights")
     reported, _ = run(*asked)
-    assert re.search(r"reads \d+\.\d% \(1,\d{3},\d{3} of 5,\d{3},\d{3}\) of the parameters", reported)
+    assert re.search(r"reads \d+\.\d% \(1,\d{3},\d{3} of 11,\d{3},\d{3}\) of the parameters", reported)
     assert "Whether guesses pay depends on how many are accepted" in reported
     assert "verdict" not in json.loads(run(*asked, "--json")[0])
     for option in (["--measure"], ["--limit", "2"], ["--dtype", "float32"], ["--device", "cpu"]):

@@ -35,7 +35,7 @@ def shipped_drafts(pair: Pair) -> dict[str, Any]:
     (target, tokens), (draft, _) = pair
     model, tokenizer = load(TUNED, "draft")
     tuned = model.to(draft.device, draft.dtype), tokenizer
-    return {"tuned draft": tuned, "lower blocks": (shortened(target, 1), tokens), "heads": HeadsDrafter(HEADS)}
+    return {"tuned draft": tuned, "lower blocks": (shortened(target, 3), tokens), "heads": HeadsDrafter(HEADS)}
 
 
 def tuned(target: tuple[Any, Any], draft: tuple[Any, Any], prompts: Sequence[str], **settings: Any) -> tuple[Any, Any]:

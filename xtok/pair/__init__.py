@@ -12,7 +12,7 @@ __all__ = ["DRAFT", "HEADS", "PAIRS", "TARGET", "TUNED", "Pair", "pair", "prompt
 
 _ROOT = Path(__file__).parent
 TARGET = _ROOT / "target"
-"""A Llama of 5.3 M parameters with a SentencePiece Unigram tokenizer (byte fallback, dummy prefix)."""
+"""A Llama of 11.7 M parameters with a SentencePiece Unigram tokenizer (byte fallback, dummy prefix)."""
 DRAFT = _ROOT / "draft"
 """A GPT-NeoX of 1.4 M parameters with a byte-level BPE."""
 TUNED = _ROOT / "tuned"
