@@ -1,6 +1,6 @@
 """A draft with the target's own token ids skips the text. That is found out by the tokens, never by the vocabulary's size.
 
-For want of a small sibling, the draft here is the target without its upper layers.
+For want of a small sibling, the draft here is the target without its last three layers.
 """
 
 from copy import deepcopy
@@ -12,8 +12,8 @@ from xtok.pair import TARGET, prompts
 
 target, tokenizer = AutoModelForCausalLM.from_pretrained(TARGET), AutoTokenizer.from_pretrained(TARGET)
 draft = deepcopy(target)
-draft.model.layers = draft.model.layers[:3]
-draft.config.num_hidden_layers = 3
+draft.model.layers = draft.model.layers[:9]
+draft.config.num_hidden_layers = 9
 g = XTokAssisted((target, tokenizer), [(draft, tokenizer)], budget=Budget(3, width=4, schedule="constant")).generate(
     prompts()[0], max_new_tokens=64, do_sample=False
 )

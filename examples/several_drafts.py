@@ -1,7 +1,7 @@
 """Several drafts at once: their guesses are merged into one tree.
 
-With a budget, all are asked in every round; without one, each is asked as far as it earns, which on a target as small as the
-one that ships is seldom.
+With a budget, all are asked in every round. Without one, each is asked only when its guesses are expected to save more time
+than they cost.
 """
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
