@@ -48,6 +48,7 @@ class HeadsDrafter:
     several instances and threads.
     """
 
+    @within(Modes())
     def __init__(self, file: str | PathLike[str]) -> None:
         """`file`: what `xtok train-heads` wrote, or a folder with EAGLE-3 heads in the format of speculators. Raises
         `InvalidInputError` if it holds neither.
