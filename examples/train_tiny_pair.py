@@ -221,8 +221,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draft-epochs", type=int, default=5)
     parser.add_argument("--target-epochs", type=int, default=4)
-    parser.add_argument("--grown-layers", type=int, default=12, help="the target's layers in the end, a multiple of 4")
-    parser.add_argument("--grown-epochs", type=int, default=2, help="epochs of the target with all of them")
+    parser.add_argument("--grown-epochs", type=int, default=2, help="of the target with 12 layers")
     arguments = parser.parse_args()
     files = sorted(arguments.texts.glob("*.txt"))
     files = [f for f in files if f.name != "SOURCE.txt"]
@@ -239,7 +238,7 @@ def main() -> None:
         rows = windows(tokenizer, training, length)
         train(model, rows, epochs, 2e-3, tokens_per_step)
         if name == "target":
-            model = grown(model, arguments.grown_layers)
+            model = grown(model, 12)
             train(model, rows, arguments.grown_epochs, 1e-3, tokens_per_step)
         figures[name] = {
             "parameters": model.num_parameters(),

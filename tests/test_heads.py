@@ -82,7 +82,7 @@ def test_training_teaches_heads_what_the_target_writes(kind: str, tmp_path: Path
     monkeypatch.setattr("xtok.tune.answers.timed", lambda: nullcontext(Span(2.0)))
     monkeypatch.setattr("xtok.tune.heads.planned", lambda *_: Plan(EPOCHS, bf16=False))
     taught = trained(tmp_path / "heads", kind=kind, hours=0.004, max_new_tokens=48)
-    assert taught.accuracy[0][0] > 0.06  # of 8,000 ids
+    assert taught.accuracy[0][0] > {"sequential": 0.1, "medusa": 0.06}[kind]  # of 8,000 ids
     assert taught.epochs[-1] >= taught.epochs[0]
     assert taught.after > 1 and set(taught.ways) == {"greedy", "greedy, repetition penalty 1.2", "sampled"}
     assert all(0 <= share <= 1 for ranks in taught.accuracy for share in ranks)

@@ -403,7 +403,7 @@ class Own(torch.nn.Module):
 
 
 def collecting(model: Any) -> None:
-    """Found by review: transformers leaves hooks of its own behind, as on each target that heads read."""
+    """Found by review: transformers' own hooks stay on a model once hidden states were requested, as heads do."""
     model(torch.tensor([[1, 2]]), output_hidden_states=True)
 
 
