@@ -157,7 +157,7 @@ def test_prompts_read_in_chunks_are_what_vllm_writes_alone(plain: LLM) -> None:
 
 def test_requests_that_are_preempted_are_what_vllm_writes_alone(plain: LLM) -> None:
     long: Requests = [(after(i, 60), 100) for i in range(12)]
-    llm = engine(kv_cache_memory_bytes=1 << 22, max_model_len=256)
+    llm = engine(kv_cache_memory_bytes=3 << 22, max_model_len=256)
     with without_failures(llm):
         assert written(llm, long) == written(plain, long)
     assert sum(one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions")  # of the engine made last
