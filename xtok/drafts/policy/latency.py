@@ -42,15 +42,16 @@ class LatencyModel:
         """Add a measurement. The first one counts only until there is a second, since a forward pass of a new shape often takes
         longer the first time.
 
-        Hiccups only make things slower, and seldom come twice in a row. So it counts as at most 1.2 times the mean so far (more
-        among the first few), or as many times the mean as the measurement before was. The mean counts as at most twice the new
-        one.
+        Hiccups only make things slower, and seldom come twice in a row. So it counts as at most 1.2 times the mean so far, or
+        as many times the mean as the measurement before was. The first counts as at most 1.5 times the prediction, and the
+        second as at most the first. The mean counts as at most twice the new one.
         """
         cell = _cell_of(rows)
         count, mean_rows, mean, _ = self.cells.get(cell) or (0, rows, self.at(rows), 0)
         mean = mean or seconds  # clocks of some systems tick coarsely
         share = max(1 / max(1, count), SHARE)
-        limit, self.latest = max(1 + 2 * share, self.latest) * mean, seconds / mean if mean else 1.0
+        most = {0: 1.5, 1: 1.0}.get(count, 1.2)
+        limit, self.latest = max(most, self.latest) * mean, seconds / mean if mean else 1.0
         seconds, mean = min(seconds, limit), min(mean, 2 * seconds)
         self._count += 1
         self.cells[cell] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean), self._count)
@@ -65,7 +66,8 @@ class LatencyModel:
 
         If more rows took less time than fewer rows, both are taken to take less. If the curve has only two points, they may
         differ by what guessing itself takes, however many rows there are. So each row beyond them is then assumed to add no
-        more than `row`.
+        more than `row`. With more points, it is assumed to add no less than the others did on average from the second point
+        on: two that happened to take the same time would make any number of rows look free.
         """
         if self._curve is None:
             self._curve = self._fitted()
@@ -76,8 +78,9 @@ class LatencyModel:
             return seconds[0] * (1 + self.row * (rows - 1)) / (1 + self.row * (places[0] - 1))
         right = min(max(1, bisect(places, rows)), len(places) - 1)
         slope = (seconds[right] - seconds[right - 1]) / (places[right] - places[right - 1])
-        if rows > places[-1] and len(places) == 2:
-            slope = min(slope, self.row * seconds[0])
+        if rows > places[-1]:
+            overall = (seconds[-1] - seconds[1]) / max(1.0, places[-1] - places[1])
+            slope = min(slope, self.row * seconds[0]) if len(places) == 2 else max(slope, overall)
         return seconds[right] + slope * (rows - places[right])
 
     def _fitted(self) -> tuple[list[float], list[float]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from math import sqrt
+from statistics import median
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -56,12 +57,13 @@ class Shared:
     """What an instance's policies share.
 
     `sizes`: what is known for each rounded number of sequences. `slowness`: how many times slower the machine is now than when
-    latencies were measured; it applies to a whole round. `mixed`: seconds of rounds that did other work as well, until others
-    are measured.
+    latencies were measured; it applies to a whole round. `ratios`: the seconds of the latest rounds, in multiples of what was
+    predicted. `mixed`: seconds of rounds that did other work as well, until others are measured.
     """
 
     sizes: dict[int, BatchSize] = field(default_factory=dict)
     slowness: float = 1.0
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=3))
     mixed: deque[float] = field(default_factory=lambda: deque(maxlen=ENOUGH))
     lock: Any = field(default_factory=RLock, repr=False, compare=False)
 
@@ -219,7 +221,7 @@ class Policy:
 
     def _measure(self, size: BatchSize, rows: float, seconds: float, *, is_pure: bool) -> None:
         """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
-        to have changed.
+        to have changed. It goes by the median of three rounds, since a hiccup changes nothing.
 
         If only rounds with other work can be measured, the shortest of a few counts as one without.
         """
@@ -231,7 +233,8 @@ class Policy:
         if seconds <= 0:  # a draft of another thread's sequence may have been waited for
             return
         if size.rounds.knows(rows):
-            ratio = seconds / (self.shared.slowness * size.rounds.at(rows))
+            self.shared.ratios.append(seconds / (self.shared.slowness * size.rounds.at(rows)))
+            ratio = median(self.shared.ratios)
             slowness = self.shared.slowness * (1 + 3 * SHARE * (min(2.0, max(0.5, ratio)) - 1))
             self.shared.slowness = min(_SLOWEST, max(1 / _SLOWEST, slowness))
         size.rounds.add(rows, seconds / self.shared.slowness)
