@@ -63,7 +63,7 @@ class Shared:
 
     sizes: dict[int, BatchSize] = field(default_factory=dict)
     slowness: float = 1.0
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=3))
+    ratios: deque[float] = field(default_factory=lambda: deque([1.0, 1.0], maxlen=3))
     mixed: deque[float] = field(default_factory=lambda: deque(maxlen=ENOUGH))
     lock: Any = field(default_factory=RLock, repr=False, compare=False)
 
@@ -221,7 +221,7 @@ class Policy:
 
     def _measure(self, size: BatchSize, rows: float, seconds: float, *, is_pure: bool) -> None:
         """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
-        to have changed. It goes by the median of three rounds, since a hiccup changes nothing.
+        to have changed: by the median of three rounds, since a single slow one is a hiccup.
 
         If only rounds with other work can be measured, the shortest of a few counts as one without.
         """
