@@ -177,8 +177,9 @@ def test_what_pays_in_a_batch_is_found_and_kept(texts: int, row: float, sure: fl
 
 @pytest.mark.parametrize("seed", [1, *deep(0, 2)])
 def test_hiccups_do_not_mislead_a_batch_that_guesses_with_heads(seed: int) -> None:
-    """Found by benchmark: a hiccup made all later rounds look cheap, and another, in the second round of its width, made wide
-    rounds look so expensive that none was tried again. So 16 chats had 0.92 of the best fixed budget in place of 0.97.
+    """Found by benchmark: after a hiccup all later rounds looked cheap, and after another, in the second round with so many
+    rows, such rounds looked so expensive that none was tried again. So 16 chats had 0.92 of the best fixed budget in place of
+    0.97.
     """
     engine = Engine(row=0.006, guess=0.08)
     guessers = [
@@ -355,8 +356,9 @@ def test_a_hiccup_is_not_taken_for_a_change_of_the_machine_and_a_change_is() -> 
     for _ in range(20):
         policy._measure(size, 1, 1.0, is_pure=True)
     policy._measure(size, 1, 10.0, is_pure=True)
-    policy._measure(size, 1, 1.0, is_pure=True)
-    assert policy.shared.slowness == pytest.approx(1.0, rel=0.01)
+    for _ in range(3):
+        policy._measure(size, 1, 1.0, is_pure=True)
+        assert policy.shared.slowness == pytest.approx(1.0, rel=0.02)
     for _ in range(8):
         policy._measure(size, 1, 2.0, is_pure=True)
     assert policy.shared.slowness > 1.5
@@ -390,6 +392,14 @@ def test_a_hiccup_in_a_second_measurement_does_not_count() -> None:
     for seconds in (1.5, 15.0, 1.5):
         latency.add(5, seconds)
     assert latency.at(5) == pytest.approx(1.5)
+
+
+def test_a_number_of_rows_that_is_expensive_is_believed_soon_if_others_are_measured_in_between() -> None:
+    latency = LatencyModel()
+    for _ in range(3):
+        latency.add(1, 1.0)
+        latency.add(8, 3.5)
+    assert latency.at(8) == pytest.approx(3.5)
 
 
 def test_a_gate_that_closed_tries_again_and_what_gains_opens_it() -> None:

@@ -4,6 +4,7 @@ from bisect import bisect
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 SHARE = 0.1
 """The weight of a measurement in a smoothed one."""
@@ -21,20 +22,29 @@ def _cell_of(rows: float) -> int:
     return (ceil(rows) - 1).bit_length()
 
 
+class _Cell(NamedTuple):
+    """What was measured with similar numbers of rows: how often, the mean number of rows, the smoothed seconds, the latest
+    seconds, and after how many measurements in all those came.
+    """
+
+    count: int
+    rows: float
+    seconds: float
+    latest: float
+    last: int
+
+
 @dataclass
 class LatencyModel:
     """Predicts seconds from a number of rows: a curve through measurements that never falls.
 
     It interpolates between the numbers of rows that were measured, for latency jumps at some of them (a kernel's tile is
-    full, say). `cells` maps the cell of a number of rows to a tuple: how often it was measured, the mean number of rows,
-    the smoothed seconds, and after how many measurements in all it was measured last. `row`: what one more row is assumed
-    to add, as a share of the seconds of one row, beyond what was measured in the first two cells. `latest`: the latest
-    measurement, in multiples of the mean.
+    full, say). `cells`: what was measured, by the cell of a number of rows. `row`: what one more row is assumed to add, as a
+    share of the seconds of one row, until more is known.
     """
 
-    cells: dict[int, tuple[int, float, float, int]] = field(default_factory=dict)
+    cells: dict[int, _Cell] = field(default_factory=dict)
     row: float = ROW
-    latest: float = 1.0
     _count: int = 0
     _curve: tuple[list[float], list[float]] | None = None
 
@@ -43,23 +53,23 @@ class LatencyModel:
         longer the first time.
 
         Hiccups only make things slower, and seldom come twice in a row. So it counts as at most 1.2 times the mean so far, or
-        as many times the mean as the measurement before was. The first counts as at most 1.5 times the prediction, and the
-        second as at most the first. The mean counts as at most twice the new one.
+        as the measurement before it in the same cell. The first counts as at most 1.5 times the prediction, and the second as
+        at most the first. The mean counts as at most twice the new one.
         """
         cell = _cell_of(rows)
-        count, mean_rows, mean, _ = self.cells.get(cell) or (0, rows, self.at(rows), 0)
+        count, mean_rows, mean, latest, _ = self.cells.get(cell) or _Cell(0, rows, self.at(rows), 0.0, 0)
         mean = mean or seconds  # clocks of some systems tick coarsely
         share = max(1 / max(1, count), SHARE)
-        most = {0: 1.5, 1: 1.0}.get(count, 1.2)
-        limit, self.latest = max(most, self.latest) * mean, seconds / mean if mean else 1.0
-        seconds, mean = min(seconds, limit), min(mean, 2 * seconds)
+        counted = min(seconds, max({0: 1.5, 1: 1.0}.get(count, 1.2) * mean, latest))
+        mean = min(mean, 2 * counted)
         self._count += 1
-        self.cells[cell] = (count + 1, mean_rows + share * (rows - mean_rows), mean + share * (seconds - mean), self._count)
+        rows, mean = mean_rows + share * (rows - mean_rows), mean + share * (counted - mean)
+        self.cells[cell] = _Cell(count + 1, rows, mean, seconds, self._count)
         self._curve = None
 
     def knows(self, rows: float) -> bool:
         """Whether about this many rows were measured so often that a change must be one of the machine."""
-        return self.cells.get(_cell_of(rows), (0,))[0] >= ENOUGH
+        return _cell_of(rows) in self.cells and self.cells[_cell_of(rows)].count >= ENOUGH
 
     def at(self, rows: float) -> float:
         """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured.
@@ -79,8 +89,8 @@ class LatencyModel:
         right = min(max(1, bisect(places, rows)), len(places) - 1)
         slope = (seconds[right] - seconds[right - 1]) / (places[right] - places[right - 1])
         if rows > places[-1]:
-            overall = (seconds[-1] - seconds[1]) / max(1.0, places[-1] - places[1])
-            slope = min(slope, self.row * seconds[0]) if len(places) == 2 else max(slope, overall)
+            later = (seconds[-1] - seconds[1]) / max(1.0, places[-1] - places[1])
+            slope = min(slope, self.row * seconds[0]) if len(places) == 2 else max(slope, later)
         return seconds[right] + slope * (rows - places[right])
 
     def _fitted(self) -> tuple[list[float], list[float]]:
@@ -89,13 +99,11 @@ class LatencyModel:
         Old measurements between newer ones are left out, so that a number of rows that seemed too expensive is tried again. Old
         ones at the ends stay: without them, nothing would be known about such numbers of rows.
         """
-        fresh = [cell for cell, (*_, last) in self.cells.items() if self._count - last < ROUNDS]
+        fresh = [number for number, cell in self.cells.items() if self._count - cell.last < ROUNDS]
         points = [
-            (rows, mean)
-            for cell, (_, rows, mean, _) in sorted(self.cells.items())
-            if cell in fresh or not min(fresh) < cell < max(fresh)
+            cell for number, cell in sorted(self.cells.items()) if number in fresh or not min(fresh) < number < max(fresh)
         ]
-        return [rows for rows, _ in points], [*accumulate((mean for _, mean in reversed(points)), min)][::-1]
+        return [cell.rows for cell in points], [*accumulate((cell.seconds for cell in reversed(points)), min)][::-1]
 
 
 class NominalLatency(LatencyModel):
@@ -105,7 +113,7 @@ class NominalLatency(LatencyModel):
     """
 
     def __init__(self, seconds: float = 1.0) -> None:
-        super().__init__({0: (1, 1.0, seconds, 0)})
+        super().__init__({0: _Cell(1, 1.0, seconds, seconds, 0)})
 
     def add(self, rows: float, seconds: float) -> None:
         """Do nothing."""
