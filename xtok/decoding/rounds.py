@@ -116,6 +116,8 @@ def _limit(sequence: Sequence) -> Budget:
     if sequence.deepest is not None:
         room = min(room, sequence.deepest - sequence.slot.length - len(sequence.text.ids) + sequence.read)
     nodes, budget = sequence.room(), sequence.budget
+    if budget.longest <= room and max(budget.longest, budget.nodes) <= nodes:
+        return budget
     longest = ceil(max(0, min(budget.longest, room, nodes)))  # transformers takes 2.5 new tokens for 3, inf for no limit
     return replace(budget, longest=longest, nodes=max(1, min(budget.nodes, nodes)))
 
@@ -251,7 +253,9 @@ def _hidden(sequence: Sequence, tree: Tree, checked: Answer, nodes: list[int]) -
     context = len(checked.hidden) - len(tree) - 1
     prompt, sequence.hidden = sequence.hidden, []
     try:
-        states = checked.hidden[[context + 1 + node for node in nodes]]
+        rows = [context + 1 + node for node in nodes]
+        consecutive = rows and rows[-1] - rows[0] == len(rows) - 1  # as they mostly are, and slices take less time
+        states = checked.hidden[slice(rows[0], rows[-1] + 1) if consecutive else rows]
         return torch.cat([*prompt[:-1], *(last[:context] for last in prompt[-1:]), states])
     except Exception:  # no memory, say: drafters go on with what comes next
         return None

@@ -212,7 +212,8 @@ class SequentialDrafter(TreeDrafter):
     draws under other noise, with their distributions, for speculative sampling.
 
     The slot holds the pairs of the ids from `_start` on, and those of a tree's nodes while it grows. `_hidden`: the hidden
-    states of pairs that are yet to be read, (pairs, layers, hidden size). `_states`: after the last pair, and after each node.
+    states of the `_waiting` pairs after those, which are yet to be read, in parts, (pairs, layers, hidden size) each.
+    `_states`: after the last pair, and after each node.
     """
 
     heads: StateHeads
@@ -224,33 +225,35 @@ class SequentialDrafter(TreeDrafter):
     warpers: LogitsProcessorList
     independent: bool = False
     _start: int = 0
-    _hidden: Tensor | None = None
+    _hidden: list[Tensor] = field(default_factory=list)
+    _waiting: int = 0
     _states: list[Tensor] = field(default_factory=list)
 
     def take_hidden(self, start: int, hidden: Tensor) -> None:
         """Keep the hidden states, (picks, layers, hidden size), from which the ids from `start` on were picked.
 
-        If there are more than the window has positions, the latest are kept.
+        This does as little as it can, for it is called in each round, also if the heads are seldom asked. Parts farther back
+        than the window are dropped.
         """
-        hidden = hidden[:, list(self.columns)]
         self.slot.roll_back(self.slot.length)  # ends the tree
         known = start - self._start
-        held = 0 if self._hidden is None else len(self._hidden)
-        if not 0 <= known <= self.slot.length + held:
-            self._restart(start, hidden)
-            return
+        if not 0 <= known <= self.slot.length + self._waiting:
+            self._restart(start)
+            known = 0
         if known < self.slot.length:
             self.slot.roll_back(known)
         unread = known - self.slot.length
-        self._hidden = hidden if self._hidden is None else torch.cat([self._hidden[:unread], hidden])
-        if len(self._hidden) > self.heads.window:
-            self._restart(start + len(hidden) - len(self._hidden), self._hidden)
+        if unread < self._waiting:
+            self._hidden = [torch.cat(self._hidden)[:unread]]
+        self._hidden.append(hidden)
+        self._waiting = unread + len(hidden)
+        while self._waiting - len(self._hidden[0]) >= self.heads.window:
+            self._restart(start + len(hidden) - self._waiting + len(self._hidden[0]), self._hidden[1:])
 
-    def _restart(self, start: int, hidden: Tensor) -> None:
-        """Forget what was read, and start with the `hidden` states of the ids from `start` on."""
+    def _restart(self, start: int, hidden: Sequence[Tensor] = ()) -> None:
+        """Forget what was read, and start with the `hidden` states, in parts, of the ids from `start` on."""
         self.slot.start_anew()
-        dropped = max(0, len(hidden) - self.heads.window)
-        self._start, self._hidden = start + dropped, hidden[dropped:]
+        self._start, self._hidden, self._waiting = start, list(hidden), sum(map(len, hidden))
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
@@ -260,12 +263,14 @@ class SequentialDrafter(TreeDrafter):
         An error after a first draw is raised in the next round.
         """
         self._raise_failure()
+        if (excess := self._waiting - self.heads.window) > 0:
+            self._restart(self._start + self.slot.length + excess, [torch.cat(self._hidden)[excess:]])
         ids = context.ids[self._start + self.slot.length :]
-        if self._hidden is None or not ids or len(ids) != len(self._hidden):
+        if not ids or len(ids) != self._waiting:
             return Tree()
         with self.meter.drafting():
-            logits = yield from self._read(list(ids), self.heads.fused(self._hidden))
-            self._hidden = None
+            logits = yield from self._read(list(ids), self.heads.fused(torch.cat(self._hidden)[:, list(self.columns)]))
+            self._hidden, self._waiting = [], 0
             first = (yield from self._children(context, logits, [IdPath(1.0, -1, b"")], -1, budget))[0]
         guesses = yield from grown(first, budget, lambda front: self._expanded(context, front, budget))
         if not self.independent:

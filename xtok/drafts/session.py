@@ -194,7 +194,7 @@ class Session:
         if self._first is not None and not confirmed:  # all that was guessed comes after what is wrong
             tree, proposals = Tree(), [Proposal()] * len(proposals)
         believed, right = self._believed(tree), tree.path_of(block)
-        proposals = [replace(one, expected=sum(believed[node] for node in one.own)) for one in proposals]
+        proposals = [replace(one, expected=sum(believed[node] for node in one.own)) if one.own else one for one in proposals]
         self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
         if limit.schedule == "heuristic" and block:
             self._adjust(limit.depth, block, proposals)
