@@ -194,7 +194,7 @@ def test_probabilities_fall_along_a_continuation(history: list[tuple[list[int], 
     for ids, agreeing, new in history:
         belief.given = ids, agreeing
         belief.learn(new)
-        probabilities = belief.probabilities(agreeing, 9)
+        probabilities = [*belief.probabilities(agreeing, 9)]
         assert all(1 >= probability >= later > 0 for probability, later in pairwise(probabilities))
 
 

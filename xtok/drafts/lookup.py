@@ -1,7 +1,8 @@
 """Prompt lookup: guesses what followed the same text before. It needs no model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from threading import Lock
 from typing import Any
 
@@ -141,10 +142,10 @@ class Lookup:
         """
         left = 1.0
         for i, (ids, agreeing, share) in enumerate(found):
-            probabilities = [left * share * probability for probability in belief.probabilities(agreeing, len(ids))]
-            kept = sum(probability > _LEAST for probability in probabilities)
-            trie.mix(chain(ids[:kept]), probabilities)
-            left -= probabilities[0]
+            expected = (left * share * one for one in belief.probabilities(agreeing, len(ids)))
+            probabilities = [*takewhile(_LEAST.__lt__, expected)]
+            trie.mix(chain(ids[: len(probabilities)]), probabilities)
+            left -= sum(probabilities[:1])
             if not i:
                 belief.given = ids, agreeing
 
@@ -189,14 +190,13 @@ class Belief:
         self._tries = [_WEIGHT] * len(_PRIOR)
         self.given: tuple[list[int], int] = ([], 0)
 
-    def probabilities(self, agreeing: int, size: int) -> list[float]:
+    def probabilities(self, agreeing: int, size: int) -> Iterator[float]:
         """For each of `size` ids after `agreeing` ones, the probability that it and all before it are right."""
-        found, probability = list[float](), 1.0
+        probability = 1.0
         for i in range(size):
             known = min(agreeing + i, _LONGEST)
             probability *= self._hits[known] / self._tries[known]
-            found.append(probability)
-        return found
+            yield probability
 
     def learn(self, new: Sequence[int]) -> None:
         """Compare the continuation `given` last with the `new` ids that were committed in its place; none if unknown."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from math import sqrt
+from math import inf, sqrt
 from statistics import median
 from threading import RLock
 from typing import Any, NamedTuple
@@ -149,14 +149,17 @@ class Policy:
         count = len(offers) if sequences is None else sequences
         gains = [(unread, list(accumulate(probabilities, initial=0.0))) for unread, probabilities in offers]
         with self.shared.lock:
-            rate = self.rate(count)
-
-            def worth(width: int) -> float:
-                picks = sum(some[min(width - unread, len(some) - 1)] for unread, some in gains)
-                return picks / len(gains) - rate * self.seconds(count, width)
-
+            rate, most_picks = self.rate(count), sum(some[-1] for _, some in gains) / len(gains)
             least, most = max(unread for unread, _ in gains), max(unread + len(some) for unread, some in gains)
-            return max(range(least, most), key=worth)
+            best, best_worth = least, -inf
+            for width in range(least, most):
+                cost = rate * self.seconds(count, width)
+                if most_picks - cost <= best_worth:  # more rows cost no less
+                    break
+                picks = sum(some[min(width - unread, len(some) - 1)] for unread, some in gains) / len(gains)
+                if picks - cost > best_worth:
+                    best, best_worth = width, picks - cost
+            return best
 
     def observe(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool = True) -> None:
         """Learn from a round: from what became of its sequences' guesses, and from the `seconds` of the whole round.
