@@ -146,7 +146,7 @@ def test_guessing_is_never_much_slower_than_not_guessing(
         for seed, (forward, worth) in enumerate(drafts)
     ]
     run = simulated(World(engine, guessers), 500, Budget(), guessers, texts=texts)
-    assert speed(run[64:]) > 0.89 * texts / engine.seconds(texts, 1)  # of 436 rounds; of more, the loss is 1% for each draft
+    assert speed(run[64:]) > 0.89 * texts / engine.seconds(texts, 1)  # of 436 rounds; of more, the loss is 1.6% for each draft
 
 
 @pytest.mark.parametrize("texts", [8, 16])

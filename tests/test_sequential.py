@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,45 @@ def test_guesses_follow_from_all_that_was_picked(
     assert generation.token_ids == right and generation.stats.draft_error is None
     assert len(errors) == rounds - len(skipped.intersection(range(1, rounds + 1))) > 0
     assert max(errors) < 1e-3
+
+
+class Row:
+    """A cache slot that holds nothing."""
+
+    length = 0
+
+    def roll_back(self, length: int) -> None:
+        self.length = length
+
+    def start_anew(self) -> None:
+        self.length = 0
+
+
+@examples(100)
+@given(
+    rounds=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.booleans()), min_size=1, max_size=40),
+    window=st.integers(1, 12),
+)
+@example(rounds=[(1, 2, False)] * 30, window=8)  # found by review: nothing was dropped while picks were left to the next round
+@example(rounds=[(0, 40, False), (0, 1, False), (0, 1, False)], window=8)  # nor was a long prompt
+def test_hidden_states_that_are_kept_are_the_latest_and_no_more_than_heads_can_see(
+    rounds: list[tuple[int, int, bool]], window: int
+) -> None:
+    """In each round, some last states are replaced, and others follow; sometimes, heads then read them all."""
+    model: Any = SimpleNamespace(window=window)
+    row: Any = Row()
+    drafter = SequentialDrafter(model, row, (), torch.empty(0), *[None] * 3)  # type: ignore[arg-type]
+    states = list[int]()
+    for number, (replaced, new, reads) in enumerate(rounds):
+        states = [*states[: max(0, len(states) - replaced)]]
+        start, states = len(states), [*states, *range(100 * number, 100 * number + new)]
+        drafter.take_hidden(start, torch.tensor(states[start:])[:, None, None])
+        kept = [int(state) for part in drafter._hidden for state in part]
+        at = drafter._start + row.length
+        assert kept == states[at:] and len(kept) == drafter._waiting < window + max(len(part) for part in drafter._hidden)
+        assert drafter._start <= max(0, len(states) - window)
+        if reads:
+            row.length, drafter._hidden, drafter._waiting = row.length + len(kept), [], 0
 
 
 def test_heads_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -254,8 +254,8 @@ def _hidden(sequence: Sequence, tree: Tree, checked: Answer, nodes: list[int]) -
     prompt, sequence.hidden = sequence.hidden, []
     try:
         rows = [context + 1 + node for node in nodes]
-        consecutive = rows and rows[-1] - rows[0] == len(rows) - 1  # as they mostly are, and slices take less time
-        states = checked.hidden[slice(rows[0], rows[-1] + 1) if consecutive else rows]
+        consecutive = rows[-1] - rows[0] == len(rows) - 1  # as they mostly are, and slices take less time
+        states = checked.hidden[slice(rows[0], rows[-1] + 1) if consecutive else rows]  # `cat` copies it: graphs reuse memory
         return torch.cat([*prompt[:-1], *(last[:context] for last in prompt[-1:]), states])
     except Exception:  # no memory, say: drafters go on with what comes next
         return None

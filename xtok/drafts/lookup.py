@@ -143,7 +143,7 @@ class Lookup:
         left = 1.0
         for i, (ids, agreeing, share) in enumerate(found):
             expected = (left * share * one for one in belief.probabilities(agreeing, len(ids)))
-            probabilities = [*takewhile(_LEAST.__lt__, expected)]
+            probabilities = [*takewhile(lambda one: one > _LEAST, expected)]
             trie.mix(chain(ids[: len(probabilities)]), probabilities)
             left -= sum(probabilities[:1])
             if not i:

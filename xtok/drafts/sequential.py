@@ -232,9 +232,11 @@ class SequentialDrafter(TreeDrafter):
     def take_hidden(self, start: int, hidden: Tensor) -> None:
         """Keep the hidden states, (picks, layers, hidden size), from which the ids from `start` on were picked.
 
-        This does as little as it can, for it is called in each round, also if the heads are seldom asked. Parts farther back
+        This does as little as it can, for it is called in each round, even if the heads are seldom asked. Parts farther back
         than the window are dropped.
         """
+        if (excess := len(hidden) - self.heads.window) > 0:
+            start, hidden = start + excess, hidden[excess:].clone()
         self.slot.roll_back(self.slot.length)  # ends the tree
         known = start - self._start
         if not 0 <= known <= self.slot.length + self._waiting:
@@ -243,10 +245,14 @@ class SequentialDrafter(TreeDrafter):
         if known < self.slot.length:
             self.slot.roll_back(known)
         unread = known - self.slot.length
-        if unread < self._waiting:
-            self._hidden = [torch.cat(self._hidden)[:unread]]
+        while self._waiting > unread:  # states of ids that weren't picked after all
+            last = self._hidden.pop()
+            self._waiting -= len(last)
+            if self._waiting < unread:
+                self._hidden.append(last[: unread - self._waiting])
+                self._waiting = unread
         self._hidden.append(hidden)
-        self._waiting = unread + len(hidden)
+        self._waiting += len(hidden)
         while self._waiting - len(self._hidden[0]) >= self.heads.window:
             self._restart(start + len(hidden) - self._waiting + len(self._hidden[0]), self._hidden[1:])
 

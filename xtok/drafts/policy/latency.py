@@ -11,7 +11,7 @@ SHARE = 0.1
 ENOUGH = round(1 / SHARE)
 """How many measurements tell more than chance."""
 ROUNDS = 64
-"""For how many rounds, about, what was measured or counted holds."""
+"""For how many rounds, about, what was measured or counted holds, and one in how many tokens trials may lose."""
 ROW = 0.02
 """What one more row of one sequence is assumed to add to a forward pass, as a share, until other numbers of rows were measured.
 """
@@ -40,7 +40,7 @@ class LatencyModel:
 
     It interpolates between the numbers of rows that were measured, for latency jumps at some of them (a kernel's tile is
     full, say). `cells`: what was measured, by the cell of a number of rows. `row`: what one more row is assumed to add, as a
-    share of the seconds of one row, until more is known.
+    share of the seconds of one row, while the curve has at most two points.
     """
 
     cells: dict[int, _Cell] = field(default_factory=dict)
@@ -52,9 +52,9 @@ class LatencyModel:
         """Add a measurement. The first one counts only until there is a second, since a forward pass of a new shape often takes
         longer the first time.
 
-        Hiccups only make things slower, and seldom come twice in a row. So it counts as at most 1.2 times the mean so far, or
-        as the measurement before it in the same cell. The first counts as at most 1.5 times the prediction, and the second as
-        at most the first. The mean counts as at most twice the new one.
+        Hiccups only make things slower, and seldom hit two successive measurements of a cell. So it counts as at most 1.2
+        times the mean so far, or as the measurement before. The first counts as at most 1.5 times the prediction, and the
+        second as at most the first. The mean counts as at most twice the new one.
         """
         cell = _cell_of(rows)
         count, mean_rows, mean, latest, _ = self.cells.get(cell) or _Cell(0, rows, self.at(rows), 0.0, 0)
