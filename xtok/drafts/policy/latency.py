@@ -27,7 +27,7 @@ class _Cell(NamedTuple):
     seconds, and after how many measurements in all those came.
     """
 
-    count: int
+    times: int
     rows: float
     seconds: float
     latest: float
@@ -69,7 +69,7 @@ class LatencyModel:
 
     def knows(self, rows: float) -> bool:
         """Whether about this many rows were measured so often that a change must be one of the machine."""
-        return _cell_of(rows) in self.cells and self.cells[_cell_of(rows)].count >= ENOUGH
+        return _cell_of(rows) in self.cells and self.cells[_cell_of(rows)].times >= ENOUGH
 
     def at(self, rows: float) -> float:
         """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured.
