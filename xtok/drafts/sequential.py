@@ -254,7 +254,9 @@ class SequentialDrafter(TreeDrafter):
         self._hidden.append(hidden)
         self._waiting += len(hidden)
         while self._waiting - len(self._hidden[0]) >= self.heads.window:
-            self._restart(start + len(hidden) - self._waiting + len(self._hidden[0]), self._hidden[1:])
+            self._start += self.slot.length + len(self._hidden[0])
+            self._waiting -= len(self._hidden.pop(0))
+            self.slot.start_anew()
 
     def _restart(self, start: int, hidden: Sequence[Tensor] = ()) -> None:
         """Forget what was read, and start with the `hidden` states, in parts, of the ids from `start` on."""
