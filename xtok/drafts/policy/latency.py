@@ -69,7 +69,8 @@ class LatencyModel:
 
     def knows(self, rows: float) -> bool:
         """Whether about this many rows were measured so often that a change must be one of the machine."""
-        return _cell_of(rows) in self.cells and self.cells[_cell_of(rows)].times >= ENOUGH
+        cell = self.cells.get(_cell_of(rows))
+        return cell is not None and cell.times >= ENOUGH
 
     def at(self, rows: float) -> float:
         """The predicted seconds of a forward pass with `rows` rows; 0 before anything was measured.
