@@ -17,6 +17,7 @@ from test_stable import HALF, WAYS, target
 from xtok import XTokAssisted
 from xtok.models import findings, stable
 from xtok.models.findings import Findings, cache_folder, described
+from xtok.models.shapes import USUAL
 from xtok.models.stable import StableShapes
 from xtok.models.trials import Trials
 
@@ -75,14 +76,42 @@ def test_making_an_instance_takes_few_forward_passes_and_the_next_one_none(forwa
     assert len(forwards) == before
 
 
-def test_what_is_tried_beside_a_text_takes_a_tenth_of_its_time(forwards: list[int]) -> None:
-    """And the last thing that is tried."""
-    xt = XTokAssisted((target("Llama", HALF), TOKENS))
-    assert xt.setup.shapes is not None
-    for _ in range(6):
-        xt.generate(TEXTS[0], **WAYS["greedy"])
-        served, spent = xt.setup.shapes._served, xt.setup.shapes._spent
-        assert 0 < spent <= 0.1 * served + 20
+def test_shapes_narrower_than_the_usual_one_are_tried_soon_and_others_within_a_tenth_of_the_time(
+    forwards: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by benchmark: the first 400 tokens of SmolLM2 on a CPU without AMX took 1.2 times as long, since its forward passes
+    had 16 ids until everything else had been tried.
+    """
+    xt, tried, agrees = made(), list[tuple[int, float]](), Trials.agrees
+    shapes = xt.setup.shapes
+    assert shapes is not None
+
+    def noted(trials: Trials, rows: int, width: int, seen: int, least: int) -> bool:
+        tried.append((width, (shapes._spent - 1) / max(1, shapes._served)))  # reading the clock takes 0 to 1 of its seconds
+        return agrees(trials, rows, width, seen, least)
+
+    monkeypatch.setattr(Trials, "agrees", noted)
+    for prompt in PROMPTS[:1] * 6:
+        xt.generate(prompt, **WAYS["greedy"])
+    for width, spent in tried[1:]:
+        assert spent <= (1.0 if width < USUAL else 0.1)
+    assert any(width < USUAL and spent > 0.1 for width, spent in tried)
+
+
+def test_what_another_instance_tried_meanwhile_is_not_tried_again(forwards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = made(), made()
+    for prompt in PROMPTS * 3:
+        first.generate(prompt, **WAYS["greedy"])
+    known, agrees = set(findings_of(first.setup.shapes).agreed), Trials.agrees
+
+    def new(trials: Trials, *shape: int) -> bool:
+        assert shape not in known
+        return agrees(trials, *shape)
+
+    monkeypatch.setattr(Trials, "agrees", new)
+    for prompt in PROMPTS * 3:
+        second.generate(prompt, **WAYS["greedy"])
+    assert known & set(findings_of(second.setup.shapes).agreed)
 
 
 def test_files_of_models_in_other_states_are_not_those_of_a_model() -> None:

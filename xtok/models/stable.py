@@ -25,8 +25,10 @@ from xtok.models.trials import FEWEST, TRIED, WIDEST, Trials
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 """How many new ids of each sequence a forward pass may have: few shapes, so that few have to be tried."""
-_SHARE = 0.1
-"""How much time trying shapes may take, as a share of the time of a sequence's forward passes."""
+_SHARE, _NARROW_SHARE, _WIDEST_SHARE = 0.1, 1.0, 0.025
+"""How much time trials may take, as a share of the time of a sequence's forward passes. Shapes narrower than the usual one may
+take more, so they come first: most forward passes could have them, and on many machines 16 ids take longer than 4.
+"""
 _MARGIN = 8
 """The tolerance, in multiples of the largest difference of logits that trials showed between indices of nodes."""
 _CPU_CHUNK = 128
@@ -68,7 +70,7 @@ class StableShapes(Shapes):
 
     The usual bits are those of forward passes over 16 ids of one sequence. Another shape is used once trials gave the same
     bits. Shapes for several sequences are tried when they are first needed; those for one sequence, and the tolerance, within a
-    tenth of the time that its forward passes take. Results are kept in the user's cache folder. Several threads may share an
+    share of the time that its forward passes take. Results are kept in the user's cache folder. Several threads may share an
     object: while one tries a shape, the others do without it.
     """
 
@@ -114,7 +116,7 @@ class StableShapes(Shapes):
         known = self._known
         if known.findings.tolerance is None and known.fault is None and self._may_try():
             with self._trying(known) as may:
-                if may:
+                if may and known.findings.tolerance is None:
                     known.findings.tolerance = _MARGIN * known.trials.difference()
         return inf if known.findings.tolerance is None else known.findings.tolerance
 
@@ -140,15 +142,13 @@ class StableShapes(Shapes):
         return [width for width in _WIDTHS if width >= max(new, least)]
 
     def widest(self, seen: int) -> int:
-        """The most ids of one sequence that a forward pass can have. The widest shape is tried last: it is seldom used."""
+        """The most ids of one sequence that a forward pass can have."""
         if not self._agrees(1, 2 * USUAL, seen):
             return USUAL
-        return WIDEST if self._agrees(1, WIDEST, seen, share=0.25) else 2 * USUAL
+        return WIDEST if self._agrees(1, WIDEST, seen) else 2 * USUAL
 
-    def _agrees(self, rows: int, width: int, seen: int, *, share: float = 1.0) -> bool:
-        """Whether this shape is known to give the usual bits. It is tried first if trials took less than `share` of the time
-        that they may take.
-        """
+    def _agrees(self, rows: int, width: int, seen: int) -> bool:
+        """Whether this shape is known to give the usual bits. It is tried first if there is time for that."""
         if (rows, width) == (1, USUAL):
             return True
         known = self._known
@@ -157,6 +157,7 @@ class StableShapes(Shapes):
         if rows > 1 and seen != TRIED and not self._agrees(rows, width, TRIED):
             return False
         few = rows if seen == TRIED else min(rows, ceil(FEWEST / width))  # positions change attention, which is of each row
+        share = _NARROW_SHARE if width < USUAL else _WIDEST_SHARE if width == WIDEST else _SHARE
         return self._tried((few, width, seen, seen), known, may=self._may_try(rows, share))
 
     def reads_alike(self, seen: int, more: int) -> bool:
@@ -169,7 +170,7 @@ class StableShapes(Shapes):
         if is_new and known.fault is None and may:
             try:
                 with self._trying(known) as is_free:
-                    if is_free:
+                    if is_free and shape not in known.findings.agreed:
                         known.findings.agreed[shape] = known.trials.agrees(*shape)
             except torch.OutOfMemoryError:  # there may be enough another time
                 pass
@@ -177,18 +178,21 @@ class StableShapes(Shapes):
                 known.failed.add(shape)
         return known.findings.agreed.get(shape, False)
 
-    def _may_try(self, rows: int = 1, share: float = 1.0) -> bool:
+    def _may_try(self, rows: int = 1, share: float = _SHARE) -> bool:
         """Whether to try something now. Without a shape, several sequences are forwarded in smaller groups."""
-        return rows > 1 or self._spent <= share * _SHARE * self._served
+        return rows > 1 or self._spent <= share * self._served
 
     @contextmanager
     def _trying(self, known: _Known) -> Iterator[bool]:
-        """Count the time of a trial, and keep what it gave. Yields False if another thread tries something."""
+        """Count the time of a trial, which other processes may have made meanwhile, and keep what it gave. Yields False if
+        another thread tries something.
+        """
         if not self._lock.acquire(blocking=False):
             yield False
             return
         start = perf_counter()
         try:
+            known.findings.load()
             yield True
             known.learn()
         finally:

@@ -10,15 +10,13 @@ from xtok.models.timing import Cost
 
 _FEW = 64
 """A draft's forward pass with more rows per sequence than this reads a prompt, and says nothing about a usual round."""
-_SURE = 0.6
-"""Cheaper drafts count as sure if their most likely guess has at least this probability. A draft has a gate for when they are,
-and one for when they aren't.
-"""
 
 
 def are_sure(probability: float) -> bool:
-    """Whether cheaper drafts are sure, if they give their most likely guess this probability."""
-    return probability >= _SURE
+    """Whether cheaper drafts are sure: whether their most likely guess, which has this probability, is more likely right than
+    not. A draft has a gate for when they are, and one for when they aren't.
+    """
+    return probability > 0.5
 
 
 def rounded_down(number: int) -> int:
