@@ -1,6 +1,7 @@
 """Rounds on a virtual clock: real sessions and a real policy, with made-up drafts, texts and machines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from random import Random
@@ -15,7 +16,7 @@ from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.base import Context, ModelDrafter, Request
 from xtok.drafts.growth import IdPath, grown, tree_of
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.draft import DraftPolicy
+from xtok.drafts.policy.draft import DraftPolicy, Outcome
 from xtok.drafts.policy.policy import Batch, Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
@@ -192,6 +193,32 @@ class World:
     round: int = 0
     servers: dict[int, Server] = field(default_factory=dict)
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Let xtok read this world's clock."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("xtok.models.timing.perf_counter", lambda: self.clock.time)
+            yield
+
+    def play(self, texts: "Sequence[Text]", budget: Budget, policy: Policy, *, is_pure: bool = True) -> tuple[int, float]:
+        """A round of some texts. Returns its picks and its work."""
+        start, before, is_free = self.clock.time, self.clock.work, budget.schedule == "cost"
+        batch = policy.batch(len(texts)) if is_free else Batch(len(texts), guesses=bool(policy.drafts))
+        trees = together([one.session.propose(budget, batch) for one in texts])
+        if batch.guesses and len(texts) > 1 and is_free and any(trees):
+            width = policy.width(
+                [(1, (one.session.offer() or []) if tree else []) for one, tree in zip(texts, trees, strict=True)]
+            )
+            trees = [
+                one.session.cut(width - 1) if len(tree) > width - 1 else tree for one, tree in zip(texts, trees, strict=True)
+            ]
+        rows = 1 + max(map(len, trees))
+        self.clock.advance(self.engine.seconds(len(texts), rows))
+        outcomes = [one.go_on(tree, rows) for one, tree in zip(texts, trees, strict=True)]
+        policy.observe(batch, outcomes, self.clock.time - start, is_pure=is_pure)
+        self.round += 1
+        return sum(one.picks for one in outcomes), self.clock.work - before
+
     def server(self, guesser: Guesser) -> Server:
         """What forwards a draft, for all texts."""
         return self.servers.setdefault(id(guesser), Server(guesser, self.clock))
@@ -202,6 +229,26 @@ class World:
         request: Any = SimpleNamespace(meter=meter, vocabulary=SimpleNamespace(size=600, view=_VIEW))
         drafts = [Starts(Simulated(one, self, text, meter)) for one in guessers]
         return Session(drafts, request, policy, [5] * _PROMPT)
+
+
+@dataclass
+class Text:
+    """A text of a number, by which its ids are drawn. `place`: how many it has."""
+
+    number: int
+    session: Session
+    place: int = 0
+
+    def go_on(self, tree: Tree, rows: int) -> Outcome:
+        """Pick ids as far as the tree is right, and one more."""
+        block = [truth(self.number, self.place)]
+        node = tree.child(-1, block[0])
+        while node is not None:
+            block.append(truth(self.number, self.place + len(block)))
+            node = tree.child(node, block[-1])
+        self.place += len(block)
+        self.session.extend(block)
+        return self.session.outcome(rows)
 
 
 @dataclass
@@ -220,37 +267,25 @@ def simulated(
 ) -> list[tuple[int, float]]:
     """The picks and the work of each of some rounds of so many texts."""
     policy = policy or Policy([DraftPolicy() for _ in guessers])
+    written = [Text(number, world.session(number, guessers, policy)) for number in range(texts)]
+    with world.watched():
+        return [world.play(written, budget, policy) for _ in range(rounds)]
 
-    sessions, places, found = [world.session(text, guessers, policy) for text in range(texts)], [0] * texts, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xtok.models.timing.perf_counter", lambda: world.clock.time)
-        for _ in range(rounds):
-            start, before = world.clock.time, world.clock.work
-            batch = policy.batch(texts) if budget.schedule == "cost" else Batch(texts, guesses=bool(guessers))
-            trees = together([one.propose(budget, batch) for one in sessions])
-            if batch.guesses and texts > 1 and budget.schedule == "cost" and any(trees):
-                width = policy.width(
-                    [(1, (one.offer() or []) if tree else []) for one, tree in zip(sessions, trees, strict=True)]
-                )
-                trees = [
-                    one.cut(width - 1) if len(tree) > width - 1 else tree for one, tree in zip(sessions, trees, strict=True)
-                ]
-            rows = 1 + max(map(len, trees))
-            world.clock.advance(world.engine.seconds(texts, rows))
-            outcomes = []
-            for text, (one, tree) in enumerate(zip(sessions, trees, strict=True)):
-                block = [truth(text, places[text])]
-                node = tree.child(-1, block[0])
-                while node is not None:
-                    block.append(truth(text, places[text] + len(block)))
-                    node = tree.child(node, block[-1])
-                places[text] += len(block)
-                one.extend(block)
-                outcomes.append(one.outcome(rows))
-            policy.observe(batch, outcomes, world.clock.time - start)
-            found.append((sum(map(len, outcomes and [range(one.picks) for one in outcomes])), world.clock.work - before))
-            world.round += 1
-    return found
+
+def listed(
+    world: World, count: int, size: int, length: int, budget: Budget, guessers: Sequence[Guesser], policy: Policy | None = None
+) -> float:
+    """The work of a list of so many texts, `size` of them at a time: the next one begins when one ends."""
+    policy = policy or Policy([DraftPolicy() for _ in guessers])
+    waiting, written, before = list(range(count)), list[Text](), world.clock.work
+    with world.watched():
+        while waiting or written:
+            begins = waiting[: size - len(written)]
+            del waiting[: len(begins)]
+            written += [Text(number, world.session(number, guessers, policy)) for number in begins]
+            world.play(written, budget, policy, is_pure=not begins)
+            written = [one for one in written if one.place < length]
+    return world.clock.work - before
 
 
 def speed(rounds: Sequence[tuple[int, float]]) -> float:

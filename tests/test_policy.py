@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from simulator import FIXED, Clock, Engine, Guesser, World, best_fixed, simulated, speed
+from simulator import FIXED, Clock, Engine, Guesser, World, best_fixed, listed, simulated, speed
 from worlds import deep, examples, mostly_deep
 
 from xtok import Budget, Tree
@@ -191,6 +191,30 @@ def test_hiccups_do_not_mislead_a_batch_that_guesses_with_heads(seed: int) -> No
     fixed = speed(simulated(World(engine, guessers), 60, best, guessers[:1], texts=16))
     clock = Clock(random=Random(seed), hiccups=0.02)
     assert speed(simulated(World(engine, guessers, clock), 192, Budget(), guessers, texts=16)) > 0.95 * fixed
+
+
+@pytest.mark.parametrize(
+    ("size", "row", "guess", "least"),
+    [(4, 0.012, 0.08, 0.94), *deep((16, 0.006, 0.0, 0.94), (16, 0.012, 0.2, 0.93), (32, 0.002, 0.05, 0.83))],
+)
+def test_batches_that_shrink_and_grow_are_nearly_as_fast_as_with_the_best_fixed_budget(
+    size: int, row: float, guess: float, least: float
+) -> None:
+    """Lists of texts of one length, which end at different times if they guess. The last is the worst case that was found."""
+    engine = Engine(row=row, guess=guess)
+    guessers = [
+        Guesser(0.08, 0.001, 0.012, sure=0.6),
+        Guesser(rest=0.002, sure=0.1, worth=lambda _: 0.4, is_model=False, seed=1),
+    ]
+    plans = [Budget(depth, width, nodes, schedule="constant") for depth, width, nodes in ((1, 1, 1), (2, 2, 3), (3, 3, 7))]
+    policy = Policy([DraftPolicy() for _ in guessers])
+
+    def work(budget: Budget, some: list[Guesser], policy: Policy | None = None) -> float:
+        return listed(World(engine, some), 2 * size, size, 64, budget, some, policy)
+
+    best = min(work(budget, some) for budget, some in [(plans[0], []), *product(plans, (guessers, guessers[:1]))])
+    work(Budget(), guessers, policy)
+    assert best > least * work(Budget(), guessers, policy), "by what the first list taught"
 
 
 def test_a_level_that_few_sequences_want_has_to_pay_for_all_that_wait() -> None:
