@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
+from math import prod
 from random import Random
 from statistics import mode
 from typing import Any
@@ -309,7 +310,7 @@ def test_adapters_leave_bits_as_they_are(rank: int) -> None:
     shapes = StableShapes(lm)
     for rows, width in ((1, 4), (1, 8), (4, 1), (2, 32)):
         alike = adds_alike(rows * width, rank, 96, lm.dtype, lm.device)
-        assert alike or shapes.width(rows, width, 128) != width
+        assert alike or shapes.fit(rows, width, 128, rows) != (rows, width)
     assert XTokAssisted((lm, tokens)).generate(TEXTS[0], **GREEDY).stats.exact
 
 
@@ -393,7 +394,7 @@ class Untried(StableShapes):
     tolerance = 0.0
     chunk = 128
 
-    def _agrees(self, rows: int, width: int, seen: int) -> bool:
+    def _agrees(self, rows: int, width: int, seen: int, *, may: bool = True, must: bool = False) -> bool:
         return True
 
 
@@ -488,7 +489,7 @@ def test_sequences_share_forwards_of_as_few_rows_as_give_the_usual_bits(monkeypa
     monkeypatch.setattr(SharedCache, "serve", spy)
     xt.generate(prompts, **GREEDY)
     assert xt.setup.shapes is not None
-    assert mode(rows) == 4 * (xt.setup.shapes.width(4, 1, 512) or 0)
+    assert mode(rows) == prod(xt.setup.shapes.fit(4, 1, 512, 4) or ())
 
 
 def test_a_shape_with_other_bits_is_replaced_by_shapes_of_fewer_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,7 +554,7 @@ def test_a_pick_that_is_left_to_the_next_round_is_guessed_there(
 def states_of_model(tried: StableShapes) -> int:
     """In how many states of its model shapes were tried; there is one for the model as it is now."""
     tried.refresh()
-    assert tried.width(1, 5, 128) is not None
+    assert tried.fit(1, 5, 128, 1) is not None
     return len(tried._found)
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from xtok.models.kernels import kernel_state, settings_of
 from xtok.models.packed import runs_more
+from xtok.models.timing import excluded
 
 Inputs: TypeAlias = "dict[str, Tensor]"
 Run: TypeAlias = Callable[[Inputs], "list[Tensor]"]
@@ -72,7 +73,8 @@ class Graphs:
             return _replayed(self._made[shape], inputs)
         outputs = forward(inputs)
         if shape in self._seen and self.captures <= _FREE + self.replays / _REPLAYS:
-            self._capture(shape, forward, inputs, outputs)
+            with excluded():
+                self._capture(shape, forward, inputs, outputs)
         self._seen.add(shape)
         return outputs
 

@@ -36,10 +36,9 @@ class Shapes:
         """How many positions of each row a forward pass reads if a sequence has `positions`."""
         return rounded(positions)
 
-    def width(self, rows: int, new: int, seen: int) -> int | None:
-        """How many ids to forward for each of `rows` rows if there are `new`, padding included; None if no shape fits.
-
-        `seen`: how many positions are read.
+    def fit(self, rows: int, new: int, seen: int, most: int) -> tuple[int, int] | None:
+        """How many rows to forward, and how many ids of each, padding included, if `rows` rows have up to `new` new ids.
+        None if no shape fits. `seen`: how many positions are read. `most`: how many rows may be forwarded.
         """
         raise NotImplementedError
 

@@ -180,7 +180,7 @@ class SharedCache:
         groups = [[ask] for ask in asks if is_wide(ask)]
         for kind in by_positions(narrow, self._seen, self._shapes.reads_alike):
             for group in grouped(kind):
-                groups += halved(group, lambda some: self._width(some) is not None)
+                groups += halved(group, lambda some: self._shape(some) is not None)
         return groups
 
     def _seen(self, ask: Ask) -> int:
@@ -188,42 +188,42 @@ class SharedCache:
         assert self._shapes is not None
         return self._shapes.seen(ask.slot.length + ask.slot.branched + len(ask.ids))
 
-    def _width(self, asks: Sequence[Ask]) -> int | None:
-        """How many ids of each row are forwarded; None if no shape is known for the group."""
-        new = max(len(ask.ids) for ask in asks)
-        if self._captures(asks) and self._shapes is None:
-            return doubled(new)
+    def _shape(self, asks: Sequence[Ask]) -> tuple[int, int, int] | None:
+        """The first row to forward, the one after the last, and how many ids of each; None if no shape is known for the group.
+
+        If forward passes are captured, these are all rows up to a power of two, or all that there are, so that there are few
+        shapes.
+        """
+        asked, new = _rows(asks), max(len(ask.ids) for ask in asks)
+        first, last = min(asked), 1 + max(asked)
         if self._shapes is None or is_wide(asks[0]):
-            return new
-        first, last = self._span(asks)
+            if self._shapes is not None or not self._captures(asks):
+                return first, last, new
+            return 0, max(last, min(doubled(last), *map(len, self.parts))), doubled(new)
         needs = sorted(set(map(self._seen, asks)))
         if not all(self._shapes.reads_alike(seen, needs[-1]) for seen in needs):
             return None
-        return self._shapes.width(last - first, new, needs[-1])
-
-    def _span(self, asks: Sequence[Ask]) -> tuple[int, int]:
-        """The first row to forward, and the one after the last. If forward passes are captured, these are all rows up to a
-        power of two, or all that there are, so that there are few shapes.
-        """
-        asked = _rows(asks)
-        first, last = min(asked), 1 + max(asked)
-        if self._shapes is not None or not self._captures(asks):
-            return first, last
-        return 0, max(last, min(doubled(last), *map(len, self.parts)))
+        most = max(last, min(map(len, self.parts), default=0))  # rows that have memory
+        found = self._shapes.fit(last - first, new, needs[-1], most)
+        if found is None:
+            return None
+        rows, width = found
+        first = min(first, most - rows)
+        return first, first + rows, width
 
     @torch.no_grad()
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
         """Answer sequences of different rows by one forward pass."""
-        first, last = self._span(asks)
-        width = self._width(asks)
-        assert width is not None
+        shape = self._shape(asks)
+        assert shape is not None
+        first, last, width = shape
         self._settle()
         before = 0 if self._graphs is None else self._graphs.replays
-        start = timing.perf_counter()
+        start = timing.clock()
         made = self._forward(first, last, asks, width)
         logits, *hidden = [one.clone() if one.is_inference() else one for one in made]  # callers may write to them
         wait_for(logits)
-        seconds = timing.perf_counter() - start
+        seconds = timing.clock() - start
         if self._shapes is not None:
             self._shapes.served(seconds)
         replayed = self._graphs is not None and self._graphs.replays > before

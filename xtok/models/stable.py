@@ -8,7 +8,7 @@ positions that are read depends on the id's position alone.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import ceil, inf
+from math import ceil, inf, prod
 from threading import Lock, local
 from time import perf_counter
 from typing import Any
@@ -21,6 +21,7 @@ from xtok.models.cache import context_window
 from xtok.models.findings import Findings, described
 from xtok.models.kernels import check_threads, kernel_state, weights_state
 from xtok.models.shapes import CHUNK, USUAL, Shapes
+from xtok.models.timing import excluded
 from xtok.models.trials import FEWEST, TRIED, WIDEST, Trials
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
@@ -28,6 +29,10 @@ _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 _SHARE, _NARROW_SHARE, _WIDEST_SHARE = 0.1, 1.0, 0.025
 """How much time trials may take, as a share of the time of a sequence's forward passes. Shapes narrower than the usual one may
 take more, so they come first: most forward passes could have them, and on many machines 16 ids take longer than 4.
+"""
+_PADDED = 2
+"""A shape for several sequences is tried at once if the least known one has more than twice as many ids as are needed. Without
+any, they would be forwarded in smaller groups.
 """
 _MARGIN = 8
 """The tolerance, in multiples of the largest difference of logits that trials showed between indices of nodes."""
@@ -69,9 +74,9 @@ class StableShapes(Shapes):
     """The fixed shapes of a model's forward passes. They depend only on the model and on what chooses its kernels.
 
     The usual bits are those of forward passes over 16 ids of one sequence. Another shape is used once trials gave the same
-    bits. Shapes for several sequences are tried when they are first needed; those for one sequence, and the tolerance, within a
-    share of the time that its forward passes take. Results are kept in the user's cache folder. Several threads may share an
-    object: while one tries a shape, the others do without it.
+    bits; until then, a larger one takes its place. Trials take at most a share of the time of forward passes, except that a
+    shape for several sequences is tried at once if none is known that would do. Results are kept in the user's cache folder.
+    Several threads may share an object: while one tries a shape, the others do without it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -132,9 +137,19 @@ class StableShapes(Shapes):
         refused = self._known.refused
         return next((width for width in self._widths(rows, new) if (rows, width) not in refused), new)
 
-    def width(self, rows: int, new: int, seen: int) -> int | None:
-        """The least width for `new` ids that is known to give the usual bits; None if there is none."""
-        return next((width for width in self._widths(rows, new) if self._agrees(rows, width, seen)), None)
+    def fit(self, rows: int, new: int, seen: int, most: int) -> tuple[int, int] | None:
+        """The least shape known to give the usual bits. A smaller one is tried first if there is time for that, or if most of
+        this one would be padding.
+        """
+        widths = self._widths(rows, new)
+        if widths and self._agrees(rows, widths[0], seen, may=False):
+            return rows, widths[0]
+        others = [(count, width) for count in range(rows, most + 1) for width in self._widths(count, new)]
+        known = min((one for one in others if self._agrees(*one, seen, may=False)), key=prod, default=None)
+        must = rows > 1 and (known is None or prod(known) > _PADDED * rows * new)
+        tried = next((width for width in widths if self._agrees(rows, width, seen, must=must)), None)
+        found = [one for one in (known, tried and (rows, tried)) if one]
+        return min(found, key=prod, default=None)
 
     def _widths(self, rows: int, new: int) -> list[int]:
         """The widths that a forward pass may have for `new` ids, the least first."""
@@ -147,18 +162,20 @@ class StableShapes(Shapes):
             return USUAL
         return WIDEST if self._agrees(1, WIDEST, seen) else 2 * USUAL
 
-    def _agrees(self, rows: int, width: int, seen: int) -> bool:
-        """Whether this shape is known to give the usual bits. It is tried first if there is time for that."""
+    def _agrees(self, rows: int, width: int, seen: int, *, may: bool = True, must: bool = False) -> bool:
+        """Whether this shape is known to give the usual bits. It is tried first if it `may` be and there is time for that, or
+        if it `must` be.
+        """
         if (rows, width) == (1, USUAL):
             return True
         known = self._known
         if rows * width * known.trials.least <= _SMALL:
             return False
-        if rows > 1 and seen != TRIED and not self._agrees(rows, width, TRIED):
+        if rows > 1 and seen != TRIED and not self._agrees(rows, width, TRIED, may=may, must=must):
             return False
         few = rows if seen == TRIED else min(rows, ceil(FEWEST / width))  # positions change attention, which is of each row
-        share = _NARROW_SHARE if width < USUAL else _WIDEST_SHARE if width == WIDEST else _SHARE
-        return self._tried((few, width, seen, seen), known, may=self._may_try(rows, share))
+        share = _NARROW_SHARE if rows == 1 and width < USUAL else _WIDEST_SHARE if width == WIDEST else _SHARE
+        return self._tried((few, width, seen, seen), known, may=may and (must or self._may_try(share)))
 
     def reads_alike(self, seen: int, more: int) -> bool:
         """Whether a trial of the usual shape gave the same bits for ids that need `seen` positions if `more` are read."""
@@ -178,9 +195,9 @@ class StableShapes(Shapes):
                 known.failed.add(shape)
         return known.findings.agreed.get(shape, False)
 
-    def _may_try(self, rows: int = 1, share: float = _SHARE) -> bool:
-        """Whether to try something now. Without a shape, several sequences are forwarded in smaller groups."""
-        return rows > 1 or self._spent <= share * self._served
+    def _may_try(self, share: float = _SHARE) -> bool:
+        """Whether there is time to try something."""
+        return self._spent <= share * self._served
 
     @contextmanager
     def _trying(self, known: _Known) -> Iterator[bool]:
@@ -192,9 +209,10 @@ class StableShapes(Shapes):
             return
         start = perf_counter()
         try:
-            known.findings.load()
-            yield True
-            known.learn()
+            with excluded():
+                known.findings.load()
+                yield True
+                known.learn()
         finally:
             self._spent += perf_counter() - start
             self._lock.release()
@@ -208,7 +226,8 @@ class StableShapes(Shapes):
         try:
             check_threads(device)
             if not known.findings.load():
-                known.trials.check_bits()
+                with excluded():
+                    known.trials.check_bits()
             known.learn()
         except XTokError as error:
             known.fault = error

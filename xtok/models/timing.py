@@ -3,8 +3,35 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import local
 from time import perf_counter as perf_counter  # the one clock, which tests replace
 from typing import NamedTuple
+
+
+class _Excluded(local):
+    """How many seconds this thread's `excluded` blocks took."""
+
+    seconds = 0.0
+
+
+_EXCLUDED = _Excluded()
+
+
+def clock() -> float:
+    """The time in seconds, without that of `excluded` blocks of this thread."""
+    return perf_counter() - _EXCLUDED.seconds
+
+
+@contextmanager
+def excluded() -> Iterator[None]:
+    """Leave the block out of what `clock` measures. For work that is done once, such as trying a shape: it says nothing about
+    later rounds.
+    """
+    start = clock()
+    try:
+        yield
+    finally:
+        _EXCLUDED.seconds += clock() - start
 
 
 class Cost(NamedTuple):

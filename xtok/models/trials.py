@@ -182,8 +182,8 @@ class _OneShape(Shapes):
     def seen(self, positions: int) -> int:
         return self.positions
 
-    def width(self, rows: int, new: int, seen: int) -> int | None:
-        return self.ids
+    def fit(self, rows: int, new: int, seen: int, most: int) -> tuple[int, int] | None:
+        return rows, self.ids
 
     def widest(self, seen: int) -> int:
         return self.ids
