@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from math import inf
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from test_stable import HALF, WAYS, target
 from xtok import XTokAssisted
 from xtok.models import findings, stable, timing
 from xtok.models.findings import Findings, cache_folder, described
+from xtok.models.forwards import Answer, Ask, answered
+from xtok.models.keeping import KeepingCache
 from xtok.models.shapes import USUAL
+from xtok.models.shared_cache import SharedCache
 from xtok.models.stable import StableShapes
 from xtok.models.trials import TRIED, Trials
 
@@ -111,6 +115,30 @@ def test_fewer_sequences_are_forwarded_by_a_known_shape_of_more(forwards: list[i
     assert shapes.fit(7, 1, TRIED, 8) == (7, 1)
 
 
+@pytest.mark.parametrize("kind", [SharedCache, KeepingCache])
+def test_rows_of_padding_take_no_memory_and_leave_kept_prefixes_alone(kind: Any, forwards: list[int]) -> None:
+    """Found in review: they lay where the cache, which grew, had no memory any more; and what other rows kept was forgotten."""
+    lm = target("Llama", HALF)
+    shapes = StableShapes(lm)
+    for seen in (512, 128, 256):
+        assert shapes.fit(4, 1, seen, 4) == (4, 1)
+    shapes._spent = inf  # no time for other trials
+    cache = kind(lm, rows=4, capacity=4 * 192, shapes=shapes)
+    slots, alone = [cache.join() for _ in range(4)], SharedCache(lm, shapes=StableShapes(lm)).join()
+    for number, slot in enumerate(slots):
+        answered([Ask(slot, [5 + number] * 20, 1)])
+    answered([Ask(alone, [5] * 20, 1)])
+    for number, slot in enumerate(slots[3:0:-1]):
+        slot.leave(keep=True)
+        kept = sorted(getattr(cache, "_kept", ()))
+        for token in range(number * 60, number * 60 + 60):
+            found, wanted = (answered([Ask(one, [3 + token % 50], 1)])[0] for one in (slots[0], alone))
+            assert isinstance(found, Answer) and isinstance(wanted, Answer)
+            assert torch.equal(found.logits, wanted.logits)
+        if slots[0].length < 128:  # then the cache grows
+            assert sorted(getattr(cache, "_kept", ())) == kept
+
+
 def test_trials_are_left_out_of_the_seconds_of_rounds(forwards: list[int]) -> None:
     """Found by benchmark: rounds of 16 chats without guesses seemed to take ten times as long, since new shapes were tried in
     them, so guesses of 31 tokens for each chat looked cheap.
@@ -139,15 +167,16 @@ def test_what_another_instance_tried_meanwhile_is_not_tried_again(forwards: list
     first, second = made(), made()
     for prompt in PROMPTS * 3:
         first.generate(prompt, **WAYS["greedy"])
-    known, agrees = set(findings_of(first.setup.shapes).agreed), Trials.agrees
+    known, tried, agrees = set(findings_of(first.setup.shapes).agreed), list[tuple[int, ...]](), Trials.agrees
 
-    def new(trials: Trials, *shape: int) -> bool:
-        assert shape not in known
+    def noted(trials: Trials, *shape: int) -> bool:
+        tried.append(shape)
         return agrees(trials, *shape)
 
-    monkeypatch.setattr(Trials, "agrees", new)
+    monkeypatch.setattr(Trials, "agrees", noted)
     for prompt in PROMPTS * 3:
         second.generate(prompt, **WAYS["greedy"])
+    assert known and not known.intersection(tried)
     assert known & set(findings_of(second.setup.shapes).agreed)
 
 

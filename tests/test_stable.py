@@ -489,7 +489,8 @@ def test_sequences_share_forwards_of_as_few_rows_as_give_the_usual_bits(monkeypa
     monkeypatch.setattr(SharedCache, "serve", spy)
     xt.generate(prompts, **GREEDY)
     assert xt.setup.shapes is not None
-    assert mode(rows) == prod(xt.setup.shapes.fit(4, 1, 512, 4) or ())
+    shape = xt.setup.shapes.fit(4, 1, 512, 4)
+    assert shape is not None and mode(rows) == prod(shape)
 
 
 def test_a_shape_with_other_bits_is_replaced_by_shapes_of_fewer_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

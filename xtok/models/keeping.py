@@ -114,6 +114,10 @@ class KeepingCache(SharedCache):
         row.length, row.reads = count, wanted[:count]
         return count
 
+    def _spare(self, last: int, reach: int) -> int:
+        kept = [index for index in self._kept if index >= last]
+        return min([super()._spare(last, reach), *kept])
+
     def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:
         self._vacate(first, last)
         return super()._forward(first, last, asks, width)

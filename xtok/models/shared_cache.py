@@ -203,13 +203,18 @@ class SharedCache:
         needs = sorted(set(map(self._seen, asks)))
         if not all(self._shapes.reads_alike(seen, needs[-1]) for seen in needs):
             return None
-        most = max(last, min(map(len, self.parts), default=0))  # rows that have memory
+        held = max(row.held for row in self._rows if row is not None)
+        most = self._spare(last, max(needs[-1], held + new + 1))
         found = self._shapes.fit(last - first, new, needs[-1], most)
         if found is None:
             return None
         rows, width = found
         first = min(first, most - rows)
         return first, first + rows, width
+
+    def _spare(self, last: int, reach: int) -> int:
+        """How many rows can be forwarded if it has to be the first `last`: those with memory for `reach` positions."""
+        return max(last, min((len(part) for part in self.parts if part.shape[2] >= reach), default=0))
 
     @torch.no_grad()
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:

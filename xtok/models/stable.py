@@ -28,11 +28,12 @@ _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 """How many new ids of each sequence a forward pass may have: few shapes, so that few have to be tried."""
 _SHARE, _NARROW_SHARE, _WIDEST_SHARE = 0.1, 1.0, 0.025
 """How much time trials may take, as a share of the time of a sequence's forward passes. Shapes narrower than the usual one may
-take more, so they come first: most forward passes could have them, and on many machines 16 ids take longer than 4.
+take more, so they come first: most forward passes could have them, and on many machines 16 ids take longer than 4. The widest
+shape is seldom used, so it comes last.
 """
 _PADDED = 2
-"""A shape for several sequences is tried at once if the least known one has more than twice as many ids as are needed. Without
-any, they would be forwarded in smaller groups.
+"""A shape for several sequences is tried at once, whatever time that takes, if no known shape would do, or only one with more
+than twice as many ids.
 """
 _MARGIN = 8
 """The tolerance, in multiples of the largest difference of logits that trials showed between indices of nodes."""
@@ -75,8 +76,8 @@ class StableShapes(Shapes):
 
     The usual bits are those of forward passes over 16 ids of one sequence. Another shape is used once trials gave the same
     bits; until then, a larger one takes its place. Trials take at most a share of the time of forward passes, except that a
-    shape for several sequences is tried at once if none is known that would do. Results are kept in the user's cache folder.
-    Several threads may share an object: while one tries a shape, the others do without it.
+    shape for several sequences is tried at once if no known one would do (`_PADDED`). Results are kept in the user's cache
+    folder. Several threads may share an object: while one tries a shape, the others do without it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -141,15 +142,16 @@ class StableShapes(Shapes):
         """The least shape known to give the usual bits. A smaller one is tried first if there is time for that, or if most of
         this one would be padding.
         """
-        widths = self._widths(rows, new)
-        if widths and self._agrees(rows, widths[0], seen, may=False):
-            return rows, widths[0]
-        others = [(count, width) for count in range(rows, most + 1) for width in self._widths(count, new)]
-        known = min((one for one in others if self._agrees(*one, seen, may=False)), key=prod, default=None)
-        must = rows > 1 and (known is None or prod(known) > _PADDED * rows * new)
-        tried = next((width for width in widths if self._agrees(rows, width, seen, must=must)), None)
-        found = [one for one in (known, tried and (rows, tried)) if one]
-        return min(found, key=prod, default=None)
+        shapes = [(rows, width) for width in self._widths(rows, new)]
+        if not shapes or self._agrees(*shapes[0], seen, may=False):
+            return next(iter(shapes), None)
+        more = [
+            (count, width) for count in range(rows + 1, min(most, _PADDED * rows) + 1) for width in self._widths(count, new)
+        ]
+        known = next((one for one in sorted(shapes + more, key=prod) if self._agrees(*one, seen, may=False)), None)
+        must = rows > 1 and (known is None or prod(known) > _PADDED * prod(shapes[0]))
+        smaller = [one for one in shapes if known is None or prod(one) < prod(known)]
+        return next((one for one in smaller if self._agrees(*one, seen, must=must)), known)
 
     def _widths(self, rows: int, new: int) -> list[int]:
         """The widths that a forward pass may have for `new` ids, the least first."""

@@ -18,7 +18,7 @@ _EXCLUDED = _Excluded()
 
 
 def clock() -> float:
-    """The time in seconds, without that of `excluded` blocks of this thread."""
+    """The seconds of this thread's own clock, which stops in `excluded` blocks. Compare readings of one thread only."""
     return perf_counter() - _EXCLUDED.seconds
 
 

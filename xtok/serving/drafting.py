@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
+from time import perf_counter
 from typing import Any
 
 from xtok.align.tokenbytes import token_bytes
@@ -24,7 +25,6 @@ from xtok.models.cache_set import CacheSet, Slots
 from xtok.models.forwards import together
 from xtok.models.load import Source, draft_model
 from xtok.models.modes import Modes, within
-from xtok.models.timing import clock
 
 CHAINS = Budget(width=2)
 """The default budget. Drafting 2 paths, of which the most likely becomes the chain, gave the pair that ships 1.90 ids per step;
@@ -156,7 +156,7 @@ class DraftEngine:
         self._check(text)
         ids, step = self._checked(ids), self._step
         if step.seconds is None:
-            step.seconds = clock() - step.start
+            step.seconds = perf_counter() - step.start
         if not ids or text in step.observed or text not in step.rows:
             step.is_pure = False
             step.late.add(text)
@@ -187,12 +187,12 @@ class DraftEngine:
         if len(set(texts)) < len(texts):
             raise InvalidInputError("texts holds the same text twice. Give each once.")
         self._learn()
-        start, limit = clock(), replace(self._budget, longest=min(self._budget.longest, longest))
+        start, limit = perf_counter(), replace(self._budget, longest=min(self._budget.longest, longest))
         going = [text for text in texts if longest and text.ids[-1] not in self._vocabulary.ends]
         batch = self._policy.batch(max(1, len(texts))) if limit.schedule == "cost" else Batch(len(texts))
         trees = self._guessed(going, limit, batch) if batch.guesses else {}
         rows = {text: 1 + len(trees.get(text, ())) for text in going}
-        end = clock()
+        end = perf_counter()
         self._step = _Step(rows, batch, end - start, end)
         return [trees.get(text, Tree()) for text in texts]
 
