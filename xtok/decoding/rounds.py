@@ -19,7 +19,7 @@ from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models import timing
 from xtok.models.forwards import Answer, Ask, Steps, answered, together
-from xtok.models.timing import timed
+from xtok.models.timing import EXCLUDED, timed
 
 _NOTHING = Tree()
 _KEPT = 2048
@@ -59,7 +59,7 @@ def _round(sequences: list[Sequence]) -> list[list[int]]:
 
     For a sequence whose prompt isn't read yet, a part of the prompt is read instead.
     """
-    start = timing.clock()
+    start = timing.perf_counter() - EXCLUDED.seconds
     guessing = [one for one in sequences if one.drafting is not None and not one.is_reading]
     batches = _batches(guessing)
     plans = [_plan(one, batch) for batch, some in batches for one in some]
@@ -67,7 +67,7 @@ def _round(sequences: list[Sequence]) -> list[list[int]]:
     going = [one for one in sequences if one.finish_reason is None]
     trees = _evened(going, [planned.get(one, _NOTHING) for one in going]) if planned else [_NOTHING] * len(going)
     blocks = dict(zip(going, _verified(going, trees), strict=True))
-    _observe(batches, timing.clock() - start, is_pure=len(guessing) == len(sequences))
+    _observe(batches, timing.perf_counter() - EXCLUDED.seconds - start, is_pure=len(guessing) == len(sequences))
     return [blocks.get(one, []) for one in sequences]
 
 

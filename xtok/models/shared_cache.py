@@ -25,7 +25,7 @@ from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
 from xtok.models.packed import may_infer, running
 from xtok.models.shapes import CHUNK, Shapes, rounded
-from xtok.models.timing import Cost
+from xtok.models.timing import EXCLUDED, Cost
 from xtok.models.traits import Traits, read
 
 
@@ -190,9 +190,7 @@ class SharedCache:
 
     def _shape(self, asks: Sequence[Ask]) -> tuple[int, int, int] | None:
         """The first row to forward, the one after the last, and how many ids of each; None if no shape is known for the group.
-
-        If forward passes are captured, these are all rows up to a power of two, or all that there are, so that there are few
-        shapes.
+        If forward passes are captured, the rows are all up to a power of two, or all that there are: there are few shapes then.
         """
         asked, new = _rows(asks), max(len(ask.ids) for ask in asks)
         first, last = min(asked), 1 + max(asked)
@@ -200,21 +198,18 @@ class SharedCache:
             if self._shapes is not None or not self._captures(asks):
                 return first, last, new
             return 0, max(last, min(doubled(last), *map(len, self.parts))), doubled(new)
-        needs = sorted(set(map(self._seen, asks)))
-        if not all(self._shapes.reads_alike(seen, needs[-1]) for seen in needs):
+        seen = max(map(self._seen, asks))
+        if not all(self._shapes.reads_alike(some, seen) for some in set(map(self._seen, asks))):
             return None
         held = max(row.held for row in self._rows if row is not None)
-        most = self._spare(last, max(needs[-1], held + new + 1))
-        found = self._shapes.fit(last - first, new, needs[-1], most)
-        if found is None:
-            return None
-        rows, width = found
+        most = self._spare(last, max(seen, held + new + 1))
+        rows, width = self._shapes.fit(last - first, new, seen, most) or (0, 0)
         first = min(first, most - rows)
-        return first, first + rows, width
+        return (first, first + rows, width) if rows else None
 
     def _spare(self, last: int, reach: int) -> int:
         """How many rows can be forwarded if it has to be the first `last`: those with memory for `reach` positions."""
-        return max(last, min((len(part) for part in self.parts if part.shape[2] >= reach), default=0))
+        return max(last, min((len(part) * (part.shape[2] >= reach) for part in self.parts), default=0))
 
     @torch.no_grad()
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
@@ -224,11 +219,11 @@ class SharedCache:
         first, last, width = shape
         self._settle()
         before = 0 if self._graphs is None else self._graphs.replays
-        start = timing.clock()
+        start = timing.perf_counter() - EXCLUDED.seconds
         made = self._forward(first, last, asks, width)
         logits, *hidden = [one.clone() if one.is_inference() else one for one in made]  # callers may write to them
         wait_for(logits)
-        seconds = timing.clock() - start
+        seconds = timing.perf_counter() - EXCLUDED.seconds - start
         if self._shapes is not None:
             self._shapes.served(seconds)
         replayed = self._graphs is not None and self._graphs.replays > before

@@ -9,29 +9,24 @@ from typing import NamedTuple
 
 
 class _Excluded(local):
-    """How many seconds this thread's `excluded` blocks took."""
+    """Of each thread, how many seconds its `excluded` blocks took."""
 
     seconds = 0.0
 
 
-_EXCLUDED = _Excluded()
-
-
-def clock() -> float:
-    """The seconds of this thread's own clock, which stops in `excluded` blocks. Compare readings of one thread only."""
-    return perf_counter() - _EXCLUDED.seconds
+EXCLUDED = _Excluded()
 
 
 @contextmanager
 def excluded() -> Iterator[None]:
-    """Leave the block out of what `clock` measures. For work that is done once, such as trying a shape: it says nothing about
-    later rounds.
+    """Leave the block out of measured rounds and forward passes, which subtract `EXCLUDED.seconds`. For work that is done once,
+    such as trying a shape: it says nothing about later rounds.
     """
-    start = clock()
+    start = perf_counter() - EXCLUDED.seconds
     try:
         yield
     finally:
-        _EXCLUDED.seconds += clock() - start
+        EXCLUDED.seconds = perf_counter() - start
 
 
 class Cost(NamedTuple):
