@@ -198,8 +198,8 @@ class SharedCache:
             if self._shapes is not None or not self._captures(asks):
                 return first, last, new
             return 0, max(last, min(doubled(last), *map(len, self.parts))), doubled(new)
-        seen = max(map(self._seen, asks))
-        if not all(self._shapes.reads_alike(some, seen) for some in set(map(self._seen, asks))):
+        seen = max(needs := set(map(self._seen, asks)))
+        if not all(self._shapes.reads_alike(need, seen) for need in needs):
             return None
         held = max(row.held for row in self._rows if row is not None)
         most = self._spare(last, max(seen, held + new + 1))
@@ -209,7 +209,8 @@ class SharedCache:
 
     def _spare(self, last: int, reach: int) -> int:
         """How many rows can be forwarded if it has to be the first `last`: those with memory for `reach` positions."""
-        return max(last, min((len(part) * (part.shape[2] >= reach) for part in self.parts), default=0))
+        keys = self._layers[0].keys  # the other layers get as much
+        return last if keys is None or keys.shape[2] < reach else max(last, len(keys))
 
     @torch.no_grad()
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
