@@ -260,7 +260,7 @@ def test_heads_whose_training_was_killed_are_finished_by_the_same_call(
             trained(out, shallow, kind=kind)
     assert not out.exists()
     assert HeadsDrafter(trained(out, shallow, kind=kind).file).trained.accuracy
-    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.md"}
 
 
 @pytest.mark.parametrize("kind", ["sequential", *deep("medusa")])
@@ -269,9 +269,27 @@ def test_the_command_trains_and_prints_how_often_heads_were_right(tmp_path: Path
     arguments = ["--prompts", str(tmp_path / "data.txt"), "--out", str(tmp_path / "h"), "--steps", "2", "--hours", "0.0001"]
     arguments += ["--kind", kind, "--size", "64", "--starts", "1", "--max-new-tokens", "8"]
     printed = "".join(run("train-heads", *arguments))
-    assert "tokens per forward" in printed and "5th" in printed
+    assert "tokens per forward" in printed and "5th" in printed and "step 2 right" in printed
     found = HeadsDrafter(tmp_path / "h").trained
     assert len(found.accuracy) == 2 and (found.window is None) == (kind == "medusa")
+
+
+def test_heads_have_a_card_with_figures_for_each_way_of_picking(tmp_path: Path, shallow: Path) -> None:
+    taught = trained(tmp_path / "heads.safetensors", shallow)
+    card = (tmp_path / "heads.safetensors.md").read_text(encoding="utf-8")
+    assert set(taught.right) == set(taught.ways) == {"greedy", "greedy, repetition penalty 1.2", "sampled"}
+    for way, shares in taught.right.items():
+        assert len(shares) == 2 and f"| {way} | {taught.ways[way]:.2f} | {shares[0]:.0%} | {shares[1]:.0%} |" in card
+    for step, (first, *_) in enumerate(taught.accuracy):
+        assert min(one[step] for one in taught.right.values()) <= first <= max(one[step] for one in taught.right.values())
+    assert "# Heads for shallow" in card and f"{taught.texts:,} texts" in card
+
+
+def test_a_card_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "h.md").write_text("mine", encoding="utf-8")
+    with pytest.raises(InvalidInputError, match=r"h\.md exists"):
+        trained(tmp_path / "h")
+    assert (tmp_path / "h.md").read_text(encoding="utf-8") == "mine"
 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:

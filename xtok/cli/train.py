@@ -129,6 +129,7 @@ class _StepRow(NamedTuple):
 class _WayRow(NamedTuple):
     picked: Annotated[str, Column()]
     tokens_per_forward: Annotated[float, Column(form=".2f")]
+    right: Annotated[dict[str, float], Column(form=".0%")]
 
 
 @on_the_command_line
@@ -169,7 +170,10 @@ def train_heads(
         )
     names = ("1st", "2nd", "3rd", "4th", "5th")
     rows = [_StepRow(i, dict(zip(names, ranks, strict=True))) for i, ranks in enumerate(done.accuracy, start=1)]
-    ways = [_WayRow(way, value) for way, value in done.ways.items()]
+    ways = [
+        _WayRow(way, value, {f"step {step} right": share for step, share in enumerate(done.right[way], start=1)})
+        for way, value in done.ways.items()
+    ]
     print_tables({"how often the most likely ids of each step were right, on held-out prompts": rows, "with the heads": ways})
     typer.echo(
         f"{out}: {done.after:.2f} tokens per forward pass of the target on held-out prompts; {done.parameters / 1e6:.1f} M "

@@ -26,7 +26,7 @@ class WrittenText:
 
     `ids`: the target's, which decode to `text`. `likeliest`, int64, and `probabilities`, float32, (ids, few) each: the
     most likely ids at each position, and the target's probabilities for them, at temperature 1. `ended`: whether the target
-    ended the text.
+    ended the text. `way`: how its tokens were picked (`xtok.tune.writing.name_of_way`).
     """
 
     start: str | Chat
@@ -35,6 +35,7 @@ class WrittenText:
     likeliest: Tensor
     probabilities: Tensor
     ended: bool = False
+    way: str = ""
 
 
 @dataclass(frozen=True)

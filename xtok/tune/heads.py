@@ -27,8 +27,19 @@ from xtok.results.progress import stage
 from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
 from xtok.tune.examples import IGNORED, Example, WrittenText, batch
 from xtok.tune.training import BATCH, fit, planned
-from xtok.tune.work import SETTINGS, check, fingerprint, per_forward, remove, settings_of, work_folder, writing_arguments
-from xtok.tune.writing import write
+from xtok.tune.work import (
+    SETTINGS,
+    Settings,
+    card_of,
+    check,
+    fingerprint,
+    per_forward,
+    remove,
+    settings_of,
+    work_folder,
+    writing_arguments,
+)
+from xtok.tune.writing import save, write
 
 Kind = Literal["sequential", "medusa"]
 _DECAY = 0.8
@@ -43,10 +54,11 @@ _WINDOW = 512
 class TrainedHeads:
     """The result of `train_heads`.
 
-    `file`: the file with the heads. `parameters`: how many they have. `texts`, `tokens`: how many they were trained on.
-    `accuracy`, (steps, 5): how often each step's most likely id, its second most likely, up to its fifth, was right. `after`:
-    tokens per forward pass of the target with the heads, over all ways of picking; `ways`: for each of them. All three are
-    measured on held-out prompts. `epochs`: tokens per forward pass after each epoch, on the prompts that decided when to stop.
+    `file`: the file with the heads; their card lies beside it. `parameters`: how many they have. `texts`, `tokens`: how many
+    they were trained on. `accuracy`, (steps, 5): how often each step's most likely id, its second most likely, up to its fifth,
+    was right. `after`: tokens per forward pass of the target with the heads, over all ways of picking; `ways`: for each of
+    them. `right`, (steps,) for each way: how often a step's most likely id was right. All four are measured on held-out
+    prompts. `epochs`: tokens per forward pass after each epoch, on the prompts that decided when to stop.
     """
 
     file: Path
@@ -56,6 +68,7 @@ class TrainedHeads:
     accuracy: tuple[tuple[float, ...], ...]
     after: float
     ways: dict[str, float]
+    right: dict[str, tuple[float, ...]]
     epochs: tuple[float, ...]
 
 
@@ -75,7 +88,8 @@ def train_heads(
     sampled: float = 0.5,
     temperature: float | None = None,
 ) -> TrainedHeads:
-    """Train heads for a target, which stays frozen. `out`: the file for them, in safetensors.
+    """Train heads for a target, which stays frozen. `out`: the file for them, in safetensors. Their card, with
+    the figures of `TrainedHeads`, gets the same name with ".md" at its end.
 
     Law: `XTokAssisted(target, HeadsDrafter(out))` gives what `XTokAssisted(target)` gives.
 
@@ -88,9 +102,9 @@ def train_heads(
     guess the `vocabulary` ids that the target writes most. "medusa": one head for each of the `steps` ids after the next one.
 
     If training was stopped, call this again with the same arguments to resume. Raises `InvalidInputError` for invalid settings,
-    for missing, too few or too long prompts, for an `out` that exists or was started with other settings, for a target whose
-    output embedding heads can't share, and if accelerate is missing; `UnsupportedModelError` or `UnsupportedTokenizerError` for
-    an unsupported target.
+    for missing, too few or too long prompts, for an `out` or a card that exists, for an `out` that was started with other
+    settings, for a target whose output embedding heads can't share, and if accelerate is missing; `UnsupportedModelError` or
+    `UnsupportedTokenizerError` for an unsupported target.
     """
     settings = settings_of(locals())
     least = {} if size is None else {"size": HEAD_DIM}
@@ -100,9 +114,9 @@ def train_heads(
     if Path(out).is_dir():
         raise InvalidInputError(f"{out} is a folder. Give the path of a file for the heads.")
     file = Path(out)
-    work = file.with_name(f"{file.name}.work")
-    if file.exists() and not (work / SETTINGS).exists():
-        raise InvalidInputError(f"{out} exists. Choose another path for the heads, or remove it.")
+    work, card = (file.with_name(f"{file.name}.{end}") for end in ("work", "md"))
+    if not (work / SETTINGS).exists() and (there := next((one for one in (file, card) if one.exists()), None)):
+        raise InvalidInputError(f"{there} exists. Choose another path for the heads, or remove it.")
     made = target_model(target)
     pair, info = (made.model, made.vocabulary.tokenizer), described(made.model, made.vocabulary.view)
     arguments = writing_arguments(settings)
@@ -128,13 +142,30 @@ def train_heads(
     save_heads(learner, info, now)
     with stage("measuring what was gained"):
         after, ways = per_forward(pair, [HeadsDrafter(now)], chosen.kept, **arguments)
-        apart = _examples(pair, write(pair, chosen.kept, work / "kept", shows=False, **arguments))
-    accuracy = accuracies(made.model, learner, apart, info.layers, steps)
+        apart = write(pair, chosen.kept, work / "kept", shows=False, **arguments)
+        by_way = {way: _examples(pair, [one for one in apart if one.way == way]) for way in ways}
+        found_in = partial(accuracies, made.model, learner, layers=info.layers, steps=steps)
+        right = {way: tuple(ranks[0] for ranks in found_in(some)) for way, some in by_way.items()}
+        accuracy = found_in([row for some in by_way.values() for row in some])
+    parameters, tokens = sum(part.numel() for part in learner.parameters()), sum(map(_count, rows))
+    result = TrainedHeads(file, parameters, len(rows), tokens, accuracy, after, ways, right, tuple(found))
     save_heads(learner, replace(info, accuracy=accuracy), now)
+    save(card, lambda half: half.write_text(_card(settings, result), encoding="utf-8"))
     os.replace(now, file)
     remove(work)
-    parameters, tokens = sum(part.numel() for part in learner.parameters()), sum(map(_count, rows))
-    return TrainedHeads(file, parameters, len(rows), tokens, accuracy, after, ways, tuple(found))
+    return result
+
+
+def _card(settings: Settings, made: TrainedHeads) -> str:
+    lead = (
+        f"Heads of {made.parameters / 1e6:.1f} M parameters, trained by xtok to guess what `{settings['target']}` writes next, "
+        f"on {made.texts:,} texts that it wrote, of {made.tokens:,} tokens in all. Use them in Python with "
+        f"`HeadsDrafter({made.file.name!r})`."
+    )
+    steps = [f"step {step}: guesses that were right" for step in range(1, len(made.accuracy) + 1)]
+    titles = ["picked", "tokens per forward of the target", *steps]
+    ways = [[way, f"{value:.2f}", *(f"{share:.0%}" for share in made.right[way])] for way, value in made.ways.items()]
+    return card_of(settings, "Heads", lead, [titles, *ways], "after each epoch", made.epochs)
 
 
 def _count(row: Example) -> int:

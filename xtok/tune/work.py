@@ -175,19 +175,22 @@ def work_of_draft(out: Path, settings: Settings) -> Path:
     return work_folder(work, settings, out)
 
 
-def card_of(settings: Settings, made: str, table: Sequence[Sequence[str]], when: str, epochs: Sequence[float]) -> str:
-    """The card of a draft. `made`: a sentence that says what it is. `table`: tokens per forward pass, below their titles.
+def card_of(
+    settings: Settings, kind: str, made: str, table: Sequence[Sequence[str]], when: str, epochs: Sequence[float]
+) -> str:
+    """The card of a draft or of heads, as `kind` says. `made`: what it is, in sentences. `table`: figures, below their titles.
     `epochs`: tokens per forward pass on the prompts that decided when to stop, measured `when`.
     """
     base = f"base_model: {settings['draft']}\n" if "draft" in settings else ""
+    library = "xtok" if kind == "Heads" else "transformers"
     figures, given = _rows([table[0], ["---"] * len(table[0]), *table[1:]]), _rows(settings.items())
     return f"""---
-{base}library_name: transformers
+{base}library_name: {library}
 ---
 
-# A draft for {settings["target"]}
+# {kind} for {settings["target"]}
 
-{made} What the target generates doesn't depend on its draft.
+{made} What the target generates stays the same.
 
 On prompts that had no part in training:
 

@@ -105,7 +105,8 @@ def write(
             tensors = _continued(target, batch, seed + index, **picked, **arguments)
             save(file, lambda half, tensors=tensors: save_file(tensors, half))  # type: ignore[misc]
             rows = load_file(file)
-        texts += [_written(start, view, ends, *row) for start, *row in zip(batch, *(rows[name] for name in _KEPT), strict=True)]
+        named, kept = name_of_way(picked), (rows[name] for name in _KEPT)
+        texts += [_written(start, named, view, ends, *row) for start, *row in zip(batch, *kept, strict=True)]
     return texts
 
 
@@ -196,7 +197,7 @@ class _Penalty(LogitsProcessor):
 
 
 def _written(
-    start: str | Chat, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor
+    start: str | Chat, named: str, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor
 ) -> WrittenText:
     """A text from its ids, (new,), and distributions, (new, few) twice: up to its first end id, and without an unfinished
     character.
@@ -205,4 +206,4 @@ def _written(
     count = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     text = view.to_bytes(ids[:count], before=b"a").decode(errors="ignore")
     ended = count < len(ids)
-    return WrittenText(start, text, ids[:count], likeliest[:count].long(), probabilities[:count].float(), ended)
+    return WrittenText(start, text, ids[:count], likeliest[:count].long(), probabilities[:count].float(), ended, named)
