@@ -45,6 +45,7 @@ from xtok.models.timing import Span
 from xtok.tune.examples import IGNORED, Example, batch
 from xtok.tune.heads import TrainedHeads, _guesses, _hidden, _untrained, accuracies, loss_of
 from xtok.tune.training import Plan
+from xtok.tune.writing import write
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -249,7 +250,7 @@ def test_a_file_that_holds_no_heads_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", ["sequential", "medusa"])
-@pytest.mark.parametrize("place", [WRITES, "xtok.tune.heads.fit", "xtok.tune.heads.accuracies"])
+@pytest.mark.parametrize("place", [WRITES, *(f"xtok.tune.heads.{name}" for name in ("fit", "accuracies", "_card", "remove"))])
 def test_heads_whose_training_was_killed_are_finished_by_the_same_call(
     tmp_path: Path, shallow: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str
 ) -> None:
@@ -258,7 +259,7 @@ def test_heads_whose_training_was_killed_are_finished_by_the_same_call(
         patched.setattr(place, killed_at(resolve_name(place), 1))
         with pytest.raises(Killed):
             trained(out, shallow, kind=kind)
-    assert not out.exists()
+    assert out.exists() == Path(f"{out}.md").exists() == place.endswith("remove")
     assert HeadsDrafter(trained(out, shallow, kind=kind).file).trained.accuracy
     assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.md"}
 
@@ -269,25 +270,46 @@ def test_the_command_trains_and_prints_how_often_heads_were_right(tmp_path: Path
     arguments = ["--prompts", str(tmp_path / "data.txt"), "--out", str(tmp_path / "h"), "--steps", "2", "--hours", "0.0001"]
     arguments += ["--kind", kind, "--size", "64", "--starts", "1", "--max-new-tokens", "8"]
     printed = "".join(run("train-heads", *arguments))
-    assert "tokens per forward" in printed and "5th" in printed and "step 2 right" in printed
+    assert "tokens per forward" in printed and "5th" in printed and "step 2" in printed
     found = HeadsDrafter(tmp_path / "h").trained
     assert len(found.accuracy) == 2 and (found.window is None) == (kind == "medusa")
 
 
-def test_heads_have_a_card_with_figures_for_each_way_of_picking(tmp_path: Path, shallow: Path) -> None:
-    taught = trained(tmp_path / "heads.safetensors", shallow)
-    card = (tmp_path / "heads.safetensors.md").read_text(encoding="utf-8")
+def test_heads_have_a_card_with_figures_for_each_way_of_picking(
+    tmp_path: Path, shallow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures and texts of a way belong together, and a way none of whose texts can be used has no figures."""
+    measured = list[tuple[set[tuple[int, ...]], Any]]()
+
+    def spied(target: Any, heads: Any, rows: Any, **more: Any) -> Any:
+        found = accuracies(target, heads, rows, **more)
+        measured.append(({tuple(row.labels[row.labels != IGNORED].tolist()) for row in rows}, found))
+        return found
+
+    def written(*arguments: Any, **more: Any) -> Any:
+        texts = write(*arguments, **more)
+        return [replace(one, ids=one.ids[:1]) if one.way == "greedy" else one for one in texts]
+
+    monkeypatch.setattr("xtok.tune.heads.accuracies", spied)
+    monkeypatch.setattr("xtok.tune.heads.write", written)
+    (tmp_path / "h.half").write_text("mine")
+    taught = trained(tmp_path / "h", shallow)
+    assert {path.name for path in tmp_path.iterdir()} == {"h", "h.md", "h.half"}
+    card = (tmp_path / "h.md").read_text(encoding="utf-8")
     assert set(taught.right) == set(taught.ways) == {"greedy", "greedy, repetition penalty 1.2", "sampled"}
-    for way, shares in taught.right.items():
-        assert len(shares) == 2 and f"| {way} | {taught.ways[way]:.2f} | {shares[0]:.0%} | {shares[1]:.0%} |" in card
-    for step, (first, *_) in enumerate(taught.accuracy):
-        assert min(one[step] for one in taught.right.values()) <= first <= max(one[step] for one in taught.right.values())
-    assert "# Heads for shallow" in card and f"{taught.texts:,} texts" in card
+    assert taught.right["greedy"] == () and f"| greedy | {taught.ways['greedy']:.2f} | – | – |" in card
+    by_way = dict(zip(taught.right, measured, strict=False))
+    assert set.union(*(ids for ids, _ in by_way.values())) == measured[-1][0] and measured[-1][1] == taught.accuracy
+    for way in ("greedy, repetition penalty 1.2", "sampled"):
+        ids, found = by_way[way]
+        assert ids and taught.right[way] == tuple(ranks[0] for ranks in found)
+        assert f"| {way} | {taught.ways[way]:.2f} | {found[0][0]:.0%} | {found[1][0]:.0%} |" in card
+    assert "# Heads for shallow" in card and "base_model: shallow" in card and f"{taught.texts:,} texts" in card
 
 
 def test_a_card_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "h.md").write_text("mine", encoding="utf-8")
-    with pytest.raises(InvalidInputError, match=r"h\.md exists"):
+    with pytest.raises(InvalidInputError, match=r"h\.md exists, where the card of the heads"):
         trained(tmp_path / "h")
     assert (tmp_path / "h.md").read_text(encoding="utf-8") == "mine"
 

@@ -29,7 +29,7 @@ from xtok.tune.examples import batch, training_examples
 from xtok.tune.heads import _untrained, accuracies, loss_of
 from xtok.tune.training import _latest
 from xtok.tune.work import SETTINGS, fingerprint, measured, remove, work_folder
-from xtok.tune.writing import beginnings, check_written, save, saved, write
+from xtok.tune.writing import beginnings, check_written, name_of_way, save, saved, way, write
 
 NEW = {"max_new_tokens": 8}
 
@@ -47,7 +47,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     """Found with a path that named the target's own weights."""
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"weights")
-    with pytest.raises(InvalidInputError, match=r"exists\. Choose another path for the heads"):
+    with pytest.raises(InvalidInputError, match=r"exists, where the heads would be written"):
         trained(file)
     assert file.read_bytes() == b"weights" and [*tmp_path.iterdir()] == [file]
 
@@ -164,6 +164,15 @@ def test_damaged_settings_are_named(tmp_path: Path, damaged: str) -> None:
         work_folder(tmp_path / "work", {}, tmp_path)
 
 
+def test_each_text_names_the_way_in_which_it_was_picked(tmp_path: Path) -> None:
+    target, texts = chatty(), ["the fox", "over", "the dog", "a lazy dog", "fox", "jumps"]
+    starts = [*texts, *([{"role": "user", "content": text}] for text in texts)]
+    found = write(target, starts, tmp_path, sampled=0.5, shows=False, **NEW)
+    expected = {str(start): name_of_way(way(i, 0.5, start)) for i, start in enumerate(starts)}
+    assert {str(one.start): one.way for one in found} == expected
+    assert {one.way for one in found} == {"greedy", "sampled", "greedy, repetition penalty 1.2"}
+
+
 # what the target is like
 
 
@@ -176,7 +185,8 @@ def test_texts_shorter_than_the_steps_of_heads_are_learnt(length: int) -> None:
     if length > 2:
         assert torch.isfinite(loss_of(TARGET, heads, batch(rows), info.layers, 5))
     found = accuracies(TARGET, heads, rows, info.layers, 5)
-    assert len(found) == 5 and all(0 <= one <= 1 for step in found for one in step)
+    assert len(found) == max(0, length - 2), "nothing was measured at later steps"
+    assert all(0 <= one <= 1 for step in found for one in step)
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])

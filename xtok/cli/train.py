@@ -134,7 +134,7 @@ class _WayRow(NamedTuple):
 
 @on_the_command_line
 def train_heads(
-    out: Annotated[Path, typer.Option(help="The file for the heads.")],
+    out: Annotated[Path, typer.Option(help="The file for the heads; a card is written beside it, FILE.md.")],
     models: Models,
     picks: Picks,
     prompts_from: PromptsOption = None,
@@ -171,10 +171,12 @@ def train_heads(
     names = ("1st", "2nd", "3rd", "4th", "5th")
     rows = [_StepRow(i, dict(zip(names, ranks, strict=True))) for i, ranks in enumerate(done.accuracy, start=1)]
     ways = [
-        _WayRow(way, value, {f"step {step} right": share for step, share in enumerate(done.right[way], start=1)})
+        _WayRow(way, value, {f"step {step}": share for step, share in enumerate(done.right[way], start=1)})
         for way, value in done.ways.items()
     ]
-    print_tables({"how often the most likely ids of each step were right, on held-out prompts": rows, "with the heads": ways})
+    print_tables(
+        {"how often the most likely ids of each step were right, on held-out prompts": rows, "by way of picking": ways}
+    )
     typer.echo(
         f"{out}: {done.after:.2f} tokens per forward pass of the target on held-out prompts; {done.parameters / 1e6:.1f} M "
         f"parameters, trained on {done.texts:,} texts with {done.tokens:,} tokens in all."

@@ -39,7 +39,7 @@ from xtok.tune.work import (
     work_folder,
     writing_arguments,
 )
-from xtok.tune.writing import save, write
+from xtok.tune.writing import write
 
 Kind = Literal["sequential", "medusa"]
 _DECAY = 0.8
@@ -54,11 +54,12 @@ _WINDOW = 512
 class TrainedHeads:
     """The result of `train_heads`.
 
-    `file`: the file with the heads; their card lies beside it. `parameters`: how many they have. `texts`, `tokens`: how many
+    `file`: the file with the heads; a card lies beside it. `parameters`: how many they have. `texts`, `tokens`: how many
     they were trained on. `accuracy`, (steps, 5): how often each step's most likely id, its second most likely, up to its fifth,
-    was right. `after`: tokens per forward pass of the target with the heads, over all ways of picking; `ways`: for each of
-    them. `right`, (steps,) for each way: how often a step's most likely id was right. All four are measured on held-out
-    prompts. `epochs`: tokens per forward pass after each epoch, on the prompts that decided when to stop.
+    was right; without steps for which all texts were too short. `after`: tokens per forward pass of the target with the heads,
+    over all ways of picking; `ways`: for each of them. `right`, (steps,) for each key of `ways`: how often a step's most likely
+    id was right in texts that were picked in that way. All four are measured on held-out prompts. `epochs`: tokens per forward
+    pass after each epoch, on the prompts that decided when to stop.
     """
 
     file: Path
@@ -88,8 +89,9 @@ def train_heads(
     sampled: float = 0.5,
     temperature: float | None = None,
 ) -> TrainedHeads:
-    """Train heads for a target, which stays frozen. `out`: the file for them, in safetensors. Their card, with
-    the figures of `TrainedHeads`, gets the same name with ".md" at its end.
+    """Train heads for a target, which stays frozen. `out`: the file for them, in safetensors. A card, whose name
+    is that of the file with ".md" at its end, says for each way of picking how often each step was right, and how many tokens
+    per forward pass the target has with the heads.
 
     Law: `XTokAssisted(target, HeadsDrafter(out))` gives what `XTokAssisted(target)` gives.
 
@@ -115,8 +117,9 @@ def train_heads(
         raise InvalidInputError(f"{out} is a folder. Give the path of a file for the heads.")
     file = Path(out)
     work, card = (file.with_name(f"{file.name}.{end}") for end in ("work", "md"))
-    if not (work / SETTINGS).exists() and (there := next((one for one in (file, card) if one.exists()), None)):
-        raise InvalidInputError(f"{there} exists. Choose another path for the heads, or remove it.")
+    for what, path in (("the heads", file), ("the card of the heads", card)):
+        if path.exists() and not (work / SETTINGS).exists():
+            raise InvalidInputError(f"{path} exists, where {what} would be written. Choose another path, or remove it.")
     made = target_model(target)
     pair, info = (made.model, made.vocabulary.tokenizer), described(made.model, made.vocabulary.view)
     arguments = writing_arguments(settings)
@@ -142,15 +145,16 @@ def train_heads(
     save_heads(learner, info, now)
     with stage("measuring what was gained"):
         after, ways = per_forward(pair, [HeadsDrafter(now)], chosen.kept, **arguments)
-        apart = write(pair, chosen.kept, work / "kept", shows=False, **arguments)
-        by_way = {way: _examples(pair, [one for one in apart if one.way == way]) for way in ways}
-        found_in = partial(accuracies, made.model, learner, layers=info.layers, steps=steps)
-        right = {way: tuple(ranks[0] for ranks in found_in(some)) for way, some in by_way.items()}
-        accuracy = found_in([row for some in by_way.values() for row in some])
+        held_out = write(pair, chosen.kept, work / "kept", shows=False, **arguments)
+        by_way = {way: _examples(pair, [text for text in held_out if text.way == way]) for way in ways}
+        measure_accuracy = partial(accuracies, made.model, learner, layers=info.layers, steps=steps)
+        right = {way: tuple(ranks[0] for ranks in measure_accuracy(rows)) for way, rows in by_way.items()}
+        accuracy = measure_accuracy([row for rows in by_way.values() for row in rows])
     parameters, tokens = sum(part.numel() for part in learner.parameters()), sum(map(_count, rows))
     result = TrainedHeads(file, parameters, len(rows), tokens, accuracy, after, ways, right, tuple(found))
     save_heads(learner, replace(info, accuracy=accuracy), now)
-    save(card, lambda half: half.write_text(_card(settings, result), encoding="utf-8"))
+    (work / "card.md").write_text(_card(settings, result), encoding="utf-8")
+    os.replace(work / "card.md", card)
     os.replace(now, file)
     remove(work)
     return result
@@ -160,12 +164,14 @@ def _card(settings: Settings, made: TrainedHeads) -> str:
     lead = (
         f"Heads of {made.parameters / 1e6:.1f} M parameters, trained by xtok to guess what `{settings['target']}` writes next, "
         f"on {made.texts:,} texts that it wrote, of {made.tokens:,} tokens in all. Use them in Python with "
-        f"`HeadsDrafter({made.file.name!r})`."
+        f"`HeadsDrafter({made.file.name!r})`. A step's figure is how often its most likely token was right, given the right "
+        "tokens before it. Penalties and sampling noise, which real guesses take into account, are left out there."
     )
-    steps = [f"step {step}: guesses that were right" for step in range(1, len(made.accuracy) + 1)]
-    titles = ["picked", "tokens per forward of the target", *steps]
-    ways = [[way, f"{value:.2f}", *(f"{share:.0%}" for share in made.right[way])] for way, value in made.ways.items()]
-    return card_of(settings, "Heads", lead, [titles, *ways], "after each epoch", made.epochs)
+    steps = [f"step {step}" for step in range(1, settings["steps"] + 1)]
+    shares = {way: [f"{share:.0%}" for share in found] for way, found in made.right.items()}
+    ways = [[way, f"{value:.2f}", *shares[way], *["–"] * (len(steps) - len(shares[way]))] for way, value in made.ways.items()]
+    table = [["picked", "tokens per forward of the target", *steps], *ways]
+    return card_of(settings, "Heads", lead, table, "after each epoch", made.epochs, base=settings["target"], library="xtok")
 
 
 def _count(row: Example) -> int:
@@ -312,7 +318,9 @@ def _own_ids(heads: Any, target: Any) -> Tensor:
 def accuracies(
     target: Any, heads: Any, rows: Sequence[Example], layers: Sequence[int], steps: int
 ) -> tuple[tuple[float, ...], ...]:
-    """How often each step's most likely id, its second most likely, up to its fifth, was right, (steps, 5)."""
+    """How often each step's most likely id, its second most likely, up to its fifth, was right, (steps, 5), without steps for
+    which all texts are too short.
+    """
     right, seen = (torch.zeros(steps, size, dtype=torch.float32, device="cpu") for size in (_RANKS, 1))
     own = _own_ids(heads, target)
     for at in range(0, len(rows), BATCH):
@@ -322,4 +330,4 @@ def accuracies(
             ranks = min(_RANKS, logits.shape[1])
             right[step, :ranks] += (logits.topk(ranks).indices.cpu() == came[:, None]).sum(dim=0)
             seen[step] += len(came)
-    return tuple(map(tuple, (right / seen.clamp_min(1)).tolist()))
+    return tuple(map(tuple, (right / seen)[: int((seen > 0).sum())].tolist()))

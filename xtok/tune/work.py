@@ -176,21 +176,29 @@ def work_of_draft(out: Path, settings: Settings) -> Path:
 
 
 def card_of(
-    settings: Settings, kind: str, made: str, table: Sequence[Sequence[str]], when: str, epochs: Sequence[float]
+    settings: Settings,
+    kind: str,
+    made: str,
+    table: Sequence[Sequence[str]],
+    when: str,
+    epochs: Sequence[float],
+    *,
+    base: str | None = None,
+    library: str = "transformers",
 ) -> str:
     """The card of a draft or of heads, as `kind` says. `made`: what it is, in sentences. `table`: figures, below their titles.
+    `base`: the model that it was made from. `library`: what loads it.
     `epochs`: tokens per forward pass on the prompts that decided when to stop, measured `when`.
     """
-    base = f"base_model: {settings['draft']}\n" if "draft" in settings else ""
-    library = "xtok" if kind == "Heads" else "transformers"
+    model = "" if base is None else f"base_model: {base}\n"
     figures, given = _rows([table[0], ["---"] * len(table[0]), *table[1:]]), _rows(settings.items())
     return f"""---
-{base}library_name: {library}
+{model}library_name: {library}
 ---
 
 # {kind} for {settings["target"]}
 
-{made} What the target generates stays the same.
+{made} Guesses don't change what the target generates.
 
 On prompts that had no part in training:
 

@@ -105,8 +105,8 @@ def write(
             tensors = _continued(target, batch, seed + index, **picked, **arguments)
             save(file, lambda half, tensors=tensors: save_file(tensors, half))  # type: ignore[misc]
             rows = load_file(file)
-        named, kept = name_of_way(picked), (rows[name] for name in _KEPT)
-        texts += [_written(start, named, view, ends, *row) for start, *row in zip(batch, *kept, strict=True)]
+        how, kept = name_of_way(picked), (rows[name] for name in _KEPT)
+        texts += [_written(start, how, view, ends, *row) for start, *row in zip(batch, *kept, strict=True)]
     return texts
 
 
@@ -197,13 +197,13 @@ class _Penalty(LogitsProcessor):
 
 
 def _written(
-    start: str | Chat, named: str, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor
+    start: str | Chat, how: str, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor
 ) -> WrittenText:
     """A text from its ids, (new,), and distributions, (new, few) twice: up to its first end id, and without an unfinished
-    character.
+    character. `how`: the name of the way in which it was picked.
     """
     ids: list[int] = row.tolist()
     count = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     text = view.to_bytes(ids[:count], before=b"a").decode(errors="ignore")
     ended = count < len(ids)
-    return WrittenText(start, text, ids[:count], likeliest[:count].long(), probabilities[:count].float(), ended, named)
+    return WrittenText(start, text, ids[:count], likeliest[:count].long(), probabilities[:count].float(), ended, how)
