@@ -115,6 +115,18 @@ def test_fewer_sequences_are_forwarded_by_a_known_shape_of_more(forwards: list[i
     assert shapes.fit(7, 1, TRIED, 8) == (7, 1)
 
 
+def test_shapes_with_hardly_fewer_ids_than_a_known_one_are_tried_last(forwards: list[int]) -> None:
+    """Found by benchmark: trials of 15, 13 and 11 rows took a tenth of the time of lists of 16 chats."""
+    shapes = StableShapes(target("Llama", HALF))
+    assert shapes.fit(16, 1, TRIED, 16) == (16, 1)
+    shapes.served(20 * shapes._spent)  # 5% of the time went into trials so far
+    before = len(forwards)
+    assert shapes.fit(15, 1, TRIED, 16) == shapes.fit(13, 1, TRIED, 16) == (16, 1) and len(forwards) == before
+    assert shapes.fit(12, 1, TRIED, 16) == (12, 1) and len(forwards) > before
+    shapes.served(1e6)
+    assert shapes.fit(15, 1, TRIED, 16) == (15, 1)
+
+
 @pytest.mark.parametrize(("kind", "rows"), [(SharedCache, 4), (KeepingCache, 4), (SharedCache, 2)])
 def test_rows_of_padding_take_no_memory_and_leave_kept_prefixes_alone(kind: Any, rows: int, forwards: list[int]) -> None:
     """Found in review: they lay where the cache, which grew, had no memory any more; and what other rows kept was forgotten."""

@@ -26,11 +26,13 @@ from xtok.models.trials import FEWEST, TRIED, WIDEST, Trials
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 """How many new ids of each sequence a forward pass may have: few shapes, so that few have to be tried."""
-_SHARE, _NARROW_SHARE, _WIDEST_SHARE = 0.1, 1.0, 0.025
+_SHARE, _NARROW_SHARE, _LEAST_SHARE = 0.1, 1.0, 0.025
 """How much time trials may take, as a share of the time of a sequence's forward passes. Shapes narrower than the usual one may
 take more, so they come first: most forward passes could have them, and on many machines 16 ids take longer than 4. The widest
-shape is seldom used, so it comes last.
+shape, which is seldom used, and shapes with hardly fewer ids than a known one come last.
 """
+_FEWER = 0.75
+"""A shape with more than this share of another's ids has hardly fewer."""
 _PADDED = 2
 """A shape for several sequences is tried at once, whatever time that takes, if no known shape would do, or only one with more
 than twice as many ids.
@@ -151,7 +153,8 @@ class StableShapes(Shapes):
         known = next((one for one in sorted(shapes + more, key=prod) if self._agrees(*one, seen, may=False)), None)
         must = rows > 1 and (known is None or prod(known) > _PADDED * prod(shapes[0]))
         smaller = [one for one in shapes if known is None or prod(one) < prod(known)]
-        return next((one for one in smaller if self._agrees(*one, seen, must=must)), known)
+        hardly = {one for one in smaller if known is not None and prod(one) > _FEWER * prod(known)}
+        return next((one for one in smaller if self._agrees(*one, seen, must=must, last=one in hardly)), known)
 
     def _widths(self, rows: int, new: int) -> list[int]:
         """The widths that a forward pass may have for `new` ids, the least first."""
@@ -164,19 +167,20 @@ class StableShapes(Shapes):
             return USUAL
         return WIDEST if self._agrees(1, WIDEST, seen) else 2 * USUAL
 
-    def _agrees(self, rows: int, width: int, seen: int, *, may: bool = True, must: bool = False) -> bool:
+    def _agrees(self, rows: int, width: int, seen: int, *, may: bool = True, must: bool = False, last: bool = False) -> bool:
         """Whether this shape is known to give the usual bits. It is tried first if it `may` be and there is time for that, or
-        if it `must` be.
+        if it `must` be. `last`: other trials come before this one.
         """
         if (rows, width) == (1, USUAL):
             return True
         known = self._known
         if rows * width * known.trials.least <= _SMALL:
             return False
-        if rows > 1 and seen != TRIED and not self._agrees(rows, width, TRIED, may=may, must=must):
+        if rows > 1 and seen != TRIED and not self._agrees(rows, width, TRIED, may=may, must=must, last=last):
             return False
         few = rows if seen == TRIED else min(rows, ceil(FEWEST / width))  # positions change attention, which is of each row
-        share = _NARROW_SHARE if rows == 1 and width < USUAL else _WIDEST_SHARE if width == WIDEST else _SHARE
+        is_narrow, is_last = rows == 1 and width < USUAL, last or width == WIDEST
+        share = _NARROW_SHARE if is_narrow else _LEAST_SHARE if is_last else _SHARE
         return self._tried((few, width, seen, seen), known, may=may and (must or self._may_try(share)))
 
     def reads_alike(self, seen: int, more: int) -> bool:
