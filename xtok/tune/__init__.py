@@ -140,12 +140,5 @@ def _card(settings: Settings, result: Tuned) -> str:
         made = f"`{settings['draft']}`, unchanged: fine-tuning it {learnt} gained nothing."
     ways = [[way, f"{before:.2f}", f"{after:.2f}"] for way, (before, after) in result.ways.items()]
     titles = ["tokens per forward of the target", "before", "after"]
-    return card_of(
-        settings,
-        "A draft",
-        made,
-        [titles, *ways],
-        "before training and after each epoch",
-        result.epochs,
-        base=settings["draft"],
-    )
+    when, about = "before training and after each epoch", {"base_model": settings["draft"], "library_name": "transformers"}
+    return card_of(settings, "A draft", made, [titles, *ways], when, result.epochs, **about)

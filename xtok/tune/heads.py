@@ -171,7 +171,8 @@ def _card(settings: Settings, made: TrainedHeads) -> str:
     shares = {way: [f"{share:.0%}" for share in found] for way, found in made.right.items()}
     ways = [[way, f"{value:.2f}", *shares[way], *["–"] * (len(steps) - len(shares[way]))] for way, value in made.ways.items()]
     table = [["picked", "tokens per forward of the target", *steps], *ways]
-    return card_of(settings, "Heads", lead, table, "after each epoch", made.epochs, base=settings["target"], library="xtok")
+    about = {"base_model": settings["target"], "library_name": "xtok"}
+    return card_of(settings, "Heads", lead, table, "after each epoch", made.epochs, **about)
 
 
 def _count(row: Example) -> int:

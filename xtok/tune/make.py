@@ -200,4 +200,4 @@ def _card(settings: Settings, made: Made) -> str:
     ways = [
         [way, system, *(f"{one:.2f}" for one in figures)] for way, by in made.ways.items() for system, figures in by.items()
     ]
-    return card_of(settings, "A draft", lead, [titles, *ways], "after each epoch", made.epochs)
+    return card_of(settings, "A draft", lead, [titles, *ways], "after each epoch", made.epochs, library_name="transformers")

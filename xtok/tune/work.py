@@ -182,18 +182,16 @@ def card_of(
     table: Sequence[Sequence[str]],
     when: str,
     epochs: Sequence[float],
-    *,
-    base: str | None = None,
-    library: str = "transformers",
+    **metadata: str,
 ) -> str:
     """The card of a draft or of heads, as `kind` says. `made`: what it is, in sentences. `table`: figures, below their titles.
-    `base`: the model that it was made from. `library`: what loads it.
-    `epochs`: tokens per forward pass on the prompts that decided when to stop, measured `when`.
+    `epochs`: tokens per forward pass on the prompts that decided when to stop, measured `when`. `metadata`: of the card, as on
+    the Hugging Face Hub.
     """
-    model = "" if base is None else f"base_model: {base}\n"
+    head = "\n".join(f"{name}: {value}" for name, value in metadata.items())
     figures, given = _rows([table[0], ["---"] * len(table[0]), *table[1:]]), _rows(settings.items())
     return f"""---
-{model}library_name: {library}
+{head}
 ---
 
 # {kind} for {settings["target"]}
