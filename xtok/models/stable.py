@@ -151,10 +151,10 @@ class StableShapes(Shapes):
             (count, width) for count in range(rows + 1, min(most, _PADDED * rows) + 1) for width in self._widths(count, new)
         ]
         known = next((one for one in sorted(shapes + more, key=prod) if self._agrees(*one, seen, may=False)), None)
-        must = rows > 1 and (known is None or prod(known) > _PADDED * prod(shapes[0]))
-        smaller = [one for one in shapes if known is None or prod(one) < prod(known)]
-        hardly = {one for one in smaller if known is not None and prod(one) > _FEWER * prod(known)}
-        return next((one for one in smaller if self._agrees(*one, seen, must=must, last=one in hardly)), known)
+        ids = inf if known is None else prod(known)
+        must = rows > 1 and ids > _PADDED * prod(shapes[0])
+        smaller = [one for one in shapes if prod(one) < ids]
+        return next((one for one in smaller if self._agrees(*one, seen, must=must, last=prod(one) > _FEWER * ids)), known)
 
     def _widths(self, rows: int, new: int) -> list[int]:
         """The widths that a forward pass may have for `new` ids, the least first."""
