@@ -175,22 +175,23 @@ def test_what_pays_in_a_batch_is_found_and_kept(texts: int, row: float, sure: fl
     assert found > least * texts / engine.seconds(texts, 1)
 
 
-@pytest.mark.parametrize("seed", [1, *deep(0, 2)])
-def test_hiccups_do_not_mislead_a_batch_that_guesses_with_heads(seed: int) -> None:
+def test_hiccups_do_not_mislead_a_batch_that_guesses_with_heads() -> None:
     """Found by benchmark: after a hiccup all later rounds looked cheap, and after another, in the second round with so many
     rows, such rounds looked so expensive that none was tried again. So 16 chats had 0.92 of the best fixed budget in place of
     0.97.
     """
-    engine = Engine(row=0.006, guess=0.08)
-    guessers = [
-        Guesser(0.08, 0.0008, 0.012, sure=0.6, seed=seed),
-        Guesser(rest=0.0015, sure=0.1, worth=lambda _: 0.4, is_model=False, seed=seed + 1000),
-        Guesser(rest=0.006, sure=0.1, worth=lambda _: 0.3, is_model=False, seed=seed + 2000),
-    ]
-    best = Budget(depth=2, width=2, nodes=2, schedule="constant")
-    fixed = speed(simulated(World(engine, guessers), 60, best, guessers[:1], texts=16))
-    clock = Clock(random=Random(seed), hiccups=0.02)
-    assert speed(simulated(World(engine, guessers, clock), 192, Budget(), guessers, texts=16)) > 0.95 * fixed
+    engine, found = Engine(row=0.006, guess=0.08), 0.0
+    for seed in range(4):
+        guessers = [
+            Guesser(0.08, 0.0008, 0.012, sure=0.6, seed=seed),
+            Guesser(rest=0.0015, sure=0.1, worth=lambda _: 0.4, is_model=False, seed=seed + 1000),
+            Guesser(rest=0.006, sure=0.1, worth=lambda _: 0.3, is_model=False, seed=seed + 2000),
+        ]
+        best = Budget(depth=2, width=2, nodes=2, schedule="constant")
+        fixed = speed(simulated(World(engine, guessers), 60, best, guessers[:1], texts=16))
+        clock = Clock(random=Random(seed), hiccups=0.02)
+        found += speed(simulated(World(engine, guessers, clock), 192, Budget(), guessers, texts=16)) / fixed / 4
+    assert found > 0.95
 
 
 @pytest.mark.parametrize(
@@ -428,8 +429,8 @@ def test_a_number_of_rows_that_is_expensive_is_believed_soon_if_others_are_measu
 
 def test_a_gate_that_closed_tries_again_and_what_gains_opens_it() -> None:
     gate = Gate()
-    lost = [gate.judge(-0.5) for _ in range(9)]
-    assert lost == [False] * 8 + [True]
+    lost = [gate.judge(-0.5) for _ in range(5)]
+    assert lost == [False] * 4 + [True]
     waits = 0
     while not gate.asks():
         waits += 1
@@ -438,7 +439,7 @@ def test_a_gate_that_closed_tries_again_and_what_gains_opens_it() -> None:
     while not gate.asks():
         pass
     assert not any(gate.judge(0.5) or not gate.asks() for _ in range(50))
-    assert not any(gate.judge(-0.5) for _ in range(19)), "what gained for long may lose for a while"
+    assert not any(gate.judge(-0.5) for _ in range(9)), "what gained for long may lose for a while"
 
 
 def test_fixed_budgets_of_the_simulator_are_what_they_say() -> None:

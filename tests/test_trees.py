@@ -16,7 +16,7 @@ from worlds import ARCHITECTURES, TREE, fitting, make_target_expensive, model, t
 from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.policy.gate import Gate
-from xtok.drafts.tree import CARRIED, Trie, chain
+from xtok.drafts.tree import CARRIED, Mixture, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Steps, together
 from xtok.models.probe import traits
@@ -87,86 +87,105 @@ def test_the_likeliest_nodes_of_merged_guesses_are_a_tree(guesses: list[tuple[li
     assert min(tree.probabilities, default=1) >= max(left, default=0) - 1e-9
 
 
-@given(guesses=guesses, mixed=guesses)
-def test_a_probability_stays_one_and_falls_along_a_path_when_sources_are_mixed(
-    guesses: list[tuple[list[int], float]], mixed: list[tuple[list[int], float]]
-) -> None:
-    trie = Trie()
-    for tokens, probability in guesses:
-        trie.add(tokens, probability)
-    for tokens, probability in mixed:
-        trie.mix(chain(tokens), [probability**i for i in range(1, len(tokens) + 1)])
-    tree = trie.best(len)
-    for probability, parent in zip(tree.probabilities, tree.parents, strict=True):
-        assert 0 <= probability <= (tree.probabilities[parent] if parent >= 0 else 1) + 1e-9
-
-
 def with_probabilities(tree: Tree) -> dict[tuple[int, ...], float]:
     return dict(zip(paths_of(tree), tree.probabilities, strict=True))
 
 
-@given(guesses=guesses, by_model=claimed)
-def test_where_a_model_continues_a_path_other_guesses_share_what_it_leaves(
-    guesses: list[tuple[list[int], float]], by_model: list[tuple[list[int], float]]
-) -> None:
-    trie, model_trie = Trie(), Trie()
-    for one, trees in ((trie, guesses), (model_trie, by_model)):
-        for tokens, probability in trees:
-            one.add(tokens, probability)
-    before, tree = with_probabilities(trie.best(len)), model_trie.best(len)
-    claims = [min(1.0, probability) for probability in tree.probabilities]
-    guessed = dict(zip(paths_of(tree), claims, strict=True))
-    trie.limit(tree, claims)
-    trie.mix(tree, claims)
-    after = with_probabilities(trie.best(len))
-    assert after.keys() == before.keys() | guessed.keys()
-    for path, probability in after.items():
-        assert probability <= after.get(path[:-1], 1.0) + 1e-9 or len(path) == 1
-        if path not in before:
-            assert probability == pytest.approx(guessed[path])
-        elif path in guessed:
-            assert probability >= max(before[path], guessed[path]) - 1e-9, "two that agree are no less sure than one"
-        else:
-            assert probability == pytest.approx(before[path] * left_for(path, guessed), abs=1e-6)
-
-
-def left_for(path: tuple[int, ...], guessed: dict[tuple[int, ...], float]) -> float:
-    """What a model leaves for a path that it doesn't guess."""
-    left = 1.0
-    for end in range(len(path)):
-        listed = [one for one in guessed if len(one) == end + 1 and one[:end] == path[:end]]
-        if listed and path[: end + 1] not in guessed:
-            whole = guessed[path[:end]] if end else 1.0
-            left *= max(0.0, 1 - sum(guessed[one] / whole if whole else 0.0 for one in listed))
-    return left
-
-
-@pytest.mark.parametrize(("given", "owner"), [([0.4, 0.7], 0), ([0.1, 0.8], 1), ([0.3, 0.5, 0.7], 2), ([0.0, 0.1], 1)])
-def test_a_guess_counts_for_the_first_unless_a_later_one_gives_it_twice_as_much(given: list[float], owner: int) -> None:
-    """Found by measurement: tokens of heads counted for token recycling, which gave them next to nothing."""
+def tree_of(guesses: list[tuple[list[int], float]]) -> Tree:
     trie = Trie()
-    for number, probability in enumerate(given):
-        trie.mix(Tree((5,), (-1,)), [probability], number)
-    assert trie.owners == [owner]
+    for tokens, probability in guesses:
+        trie.add(tokens, probability)
+    tree = trie.best(len)
+    return Tree(tree.tokens, tree.parents, probabilities=tuple(min(1.0, one) for one in tree.probabilities))
+
+
+@given(repeats=st.lists(claimed, max_size=3), models=st.lists(claimed, max_size=3))
+def test_sources_are_merged_as_their_probabilities_say(
+    repeats: list[list[tuple[list[int], float]]], models: list[list[tuple[list[int], float]]]
+) -> None:
+    """A node is as probable, if all before it is right, as the source that believes most in it says. Where models continue a
+    path, nodes that none of them has share the least that any of them leaves.
+    """
+    mixture, trees = Mixture(), [tree_of(one) for one in (*repeats, *models)]
+    for source, tree in enumerate(trees[: len(repeats)]):
+        mixture.mix(tree, tree.probabilities, source)
+    mixture.limit([(tree, tree.probabilities) for tree in trees[len(repeats) :]])
+    for source, tree in enumerate(trees[len(repeats) :], len(repeats)):
+        mixture.mix(tree, tree.probabilities, source)
+    claims = [with_probabilities(tree) for tree in trees]
+    found = with_probabilities(mixture.best(len))
+    assert found.keys() == {path for one in claims for path in one}
+    for path, probability in found.items():
+        given = [
+            share(one[path], one.get(path[:-1], 1.0))
+            * (1.0 if source >= len(repeats) else left_for(path, claims[len(repeats) :]))
+            for source, one in enumerate(claims)
+            if path in one
+        ]
+        assert probability == pytest.approx(found.get(path[:-1], 1.0) * min(1.0, max(given)), abs=1e-9)
+        assert 0 <= probability <= found.get(path[:-1], 1.0)
+
+
+def share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def left_for(path: tuple[int, ...], models: list[dict[tuple[int, ...], float]]) -> float:
+    """What models leave for the last id of a path, if none of them guesses it."""
+    left = [1.0]
+    for one in models:
+        siblings = [probability for other, probability in one.items() if other[:-1] == path[:-1]]
+        if siblings:
+            left.append(1 - share(sum(siblings), one.get(path[:-1], 1.0)))
+    return 1.0 if any(path in one for one in models) else max(0.0, min(left))
+
+
+@pytest.mark.parametrize(
+    ("given", "owner"),
+    [
+        ([0.4, 0.7], (1, False)),
+        ([0.1, 0.8], (1, True)),
+        ([0.8, 0.1, 0.4], (0, True)),
+        ([0.3, 0.5, 0.7], (2, False)),
+        ([0.0, 0.1], (1, True)),
+        ([0.5, 0.5], (0, False)),
+    ],
+)
+def test_a_guess_counts_for_a_source_unless_another_would_have_made_it(given: list[float], owner: tuple[int, bool]) -> None:
+    """Found by measurement: of two models that guessed the same, the cheaper and worse one was kept, for it got the credit."""
+    mixture = Mixture()
+    for source, probability in enumerate(given):
+        mixture.mix(Tree((5,), (-1,)), [probability], source)
+    assert mixture.owner(0) == owner
 
 
 def test_a_guess_that_a_model_all_but_excludes_counts_for_the_next_that_has_it() -> None:
     """Found in review: it counted for lookup, by the probability before the model was asked."""
-    trie = Trie()
-    trie.mix(Tree((5,), (-1,)), [0.3], 0)
-    trie.limit(Tree((6,), (-1,)), [0.9])
-    trie.mix(Tree((5,), (-1,)), [0.5], 1)
-    assert trie.owners == [1]
+    mixture = Mixture()
+    mixture.mix(Tree((5,), (-1,)), [0.3], 0)
+    mixture.limit([(Tree((6,), (-1,)), [0.9])])
+    mixture.mix(Tree((5,), (-1,)), [0.5], 1)
+    assert mixture.owner(0) == (1, True)
 
 
 def test_repeated_text_that_a_model_does_not_expect_is_hardly_guessed() -> None:
     """Found by measurement: such tokens were right in 3 to 6% of places, and were believed at 11 to 14%."""
-    trie, model = Trie(), Tree((1, 2), (-1, -1))
-    trie.mix(Tree((7, 8, 1), (-1, 0, -1)), [0.5, 0.4, 0.2])
-    trie.limit(model, [0.8, 0.1])
-    trie.mix(model, [0.8, 0.1])
-    found = with_probabilities(trie.best(len))
-    assert found == pytest.approx({(7,): 0.05, (7, 8): 0.04, (1,): 0.84, (2,): 0.1})
+    mixture, model = Mixture(), Tree((1, 2), (-1, -1))
+    mixture.mix(Tree((7, 8, 1), (-1, 0, -1)), [0.5, 0.4, 0.2])
+    mixture.limit([(model, [0.8, 0.1])])
+    mixture.mix(model, [0.8, 0.1], 1)
+    found = with_probabilities(mixture.best(len))
+    assert found == pytest.approx({(7,): 0.05, (7, 8): 0.04, (1,): 0.8, (2,): 0.1})
+
+
+def test_a_path_that_two_sources_begin_is_as_probable_as_the_one_that_continues_it_says() -> None:
+    """Found by measurement: with six drafts, trees of seven nodes had 3.6 accepted tokens instead of 4.3. What only one source
+    guessed after ids that several guessed kept the probability that this one alone gave them.
+    """
+    mixture = Mixture()
+    mixture.mix(Tree((1, 2), (-1, 0)), [0.5, 0.45], 0)
+    mixture.mix(Tree((1,), (-1,)), [0.9], 1)
+    assert with_probabilities(mixture.best(len)) == pytest.approx({(1,): 0.9, (1, 2): 0.81})
 
 
 @given(guesses=guesses, longest=st.integers(0, 6))

@@ -12,7 +12,7 @@ from xtok.drafts.base import Context, Request, check_request
 from xtok.drafts.corpus import Corpus, TextMemory
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.repeats import Repeats
-from xtok.drafts.tree import Tree, Trie, chain
+from xtok.drafts.tree import Mixture, Tree, chain
 from xtok.errors import InvalidInputError, shown
 
 _LONGEST = 8
@@ -123,12 +123,12 @@ class Lookup:
         for belief in self._beliefs:
             belief.learn(ids[before:] if is_as_shown else [])
         self._shown = len(ids), ids[-1] if ids else None
-        trie = Trie()
+        mixture = Mixture()
         if self._prediction is None:
-            self._mix(trie, self._repeated(ids, budget), self._beliefs[0])
+            self._mix(mixture, self._repeated(ids, budget), self._beliefs[0])
         for corpus, belief in zip(self._corpora, self._beliefs[1:], strict=True):
-            self._mix(trie, self._found(corpus, context, budget), belief)
-        return trie.best(budget.verified)
+            self._mix(mixture, self._found(corpus, context, budget), belief)
+        return mixture.best(budget.verified)
 
     def ends(self, data: bytes) -> None:
         """Remember the whole text, if there is a memory."""
@@ -136,7 +136,7 @@ class Lookup:
             self._memory.add(data)
 
     @staticmethod
-    def _mix(trie: Trie, found: list[tuple[list[int], int, float]], belief: "Belief") -> None:
+    def _mix(mixture: Mixture, found: list[tuple[list[int], int, float]], belief: "Belief") -> None:
         """Add continuations to the tree. `found`: the ids of each, how many ids before it agree with the text's end, and its
         share of the occurrences.
         """
@@ -144,7 +144,7 @@ class Lookup:
         for i, (ids, agreeing, share) in enumerate(found):
             expected = (left * share * one for one in belief.probabilities(agreeing, len(ids)))
             probabilities = [*takewhile(lambda one: one > _LEAST, expected)]
-            trie.mix(chain(ids[: len(probabilities)]), probabilities)
+            mixture.mix(chain(ids[: len(probabilities)]), probabilities)
             left -= sum(probabilities[:1])
             if not i:
                 belief.given = ids, agreeing

@@ -13,7 +13,7 @@ from xtok.drafts.base import Context, Draft, Drafter, ModelDrafter, Request
 from xtok.drafts.policy.draft import Outcome, Proposal
 from xtok.drafts.policy.policy import Batch, DraftBudget, Policy
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.tree import CARRIED, Tree, Trie
+from xtok.drafts.tree import CARRIED, Mixture, Tree
 from xtok.errors import DraftFailedWarning, InvalidInputError, warn
 from xtok.models.forwards import Steps
 from xtok.models.timing import Cost
@@ -54,6 +54,7 @@ class Session:
         self._first: int | None = None
         self._asked = set[int]()
         self._guessed: tuple[Budget, Tree] | None = None
+        self._owners: list[tuple[int, bool]] = []  # of each node of the guess, as `Mixture.owner` has it
         self._unread = 1
         self._committed: list[int] = []
         self._drafters: list[Drafter | None] = []
@@ -123,7 +124,7 @@ class Session:
                     guessed.append(_Guessed(draft, one.tree, self.policy.probabilities(draft, one.tree)))
                     sure = max(sure, *guessed[-1].probabilities)
         if not guessed:
-            self._guessed = limit, Tree()
+            self._guessed, self._owners = (limit, Tree()), []
             return self._whole(Tree())
         tree = self._merged(limit, batch.sequences, guessed)
         path = tree.likeliest_path(limit.longest)
@@ -145,10 +146,9 @@ class Session:
         return tree if self._first is None else tree.prefixed(self._first)
 
     def sources(self, tree: Tree) -> tuple[int | None, ...]:
-        """The index of the draft that each node counts for (`Trie.mix`); None for a carried token."""
-        first = int(self._first is not None)
-        owners = {first + node: draft for draft, one in enumerate(self.proposals) for node in one.own}
-        return tuple(owners.get(node) for node in range(len(tree)))
+        """The index of the draft that believes most in each node; None for a carried token."""
+        carried = [None] * (self._first is not None)
+        return (*carried, *(draft for draft, _ in self._owners))[: len(tree)]
 
     def offer(self) -> list[float] | None:
         """The corrected probabilities of the latest guess's nodes, in descending order; None unless the schedule is "cost"."""
@@ -169,9 +169,7 @@ class Session:
 
     def _of(self, tree: Tree, nodes: list[int]) -> Tree:
         """The tree of some nodes, in that order. Keeps track of which drafts guessed them."""
-        self.proposals = [
-            replace(one, own=frozenset(i for i, node in enumerate(nodes) if node in one.own)) for one in self.proposals
-        ]
+        self._owners = [self._owners[node] for node in nodes]
         return tree.subset(nodes)
 
     def _believed(self, tree: Tree) -> list[float]:
@@ -189,13 +187,17 @@ class Session:
             return Outcome(rows, picks)
         drafting = sum(one.rest + sum(cost.share for cost in one.drafted) for one in self.proposals)
         (limit, tree), self._guessed = self._guessed, None
+        owners = self._owners
         confirmed = int(self._first is not None and committed[:1] == [self._first])
-        block, proposals = committed[confirmed:], self.proposals
+        block, proposals = committed[confirmed:], [*self.proposals]
         if self._first is not None and not confirmed:  # all that was guessed comes after what is wrong
-            tree, proposals = Tree(), [Proposal()] * len(proposals)
+            tree, owners, proposals = Tree(), [], [Proposal()] * len(proposals)
         believed, right = self._believed(tree), tree.path_of(block)
-        proposals = [replace(one, expected=sum(believed[node] for node in one.own)) if one.own else one for one in proposals]
-        self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
+        accepted = [owners[node][0] for node in right]
+        self._meter.accepts([accepted.count(draft) for draft in range(len(proposals))])
+        for draft, one in enumerate(proposals):
+            own = frozenset(node for node, owner in enumerate(owners) if owner == (draft, True))
+            proposals[draft] = replace(one, own=own, expected=sum(believed[node] for node in own))
         if limit.schedule == "heuristic" and block:
             self._adjust(limit.depth, block, proposals)
         path = right[: len(block) - 1]  # after the last id nothing was picked
@@ -269,9 +271,9 @@ class Session:
         """All guesses, merged into one tree. If there is only one guess, it stays as it is."""
         if len(guessed) == 1:
             draft, tree, _ = guessed[0]
-            self.proposals[draft] = replace(self.proposals[draft], own=frozenset(range(len(tree))))
+            self._owners = [(draft, True)] * len(tree)
             return tree
-        trie = self._mixed(guessed)
+        mixture = self._mixed(guessed)
 
         def worth(probabilities: Sequence[float]) -> int:
             most = probabilities[: limit.nodes]
@@ -279,27 +281,23 @@ class Session:
                 return len(most)
             return self.policy.width([(self._unread, most)], sequences) - self._unread
 
-        nodes = trie.likeliest(worth)
-        for draft, *_ in guessed:
-            own = frozenset(i for i, node in enumerate(nodes) if trie.owners[node] == draft)
-            self.proposals[draft] = replace(self.proposals[draft], own=own)
+        nodes = mixture.likeliest(worth)
+        self._owners = [mixture.owner(node) for node in nodes]
         in_order = (one.tree.guess for one in self.proposals if one.tree)
-        return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
+        return mixture.tree(nodes, next((guess for guess in in_order if guess), b""))
 
-    def _mixed(self, guessed: Sequence[_Guessed]) -> Trie:
-        """All guesses with their probabilities."""
-        trie, others = Trie(), list[_Guessed]()
+    def _mixed(self, guessed: Sequence[_Guessed]) -> Mixture:
+        """All guesses with their probabilities. A model knows better than repeated text whether the text goes on like that."""
+        mixture, others = Mixture(), list[_Guessed]()
         for one in guessed:
             if getattr(self._drafters[one.draft], "only_repeats", False):
-                trie.mix(one.tree, one.probabilities, one.draft)
+                mixture.mix(one.tree, one.probabilities, one.draft)
             else:
                 others.append(one)
+        mixture.limit([(one.tree, one.probabilities) for one in others if self.proposals[one.draft].drafted])
         for draft, tree, probabilities in others:
-            if self.proposals[draft].drafted:  # a model knows better whether a text goes on as it did before
-                trie.limit(tree, probabilities)
-        for draft, tree, probabilities in others:
-            trie.mix(tree, probabilities, draft)
-        return trie
+            mixture.mix(tree, probabilities, draft)
+        return mixture
 
 
 def _sound(tree: Tree) -> Tree:

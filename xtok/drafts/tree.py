@@ -136,58 +136,34 @@ def chain(
 class Trie:
     """Collects guesses and merges their common prefixes: a node has the probability of all guesses that go through it.
 
-    Law: a node's probability is at most its parent's, so the most likely nodes are a tree. `owners`: the source of each node.
+    Law: a node's probability is at most its parent's, so the most likely nodes are a tree.
     """
 
     def __init__(self) -> None:
         self._children: dict[tuple[int, int], int] = {}
         self._tokens: list[int] = []
         self._parents: list[int] = []
-        self.probabilities: list[float] = []
-        self.owners: list[int] = []
-        self._owners_own: list[float] = []  # the probability that each node's owner gives it
+        self._sums: list[float] = []
+
+    @property
+    def probabilities(self) -> list[float]:
+        """The probability of each node."""
+        return self._sums
 
     def add(self, tokens: Iterable[int], probability: float) -> None:
         """Add a guess. Guesses that are added are taken to be mutually exclusive: their probabilities are summed."""
         node = -1
         for token in tokens:
-            node = self._child(node, token, 0)
-            self.probabilities[node] += probability
-
-    def mix(self, tree: Tree, probabilities: Sequence[float], owner: int = 0) -> None:
-        """Add a tree with a probability for each of its nodes. Sources are taken to be independent: a node is wrong only if all
-        of them are. It belongs to the first `owner` that has it, unless a later one gives it more than twice the probability:
-        without that one, it would hardly be verified.
-        """
-        nodes = {-1: -1}
-        for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-            node = nodes[i] = self._child(nodes[parent], token, owner)
-            probability = self.probabilities[node] + (1 - min(1.0, self.probabilities[node])) * probabilities[i]
-            if probabilities[i] > 2 * self._owners_own[node]:
-                self._owners_own[node], self.owners[node] = probabilities[i], owner
-            above = self.probabilities[nodes[parent]] if parent >= 0 else probability
-            self.probabilities[node] = min(probability, above)
-
-    def limit(self, tree: Tree, probabilities: Sequence[float]) -> None:
-        """Where `tree` continues a path, multiply nodes that it lacks by the probability that it leaves there."""
-        nodes, left = dict[int, int | None]({-1: -1}), dict[int | None, float]()
-        for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-            above = nodes[parent]
-            nodes[i] = None if above is None else self._children.get((above, token))
-            before = probabilities[parent] if parent >= 0 else 1.0
-            left[above] = left.get(above, 1.0) - (probabilities[i] / before if before else 0.0)
-        found, factors = set(nodes.values()), {-1: 1.0}
-        for node, parent in enumerate(self._parents):
-            factors[node] = factors[parent] * (1.0 if node in found else max(0.0, left.get(parent, 1.0)))
-            self.probabilities[node] *= factors[node]
-            self._owners_own[node] *= factors[node]
+            node = self._child(node, token)
+            self._sums[node] += probability
 
     def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
         """The most likely nodes, in ascending order. `count` takes all probabilities, in descending order, and says how many to
         keep.
         """
-        ranked = sorted(range(len(self.probabilities)), key=lambda node: -self.probabilities[node])
-        return sorted(ranked[: count([self.probabilities[node] for node in ranked])])
+        probabilities = self.probabilities
+        ranked = sorted(range(len(probabilities)), key=lambda node: -probabilities[node])
+        return sorted(ranked[: count([probabilities[node] for node in ranked])])
 
     def tree(self, nodes: list[int], guess: bytes = b"") -> Tree:
         """The tree of some nodes, in ascending order, each after its parent."""
@@ -197,12 +173,71 @@ class Trie:
         """The tree of the `likeliest` nodes."""
         return self.tree(self.likeliest(count), guess)
 
-    def _child(self, node: int, token: int, owner: int) -> int:
+    def _child(self, node: int, token: int) -> int:
         child = self._children.setdefault((node, token), len(self._tokens))
         if child == len(self._tokens):
             self._tokens.append(token)
             self._parents.append(node)
-            self.probabilities.append(0.0)
-            self.owners.append(owner)
-            self._owners_own.append(0.0)
+            self._sums.append(0.0)
         return child
+
+
+class Mixture(Trie):
+    """Merges the trees of several sources. If all ids before a node are right, the node is as probable as the source that
+    believes most in it says.
+
+    Sources see the same text, so if two of them agree, that is hardly more evidence than one of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: list[dict[int, float]] = []  # what each source gives each node
+        self._joined: list[float] | None = None
+
+    @property
+    def probabilities(self) -> list[float]:
+        """The probability of each node."""
+        if self._joined is None:
+            self._joined = []
+            for node, parent in enumerate(self._parents):
+                before, above = (self._given[parent], self._joined[parent]) if parent >= 0 else ({}, 1.0)
+                given = ((one, before.get(source, 1.0)) for source, one in self._given[node].items())
+                self._joined.append(above * max(min(1.0, one / whole) if whole else 0.0 for one, whole in given))
+        return self._joined
+
+    def mix(self, tree: Tree, probabilities: Sequence[float], source: int = 0) -> None:
+        """Add a tree of a source, with a probability for each of its nodes."""
+        nodes = {-1: -1}
+        for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            node = nodes[i] = self._child(nodes[parent], token)
+            self._given += [{} for _ in range(node + 1 - len(self._given))]
+            self._given[node][source] = max(self._given[node].get(source, 0.0), probabilities[i])
+        self._joined = None
+
+    def limit(self, models: Sequence[tuple[Tree, Sequence[float]]]) -> None:
+        """If any of some trees of `models` continues a path, multiply nodes that none of them has by the probability that it
+        leaves there: the least, if there are several.
+        """
+        found, lefts = set[int | None](), dict[int | None, float]()
+        for tree, probabilities in models:
+            nodes, left = dict[int, int | None]({-1: -1}), dict[int | None, float]()
+            for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+                above = nodes[parent]
+                nodes[i] = None if above is None else self._children.get((above, token))
+                before = probabilities[parent] if parent >= 0 else 1.0
+                left[above] = left.get(above, 1.0) - (probabilities[i] / before if before else 0.0)
+            found.update(nodes.values())
+            lefts |= {fork: min(lefts.get(fork, 1.0), max(0.0, one)) for fork, one in left.items()}
+        factors = {-1: 1.0}
+        for node, parent in enumerate(self._parents):
+            factors[node] = factors[parent] * (1.0 if node in found else lefts.get(parent, 1.0))
+            self._given[node] = {source: one * factors[node] for source, one in self._given[node].items()}
+        self._joined = None
+
+    def owner(self, node: int) -> tuple[int, bool]:
+        """The source that believes most in a node, and whether the node counts for it: it doesn't if another source gives the
+        node more than half of that, for without the first it would probably be guessed all the same.
+        """
+        given = self._given[node]
+        source = max(given, key=lambda one: given[one])
+        return source, all(2 * one <= given[source] for other, one in given.items() if other != source)

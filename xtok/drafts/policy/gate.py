@@ -7,7 +7,7 @@ from xtok.drafts.policy.latency import ROUNDS
 
 TRUST = 2.0
 """The weight, in expected tokens, of the assumption that expectations are right."""
-_LOSS = 4.0
+_LOSS = 2.0
 """How many tokens something may lose before its gate closes; and how many of those that it gained it may lose besides."""
 
 
@@ -40,7 +40,7 @@ class Gate:
     `balance`: tokens gained minus tokens lost, within limits, so that what turns bad is noticed however much it gained before
     (a CUSUM test, Page 1954). `wait`: for how many more rounds the gate stays closed. The round after them is a `trial`. If it
     loses tokens, the gate closes again, for twice as long, and for at least as many rounds as the trial lost tokens. The pauses
-    grow until trials lose no more than one token in 64.
+    grow until trials lose no more than one token in 128.
     """
 
     balance: float = 0.0
@@ -72,7 +72,7 @@ class Gate:
         self.trial, self.balance = False, min(2 * _LOSS, self.balance + sequences * gained)
         closes = self.balance < 0 and self.balance + sum(min(0.0, one.balance) for one in others if not one._pause) < -_LOSS
         if closes:
-            self._pause = max(ROUNDS / 4, -gained, min(2 * self._pause, -gained * ROUNDS))
+            self._pause = max(ROUNDS / 4, -gained, min(2 * self._pause, -gained * 2 * ROUNDS))
             self.balance, self.wait = -_LOSS, 1 + round(self._pause)
         elif self.balance > 0:
             self._pause = 0.0
