@@ -64,6 +64,13 @@ def test_the_policy_is_as_fast_as_the_best_fixed_budget(engine: str, drafts: str
     assert played(ENGINES[engine], DRAFTS[drafts]) > 0.95  # of 0.97, less what 500 rounds differ by
 
 
+def test_one_of_two_drafts_that_cost_and_guess_the_same_is_kept() -> None:
+    """Found in review: what both guessed counted for neither, so both were paused at once."""
+    twins = [Guesser(forward=0.1, sure=0.0), Guesser(forward=0.1, sure=0.0)]
+    run = simulated(World(LINE, twins), 192, Budget(), twins)
+    assert speed(run[64:]) > 0.93 * speed(simulated(World(LINE, twins), 192, Budget(), twins[:1])[64:])
+
+
 @pytest.mark.parametrize(
     ("texts", "drafts"), [(2, "cheap"), (2, "useless"), *deep((4, "cheap"), (8, "useless"), (16, "cheap"), (32, "useless"))]
 )

@@ -64,7 +64,7 @@ from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal
 from xtok.drafts.policy.policy import Batch, DraftBudget, Policy
 from xtok.drafts.session import Session
-from xtok.drafts.tree import Mixture, Trie
+from xtok.drafts.tree import Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
 from xtok.models.forwards import Steps, together
 from xtok.models.load import draft_model, target_model
@@ -496,15 +496,6 @@ def test_what_only_repeated_text_says_shares_what_models_leave_in_whatever_order
     tree = together([session.propose(Budget(nodes=9, depth=2, width=4, schedule="constant"))])[0]
     found = dict(zip(tree.tokens, tree.probabilities, strict=True))
     assert found == pytest.approx({1: 0.9, 2: 0.3 * 0.05, 3: 0.4, 4: 0.05}), "recycling, which gives 1 0.8, limits nothing"
-
-
-def test_a_probability_is_never_more_than_its_parents_whatever_rounding_does() -> None:
-    """Found in review: in floats a node had more than its parent, and was kept without it."""
-    mixture = Mixture()
-    chain = Tree((1, 2), (-1, 0))
-    mixture.mix(chain, [0.49424636804294275, 0.4942463680284966])
-    mixture.mix(chain, [0.9999988675117493, 0.9999988675117493], 1)
-    assert mixture.best(lambda probabilities: 1).tokens == (1,)
 
 
 def test_the_first_time_in_a_generation_is_marked() -> None:

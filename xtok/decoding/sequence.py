@@ -33,8 +33,8 @@ class Round:
     """One round, which has one forward pass of the target: what was guessed, and what of it was right.
 
     `offset`: how many bytes the new text had before the round. `tree`: the guesses, in the target's ids. `drafts`: the index of
-    the draft that believes most in each node; None for a pick carried over from the round before. `right`: the accepted nodes,
-    each the parent of the next. `committed`: how many ids were committed.
+    the draft that each node counts for (`Trie.owner`); None for a pick carried over from the round before. `right`: the
+    accepted nodes, each the parent of the next. `committed`: how many ids were committed.
     """
 
     offset: int

@@ -12,7 +12,7 @@ from xtok.drafts.base import Context, Request, check_request
 from xtok.drafts.corpus import Corpus, TextMemory
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.repeats import Repeats
-from xtok.drafts.tree import Mixture, Tree, chain
+from xtok.drafts.tree import Tree, Trie
 from xtok.errors import InvalidInputError, shown
 
 _LONGEST = 8
@@ -123,34 +123,33 @@ class Lookup:
         for belief in self._beliefs:
             belief.learn(ids[before:] if is_as_shown else [])
         self._shown = len(ids), ids[-1] if ids else None
-        mixture = Mixture()
+        trie = Trie()
         if self._prediction is None:
-            self._mix(mixture, self._repeated(ids, budget), self._beliefs[0])
-        for corpus, belief in zip(self._corpora, self._beliefs[1:], strict=True):
-            self._mix(mixture, self._found(corpus, context, budget), belief)
-        return mixture.best(budget.verified)
+            self._add(trie, 0, self._repeated(ids, budget))
+        for source, corpus in enumerate(self._corpora, 1):
+            self._add(trie, source, self._found(corpus, context, budget))
+        return trie.best(budget.verified)
 
     def ends(self, data: bytes) -> None:
         """Remember the whole text, if there is a memory."""
         if self._memory is not None:
             self._memory.add(data)
 
-    @staticmethod
-    def _mix(mixture: Mixture, found: list[tuple[list[int], int, float]], belief: "Belief") -> None:
-        """Add continuations to the tree. `found`: the ids of each, how many ids before it agree with the text's end, and its
-        share of the occurrences.
+    def _add(self, trie: Trie, source: int, found: list[tuple[list[int], int, float]]) -> None:
+        """Add the continuations that were `found` in one source: the ids of each, how many ids before it agree with the text's
+        end, and its share of the occurrences.
         """
-        left = 1.0
+        left, belief = 1.0, self._beliefs[source]
         for i, (ids, agreeing, share) in enumerate(found):
             expected = (left * share * one for one in belief.probabilities(agreeing, len(ids)))
             probabilities = [*takewhile(lambda one: one > _LEAST, expected)]
-            mixture.mix(chain(ids[: len(probabilities)]), probabilities)
+            trie.add(ids, probabilities, source)
             left -= sum(probabilities[:1])
             if not i:
                 belief.given = ids, agreeing
 
     def _repeated(self, ids: Sequence[int], budget: Budget) -> list[tuple[list[int], int, float]]:
-        """Continuations found in `ids`, prompt and output, as `_mix` takes them. The last id may not be committed yet."""
+        """Continuations found in `ids`, prompt and output, as `_add` takes them. The last id may not be committed yet."""
         repeats = self._repeats
         for token in ids[len(repeats.ids) : -1]:
             repeats.append(token)
@@ -160,7 +159,7 @@ class Lookup:
         return [(repeats.continuation(position, budget.longest, ids[-1]), agreeing, 1.0) for position, agreeing in found]
 
     def _found(self, corpus: Corpus | TextMemory, context: Context, budget: Budget) -> list[tuple[list[int], int, float]]:
-        """Continuations found in the corpus, as `_mix` takes them; the rest of the prediction while the output follows it."""
+        """Continuations found in the corpus, as `_add` takes them; the rest of the prediction while the output follows it."""
         new = context.data[context.prompt_size :]
         if self._prediction is not None and self._prediction.startswith(new):
             rest = self._prediction[len(new) : len(new) + _BYTES * budget.longest]

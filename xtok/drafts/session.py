@@ -13,7 +13,7 @@ from xtok.drafts.base import Context, Draft, Drafter, ModelDrafter, Request
 from xtok.drafts.policy.draft import Outcome, Proposal
 from xtok.drafts.policy.policy import Batch, DraftBudget, Policy
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.tree import CARRIED, Mixture, Tree
+from xtok.drafts.tree import CARRIED, Tree, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError, warn
 from xtok.models.forwards import Steps
 from xtok.models.timing import Cost
@@ -54,7 +54,7 @@ class Session:
         self._first: int | None = None
         self._asked = set[int]()
         self._guessed: tuple[Budget, Tree] | None = None
-        self._owners: list[tuple[int, bool]] = []  # of each node of the guess, as `Mixture.owner` has it
+        self._owners: list[int] = []  # the draft that each node of the guess counts for
         self._unread = 1
         self._committed: list[int] = []
         self._drafters: list[Drafter | None] = []
@@ -146,9 +146,9 @@ class Session:
         return tree if self._first is None else tree.prefixed(self._first)
 
     def sources(self, tree: Tree) -> tuple[int | None, ...]:
-        """The index of the draft that believes most in each node; None for a carried token."""
+        """The index of the draft that each node counts for (`Trie.owner`); None for a carried token."""
         carried = [None] * (self._first is not None)
-        return (*carried, *(draft for draft, _ in self._owners))[: len(tree)]
+        return (*carried, *self._owners)[: len(tree)]
 
     def offer(self) -> list[float] | None:
         """The corrected probabilities of the latest guess's nodes, in descending order; None unless the schedule is "cost"."""
@@ -193,10 +193,10 @@ class Session:
         if self._first is not None and not confirmed:  # all that was guessed comes after what is wrong
             tree, owners, proposals = Tree(), [], [Proposal()] * len(proposals)
         believed, right = self._believed(tree), tree.path_of(block)
-        accepted = [owners[node][0] for node in right]
+        accepted = [owners[node] for node in right]
         self._meter.accepts([accepted.count(draft) for draft in range(len(proposals))])
         for draft, one in enumerate(proposals):
-            own = frozenset(node for node, owner in enumerate(owners) if owner == (draft, True))
+            own = frozenset(node for node, owner in enumerate(owners) if owner == draft)
             proposals[draft] = replace(one, own=own, expected=sum(believed[node] for node in own))
         if limit.schedule == "heuristic" and block:
             self._adjust(limit.depth, block, proposals)
@@ -271,9 +271,9 @@ class Session:
         """All guesses, merged into one tree. If there is only one guess, it stays as it is."""
         if len(guessed) == 1:
             draft, tree, _ = guessed[0]
-            self._owners = [(draft, True)] * len(tree)
+            self._owners = [draft] * len(tree)
             return tree
-        mixture = self._mixed(guessed)
+        trie = self._mixed(guessed)
 
         def worth(probabilities: Sequence[float]) -> int:
             most = probabilities[: limit.nodes]
@@ -281,23 +281,23 @@ class Session:
                 return len(most)
             return self.policy.width([(self._unread, most)], sequences) - self._unread
 
-        nodes = mixture.likeliest(worth)
-        self._owners = [mixture.owner(node) for node in nodes]
+        nodes = trie.likeliest(worth)
+        self._owners = [trie.owner(node) for node in nodes]
         in_order = (one.tree.guess for one in self.proposals if one.tree)
-        return mixture.tree(nodes, next((guess for guess in in_order if guess), b""))
+        return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
 
-    def _mixed(self, guessed: Sequence[_Guessed]) -> Mixture:
+    def _mixed(self, guessed: Sequence[_Guessed]) -> Trie:
         """All guesses with their probabilities. A model knows better than repeated text whether the text goes on like that."""
-        mixture, others = Mixture(), list[_Guessed]()
+        trie, others = Trie(), list[_Guessed]()
         for one in guessed:
             if getattr(self._drafters[one.draft], "only_repeats", False):
-                mixture.mix(one.tree, one.probabilities, one.draft)
+                trie.mix(one.tree, one.probabilities, one.draft)
             else:
                 others.append(one)
-        mixture.limit([(one.tree, one.probabilities) for one in others if self.proposals[one.draft].drafted])
+        trie.limit([(one.tree, one.probabilities) for one in others if self.proposals[one.draft].drafted])
         for draft, tree, probabilities in others:
-            mixture.mix(tree, probabilities, draft)
-        return mixture
+            trie.mix(tree, probabilities, draft)
+        return trie
 
 
 def _sound(tree: Tree) -> Tree:

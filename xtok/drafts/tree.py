@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import repeat
 
 from xtok.errors import InvalidInputError, shown
 from xtok.sampling.draws import Distribution
@@ -134,7 +136,11 @@ def chain(
 
 
 class Trie:
-    """Collects guesses and merges their common prefixes: a node has the probability of all guesses that go through it.
+    """Merges guesses of one source, or of several.
+
+    Guesses of one source exclude each other: a node has the sum of the probabilities of all that go through it. Sources see the
+    same text, so two that agree are hardly more evidence than one: if all ids before a node are right, the node is as probable
+    as the source that believes most in it says.
 
     Law: a node's probability is at most its parent's, so the most likely nodes are a tree.
     """
@@ -143,54 +149,6 @@ class Trie:
         self._children: dict[tuple[int, int], int] = {}
         self._tokens: list[int] = []
         self._parents: list[int] = []
-        self._sums: list[float] = []
-
-    @property
-    def probabilities(self) -> list[float]:
-        """The probability of each node."""
-        return self._sums
-
-    def add(self, tokens: Iterable[int], probability: float) -> None:
-        """Add a guess. Guesses that are added are taken to be mutually exclusive: their probabilities are summed."""
-        node = -1
-        for token in tokens:
-            node = self._child(node, token)
-            self._sums[node] += probability
-
-    def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
-        """The most likely nodes, in ascending order. `count` takes all probabilities, in descending order, and says how many to
-        keep.
-        """
-        probabilities = self.probabilities
-        ranked = sorted(range(len(probabilities)), key=lambda node: -probabilities[node])
-        return sorted(ranked[: count([probabilities[node] for node in ranked])])
-
-    def tree(self, nodes: list[int], guess: bytes = b"") -> Tree:
-        """The tree of some nodes, in ascending order, each after its parent."""
-        return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.probabilities)).subset(nodes)
-
-    def best(self, count: Callable[[Sequence[float]], int], guess: bytes = b"") -> Tree:
-        """The tree of the `likeliest` nodes."""
-        return self.tree(self.likeliest(count), guess)
-
-    def _child(self, node: int, token: int) -> int:
-        child = self._children.setdefault((node, token), len(self._tokens))
-        if child == len(self._tokens):
-            self._tokens.append(token)
-            self._parents.append(node)
-            self._sums.append(0.0)
-        return child
-
-
-class Mixture(Trie):
-    """Merges the trees of several sources. If all ids before a node are right, the node is as probable as the source that
-    believes most in it says.
-
-    Sources see the same text, so if two of them agree, that is hardly more evidence than one of them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
         self._given: list[dict[int, float]] = []  # what each source gives each node
         self._joined: list[float] | None = None
 
@@ -200,23 +158,29 @@ class Mixture(Trie):
         if self._joined is None:
             self._joined = []
             for node, parent in enumerate(self._parents):
-                before, above = (self._given[parent], self._joined[parent]) if parent >= 0 else ({}, 1.0)
-                given = ((one, before.get(source, 1.0)) for source, one in self._given[node].items())
-                self._joined.append(above * max(min(1.0, one / whole) if whole else 0.0 for one, whole in given))
+                above = self._joined[parent] if parent >= 0 else 1.0
+                self._joined.append(above * min(1.0, max(self._step(node, source) for source in self._given[node])))
         return self._joined
 
+    def add(self, tokens: Iterable[int], probability: float | Sequence[float], source: int = 0) -> None:
+        """Add a guess of a source. `probability`: that of the whole guess, or one for each of its nodes."""
+        node, each = -1, repeat(probability) if isinstance(probability, int | float) else probability
+        for token, one in zip(tokens, each, strict=False):
+            node = self._child(node, token)
+            self._given[node][source] = self._given[node].get(source, 0.0) + one
+        self._joined = None
+
     def mix(self, tree: Tree, probabilities: Sequence[float], source: int = 0) -> None:
-        """Add a tree of a source, with a probability for each of its nodes."""
+        """Add the tree of a source that hasn't any guesses here yet, with a probability for each of its nodes."""
         nodes = {-1: -1}
         for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             node = nodes[i] = self._child(nodes[parent], token)
-            self._given += [{} for _ in range(node + 1 - len(self._given))]
             self._given[node][source] = max(self._given[node].get(source, 0.0), probabilities[i])
         self._joined = None
 
     def limit(self, models: Sequence[tuple[Tree, Sequence[float]]]) -> None:
-        """If any of some trees of `models` continues a path, multiply nodes that none of them has by the probability that it
-        leaves there: the least, if there are several.
+        """If any of the trees of some `models` continues a path, multiply nodes that none of them has by the probability that
+        it leaves there: the least, if there are several.
         """
         found, lefts = set[int | None](), dict[int | None, float]()
         for tree, probabilities in models:
@@ -234,10 +198,39 @@ class Mixture(Trie):
             self._given[node] = {source: one * factors[node] for source, one in self._given[node].items()}
         self._joined = None
 
-    def owner(self, node: int) -> tuple[int, bool]:
-        """The source that believes most in a node, and whether the node counts for it: it doesn't if another source gives the
-        node more than half of that, for without the first it would probably be guessed all the same.
+    def owner(self, node: int) -> int:
+        """The source that a node counts for: the first that has it, unless a later one gives it, and all before it, more than
+        twice the probability: without that one, it would hardly be verified.
         """
         given = self._given[node]
-        source = max(given, key=lambda one: given[one])
-        return source, all(2 * one <= given[source] for other, one in given.items() if other != source)
+        return reduce(lambda first, other: other if given[other] > 2 * given[first] else first, given)
+
+    def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
+        """The most likely nodes, in ascending order. `count` takes all probabilities, in descending order, and says how many to
+        keep.
+        """
+        probabilities = self.probabilities
+        ranked = sorted(range(len(probabilities)), key=lambda node: -probabilities[node])
+        return sorted(ranked[: count([probabilities[node] for node in ranked])])
+
+    def tree(self, nodes: list[int], guess: bytes = b"") -> Tree:
+        """The tree of some nodes, in ascending order, each after its parent."""
+        return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.probabilities)).subset(nodes)
+
+    def best(self, count: Callable[[Sequence[float]], int], guess: bytes = b"") -> Tree:
+        """The tree of the `likeliest` nodes."""
+        return self.tree(self.likeliest(count), guess)
+
+    def _step(self, node: int, source: int) -> float:
+        """The probability that a source gives a node if all before it is right."""
+        parent = self._parents[node]
+        before = self._given[parent].get(source, 0.0) if parent >= 0 else 1.0
+        return self._given[node][source] / before if before else 0.0
+
+    def _child(self, node: int, token: int) -> int:
+        child = self._children.setdefault((node, token), len(self._tokens))
+        if child == len(self._tokens):
+            self._tokens.append(token)
+            self._parents.append(node)
+            self._given.append({})
+        return child

@@ -12,9 +12,9 @@ class Stats:
 
     `seconds_draft`: all of guessing but alignment, `seconds_draft_forwards` among it. `seconds_noise`, of sampling: drawing
     under the noise, of which the draft's part lies within `seconds_draft`. `chains_only`: whether the target can verify no
-    tree, so that all guesses were chains. `accepted_by_draft`: for each draft, in order, the accepted ids that it guessed (what
-    several guessed, counts for the one that gave it the highest probability); a model given by itself is followed by prompt
-    lookup and token recycling.
+    tree, so that all guesses were chains. `accepted_by_draft`: for each draft, in order, the accepted ids that count for it
+    (what several guessed, for the cheapest, unless another gave it more than twice the probability); a model given by
+    itself is followed by prompt lookup and token recycling.
 
     `exact`: whether the ids are those that the target alone picks: in float32 and float64 but for `near_ties`, in half
     precision by forward passes of fixed shapes. False in half precision without those (`stable`), and for sampled texts under

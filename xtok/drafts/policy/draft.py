@@ -76,7 +76,7 @@ class Proposal:
     `tree`: the guess; None if the draft wasn't asked, or failed. `sure`: the probability of the most likely guess of cheaper
     drafts. `drafted`: what each of its forward passes took. `rest`: the seconds of everything else. `first`: whether it was
     asked for the first time in a sequence, when it also reads the prompt, so that `rest` says nothing about a usual round.
-    `own`: the nodes of the round's tree that count for this draft (`Mixture.owner`). `expected`: how many of those were
+    `own`: the nodes of the round's tree that count for this draft (`Trie.owner`). `expected`: how many of those were
     expected to be right.
     """
 
