@@ -187,7 +187,7 @@ def test_hiccups_do_not_mislead_a_batch_that_guesses_with_heads() -> None:
     rows, such rounds looked so expensive that none was tried again. So 16 chats had 0.92 of the best fixed budget in place of
     0.97.
     """
-    engine, found = Engine(row=0.006, guess=0.08), 0.0
+    engine, found = Engine(row=0.006, guess=0.08), list[float]()
     for seed in range(4):
         guessers = [
             Guesser(0.08, 0.0008, 0.012, sure=0.6, seed=seed),
@@ -197,8 +197,8 @@ def test_hiccups_do_not_mislead_a_batch_that_guesses_with_heads() -> None:
         best = Budget(depth=2, width=2, nodes=2, schedule="constant")
         fixed = speed(simulated(World(engine, guessers), 60, best, guessers[:1], texts=16))
         clock = Clock(random=Random(seed), hiccups=0.02)
-        found += speed(simulated(World(engine, guessers, clock), 192, Budget(), guessers, texts=16)) / fixed / 4
-    assert found > 0.95
+        found.append(speed(simulated(World(engine, guessers, clock), 192, Budget(), guessers, texts=16)) / fixed)
+    assert min(found) > 0.94 and sum(found) / 4 > 0.96
 
 
 @pytest.mark.parametrize(

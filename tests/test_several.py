@@ -31,7 +31,7 @@ from properties import (
     without_batch_limits,
 )
 from scripted import ScriptedDrafter
-from test_trees import paths_of
+from test_trees import paths_of, tree_of
 from transformers import LogitsProcessorList
 from worlds import (
     KINDS,
@@ -170,13 +170,6 @@ def test_heads_among_others_leave_the_ids_as_they_are(heads: HeadsDrafter, sampl
 trees = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.floats(0.01, 0.2)), min_size=1, max_size=5)
 
 
-def tree_of(guesses: list[tuple[list[int], float]]) -> Tree:
-    trie = Trie()
-    for tokens, probability in guesses:
-        trie.add(tokens, probability)
-    return trie.best(len)
-
-
 class Guesses:
     """A draft that guesses the same whatever it reads."""
 
@@ -201,8 +194,8 @@ def test_merging_loses_no_candidate_and_adds_none(found: list[list[tuple[list[in
         guesses[0] = Tree(guesses[0].tokens, guesses[0].parents)
     tree, session = merged(guesses, Budget(nodes=1000, depth=5, width=4, schedule="constant"))
     assert set(paths_of(tree)) == {path for one in guesses for path in paths_of(one)}
-    sources = session.sources(tree)
-    assert all(path in paths_of(guesses[source or 0]) for path, source in zip(paths_of(tree), sources, strict=True))
+    for path, source in zip(paths_of(tree), session.sources(tree), strict=True):
+        assert source is not None and path in paths_of(guesses[source])
 
 
 @examples(200)
@@ -496,6 +489,15 @@ def test_what_only_repeated_text_says_shares_what_models_leave_in_whatever_order
     tree = together([session.propose(Budget(nodes=9, depth=2, width=4, schedule="constant"))])[0]
     found = dict(zip(tree.tokens, tree.probabilities, strict=True))
     assert found == pytest.approx({1: 0.9, 2: 0.3 * 0.05, 3: 0.4, 4: 0.05}), "recycling, which gives 1 0.8, limits nothing"
+
+
+def test_a_probability_is_never_more_than_its_parents_whatever_rounding_does() -> None:
+    """Found in review: in floats a node had more than its parent, and was kept without it."""
+    trie = Trie()
+    trie.mix(Tree((1, 2), (-1, 0)), [0.4942463680284966, 0.49424636804294275])
+    assert trie.best(lambda probabilities: 1).tokens == (1,)
+    trie.mix(Tree((1, 2), (-1, 0)), [0.9999988675117493, 0.9999988675117493], 1)
+    assert trie.best(lambda probabilities: 1).tokens == (1,)
 
 
 def test_the_first_time_in_a_generation_is_marked() -> None:

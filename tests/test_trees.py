@@ -95,8 +95,7 @@ def tree_of(guesses: list[tuple[list[int], float]]) -> Tree:
     trie = Trie()
     for tokens, probability in guesses:
         trie.add(tokens, probability)
-    tree = trie.best(len)
-    return Tree(tree.tokens, tree.parents, probabilities=tuple(min(1.0, one) for one in tree.probabilities))
+    return trie.best(len)
 
 
 @given(repeats=st.lists(claimed, max_size=3), models=st.lists(claimed, max_size=3))
@@ -188,10 +187,7 @@ def test_a_path_that_two_sources_begin_is_as_probable_as_the_one_that_continues_
 
 @given(guesses=guesses, longest=st.integers(0, 6))
 def test_a_tree_within_a_depth_has_the_nodes_up_to_it(guesses: list[tuple[list[int], float]], longest: int) -> None:
-    trie = Trie()
-    for tokens, probability in guesses:
-        trie.add(tokens, probability)
-    tree = trie.best(len)
+    tree = tree_of(guesses)
     assert paths_of(tree.within(longest)) == [path for path in paths_of(tree) if len(path) <= longest]
     first = tree.subset(tree.likeliest_path(longest))
     assert first.parents == tuple(range(-1, len(first) - 1))
@@ -265,10 +261,7 @@ class Cycles(LogitsProcessor):
 
 @given(guesses=guesses, first=st.integers(0, 4), says=st.booleans())
 def test_a_tree_after_a_token_has_its_paths_after_that(guesses: list[tuple[list[int], float]], first: int, says: bool) -> None:
-    trie = Trie()
-    for tokens, probability in guesses:
-        trie.add(tokens, min(1.0, probability))
-    tree = trie.best(len)
+    tree = tree_of(guesses)
     tree = tree if says else replace(tree, probabilities=())
     after = tree.prefixed(first)
     assert paths_of(after) == [(first,), *((first, *path) for path in paths_of(tree))]

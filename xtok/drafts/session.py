@@ -193,11 +193,10 @@ class Session:
         if self._first is not None and not confirmed:  # all that was guessed comes after what is wrong
             tree, owners, proposals = Tree(), [], [Proposal()] * len(proposals)
         believed, right = self._believed(tree), tree.path_of(block)
-        accepted = [owners[node] for node in right]
-        self._meter.accepts([accepted.count(draft) for draft in range(len(proposals))])
         for draft, one in enumerate(proposals):
             own = frozenset(node for node, owner in enumerate(owners) if owner == draft)
             proposals[draft] = replace(one, own=own, expected=sum(believed[node] for node in own))
+        self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
         if limit.schedule == "heuristic" and block:
             self._adjust(limit.depth, block, proposals)
         path = right[: len(block) - 1]  # after the last id nothing was picked

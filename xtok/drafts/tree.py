@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import repeat
 
 from xtok.errors import InvalidInputError, shown
@@ -203,7 +202,11 @@ class Trie:
         twice the probability: without that one, it would hardly be verified.
         """
         given = self._given[node]
-        return reduce(lambda first, other: other if given[other] > 2 * given[first] else first, given)
+        owner, *later = given
+        for source in later:
+            if given[source] > 2 * given[owner]:
+                owner = source
+        return owner
 
     def likeliest(self, count: Callable[[Sequence[float]], int]) -> list[int]:
         """The most likely nodes, in ascending order. `count` takes all probabilities, in descending order, and says how many to
