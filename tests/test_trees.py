@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from worlds import ARCHITECTURES, TREE, fitting, make_target_expensive, model, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
-from xtok.drafts.growth import Path, grown
+from xtok.drafts.growth import IdPath, Path, grown
+from xtok.drafts.growth import tree_of as grown_tree
 from xtok.drafts.policy.gate import Gate
 from xtok.drafts.tree import CARRIED, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError
@@ -216,6 +217,40 @@ def test_the_likeliest_guesses_grow_wherever_they_branch_off() -> None:
     found = together([grown([Path(0.7, -1, b"x"), Path(0.2, -1, b"y")], budget, expand)])[0]
     assert calls == [[b"x", b"y"], [b"xa", b"xb"]]
     assert sum(path.kept for path in found) == pytest.approx(0.9)
+
+
+@given(
+    data=st.data(),
+    budget=st.builds(
+        Budget,
+        depth=st.integers(1, 4),
+        width=st.integers(1, 3),
+        nodes=st.integers(1, 12),
+        longest=st.integers(0, 4),
+        schedule=st.just("constant"),
+    ),
+)
+def test_a_grown_tree_holds_the_most_likely_guesses(data: st.DataObject, budget: Budget) -> None:
+    def expand(front: list[IdPath]) -> Steps[list[list[IdPath]]]:
+        yield from ()
+        return [children(guess) for guess in front]
+
+    def children(guess: IdPath) -> list[IdPath]:
+        shares = data.draw(st.lists(st.sampled_from([0.1, 0.3, 0.5, 1.0, 1.0 + 1e-7]), max_size=3))
+        return [
+            IdPath(guess.probability * share, -1, guess.written + b"%d" % token, share, ids=(*guess.ids, token))
+            for token, share in enumerate(shares)
+        ]
+
+    found = together([grown(children(IdPath(1.0, -1, b"")), budget, expand)])[0]
+    tree = grown_tree(found, budget)
+    expected = {guess.ids: guess.probability for guess in found if len(guess.ids) <= budget.longest}
+    kept = with_probabilities(tree)
+    assert len(tree) == len(kept) == min(budget.nodes, len(expected))
+    assert kept == {path: expected[path] for path in kept}
+    assert min(kept.values(), default=2) >= max((one for path, one in expected.items() if path not in kept), default=0)
+    best = max((guess.probability for guess in found), default=0)
+    assert not kept or tree.guess in [guess.written for guess in found if guess.probability == best]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.base import Context, ModelDrafter
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.tree import Tree, Trie
+from xtok.drafts.tree import Tree
 from xtok.models.forwards import Look, Looked, Steps
 from xtok.sampling.draws import Distribution, race
 from xtok.sampling.largest import largest
@@ -170,10 +170,13 @@ def child(context: Context, view: TokenBytes, guess: IdPath, conditional: float,
 
 
 def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
-    trie = Trie()
-    for guess in guesses:
-        trie.add(guess.ids[: budget.longest], guess.kept)
-    return trie.best(budget.verified, max(guesses, key=lambda guess: guess.probability).written if guesses else b"")
+    """The tree of the most likely guesses, as many as the budget allows. No two guesses have the same ids."""
+    ranked = sorted((guess for guess in guesses if len(guess.ids) <= budget.longest), key=lambda guess: -guess.probability)
+    kept = ranked[: budget.verified([guess.probability for guess in ranked])]
+    nodes = {(): -1} | {guess.ids: node for node, guess in enumerate(kept)}
+    tokens, parents = (guess.ids[-1] for guess in kept), (nodes[guess.ids[:-1]] for guess in kept)
+    written = ranked[0].written if ranked else b""
+    return Tree(tuple(tokens), tuple(parents), written, (), tuple(guess.probability for guess in kept))
 
 
 def grown(
@@ -193,7 +196,9 @@ def grown(
         front, waiting = waiting[:size], waiting[size:]
         continued = yield from expand(front)
         for path, children in zip(front, continued, strict=True):
-            path.kept = max(0.0, path.probability - sum(child.probability for child in children))
+            for one in children:  # rounding may have made it more likely
+                one.probability = min(one.probability, path.probability)
+            path.kept = max(0.0, path.probability - sum(one.probability for one in children))
         new = [child for children in continued for child in children]
         found += new
     return found
