@@ -435,18 +435,21 @@ def test_a_number_of_rows_that_is_expensive_is_believed_soon_if_others_are_measu
 
 
 def test_a_gate_that_closed_tries_again_and_what_gains_opens_it() -> None:
+    def closes(gained: float) -> bool:
+        gate.judge(gained)
+        return gate.wait > 0
+
     gate = Gate()
-    lost = [gate.judge(-0.5) for _ in range(5)]
-    assert lost == [False] * 4 + [True]
+    assert [closes(-0.5) for _ in range(5)] == [False] * 4 + [True]
     waits = 0
     while not gate.asks():
         waits += 1
     assert 8 < waits < 64 and gate.trial
-    assert gate.judge(-0.5)
+    assert closes(-0.5)
     while not gate.asks():
         pass
-    assert not any(gate.judge(0.5) or not gate.asks() for _ in range(50))
-    assert not any(gate.judge(-0.5) for _ in range(9)), "what gained for long may lose for a while"
+    assert not any(closes(0.5) or not gate.asks() for _ in range(50))
+    assert not any(closes(-0.5) for _ in range(9)), "what gained for long may lose for a while"
 
 
 def test_fixed_budgets_of_the_simulator_are_what_they_say() -> None:

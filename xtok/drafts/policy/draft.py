@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from xtok.drafts.policy.gate import TRUST, Gate, Hits
+from xtok.drafts.policy.gate import Gate, Hits
 from xtok.drafts.policy.latency import SHARE, LatencyModel
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
@@ -64,10 +64,6 @@ class Calibration:
             goes_on = any(tree.parents[node] == fork for node in right)
             self.onward += SHARE * (goes_on - self.onward) / 2
 
-    def forget(self) -> None:
-        """Reduce the weight of what was learnt, so that a few guesses can show that it no longer holds."""
-        self.hits = Hits(TRUST * self.hits.factor)
-
 
 @dataclass(frozen=True)
 class Proposal:
@@ -113,15 +109,14 @@ class DraftPolicy:
     """What a draft costs and gains, and whether asking it pays.
 
     `forward`: predicts the seconds of its forward passes. `rest`: those of all else that asking it takes. `gates`: two for each
-    batch size: for when cheaper drafts are sure, and for when they aren't. `share`: the share of its right guesses that count
-    for it. `depth`: the depth of its next guess, under the heuristic schedule.
+    batch size: for when cheaper drafts are sure, and for when they aren't. `depth`: the depth of its next guess, under the
+    heuristic schedule.
     """
 
     forward: LatencyModel = field(default_factory=LatencyModel)
     rest: LatencyModel = field(default_factory=LatencyModel)
     calibration: Calibration = field(default_factory=Calibration)
     gates: dict[tuple[int, bool], Gate] = field(default_factory=dict)
-    share: float = 1.0
     depth: int | None = None
 
     @property
@@ -140,16 +135,14 @@ class DraftPolicy:
             self.gates[size, degree] = Gate() if nearest is None else Gate(self.gates[nearest].balance)
         return self.gates[size, degree]
 
-    def learn(self, one: Proposal, block: Sequence[int], path: Sequence[int], slowness: float) -> float:
+    def learn(self, one: Proposal, block: Sequence[int], slowness: float) -> float:
         """Learn from a proposal. Returns the seconds that it usually takes for one sequence.
 
-        `block`, `path`: those of the `Outcome`. `slowness`: how many times slower the machine is than usual; 0 to go by nominal
+        `block`: that of the `Outcome`. `slowness`: how many times slower the machine is than usual; 0 to go by nominal
         latencies alone.
         """
         assert one.tree is not None
         right = one.tree.path_of(block)
-        if right:
-            self.share += SHARE * (min(1.0, len(one.own.intersection(path)) / len(right)) - self.share)
         self.calibration.learn(one.tree, right, ended=len(right) == len(block))
         if not slowness:
             return max(1, len(one.drafted)) * self.forward.at(1)

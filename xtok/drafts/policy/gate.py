@@ -63,17 +63,16 @@ class Gate:
         self.wait, self.trial = max(0, self.wait - 1), self.trial or self.wait == 1
         return not self.wait
 
-    def judge(self, gained: float, others: Sequence["Gate"] = (), *, sequences: int = 1) -> bool:
-        """Learn how many tokens a round gained for each of its sequences. Returns whether that closed the gate.
+    def judge(self, gained: float, others: Sequence["Gate"] = (), *, sequences: int = 1) -> None:
+        """Learn how many tokens a round gained for each of its sequences.
 
         The more sequences there are, the more a round shows, and the more a loss costs: the balance is that of all of them.
         `others`: gates of the same draft. All together may lose no more than one alone before they close.
         """
         self.trial, self.balance = False, min(2 * _LOSS, self.balance + sequences * gained)
-        closes = self.balance < 0 and self.balance + sum(min(0.0, one.balance) for one in others if not one._pause) < -_LOSS
-        if closes:
+        losses = self.balance + sum(min(0.0, one.balance) for one in others if not one._pause)
+        if self.balance < 0 and losses < -_LOSS:
             self._pause = max(ROUNDS / 4, -gained, min(2 * self._pause, -gained * 2 * ROUNDS))
             self.balance, self.wait = -_LOSS, 1 + round(self._pause)
         elif self.balance > 0:
             self._pause = 0.0
-        return closes

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from math import inf, sqrt
+from math import inf
 from statistics import median
 from threading import RLock
 from typing import Any, NamedTuple
@@ -170,7 +170,7 @@ class Policy:
             count, rows = len(outcomes), max(one.rows for one in outcomes)
             size, slowness = self._size(count), self.shared.slowness if self.reads_clock else 0.0
             asked = [
-                _Asked(i, draft, each, draft.learn(each, one.block, one.path, slowness))
+                _Asked(i, draft, each, draft.learn(each, one.block, slowness))
                 for i, one in enumerate(outcomes)
                 for draft, each in zip(one.drafts or self.drafts, one.proposals, strict=False)
                 if each.tree is not None
@@ -209,8 +209,7 @@ class Policy:
             for one in some:
                 right = len(one.proposal.own.intersection(outcomes[one.sequence].path))
                 picks += gate.gain(right, one.proposal.expected) / count - rate * one.seconds
-            if gate.judge(picks, [other for other in draft.gates.values() if other is not gate], sequences=count):
-                draft.calibration.forget()
+            gate.judge(picks, [other for other in draft.gates.values() if other is not gate], sequences=count)
 
     def _saved(self, some: Iterable[_Asked], nodes: Sequence[int], count: int, rows: float) -> float:
         """The seconds that a forward pass of the target would have taken less without some guesses. It has as many rows as the
@@ -298,10 +297,8 @@ class DraftBudget(Budget):
             if not most or not self.draft.forward.at(1):
                 return 0
             rate, row = self.policy.rate(self.sequences), self.policy.price_of_row(self.sequences)
-            onward = max(self.draft.calibration.onward * self.draft.share, 0.6 * self.is_trial)
-            taken = self.unread + level
-            free = self.policy.padded(self.sequences, taken) - taken
-            gains = [self._believed(one) * onward - row * (path >= free) for path, one in enumerate(probabilities[:most])]
+            calibration = self.draft.calibration
+            gains = [calibration.believed(one) * calibration.onward - row for one in probabilities[:most]]
             sharing = self._sharing(level)
 
             def worth(count: int) -> float:
@@ -321,15 +318,10 @@ class DraftBudget(Budget):
             return self.sequences
         return self.drafted[-1].texts
 
-    def _believed(self, probability: float) -> float:
-        """The corrected probability of a guess; in a trial, a value between that and the draft's own."""
-        believed = self.draft.calibration.believed(probability)
-        return max(believed, sqrt(believed * probability)) if self.is_trial else believed
-
     def verified(self, probabilities: Sequence[float]) -> int:
         """How many guessed ids are worth a row of the target's forward pass each; in a trial, at least one."""
         most = super().verified(probabilities)
         with self.policy.shared.lock:
-            believed = [self._believed(probability) for probability in probabilities[:most]]
+            believed = [self.draft.calibration.believed(probability) for probability in probabilities[:most]]
             worth = self.policy.width([(self.unread, believed)], self.sequences) - self.unread
             return max(worth, int(self.is_trial and most > 0))
