@@ -452,6 +452,14 @@ def test_a_gate_that_closed_tries_again_and_what_gains_opens_it() -> None:
     assert not any(closes(-0.5) for _ in range(9)), "what gained for long may lose for a while"
 
 
+def test_drafts_that_do_not_pay_cost_little_in_all_however_many_there_are() -> None:
+    useless = [Guesser(0.2, worth=lambda _: 0.0, seed=seed) for seed in range(6)]
+    alone = speed(simulated(World(FREE, []), 20, Budget(), []))
+    for guessers in (useless[:1], useless):
+        run = simulated(World(FREE, guessers), 2500, Budget(), guessers)
+        assert speed(run[1000:]) > 0.985 * alone, f"trials of {len(guessers)} drafts"
+
+
 def test_fixed_budgets_of_the_simulator_are_what_they_say() -> None:
     run = simulated(World(FREE, [CHEAP]), 20, FIXED[0], [CHEAP])
     assert all(work == pytest.approx(1.0 + 2 * 0.05 + 0.01) for _, work in run)

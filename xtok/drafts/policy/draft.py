@@ -135,6 +135,10 @@ class DraftPolicy:
             self.gates[size, degree] = Gate() if nearest is None else Gate(self.gates[nearest].balance)
         return self.gates[size, degree]
 
+    def closed(self, sequences: int) -> int:
+        """How many of the gates for rounds of `sequences` are closed."""
+        return sum(gate.is_closed for (size, _), gate in self.gates.items() if size == rounded_down(sequences))
+
     def learn(self, one: Proposal, block: Sequence[int], slowness: float) -> float:
         """Learn from a proposal. Returns the seconds that it usually takes for one sequence.
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 
 from xtok.drafts.policy.latency import ROUNDS
 
 TRUST = 2.0
 """The weight, in expected tokens, of the assumption that expectations are right."""
 _LOSS = 2.0
-"""How many tokens something may lose before its gate closes; and how many of those that it gained it may lose besides."""
+"""How many tokens a draft may lose in one sequence before its gate closes; and how many of those that it gained it may lose
+besides.
+"""
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Gate:
     `balance`: tokens gained minus tokens lost, within limits, so that what turns bad is noticed however much it gained before
     (a CUSUM test, Page 1954). `wait`: for how many more rounds the gate stays closed. The round after them is a `trial`. If it
     loses tokens, the gate closes again, for twice as long, and for at least as many rounds as the trial lost tokens. The pauses
-    grow until trials lose no more than one token in 128.
+    grow until the trials of all closed gates together lose no more than one token in 128.
     """
 
     balance: float = 0.0
@@ -63,16 +66,23 @@ class Gate:
         self.wait, self.trial = max(0, self.wait - 1), self.trial or self.wait == 1
         return not self.wait
 
-    def judge(self, gained: float, others: Sequence["Gate"] = (), *, sequences: int = 1) -> None:
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has closed and nothing was gained since, so that only trials ask."""
+        return self._pause > 0
+
+    def judge(self, gained: float, others: Sequence["Gate"] = (), *, sequences: int = 1, closed: int = 0) -> None:
         """Learn how many tokens a round gained for each of its sequences.
 
         The more sequences there are, the more a round shows, and the more a loss costs: the balance is that of all of them.
-        `others`: gates of the same draft. All together may lose no more than one alone before they close.
+        `others`: gates of the same draft. All together may lose no more than one alone before they close. `closed`: how many
+        gates are closed, those of other drafts included, which have their trials as well.
         """
-        self.trial, self.balance = False, min(2 * _LOSS, self.balance + sequences * gained)
-        losses = self.balance + sum(min(0.0, one.balance) for one in others if not one._pause)
-        if self.balance < 0 and losses < -_LOSS:
-            self._pause = max(ROUNDS / 4, -gained, min(2 * self._pause, -gained * 2 * ROUNDS))
-            self.balance, self.wait = -_LOSS, 1 + round(self._pause)
+        limit = _LOSS * sqrt(sequences)  # as chance grows with their number
+        self.trial, self.balance = False, min(2 * limit, self.balance + sequences * gained)
+        losses = self.balance + sum(min(0.0, one.balance) for one in others if not one.is_closed)
+        if self.balance < 0 and losses < -limit:
+            self._pause = max(ROUNDS / 4, -gained, min(2 * self._pause, -gained * 2 * ROUNDS * max(1, closed)))
+            self.balance, self.wait = -limit, 1 + round(self._pause)
         elif self.balance > 0:
             self._pause = 0.0

@@ -11,7 +11,7 @@ SHARE = 0.1
 ENOUGH = round(1 / SHARE)
 """How many measurements tell more than chance."""
 ROUNDS = 64
-"""For how many rounds, about, what was measured or counted holds. Trials may lose one token in twice as many."""
+"""For how many rounds, about, what was measured or counted holds. All trials together may lose one token in twice as many."""
 ROW = 0.02
 """What one more row of one sequence is assumed to add to a forward pass, as a share, until other numbers of rows were measured.
 """

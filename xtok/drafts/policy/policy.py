@@ -202,6 +202,7 @@ class Policy:
             gate = one.draft.gate(batch.sequences, one.proposal.sure)
             judged.setdefault(id(gate), (gate, []))[1].append(one)
         saved = {key: rate * self._saved(some, nodes, count, rows) for key, (_, some) in judged.items()}
+        closed = sum(draft.closed(batch.sequences) for draft in self.drafts)
         shared = rate * (self.seconds(count, rows) - self.seconds(count, 1)) - sum(saved.values())  # no draft alone saves it
         for key, (gate, some) in judged.items():
             draft, share = some[0].draft, sum(len(one.proposal.own) for one in some) / max(1, sum(nodes))
@@ -209,7 +210,8 @@ class Policy:
             for one in some:
                 right = len(one.proposal.own.intersection(outcomes[one.sequence].path))
                 picks += gate.gain(right, one.proposal.expected) / count - rate * one.seconds
-            gate.judge(picks, [other for other in draft.gates.values() if other is not gate], sequences=count)
+            others = [other for other in draft.gates.values() if other is not gate]
+            gate.judge(picks, others, sequences=count, closed=closed)
 
     def _saved(self, some: Iterable[_Asked], nodes: Sequence[int], count: int, rows: float) -> float:
         """The seconds that a forward pass of the target would have taken less without some guesses. It has as many rows as the
