@@ -434,11 +434,11 @@ def test_guesses_that_begin_to_come_true_are_found_out(texts: int, clock: Clock,
     assert served(clock, monkeypatch, cheap_rows, lambda step: 0.7 * (step >= 300), texts=texts) < 0.8
 
 
-@pytest.mark.parametrize(("texts", "joins"), [*deep((40, 0.0), (40, 0.9)), (16, 1.0)])
+@pytest.mark.parametrize(("texts", "joins"), [*deep((40, 0.0), (40, 0.9)), (40, 0.93), (40, 0.97), (16, 1.0)])
 def test_guessing_begins_in_a_large_batch_and_where_texts_come_in_each_step(
     texts: int, joins: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by a hostile trial."""
+    """Found by a hostile trial. Later: few steps read no prompt, none of those had guesses, so guesses seemed expensive for ever."""
     assert served(clock, monkeypatch, cheap_rows, lambda step: 0.8, texts=texts, joins=joins, number=600) < 0.7
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal, rounded_down
 from xtok.drafts.policy.gate import Gate
-from xtok.drafts.policy.latency import ENOUGH, ROUNDS, ROW, SHARE, BatchSize, LatencyModel, NominalLatency
+from xtok.drafts.policy.latency import ROUNDS, ROW, SHARE, BatchSize, LatencyModel, NominalLatency
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
@@ -58,13 +58,12 @@ class Shared:
 
     `sizes`: what is known for each rounded number of sequences. `slowness`: how many times slower the machine is now than when
     latencies were measured; it applies to a whole round. `ratios`: the seconds of the latest rounds, in multiples of what was
-    predicted. `mixed`: seconds of rounds that did other work as well, until others are measured.
+    predicted.
     """
 
     sizes: dict[int, BatchSize] = field(default_factory=dict)
     slowness: float = 1.0
     ratios: deque[float] = field(default_factory=lambda: deque([1.0, 1.0], maxlen=3))
-    mixed: deque[float] = field(default_factory=lambda: deque(maxlen=ENOUGH))
     lock: Any = field(default_factory=RLock, repr=False, compare=False)
 
 
@@ -164,7 +163,7 @@ class Policy:
     def observe(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool = True) -> None:
         """Learn from a round: from what became of its sequences' guesses, and from the `seconds` of the whole round.
 
-        `is_pure`: whether it did nothing else, such as reading a prompt. If it did, its seconds aren't used as a measurement.
+        `is_pure`: whether it did nothing else, such as reading a prompt.
         """
         with self.shared.lock:
             count, rows = len(outcomes), max(one.rows for one in outcomes)
@@ -227,14 +226,12 @@ class Policy:
         """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
         to have changed: by the median of three rounds, since a single slow one is a hiccup.
 
-        If only rounds with other work can be measured, the shortest of a few counts as one without.
+        A round that did other work as well takes no less than one that didn't. So it counts while little is known of so many
+        rows, if it took less than predicted.
         """
-        if not is_pure:
-            self.shared.mixed.append(max(0.0, seconds))
-            if len(self.shared.mixed) < ENOUGH or any(one.rounds.cells for one in self.shared.sizes.values()):
-                return
-            seconds = min(self.shared.mixed)
         if seconds <= 0:  # a draft of another thread's sequence may have been waited for
+            return
+        if not is_pure and (size.rounds.knows(rows) or seconds > (size.rounds.at(rows) or inf) * self.shared.slowness):
             return
         if size.rounds.knows(rows):
             self.shared.ratios.append(seconds / (self.shared.slowness * size.rounds.at(rows)))
