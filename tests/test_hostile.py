@@ -39,7 +39,7 @@ from xtok.serving.http.reading import Written
 from xtok.serving.http.requests import submissions_of
 from xtok.serving.http.responses import Responses, chat_of
 
-REQUESTS = int(os.environ.get("XTOK_HOSTILE_REQUESTS", "1200"))
+REQUESTS = int(os.environ.get("XTOK_HOSTILE_REQUESTS", "800"))
 """10,000 take six minutes of a quiet core."""
 AT_ONCE = 64
 PATIENCE = 900.0

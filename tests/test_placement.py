@@ -189,7 +189,7 @@ def test_compiled_models() -> None:
     target, draft = load(TARGET), load(DRAFT)
     for model, _ in (target, draft):
         model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
-    check(target, draft, length=6)
+    check(target, draft, length=4)
 
 
 @pytest.mark.parametrize("draft", [DRAFT, HeadsDrafter(HEADS)], ids=["model", "heads"])
