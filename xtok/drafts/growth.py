@@ -172,11 +172,11 @@ def child(context: Context, view: TokenBytes, guess: IdPath, conditional: float,
 def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
     """The tree of the most likely guesses, as many as the budget allows. No two guesses have the same ids."""
     ranked = sorted((guess for guess in guesses if len(guess.ids) <= budget.longest), key=lambda guess: -guess.probability)
-    kept = ranked[: budget.verified([guess.probability for guess in ranked])]
-    nodes = {(): -1} | {guess.ids: node for node, guess in enumerate(kept)}
-    tokens, parents = (guess.ids[-1] for guess in kept), (nodes[guess.ids[:-1]] for guess in kept)
+    chosen = ranked[: budget.verified([guess.probability for guess in ranked])]
+    nodes = {(): -1} | {guess.ids: node for node, guess in enumerate(chosen)}
+    tokens, parents = (guess.ids[-1] for guess in chosen), (nodes[guess.ids[:-1]] for guess in chosen)
     written = ranked[0].written if ranked else b""
-    return Tree(tuple(tokens), tuple(parents), written, (), tuple(guess.probability for guess in kept))
+    return Tree(tuple(tokens), tuple(parents), written, (), tuple(guess.probability for guess in chosen))
 
 
 def grown(

@@ -203,7 +203,7 @@ class DraftEngine:
         return dict(zip(texts, trees, strict=True))
 
     def _learn(self) -> None:
-        """Let drafts learn from the step that is over. A step that isn't pure says nothing about latency, but shows which
+        """Let drafts learn from the step that is over. A step that isn't pure says little about latency, but shows which
         guesses were right.
         """
         step, self._step = self._step, _Step(is_pure=False)

@@ -127,17 +127,19 @@ class DraftPolicy:
     def gate(self, sequences: int, sure: float) -> Gate:
         """The gate for rounds of `sequences` in which cheaper drafts give their most likely guess the probability `sure`.
 
-        A new gate starts as a copy of the nearest.
+        A new gate starts with the balance of the nearest, but a loss of one that is open isn't counted twice.
         """
         size, degree = rounded_down(sequences), are_sure(sure)
         if (size, degree) not in self.gates:
             nearest = min(self.gates, key=lambda one: (abs(one[0] - size), abs(one[1] - degree)), default=None)
-            self.gates[size, degree] = Gate() if nearest is None else Gate(self.gates[nearest].balance)
+            like = Gate() if nearest is None else self.gates[nearest]
+            self.gates[size, degree] = Gate(like.balance if like.is_closed else max(0.0, like.balance))
         return self.gates[size, degree]
 
-    def closed(self, sequences: int) -> int:
-        """How many of the gates for rounds of `sequences` are closed."""
-        return sum(gate.is_closed for (size, _), gate in self.gates.items() if size == rounded_down(sequences))
+    def is_closed(self, sequences: int, sure: float) -> bool:
+        """Whether the gate for such rounds is closed. Arguments are those of `gate`."""
+        gate = self.gates.get((rounded_down(sequences), are_sure(sure)))
+        return gate is not None and gate.is_closed
 
     def learn(self, one: Proposal, block: Sequence[int], slowness: float) -> float:
         """Learn from a proposal. Returns the seconds that it usually takes for one sequence.

@@ -6,12 +6,10 @@ from math import sqrt
 
 from xtok.drafts.policy.latency import ROUNDS
 
-TRUST = 2.0
+_TRUST = 2.0
 """The weight, in expected tokens, of the assumption that expectations are right."""
 _LOSS = 2.0
-"""How many tokens a draft may lose in one sequence before its gate closes; and how many of those that it gained it may lose
-besides.
-"""
+"""How many tokens a draft may lose before its gate closes. Twice as many of those that it gained count."""
 
 
 @dataclass
@@ -21,8 +19,8 @@ class Hits:
     The assumption that expectations are right keeps some weight. So what is nearly free is always tried.
     """
 
-    right: float = TRUST
-    expected: float = TRUST
+    right: float = _TRUST
+    expected: float = _TRUST
 
     @property
     def factor(self) -> float:
@@ -33,7 +31,7 @@ class Hits:
         """Count guesses."""
         self.right, self.expected = self.right + right, self.expected + expected
         if max(self.right, self.expected) > ROUNDS:
-            self.right, self.expected = (self.right + TRUST) / 2, (self.expected + TRUST) / 2
+            self.right, self.expected = (self.right + _TRUST) / 2, (self.expected + _TRUST) / 2
 
 
 @dataclass
@@ -41,9 +39,10 @@ class Gate:
     """Decides whether a draft pays. It compares rounds with it and what they would be without.
 
     `balance`: tokens gained minus tokens lost, within limits, so that what turns bad is noticed however much it gained before
-    (a CUSUM test, Page 1954). `wait`: for how many more rounds the gate stays closed. The round after them is a `trial`. If it
-    loses tokens, the gate closes again, for twice as long, and for at least as many rounds as the trial lost tokens. The pauses
-    grow until the trials of all closed gates together lose no more than one token in 128.
+    (a CUSUM test, Page 1954). In a batch of n sequences, it is the tokens of all, divided by √n, since the sum of n results
+    varies by √n times as much as one. `wait`: for how many more rounds the gate stays closed. The round after them is a
+    `trial`. If it loses tokens, the gate closes again, for twice as long, and for at least as many rounds as the trial lost
+    tokens. The pauses grow until the trials of all drafts whose gates are closed lose no more, together, than one token in 128.
     """
 
     balance: float = 0.0
@@ -68,21 +67,19 @@ class Gate:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has closed and nothing was gained since, so that only trials ask."""
+        """Whether it closed, and hasn't gained back since then what it had lost."""
         return self._pause > 0
 
     def judge(self, gained: float, others: Sequence["Gate"] = (), *, sequences: int = 1, closed: int = 0) -> None:
         """Learn how many tokens a round gained for each of its sequences.
 
-        The more sequences there are, the more a round shows, and the more a loss costs: the balance is that of all of them.
         `others`: gates of the same draft. All together may lose no more than one alone before they close. `closed`: how many
-        gates are closed, those of other drafts included, which have their trials as well.
+        drafts have a closed gate for such rounds, and so trials.
         """
-        limit = _LOSS * sqrt(sequences)  # as chance grows with their number
-        self.trial, self.balance = False, min(2 * limit, self.balance + sequences * gained)
+        self.trial, self.balance = False, min(2 * _LOSS, self.balance + sqrt(sequences) * gained)
         losses = self.balance + sum(min(0.0, one.balance) for one in others if not one.is_closed)
-        if self.balance < 0 and losses < -limit:
+        if self.balance < 0 and losses < -_LOSS:
             self._pause = max(ROUNDS / 4, -gained, min(2 * self._pause, -gained * 2 * ROUNDS * max(1, closed)))
-            self.balance, self.wait = -limit, 1 + round(self._pause)
+            self.balance, self.wait = -_LOSS, 1 + round(self._pause)
         elif self.balance > 0:
             self._pause = 0.0

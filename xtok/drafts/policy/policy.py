@@ -163,7 +163,7 @@ class Policy:
     def observe(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool = True) -> None:
         """Learn from a round: from what became of its sequences' guesses, and from the `seconds` of the whole round.
 
-        `is_pure`: whether it did nothing else, such as reading a prompt.
+        `is_pure`: False if it also did other work, such as reading a prompt. Then its seconds count only while little is known.
         """
         with self.shared.lock:
             count, rows = len(outcomes), max(one.rows for one in outcomes)
@@ -175,7 +175,8 @@ class Policy:
                 if each.tree is not None
             ]
             if self.reads_clock:
-                self._measure(size, rows, seconds - sum(one.drafting for one in outcomes), is_pure=is_pure)
+                drafting = sum(one.drafting for one in outcomes)
+                self._measure(count, rows, seconds - drafting, is_pure=is_pure, is_whole=count == batch.sequences)
             plain = self.seconds(count, 1)
             if not plain:
                 return
@@ -201,7 +202,6 @@ class Policy:
             gate = one.draft.gate(batch.sequences, one.proposal.sure)
             judged.setdefault(id(gate), (gate, []))[1].append(one)
         saved = {key: rate * self._saved(some, nodes, count, rows) for key, (_, some) in judged.items()}
-        closed = sum(draft.closed(batch.sequences) for draft in self.drafts)
         shared = rate * (self.seconds(count, rows) - self.seconds(count, 1)) - sum(saved.values())  # no draft alone saves it
         for key, (gate, some) in judged.items():
             draft, share = some[0].draft, sum(len(one.proposal.own) for one in some) / max(1, sum(nodes))
@@ -210,6 +210,7 @@ class Policy:
                 right = len(one.proposal.own.intersection(outcomes[one.sequence].path))
                 picks += gate.gain(right, one.proposal.expected) / count - rate * one.seconds
             others = [other for other in draft.gates.values() if other is not gate]
+            closed = sum(each.is_closed(batch.sequences, some[0].proposal.sure) for each in self.drafts)
             gate.judge(picks, others, sequences=count, closed=closed)
 
     def _saved(self, some: Iterable[_Asked], nodes: Sequence[int], count: int, rows: float) -> float:
@@ -222,16 +223,17 @@ class Policy:
         fewer = max(nodes) - max(without)
         return self.seconds(count, rows) - self.seconds(count, max(1.0, rows - fewer))
 
-    def _measure(self, size: BatchSize, rows: float, seconds: float, *, is_pure: bool) -> None:
+    def _measure(self, sequences: int, rows: float, seconds: float, *, is_pure: bool, is_whole: bool) -> None:
         """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
         to have changed: by the median of three rounds, since a single slow one is a hiccup.
 
-        A round that did other work as well takes no less than one that didn't. So it counts while little is known of so many
-        rows, if it took less than predicted.
+        A round that did other work as well takes no less than one that didn't, if all sequences of the batch are in it
+        (`is_whole`). So it counts while little is known of so many rows, unless it took longer than predicted.
         """
+        size, predicted = self._size(sequences), self.seconds(sequences, rows) * self.shared.slowness
         if seconds <= 0:  # a draft of another thread's sequence may have been waited for
             return
-        if not is_pure and (size.rounds.knows(rows) or seconds > (size.rounds.at(rows) or inf) * self.shared.slowness):
+        if not is_pure and (not is_whole or size.rounds.knows(rows) or seconds > (predicted or inf)):
             return
         if size.rounds.knows(rows):
             self.shared.ratios.append(seconds / (self.shared.slowness * size.rounds.at(rows)))
