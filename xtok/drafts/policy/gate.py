@@ -42,7 +42,8 @@ class Gate:
     (a CUSUM test, Page 1954). In a batch of n sequences, it is the tokens of all, divided by √n, since the sum of n results
     varies by √n times as much as one. `wait`: for how many more rounds the gate stays closed. The round after them is a
     `trial`. If it loses tokens, the gate closes again, for twice as long, and for at least as many rounds as the trial lost
-    tokens. The pauses grow until the trials of all drafts whose gates are closed lose no more, together, than one token in 128.
+    tokens. The pauses grow until the trials of all drafts whose gates are closed lose no more, together, than one token of each
+    sequence in 128 rounds.
     """
 
     balance: float = 0.0
