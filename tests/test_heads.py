@@ -89,11 +89,14 @@ def test_heads_begin_as_the_target_itself() -> None:
 
 
 @pytest.mark.deep
-def test_training_teaches_heads_what_the_target_writes(tmp_path: Path, shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["sequential", "medusa"])
+def test_training_teaches_heads_what_the_target_writes(
+    kind: str, tmp_path: Path, shallow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As much as in 14 s of a quiet machine, also on a busy one."""
     monkeypatch.setattr("xtok.tune.answers.timed", lambda: nullcontext(Span(2.0)))
     monkeypatch.setattr("xtok.tune.heads.planned", lambda *_: Plan(EPOCHS, bf16=False))
-    taught = trained(tmp_path / "heads", shallow, hours=0.004, max_new_tokens=48)
+    taught = trained(tmp_path / "heads", shallow, kind=kind, hours=0.004, max_new_tokens=48)
     assert taught.accuracy[0][0] > 0.3  # of 8,000 ids
     assert taught.epochs[-1] >= taught.epochs[0]
     assert taught.after > 1 and set(taught.ways) == {"greedy", "greedy, repetition penalty 1.2", "sampled"}

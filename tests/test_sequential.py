@@ -234,7 +234,7 @@ def test_rejection_draws_from_the_target_with_heads(tmp_path: Path) -> None:
         exact = grown
     heads = HeadsDrafter(heads_file(tmp_path / "h", known={token for ids in exact for token in ids}))
     xt = XTokAssisted((TARGET, TOKENS), heads, acceptance="rejection", budget=Budget(3))
-    count, accepted, found = 1000, 0, Counter[tuple[int, ...]]()
+    count, accepted, found = 1500, 0, Counter[tuple[int, ...]]()
     for seed in range(count):
         generation = xt.generate("吾輩は", seed=seed, **asked)
         found[tuple(generation.token_ids)] += 1

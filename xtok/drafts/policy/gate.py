@@ -9,7 +9,7 @@ from xtok.drafts.policy.latency import ROUNDS
 _TRUST = 2.0
 """The weight, in expected tokens, of the assumption that expectations are right."""
 _LOSS = 2.0
-"""How many tokens a draft may lose before its gate closes. Twice as many of those that it gained count."""
+"""How many tokens a draft may lose before its gate closes. Of those that it gained, at most twice as many count."""
 
 
 @dataclass

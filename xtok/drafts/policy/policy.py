@@ -163,7 +163,8 @@ class Policy:
     def observe(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool = True) -> None:
         """Learn from a round: from what became of its sequences' guesses, and from the `seconds` of the whole round.
 
-        `is_pure`: False if it also did other work, such as reading a prompt. Then its seconds count only while little is known.
+        `is_pure`: False if it also did other work, such as reading a prompt. Then its seconds count only while little is known,
+        and only if all sequences of the batch have an outcome.
         """
         with self.shared.lock:
             count, rows = len(outcomes), max(one.rows for one in outcomes)
@@ -174,9 +175,8 @@ class Policy:
                 for draft, each in zip(one.drafts or self.drafts, one.proposals, strict=False)
                 if each.tree is not None
             ]
-            if self.reads_clock:
-                drafting = sum(one.drafting for one in outcomes)
-                self._measure(count, rows, seconds - drafting, is_pure=is_pure, is_whole=count == batch.sequences)
+            if self.reads_clock and (is_pure or count == batch.sequences):
+                self._measure(count, rows, seconds - sum(one.drafting for one in outcomes), is_pure=is_pure)
             plain = self.seconds(count, 1)
             if not plain:
                 return
@@ -223,19 +223,20 @@ class Policy:
         fewer = max(nodes) - max(without)
         return self.seconds(count, rows) - self.seconds(count, max(1.0, rows - fewer))
 
-    def _measure(self, sequences: int, rows: float, seconds: float, *, is_pure: bool, is_whole: bool) -> None:
+    def _measure(self, sequences: int, rows: float, seconds: float, *, is_pure: bool) -> None:
         """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
         to have changed: by the median of three rounds, since a single slow one is a hiccup.
 
-        A round that did other work as well takes no less than one that didn't, if all sequences of the batch are in it
-        (`is_whole`). So it counts while little is known of so many rows, unless it took longer than predicted.
+        A round that did other work as well takes no less than one that didn't. So it counts while little is known of so many
+        rows, unless it took longer than predicted.
         """
-        size, predicted = self._size(sequences), self.seconds(sequences, rows) * self.shared.slowness
+        size = self._size(sequences)
+        is_known = size.rounds.knows(rows)
         if seconds <= 0:  # a draft of another thread's sequence may have been waited for
             return
-        if not is_pure and (not is_whole or size.rounds.knows(rows) or seconds > (predicted or inf)):
+        if not is_pure and (is_known or seconds > (self.seconds(sequences, rows) * self.shared.slowness or inf)):
             return
-        if size.rounds.knows(rows):
+        if is_known:
             self.shared.ratios.append(seconds / (self.shared.slowness * size.rounds.at(rows)))
             ratio = median(self.shared.ratios)
             slowness = self.shared.slowness * (1 + 3 * SHARE * (min(2.0, max(0.5, ratio)) - 1))
