@@ -27,6 +27,8 @@ _FEWER = range(64, 3073)
 """In bfloat16, weights are packed for 1 row if all layers have so many inputs: with AMX, a row then has the same bits in all
 products of up to 64 rows, and not only of up to 32.
 """
+_SMALL = 2**18
+"""In float32, products by weights of fewer values are left to torch: a call of oneDNN alone takes longer."""
 _SHARE = 4
 """A model's packed weights take at most the memory of the machine divided by this."""
 _SAMPLED, _SPREAD = 64, 2_654_435_761
@@ -86,17 +88,23 @@ class PackedLinear:
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 # its name in nn.Linear
         layer: Any = self._layer()
-        weight, bias, state = layer.weight, layer.bias, self._state
-        least = 1 if input.dtype == torch.bfloat16 else 2  # torch itself multiplies one row in float32 as fast
-        is_large = input.numel() >= max(1, least * input.shape[-1])
-        if not is_large or get_ident() not in self._threads or input.dtype != weight.dtype or torch.is_grad_enabled():
+        weight, bias, state = _parameter(layer, "weight"), _parameter(layer, "bias"), self._state
+        if input.dtype != torch.bfloat16 and (weight.numel() < _SMALL or input.numel() < 2 * input.shape[-1]):
+            return linear(input, weight, bias)  # torch itself multiplies one row in float32 as fast
+        usable = get_ident() in self._threads and input.dtype == weight.dtype and input.numel() > 0
+        if not usable or torch.is_grad_enabled():
             return linear(input, weight, bias)
         if state is None or not state.is_of(weight):
             state = self._state = _packed(weight, self._rows) if _is_packable(weight) else None
         if state is None:
             return linear(input, weight, bias)
-        product: Tensor = _OPS._linear_pointwise(input, state.packed, bias, "none", [], "")
+        product: Tensor = _OPS._linear_pointwise.default(input, state.packed, bias, "none", [], "")
         return product
+
+
+def _parameter(layer: nn.Linear, name: str) -> Any:
+    """As `getattr`, in a tenth of the time, since torch looks parameters up in Python: small products take no longer."""
+    return layer._parameters[name] if name in layer._parameters else getattr(layer, name)
 
 
 def _own_forward(layer: nn.Linear) -> MethodType:
@@ -146,8 +154,8 @@ class Packing:
         with self._lock:
             if not self._threads:
                 for forward in self._forwards:
-                    if (layer := forward.layer) is not None:
-                        vars(layer).setdefault("forward", forward)
+                    if type(layer := forward._layer()) is nn.Linear and not layer._forward_pre_hooks:
+                        layer.__dict__.setdefault("forward", forward)
             self._threads[get_ident()] += 1
 
     def __exit__(self, *_: object) -> None:
@@ -160,9 +168,8 @@ class Packing:
                 del self._threads[thread]
             if not self._threads:
                 for forward in self._forwards:
-                    layer = forward._layer()
-                    if layer is not None and vars(layer).get("forward") is forward:
-                        del vars(layer)["forward"]
+                    if (layer := forward._layer()) is not None and layer.__dict__.get("forward") is forward:
+                        del layer.__dict__["forward"]
 
 
 _PACKINGS = WeakKeyDictionary[nn.Module, Packing | None]()
