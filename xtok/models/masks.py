@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,18 +29,43 @@ class NewIds:
     nodes: int = 0
 
     @property
+    def guessed(self) -> int:
+        """How many of the new ids are nodes."""
+        return sum(parent > Parent.KEPT for parent in self.parents)
+
+    @property
     def linked(self) -> bool:
         """Whether one of the new ids is the parent of another."""
-        new = sum(parent > Parent.KEPT for parent in self.parents)
-        return max(self.parents, default=Parent.KEPT) >= self.nodes - new
+        return max(self.parents, default=Parent.KEPT) >= self.nodes - self.guessed
 
-    def line(self, width: int, other: int) -> list[int]:
-        """All fields as one list of numbers, with padding in front. The padding is one of the row's own ids, since other ids'
-        keys might be NaN, or `other` if it has none.
+    def table(self, width: int, other: int) -> list[list[int]]:
+        """The fields of a `_Table`, `width` numbers each, with padding in front. The padding is one of the row's own ids, since
+        other ids' keys might be NaN, or `other` if it has none. It goes to one position after what is new, and sees one.
         """
-        padding = width - len(self.ids)
-        filler = self.ids[0] if self.ids else other
-        return [self.base, self.kept, *[filler] * padding, *self.ids, *[Parent.PADDING] * padding, *self.parents]
+        new, nodes = len(self.ids), self.guessed
+        padding, end, positions = width - new, self.base + new, range(self.base, self.base + new - nodes)
+        return [
+            [*[self.ids[0] if new else other] * padding, *self.ids],
+            [*[Parent.PADDING] * padding, *self.parents],
+            [*[end] * padding, *range(self.base, end)],
+            [*[1] * padding, *(position + 1 for position in positions), *[self.kept] * nodes],
+            [*[0] * padding, *positions, *[self.kept] * nodes],
+            [self.kept] * width,
+        ]
+
+
+class _Table(NamedTuple):
+    """New ids of some rows of the cache, (rows, width), int64 each. `cache_positions`: their indices in a row. `sees`: how many
+    of a row's first positions they see, beside nodes. `positions`: theirs in the sequence, if all nodes had the depth 0.
+    `kept`: how many positions are kept, those of new ids included.
+    """
+
+    ids: Tensor
+    parents: Tensor
+    cache_positions: Tensor
+    sees: Tensor
+    positions: Tensor
+    kept: Tensor
 
 
 class Trees:
@@ -70,44 +96,34 @@ class Trees:
         int64; and what they see of the first `seen` of those, (rows, 1, width, seen), additive, for each kind of layer.
         """
         filler = next(one.ids[0] for one in news if one.ids)
-        table = torch.tensor([one.line(width, filler) for one in news], dtype=torch.int64, device=self._device)
-        base, kept, ids, parents = table[:, :1], table[:, 1:2], table[:, 2 : 2 + width], table[:, 2 + width :]
-        padding = (parents == Parent.PADDING).sum(dim=1, keepdim=True)
-        # padding goes to one position after what is new
-        cache_positions = torch.arange(width, dtype=torch.int64, device=self._device) - padding
-        cache_positions = base + torch.where(cache_positions < 0, width - padding, cache_positions)
+        numbers = [one.table(width, filler) for one in news]
+        table = _Table(*torch.tensor(numbers, dtype=torch.int64, device=self._device).unbind(1))
         nodes, linked = max(one.nodes for one in news), any(one.linked for one in news)
-        rows = slice(first, first + len(news))
-        positions, masks = self.add(rows, kept, cache_positions, parents, nodes=nodes, seen=seen, linked=linked)
-        return {"ids": ids, "positions": positions, "cache_positions": cache_positions, **masks}
+        if nodes:
+            rows = slice(first, first + len(news))
+            visible, positions, key_positions = self._add(rows, table, nodes=nodes, seen=seen, linked=linked)
+        else:
+            keys = torch.arange(seen, dtype=torch.int64, device=self._device)
+            visible, positions, key_positions = keys < table.sees[..., None], table.positions, keys[None]
+        masks = self._masks(visible, positions, key_positions)
+        return {"ids": table.ids, "positions": positions, "cache_positions": table.cache_positions, **masks}
 
-    def add(
-        self, rows: slice, kept: Tensor, cache_positions: Tensor, parents: Tensor, *, nodes: int, seen: int, linked: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _add(self, rows: slice, table: _Table, *, nodes: int, seen: int, linked: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Add new ids to `rows` of the cache, and find out what they see.
 
-        Returns their positions, (rows, new), int64, and what they see of the first `seen` cache positions, (rows, 1, new,
-        seen), additive, in the model's dtype, for each kind of layer.
-        `kept`: how many positions are kept, (rows, 1), int64, those of new ids included. `cache_positions`, `parents`: of new
-        ids, (rows, new), int64. `nodes`: how many a row has at most, new ones included. `linked`: whether the parent of a new
-        id is another new one.
+        Returns which of the first `seen` cache positions, (rows, new, seen), bool, their positions, (rows, new), and those of
+        what is in the cache, (rows, seen), int64. `nodes`: how many a row has at most, new ones included. `linked`: whether the
+        parent of a new id is another new one.
         """
-        guessed, padding = parents > Parent.KEPT, parents == Parent.PADDING
-        sees = torch.where(guessed, kept, torch.where(padding, 1, cache_positions + 1))  # padding has to see something
-        positions = torch.where(padding, 0, cache_positions)
+        kept, guessed = table.kept[:, :1], table.parents > Parent.KEPT
+        ancestors, depths, short = self._added(rows, table.cache_positions - kept, table.parents, guessed, nodes, linked=linked)
         keys = torch.arange(seen + 1, dtype=torch.int64, device=kept.device)  # one more, for nodes beyond what is looked at
-        visible, key_positions = keys, keys[None]
-        if not nodes:
-            visible = keys < sees[..., None]
-        else:
-            ancestors, depths, short = self._added(rows, cache_positions - kept, parents, guessed, nodes, linked=linked)
-            positions = torch.where(guessed, kept + depths, positions)
-            visible = keys < torch.where(guessed, sees - short, sees)[..., None]
-            columns = (kept + torch.arange(nodes, dtype=torch.int64, device=kept.device)).clamp(max=seen)
-            visible.scatter_(2, columns[:, None].expand(-1, cache_positions.shape[1], -1), ancestors)
-            visible[..., 0] |= padding  # also if a tree begins a sequence
-            key_positions = keys.repeat(len(cache_positions), 1).scatter_(1, columns, kept + self._depths[rows, :nodes])
-        return positions, self._masks(visible[..., :seen], positions, key_positions[..., :seen])
+        visible = keys < (table.sees - short)[..., None]
+        columns = (kept + torch.arange(nodes, dtype=torch.int64, device=kept.device)).clamp(max=seen)
+        visible.scatter_(2, columns[:, None].expand(-1, guessed.shape[1], -1), ancestors)
+        visible[..., 0] |= table.parents == Parent.PADDING  # also if a tree begins a sequence
+        key_positions = keys.repeat(len(kept), 1).scatter_(1, columns, kept + self._depths[rows, :nodes])
+        return visible[..., :seen], table.positions + depths, key_positions[..., :seen]
 
     def _added(
         self, rows: slice, numbers: Tensor, parents: Tensor, guessed: Tensor, nodes: int, *, linked: bool
@@ -155,13 +171,9 @@ def tree_masks(
     Returns their positions, (new,), int64, and a mask, (1, 1, new, positions and nodes), additive, for each kind of layer, in
     the dtype and on the device of `like`.
     """
-    nodes, device = len(parents), like.device
-    kept = torch.tensor([[held]], dtype=torch.int64, device=device)
-    cache_positions = kept + torch.arange(nodes, dtype=torch.int64, device=device)
-    links = torch.tensor([list(parents)], dtype=torch.int64, device=device)
-    trees = Trees(windows, like.dtype, device)
-    positions, masks = trees.add(slice(0, 1), kept, cache_positions, links, nodes=nodes, seen=held + nodes, linked=True)
-    return positions[0, -new:], {kind: mask[:, :, -new:] for kind, mask in masks.items()}
+    nodes, trees = len(parents), Trees(windows, like.dtype, like.device)
+    found = trees.inputs(0, [NewIds(held, held, [0] * nodes, parents, nodes)], nodes, held + nodes)
+    return found["positions"][0, -new:], {kind: found[kind][:, :, -new:] for kind in windows}
 
 
 def _closed(links: Tensor, own: Tensor) -> Tensor:
