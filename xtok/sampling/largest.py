@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _SHORT = 4096
-"""For rows up to that length torch itself is used."""
+"""For rows up to that length, and up to twice that for the best alone, torch itself is used."""
 _WIDE, _HIGH = 512, 64
 """The block sizes that are reduced fastest: of neighbouring values, and of values far apart."""
 
@@ -43,8 +43,10 @@ def best(rows: Tensor) -> tuple[Tensor, Tensor]:
     Law: the indices are `rows.argmax(dim=-1)`; the leads are the gaps of `rows.topk(2)`.
     """
     length = rows.shape[-1]
-    if length <= _SHORT:
-        return rows.argmax(dim=-1), _gaps(rows)
+    if length <= 2 * _SHORT:
+        values, indices = rows.max(dim=-1, keepdim=True)
+        others = rows.scatter(1, indices, -torch.inf) if length > 1 else rows
+        return indices[:, 0], values[:, 0] - others.amax(dim=-1)
     blocks = length // _WIDE  # block b holds the indices b * 512, b * 512 + 1, …
     maxima = rows[:, : _WIDE * blocks].view(-1, blocks, _WIDE).amax(dim=-1)
     first = maxima.argmax(dim=-1, keepdim=True)
@@ -52,7 +54,8 @@ def best(rows: Tensor) -> tuple[Tensor, Tensor]:
     steps = torch.arange(_WIDE, dtype=torch.int64, device=rows.device)
     indices = with_rest(rows, torch.cat([first * _WIDE + steps, second * _WIDE + steps], dim=1), _WIDE * blocks)
     among = rows.gather(1, indices)
-    return indices.gather(1, among.argmax(dim=-1, keepdim=True))[:, 0], _gaps(among)
+    values = among.topk(2).values
+    return indices.gather(1, among.argmax(dim=-1, keepdim=True))[:, 0], values[:, 0] - values[:, 1]
 
 
 def on_host(device: torch.device) -> bool:
@@ -67,11 +70,6 @@ def listed(*parts: Tensor) -> list[list[Any]]:
     flat = torch.cat([part.double().flatten() for part in parts]).cpu()
     pieces = torch.split(flat, [part.numel() for part in parts])
     return [piece.view(part.shape).to(part.dtype).tolist() for part, piece in zip(parts, pieces, strict=True)]
-
-
-def _gaps(rows: Tensor) -> Tensor:
-    values = rows.topk(min(2, rows.shape[-1])).values
-    return values[:, 0] - values[:, -1]
 
 
 def with_rest(rows: Tensor, indices: Tensor, covered: int) -> Tensor:
