@@ -194,8 +194,9 @@ class Session:
             tree, owners, proposals = Tree(), [], [Proposal()] * len(proposals)
         believed, right = self._believed(tree), tree.path_of(block)
         for draft, one in enumerate(proposals):
-            own = frozenset(node for node, owner in enumerate(owners) if owner == draft)
-            proposals[draft] = replace(one, own=own, expected=sum(believed[node] for node in own))
+            if one.tree:
+                own = frozenset(node for node, owner in enumerate(owners) if owner == draft)
+                proposals[draft] = replace(one, own=own, expected=sum(believed[node] for node in own))
         self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
         if limit.schedule == "heuristic" and block:
             self._adjust(limit.depth, block, proposals)
