@@ -2,7 +2,7 @@
 
 import gc
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from threading import Barrier, Thread
 from typing import Any, cast
@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from worlds import examples, fitting, tokenizer
 
@@ -40,13 +41,32 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def by_packed(model: PreTrainedModel) -> Tensor:
-    with running(model):
+    with running(model), Products() as products:
         assert any("forward" in vars(module) for module in model.modules())
-        return logits(model)
+        found = logits(model)
+    assert products.count
+    return found
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found.float(), expected.float(), atol=0.05, rtol=0.05)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_layers_are_packed() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "_SMALL", 0)
+        yield
+
+
+class Products(TorchDispatchMode):
+    """Counts products by packed weights."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.mkldnn._linear_pointwise.default
+        return func(*args, **(kwargs or {}))
 
 
 @examples(80)
@@ -66,10 +86,12 @@ def test_a_product_is_the_layers_own_within_rounding(
     torch.manual_seed(seed)
     layer = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
     x = torch.randn(2, rows, inputs).to(dtype)
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch, Packing(layer, [layer]):
-        assert "forward" in vars(layer)
-        patch.setattr(packed, "_SMALL", packed._SMALL if is_small else 0)
-        found = layer(x).double()
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "_SMALL", 70 * 70 + 1 if is_small else 0)
+        with Packing(layer, [layer]), Products() as products:
+            assert "forward" in vars(layer)
+            found = layer(x).double()
+    assert products.count == (dtype == torch.bfloat16 or not is_small)
     own = layer.double()
     with torch.no_grad():
         expected, size = own(x.double()), x.double().abs() @ own.weight.abs().T + (own.bias.abs() if bias else 0)
@@ -305,7 +327,7 @@ def test_gradients_reach_the_weights() -> None:
 
 def test_models_that_share_layers_dont_change_each_others_products() -> None:
     """Found by a hostile trial: a thread that ran one of them while another ran the other got products of plain weights."""
-    layer, given = nn.Linear(512, 512), torch.randn(8, 512)
+    layer, given = nn.Linear(512, 64), torch.randn(8, 512)
     whole, part = nn.Sequential(layer), nn.Sequential(layer)
 
     def product(model: Any) -> Tensor:

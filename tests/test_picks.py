@@ -43,17 +43,24 @@ def test_the_largest_are_those_of_topk(seed: int, rows: int, size: int, count: i
 
 
 @examples(60)
-@given(st.integers(0, 99), st.integers(1, 4), SIZES, DTYPES, st.booleans())
+@given(st.integers(0, 99), st.integers(1, 4), SIZES, DTYPES, st.sampled_from([None, torch.nan, -torch.inf]))
 def test_the_best_is_that_of_argmax_and_the_first_of_equal_ones(
-    seed: int, rows: int, size: int, dtype: torch.dtype, broken: bool
+    seed: int, rows: int, size: int, dtype: torch.dtype, others: float | None
 ) -> None:
     scores = scores_of(seed, rows, size, tolerance=0.7).round().to(dtype)
-    if broken:
-        scores[0, size // 2 :] = torch.nan
+    if others is not None:
+        scores[0, min(size // 2, 2 + seed) :] = others
     places, gaps = best(scores)
     assert torch.equal(places, scores.argmax(dim=-1))
     values = scores.topk(min(2, scores.shape[-1])).values
     assert torch.equal(gaps.nan_to_num(-1), (values[:, 0] - values[:, -1]).nan_to_num(-1))
+
+
+def test_the_lead_is_right_if_only_one_block_has_finite_scores() -> None:
+    """It was 0: the second-best block was the best again."""
+    scores = torch.full((1, 20_011), -torch.inf)
+    scores[0, 3], scores[0, 7] = 1.0, 4.5
+    assert [part.tolist() for part in best(scores)] == [[7], [3.5]]
 
 
 def test_numbers_are_listed_as_they_are_wherever_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:

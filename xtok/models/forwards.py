@@ -93,7 +93,7 @@ class Slot(Protocol):
 
 class Parent(IntEnum):
     """Values in place of a parent's index. `CONTEXT`: the parent is the last kept id. `ALL_BUT_LAST`: it is the one before.
-    Only in tensors: `KEPT` for a new id that is kept, and `PADDING`.
+    `KEPT`: a new id that is kept; `PADDING`: no id. Asks have neither.
     """
 
     CONTEXT = -1

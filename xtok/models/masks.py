@@ -40,7 +40,8 @@ class NewIds:
 
     def table(self, width: int, other: int) -> list[list[int]]:
         """The fields of a `_Table`, `width` numbers each, with padding in front. The padding is one of the row's own ids, since
-        other ids' keys might be NaN, or `other` if it has none. It goes to one position after what is new, and sees one.
+        other ids' keys might be NaN, or `other` if it has none. It is written to the position after the new ids, and sees only
+        the first position.
         """
         new, nodes = len(self.ids), self.guessed
         padding, end, positions = width - new, self.base + new, range(self.base, self.base + new - nodes)
@@ -55,9 +56,10 @@ class NewIds:
 
 
 class _Table(NamedTuple):
-    """New ids of some rows of the cache, (rows, width), int64 each. `cache_positions`: their indices in a row. `sees`: how many
-    of a row's first positions they see, beside nodes. `positions`: theirs in the sequence, if all nodes had the depth 0.
-    `kept`: how many positions are kept, those of new ids included.
+    """New ids of some rows of the cache, (rows, width), int64 each. `cache_positions`: where in the row their keys are written.
+    `sees`: how many of the row's first positions they see, not counting nodes; after `Parent.ALL_BUT_LAST`, it is one less.
+    `positions`: those in the sequence, if nodes had depth 0. `kept`: how many positions of the row are kept, those of new ids
+    included: one number per row, repeated.
     """
 
     ids: Tensor
@@ -98,9 +100,8 @@ class Trees:
         filler = next(one.ids[0] for one in news if one.ids)
         numbers = [one.table(width, filler) for one in news]
         table = _Table(*torch.tensor(numbers, dtype=torch.int64, device=self._device).unbind(1))
-        nodes, linked = max(one.nodes for one in news), any(one.linked for one in news)
-        if nodes:
-            rows = slice(first, first + len(news))
+        if nodes := max(one.nodes for one in news):
+            rows, linked = slice(first, first + len(news)), any(one.linked for one in news)
             visible, positions, key_positions = self._add(rows, table, nodes=nodes, seen=seen, linked=linked)
         else:
             keys = torch.arange(seen, dtype=torch.int64, device=self._device)
@@ -111,9 +112,9 @@ class Trees:
     def _add(self, rows: slice, table: _Table, *, nodes: int, seen: int, linked: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Add new ids to `rows` of the cache, and find out what they see.
 
-        Returns which of the first `seen` cache positions, (rows, new, seen), bool, their positions, (rows, new), and those of
-        what is in the cache, (rows, seen), int64. `nodes`: how many a row has at most, new ones included. `linked`: whether the
-        parent of a new id is another new one.
+        Returns which of the first `seen` cache positions they see, (rows, new, seen), bool; their positions in the sequence,
+        (rows, new), int64; and the positions of what is in the cache, (rows, seen), int64. `nodes`: how many a row has at most,
+        new ones included. `linked`: whether the parent of a new id is another new one.
         """
         kept, guessed = table.kept[:, :1], table.parents > Parent.KEPT
         ancestors, depths, short = self._added(rows, table.cache_positions - kept, table.parents, guessed, nodes, linked=linked)

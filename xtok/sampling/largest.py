@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _SHORT = 4096
-"""For rows up to that length, and up to twice that for the best alone, torch itself is used."""
+"""Up to this length, and in `best` up to twice this length, torch itself is used."""
 _WIDE, _HIGH = 512, 64
 """The block sizes that are reduced fastest: of neighbouring values, and of values far apart."""
 
@@ -54,8 +54,10 @@ def best(rows: Tensor) -> tuple[Tensor, Tensor]:
     steps = torch.arange(_WIDE, dtype=torch.int64, device=rows.device)
     indices = with_rest(rows, torch.cat([first * _WIDE + steps, second * _WIDE + steps], dim=1), _WIDE * blocks)
     among = rows.gather(1, indices)
-    values = among.topk(2).values
-    return indices.gather(1, among.argmax(dim=-1, keepdim=True))[:, 0], values[:, 0] - values[:, 1]
+    values, chosen = among.max(dim=1, keepdim=True)
+    found = indices.gather(1, chosen)
+    others = among.masked_fill(indices == found, -torch.inf)  # of one block, if all other values are -inf
+    return found[:, 0], values[:, 0] - others.amax(dim=1)
 
 
 def on_host(device: torch.device) -> bool:
