@@ -26,6 +26,8 @@ _NEAR = 1e-3
 """If a score is nearer than that to a cut, transformers' own cut decides. Rounding moves it by less."""
 _BLOCK, _BLOCKS = 16, 96
 """Long rows of scores are searched in blocks of 16 ids, of which 96 blocks nearly always include the best."""
+_FEW = 2**14
+"""So few scores in all are searched one by one: that takes fewer operations."""
 _ROUNDED = 1e-9
 """Rounding moves a bound on noise by less than this."""
 
@@ -85,9 +87,11 @@ def draws(
         racing, keys if indices is None else keys[indices], states, 2 if top_p is None else _AHEAD, whole=whole
     )
     chosen, clear = (order[:, :1], complete) if top_p is None else _first_within(left, order, sure, top_p.top_p)
-    known = best.isfinite() & sure[:, :2].all(dim=1, keepdim=True) & complete & clear & precise
+    known = best.isfinite()
     if not isinf(least):
         known &= left.gather(1, chosen) - best >= least + _NEAR
+    for condition in (complete, clear, precise, sure is None or sure[:, :2].all(dim=1, keepdim=True)):
+        known = known if condition is True else known & condition
     tokens = chosen if indices is None else indices.gather(1, chosen)
     return tokens.where(known, -1)[:, 0], values[:, 0] - values[:, :2][:, -1]
 
@@ -115,21 +119,21 @@ def _likely(scores: Tensor, best: Tensor, top_k: Any, least: float) -> tuple[Ten
     return indices, values.masked_fill(less, -torch.inf), complete
 
 
-def _first_within(scores: Tensor, order: Tensor, sure: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+def _first_within(scores: Tensor, order: Tensor, sure: Tensor | None, probability: float) -> tuple[Tensor, Tensor]:
     """The first of some ids that top-p keeps, int64, and whether rounding can't change that, bool: (rows, 1) each.
 
     `scores`: (rows, ids). `order`: indices into a row, int64, and whether each is `sure` to come in this order, bool: (rows,
-    few) each.
+    few) each. None if all are.
     """
     probabilities = scores.softmax(dim=-1)
     chosen, going = order[:, :1], torch.ones_like(order[:, :1], dtype=torch.bool)
     clear = ~going
     for i in range(order.shape[1]):
-        index, known = order[:, i : i + 1], sure[:, i : i + 1]
+        index = order[:, i : i + 1]
         score = scores.gather(1, index)
         above, upto = (_probability(probabilities, compare, scores, score) for compare in (torch.gt, torch.ge))
         least = upto - probabilities.gather(1, index)  # of the ids that have this score, one comes last
-        going &= known
+        going = going if sure is None else going & sure[:, i : i + 1]
         found = going & (least < probability - _NEAR)
         chosen, clear = index.where(found, chosen), clear | found
         going = going & (above > probability + _NEAR)
@@ -193,19 +197,22 @@ def _surely_left(scores: Tensor, tokens: Tensor, cuts: Sequence[Any], tolerances
     return clear & (within | (first <= 0))
 
 
-def race(scores: Tensor, keys: Tensor, states: Tensor, count: int, *, whole: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def race(
+    scores: Tensor, keys: Tensor, states: Tensor, count: int, *, whole: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The `count` largest values of each row of `scores + gumbel(keys, states)`, falling, and their indices.
 
     Returns the values, float64, their indices, int64, and whether each is surely right, bool: (rows, count) each, or all of a
-    shorter row. `scores`: (rows, ids). `keys`: (ids,) or (rows, ids), int64. `states`: (rows, 1), int64.
+    shorter row. The last is None if all are. `scores`: (rows, ids). `keys`: (ids,) or (rows, ids), int64. `states`: (rows, 1),
+    int64.
 
     Long rows are searched in blocks: no value in a block exceeds the sum of its best score and its highest noise, so only the
-    blocks with the largest sums are searched value by value. With `whole`, all values are, and all results are sure.
+    blocks with the largest sums are searched value by value. With `whole`, and if there are few, all values are.
     """
     blocks = scores.shape[1] // _BLOCK
-    if blocks <= _BLOCKS or whole:
+    if whole or blocks <= _BLOCKS or scores.numel() <= _FEW:
         found = (scores.double() + gumbel(keys, states)).topk(min(count, scores.shape[1]))
-        return found.values, found.indices, torch.ones_like(found.indices, dtype=torch.bool)
+        return found.values, found.indices, None
     bits = mixed(keys, states)  # block b holds the indices b, b + blocks, b + 2 * blocks, …
     noise, score = (values[:, : _BLOCK * blocks].view(-1, _BLOCK, blocks).amax(dim=1) for values in (bits, scores))
     bound = (score.double() + gumbel_of(noise) + _ROUNDED).topk(_BLOCKS + 1)
