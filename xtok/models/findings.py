@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from xtok.models.packed import replaced_forward
 
-_FORMAT = 7
+_FORMAT = 8
 """Raised if what is tried, or how, changes: older files are then ignored."""
 _VARIABLES = ("ONEDNN_", "DNNL_", "MKL_", "KMP_", "OMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_")
 """Environment variables by which libraries choose their kernels begin so."""
