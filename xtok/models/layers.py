@@ -34,8 +34,7 @@ class View:
     def look(self, first: int, cache_positions: Tensor, seen: int, new: range | None) -> None:
         self.first, self.last = first, first + len(cache_positions)
         self.cache_positions, self.seen, self.new = cache_positions, seen, new
-        if new is None:
-            self.index = torch.arange(first, self.last, dtype=torch.int64, device=cache_positions.device)[:, None]
+        self.index = torch.arange(first, self.last, dtype=torch.int64, device=cache_positions.device)[:, None]
 
     def need(self, last: int, reach: int, rows: int, positions: int) -> None:
         """Set what the next forward pass needs: rows up to `last` and positions up to `reach`. `rows` and `positions`: how many

@@ -44,13 +44,13 @@ class NewIds:
         the first position.
         """
         new, nodes = len(self.ids), self.guessed
-        padding, end, positions = width - new, self.base + new, range(self.base, self.base + new - nodes)
+        padding, start, end = width - new, self.base, self.base + new
         return [
             [*[self.ids[0] if new else other] * padding, *self.ids],
             [*[Parent.PADDING] * padding, *self.parents],
-            [*[end] * padding, *range(self.base, end)],
-            [*[1] * padding, *(position + 1 for position in positions), *[self.kept] * nodes],
-            [*[0] * padding, *positions, *[self.kept] * nodes],
+            [*[end] * padding, *range(start, end)],
+            [*[1] * padding, *range(start + 1, end - nodes + 1), *[self.kept] * nodes],
+            [*[0] * padding, *range(start, end - nodes), *[self.kept] * nodes],
             [self.kept] * width,
         ]
 
