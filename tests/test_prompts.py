@@ -260,7 +260,9 @@ def test_a_seed_that_has_no_effect_is_refused(streamed: bool) -> None:
 
 def test_a_misspelt_role_is_refused() -> None:
     """Found by two trials as a new user: the model got it, and nothing said so."""
-    tokens = with_template(TOKENS, "{% for m in messages %}{{ m['role'] if m['role'] != 'users' else '?' }}{% endfor %}")
+    tokens = with_template(
+        TOKENS, "{% for m in messages %}{{ m['role'] if m['role'] != 'users' else '?' }}{{ m.content }}{% endfor %}"
+    )
     for role in ("user", "system", "tool", "narrator", "users"):
         assert prompt_ids(tokens, [{"role": role, "content": "a"}])
     for role in ("usr", "User", "assistent"):

@@ -22,7 +22,10 @@ from xtok.cli import commands as cli
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.serving.http import requests
 from xtok.serving.http.formats import CALL_FORMATS, Format, Parsers, format_of
+from xtok.serving.http.protocol import Chat, Limits, RequestError, read
 from xtok.serving.http.reading import Part, Reader, Written
+from xtok.serving.http.requests import submissions_of
+from xtok.serving.http.tools import format_for, matcher_for
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 TOOLS = tools(weather=CITY, 天気={"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"const": 7}}})
@@ -393,3 +396,217 @@ def test_a_message_needs_content_or_calls(client: openai.OpenAI) -> None:
     """Found by a trial as a new user: a message without either got an answer."""
     with pytest.raises(openai.BadRequestError, match="A message needs content, or tool_calls"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user"}], max_tokens=1)  # type: ignore[typeddict-item]
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [7, 8]}}, "required": ["n"], "additionalProperties": False}
+HELD: Any = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
+OPENED: Any = {"extra_body": {"chat_template_kwargs": {"ending": "<think>\n"}}}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("opened", [False, True], ids=["begun by the target", "opened by the prompt"])
+def test_a_response_format_holds_after_the_reasoning(client: openai.OpenAI, writes: Any, opened: bool, streamed: bool) -> None:
+    """Found in reports of other servers' users: the JSON was in the reasoning, and the content empty."""
+    writes(("" if opened else "<think>\n") + '見る { "n": 5 }</think>\n\n{"n": 7}')
+    for held in (HELD, {"response_format": {"type": "json_object"}}):
+        message, reason = asked(client, streamed, **held, **(OPENED if opened else {}))
+        assert (message.content, message.reasoning_content, reason) == ('{"n": 7}', '見る { "n": 5 }', "stop")
+    if not opened:
+        writes('{"n": 7}')
+        assert asked(client, streamed, **HELD)[0].content == '{"n": 7}'
+
+
+def allows(text: str, template: str, **more: Any) -> bool:
+    """Whether the grammar of a chat allows a whole text. `template`: what the target's chat template holds besides."""
+    tokens = deepcopy(TOKENS)
+    tokens.chat_template = f"{{{{ messages[0].content }}}}{{# {template} #}}"
+    xt = XTokAssisted((LM, tokens))
+    body = read(Chat, {"messages": [{"role": "user", "content": "a"}], **more})
+    known = format_for(body, format_of(tokens, Parsers()))
+    ids = tokens("a<think>\n\n</think>\n" if "closed" in template else "a<think>" if "opened" in template else "a").input_ids
+    matcher = matcher_for(body, known, xt, ids)
+    return all(map(matcher.try_consume_tokens, [[token] for token in tokens(text).input_ids])) and matcher.is_accepting()
+
+
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "a"}}\n</tool_call>'
+AUTO: Any = {**HELD, "tools": TOOLS[:1]}
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "allowed", "forbidden"),
+    [
+        ("", HELD, ['{"n": 7}'], ["7", "a", '<think>a</think>{"n": 7}']),
+        (
+            "<think>",
+            HELD,
+            ['{"n": 7}', '<think>a</think>\n{"n": 7}'],
+            ["<think>a</think>", "<think>a</think>b", 'a</think>{"n": 7}'],
+        ),
+        ("<think> opened", HELD, ['a</think>{"n": 7}', '{"n": 5}</think>{"n": 7}'], ["a</think>7"]),
+        ("<think> closed", HELD, ['{"n": 7}'], ['<think>a</think>{"n": 7}', 'a</think>{"n": 7}']),
+        ("<tool_call>", AUTO, [WEATHER, f"{WEATHER}\n{WEATHER}", '{"n": 8}'], ["a", f'{WEATHER}{{"n": 8}}']),
+        ("<tool_call><think>", AUTO, [f"<think>a</think>{WEATHER}", '<think>a</think>{"n": 8}'], ["<think>a</think>"]),
+        ("<tool_call>", {**AUTO, "parallel_tool_calls": False}, [WEATHER], [f"{WEATHER}\n{WEATHER}"]),
+        ("<tool_call>", {**AUTO, "tool_choice": "none"}, ['{"n": 8}'], [WEATHER]),
+    ],
+)
+def test_grammars_allow_reasoning_then_calls_or_the_schema(template: str, more: Any, allowed: Any, forbidden: Any) -> None:
+    assert [text for text in allowed if not allows(text, template, **more)] == []
+    assert [text for text in forbidden if allows(text, template, **more)] == []
+
+
+def test_a_tokenizers_own_response_template_says_what_reasoning_is() -> None:
+    tokens = deepcopy(TOKENS)
+    tokens.response_template = OWN
+    assert format_of(tokens, Parsers()).reasoning == ("<|thinks|>", "<|/thinks|>")
+
+
+@pytest.mark.parametrize("template", ['tool_calls "parameters": ', "<tool_call><function=", "-"])
+def test_tools_and_a_format_that_cannot_be_told_apart_are_refused(template: str) -> None:
+    with pytest.raises(RequestError, match="response_format can't be combined with tools") as refused:
+        allows("", template, **AUTO)
+    assert refused.value.body["error"]["param"] == "response_format"
+    assert allows('{"n": 7}', template, **AUTO, tool_choice="none")
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_calls_may_take_the_place_of_a_format(client: openai.OpenAI, writes: Any, streamed: bool) -> None:
+    """Found in reports of other servers' users: the grammar made calls impossible, and nothing said so."""
+    writes(WEATHER)
+    message, reason = asked(client, streamed, tools=TOOLS[:1], **HELD)
+    assert (reason, json.loads(message.tool_calls[0].function.arguments)) == ("tool_calls", {"city": "a"})
+    writes('{"n": 8}')
+    assert asked(client, streamed, tools=TOOLS[:1], **HELD)[0].content == '{"n": 8}'
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_stops_are_looked_for_in_content_alone(client: openai.OpenAI, writes: Any, streamed: bool) -> None:
+    """Found in reports of other servers' users: lm-eval sends stops with each chat, and answers were empty."""
+    call = CALL.replace("京都", "a\\n\\nQ:")
+    writes(f"<think>\nQ: a\n\nb</think>\n\n待て。 Q<tool_call>{call}</tool_call>")
+    stops = ["Q:", "\n\n"]
+    message, reason = asked(client, streamed, tools=TOOLS, stop=stops)
+    assert (message.reasoning_content, message.content, reason) == ("Q: a\n\nb", "待て。 Q", "tool_calls")
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "a\n\nQ:"}
+    for text, content in (("はい\n\nQ", "はい"), ("は Q: い", "は "), ("は Q", "は Q")):
+        writes(f"<think>\nQ: a\n\n</think>\n\n{text}")
+        message, reason = asked(client, streamed, stop=stops)
+        assert (message.reasoning_content, message.content, reason) == ("Q: a", content, "stop")
+
+
+@examples(400)
+@given(
+    pieces=st.lists(st.text(alphabet="aの\n<", max_size=4), max_size=8),
+    stops=st.lists(st.text(alphabet="aの\n<", min_size=1, max_size=3), min_size=1, max_size=3),
+    thought=st.text(alphabet="aの\n", max_size=5),
+)
+def test_content_ends_before_its_first_stop_whatever_was_thought(pieces: list[str], stops: list[str], thought: str) -> None:
+    known, text = Format(CALL_FORMATS["hermes"], THINK), "b" + "".join(pieces)
+    reader = Reader(known.template(True), "", TOOLS, stops=stops)
+    found = said(written(reader, [f"<think>{thought}", "</think>", "b", *pieces]))
+    first = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+    assert found[0] in (text[:first], text[:first].rstrip())
+    assert found[1].strip() == thought.strip()
+    assert reader.stopped == any(stop in text for stop in stops)
+
+
+@pytest.mark.parametrize("given", ["", " \n", "{}", '{"city": 5}', "a city", "[1]", '{"city": ', "[" * 9000 + "]" * 9000])
+def test_calls_that_are_sent_back_are_taken_whatever_their_arguments(client: openai.OpenAI, given: str) -> None:
+    """Found in reports of other servers' users: one such call, and each later turn of the chat was refused."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": given}}
+    for message in ({"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": "a", "tool_calls": []}):
+        chat: Any = [*QUESTION["messages"], message, {"role": "user", "content": "b"}]
+        found = client.chat.completions.create(**{**QUESTION, "messages": chat, "max_tokens": 1}, tools=TOOLS)
+        assert found.usage is not None
+    item: Any = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": given}
+    assert (
+        client.responses.create(model="tiny", input=[{"role": "user", "content": "天気は"}, item], max_output_tokens=16).usage
+        is not None
+    )
+
+
+def test_calls_without_arguments_are_returned_with_an_empty_object(client: openai.OpenAI, writes: Any) -> None:
+    writes('<tool_call>{"name": "weather", "arguments": " "}</tool_call>')
+    assert asked(client, False, tools=TOOLS)[0].tool_calls[0].function.arguments == "{}"
+
+
+TURN = "{{ m.role }}:{{ m.content }}{{ '\\n' }}"
+KEYS = "{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}{% endfor %}"
+REFUSES = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('System first') }}{% endif %}"
+ITEMS, FIRST, KNOWN, ONE_SYSTEM, LAST = (
+    f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    for turn in (
+        TURN + KEYS,
+        REFUSES + TURN,
+        "{% if m.role in ['system', 'user', 'assistant'] %}" + TURN + "{% endif %}",
+        "{% if m.role != 'system' or loop.first %}" + TURN + "{% endif %}",
+        "{% if m.role != 'system' %}{{ messages[0].content if loop.last and m.role == 'user' }}{{ m.content }}{% endif %}",
+    )
+)
+"""Chat templates: one that needs objects as arguments; one that refuses later system messages; one that ignores all roles but
+the usual ones; one that ignores later system messages; and one that renders the system message only if the user's is the last.
+"""
+
+
+def rendered(template: str, *messages: tuple[str, str], **more: Any) -> str:
+    """What the target reads of a chat's messages, which are roles with contents."""
+    tokens = deepcopy(TOKENS)
+    tokens.chat_template = template
+    body = read(Chat, {"messages": [{"role": role, "content": content} for role, content in messages], **more})
+    (one,) = submissions_of(body, XTokAssisted((LM, tokens)), Limits())
+    return str(tokens.decode(one.prompt.ids))
+
+
+def test_developers_are_systems_unless_the_template_has_them() -> None:
+    """Found in reports of other servers' users: what developers wrote was lost without a word."""
+    assert rendered(KNOWN, ("developer", "猫"), ("user", "a")) == "system:猫\nuser:a\n"
+    assert rendered(KNOWN.replace("'system'", "'developer'"), ("developer", "猫"), ("user", "a")) == "developer:猫\nuser:a\n"
+
+
+@pytest.mark.parametrize("template", [FIRST, ONE_SYSTEM])
+def test_system_messages_are_merged_into_the_first_where_the_template_takes_one(template: str) -> None:
+    given = ("system", "猫"), ("user", "a"), ("developer", "犬"), ("user", "b")
+    assert rendered(template, *given) == "system:猫\n\n犬\nuser:a\nuser:b\n"
+    assert rendered(template, *given[1:]) == "system:犬\nuser:a\nuser:b\n"
+    assert rendered(CHATS, *given) == "system:猫\nuser:a\nsystem:犬\nuser:b\nassistant:"
+
+
+@pytest.mark.parametrize("role", ["function", "ipython", "tool"])
+def test_messages_that_the_template_ignores_are_refused(role: str) -> None:
+    given = ("user", "a"), (role, "5"), ("user", "b")
+    with pytest.raises(RequestError, match=rf"ignores message 2 of the chat, whose role is '{role}'") as refused:
+        rendered(KNOWN, *given)
+    assert refused.value.body["error"]["param"] == "messages"
+    with pytest.raises(InvalidInputError, match="ignores message 2"):
+        tokens = deepcopy(TOKENS)
+        tokens.chat_template = KNOWN
+        XTokAssisted((LM, tokens)).generate([{"role": name, "content": text} for name, text in given], max_new_tokens=1)
+    assert rendered(CHATS, *given) == f"user:a\n{role}:5\nuser:b\nassistant:"
+
+
+def test_a_system_message_may_be_rendered_in_the_users_turns_alone() -> None:
+    """As templates of Mistral do: between a call and its result, the system message isn't there."""
+    assert rendered(LAST, ("system", "猫"), ("user", "a"), ("tool", "5")) == "a5"
+    assert rendered(LAST, ("system", "猫"), ("user", "a")) == "猫a"
+
+
+def test_arguments_that_a_template_cannot_read_are_left_out() -> None:
+    call = {"type": "function", "function": {"name": "a", "arguments": "no JSON"}}
+    tokens = deepcopy(TOKENS)
+    tokens.chat_template = ITEMS
+    body = read(Chat, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]})
+    (one,) = submissions_of(body, XTokAssisted((LM, tokens)), Limits())
+    assert tokens.decode(one.prompt.ids) == "user:a\nassistant:\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "seen"),
+    [
+        ("{{ reasoning_effort }}", "low", "low"),
+        ("{{ enable_thinking }}", "none", "False"),
+        ("{{ enable_thinking }}", "high", "True"),
+        ("", "high", ""),
+    ],
+)
+def test_reasoning_effort_is_the_templates_switch(source: str, effort: str, seen: str) -> None:
+    assert rendered(ONE_SYSTEM + source, ("user", "a"), reasoning_effort=effort) == f"user:a\n{seen}"

@@ -45,6 +45,9 @@ def serve(
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens of a text.")] = 4096,
+    default_max_tokens: Annotated[
+        int, typer.Option(min=1, help="New tokens of a chat whose request doesn't limit them.")
+    ] = 1024,
     max_body: Annotated[int, typer.Option(min=1, help="The most bytes of a request.")] = 4 * 1024**2,
     max_seconds: Annotated[
         float, typer.Option(min=0, help="The most seconds that a text may take, waiting included; 0 for no limit.")
@@ -84,7 +87,7 @@ def serve(
     shown = list(SAMPLES)[::-1] if target == OWN_TARGET else chats if models.named == "smollm2" else []
     drafts = remembering(drafts_of(target, draft), remember)
     parsers = Parsers(tool_call_parser, reasoning_parser)
-    limits = Limits(max_tokens, max_body, max_seconds or None)
+    limits = Limits(max_tokens, default_max_tokens, max_body, max_seconds or None)
     run(
         Service(name, limits, prompts=shown, logs_texts=log_texts, parsers=parsers),
         lambda: XTokAssisted(target, drafts, stable=stable, **models.placed),

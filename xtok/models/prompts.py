@@ -148,16 +148,45 @@ def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> 
     try:
         ids = chat_ids(tokenizer, chat, template)
     except Exception as error:  # templates are programs, and refuse a chat by any error
-        raise InvalidInputError(
-            f"The target's chat template can't read the chat (contents should be texts): {error}"
-        ) from error
+        known = all(isinstance(message.get("content"), str) for message in chat)
+        remedy = "" if known else " (contents should be texts)"
+        raise InvalidInputError(f"The target's chat template refuses the chat{remedy}: {error}") from error
     if ids is None:
         raise InvalidInputError("The target's tokenizer has no chat template. Pass the prompt as a text.")
     if template.get("tools") and ids == chat_ids(tokenizer, chat, {**template, "tools": None}):
         raise UnsupportedArgumentError(
             "The target's chat template ignores tools, so the model wouldn't see them. Leave tools out."
         )
+    _check_rendered(tokenizer, chat, template)
     return ids
+
+
+def _check_rendered(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> None:
+    """Raises `InvalidInputError` for a message that the template leaves out, now and after the user's last message: some render
+    the system message only there. Contents beside calls may be left out.
+    """
+    marks = {
+        number: f"xtok{number}mark"
+        for number, message in enumerate(chat)
+        if isinstance(message.get("content"), str) and message["content"] and not message.get("tool_calls")
+    }
+    marked: list[Message] = list(chat)
+    for number, mark in marks.items():
+        marked[number] = {**chat[number], "content": chat[number]["content"] + mark}
+    turns = [i for i, message in enumerate(chat) if message["role"] == "user"]
+    seen = ""
+    for end in (len(chat), turns[-1] + 1 if turns else 0):
+        try:
+            seen += _applied(tokenizer, marked[:end], template, tokenize=False) if end else ""
+        except Exception:  # it depends on what the contents are
+            return
+        if all(mark in seen for mark in marks.values()):
+            return
+    number = next(number for number, mark in marks.items() if mark not in seen)
+    raise InvalidInputError(
+        f"The target's chat template ignores message {number + 1} of the chat, whose role is {shown(chat[number]['role'])}, so "
+        "the model wouldn't see it. Give it another role, or leave it out."
+    )
 
 
 def _check_role(role: str, template: str) -> None:
@@ -271,7 +300,10 @@ def chat_ids(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> list[in
     """A chat's ids, by the tokenizer's own chat template; None if it has none. Raises whatever the template raises."""
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template:
         return None
+    return list(_applied(tokenizer, chat, template, return_dict=True)["input_ids"])
+
+
+def _applied(tokenizer: Any, chat: Chat, template: Mapping[str, Any], **more: Any) -> Any:
     begins = {"add_generation_prompt": not template.get("continue_final_message", False)}
     with reading(tokenizer):
-        ids = tokenizer.apply_chat_template(list(chat), return_dict=True, **{**begins, **template})["input_ids"]
-    return list(ids)
+        return tokenizer.apply_chat_template(list(chat), **{**begins, **template, **more})

@@ -1,5 +1,6 @@
 """Holds a text to a grammar, by llguidance."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ def check(matcher: Any) -> None:
 
 def in_one_line(error: str) -> str:
     """What llguidance says is wrong, without its state and the grammar, and without the middle of what is long."""
-    line = " ".join(error.partition("\n<state>")[0].split())
+    line = " ".join(re.split(r"\n<state>|\n *\d+ \| ", error)[0].split())
     return line if len(line) <= 2 * _SHOWN else f"{line[:_SHOWN]} … {line[-_SHOWN:]}"
 
 

@@ -24,7 +24,7 @@ from xtok.serving.http.middleware import context_of, failure, unless_disconnecte
 from xtok.serving.http.processors import Picked
 from xtok.serving.http.protocol import Body, Chat, Completion, Limits, RequestError
 from xtok.serving.http.reading import Part, Written
-from xtok.serving.http.requests import Submission, submissions_of
+from xtok.serving.http.requests import Echo, Submission, ignored, submissions_of
 from xtok.serving.http.service import LATER, Service, full
 from xtok.serving.ticket import Ticket
 
@@ -45,15 +45,16 @@ async def started(service: Service, request: Request, body: Completion | Chat) -
     xt, engine = service.ready()
     submissions = await prepared(service, request, body, partial(submissions_of, parsers=service.parsers), xt)
     answer = PendingAnswer(service, request, body, submissions, xt)
-    await run_in_threadpool(_submit, engine, submissions, context_of(request).tickets)
+    if body.max_tokens != 0:
+        await run_in_threadpool(_submit, engine, submissions, context_of(request).tickets)
     context_of(request).on_end = answer.finish
     service.metrics.prompt_tokens.inc(answer.read)
     return answer
 
 
 async def prepared(service: Service, request: Request, body: Body, prepare: Callable[[Any, T, Limits], R], models: T) -> R:
-    """Runs `prepare` in a thread, one of a few if it needs a grammar. Raises `ClientDisconnect` if the client disconnects."""
-    limiter = service.compiling if body.needs_grammar else None
+    """Runs `prepare` in a thread, one of a few if it takes long. Raises `ClientDisconnect` if the client disconnects."""
+    limiter = service.preparing if body.takes_long else None
     work = partial(prepare, body, models, service.limits)
     prepared: R = await unless_disconnected(request, partial(to_thread.run_sync, work, limiter=limiter))
     return prepared
@@ -91,6 +92,8 @@ class PendingAnswer:
         self._context.log |= {"texts": len(submissions), "stream": bool(body.stream), "prompt_tokens": self.read}
         if body.user is not None:
             self._context.log["user"] = body.user
+        if without_effect := ignored(body, xt):
+            self._context.log["ignored"] = without_effect
         if service.logs_texts:
             self._context.log["asked"] = body.messages if isinstance(body, Chat) else body.prompt
 
@@ -104,10 +107,11 @@ class PendingAnswer:
         except Exception as error:
             raise failure(self._context, error) from error
         choices = [
-            self._answer.choice(index, written, picked[index] if self._records else None, self._finish_reason(index))
-            for index, written in enumerate(self._written)
+            self._answer.choice(index, written, picked[index] if self._records else None, self._finish_reason(index), one.echo)
+            for index, (written, one) in enumerate(zip(self._written, self._submissions, strict=True))
         ]
-        return self._answer.body(choices, usage=self.usage(), timings=self.timings())
+        timed: dict[str, Any] = {} if self._done is None else {"timings": self.timings()}
+        return self._answer.body(choices, usage=self.usage(), **timed)
 
     async def streamed(self) -> AsyncIterator[str]:
         """Yield the `data` of OpenAI's server-sent events, `[DONE]` included."""
@@ -145,6 +149,10 @@ class PendingAnswer:
         chunk, delta = partial(self._answer.body, is_chunk=True), self._answer.delta
         for index in range(len(self._submissions)) if self._answer.chat else ():
             yield chunk([delta(index, {"role": "assistant", "content": ""})], **more)
+        for index, echo in enumerate(one.echo for one in self._submissions):
+            if echo is not None:
+                reason = None if self._context.tickets else self._finish_reason(index)
+                yield chunk([delta(index, {"content": echo.text}, echo.picked if self._records else None, reason)], **more)
         async with aclosing(self.events()) as found:
             async for event in found:
                 picked, calls = event.picked if self._records else None, len(self._written[event.choice].calls)
@@ -159,7 +167,9 @@ class PendingAnswer:
             yield chunk([], usage=self.usage())
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events of all texts, and count them in the metrics."""
+        """Yield the events of all texts, and count them in the metrics. There are none if only the prompt is requested."""
+        if not self._context.tickets:
+            return
         async with aclosing(events(self._submissions, self._context.tickets, self._view)) as found:
             async for event in found:
                 if self._first is None:
@@ -174,7 +184,7 @@ class PendingAnswer:
                 yield event
 
     def _finish_reason(self, choice: int) -> str:
-        reason: str = self._ended[choice].finish_reason
+        reason: str = self._ended[choice].finish_reason if self._ended else "length"
         return "tool_calls" if reason == "stop" and self._written[choice].calls else reason
 
     def usage(self) -> dict[str, Any]:
@@ -221,9 +231,13 @@ class Answer:
         kind = f"chat.completion{'.chunk' if is_chunk else ''}" if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
-    def choice(self, index: int, written: Written, picked: list[Picked] | None, finish_reason: str) -> dict[str, Any]:
+    def choice(
+        self, index: int, written: Written, picked: list[Picked] | None, finish_reason: str, echo: Echo | None
+    ) -> dict[str, Any]:
         """A whole text. `picked` is None if nothing is recorded."""
-        content = {"message": _message(written)} if self.chat else {"text": written.text("content")}
+        before = "" if echo is None else echo.text
+        content = {"message": _message(written)} if self.chat else {"text": before + written.text("content")}
+        picked = picked if picked is None or echo is None else [*echo.picked, *picked]
         return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
 
     def delta(
@@ -237,17 +251,20 @@ class Answer:
             return None
         if self.chat:
             content = [
-                {**self._entry(one.id, one.logprob), "top_logprobs": [self._entry(*pair) for pair in one.top]} for one in picked
+                {**self._entry(one.id, one.logprob), "top_logprobs": [self._entry(*pair) for pair in one.top or ()]}
+                for one in picked
             ]
             return {"content": content, "refusal": None}
         return {
             "tokens": [self.text_of(one.id)[0] for one in picked],
             "token_logprobs": [one.logprob for one in picked],
-            "top_logprobs": [{self.text_of(token)[0]: logprob for token, logprob in one.top} for one in picked],
+            "top_logprobs": [
+                None if one.top is None else {self.text_of(token)[0]: logprob for token, logprob in one.top} for one in picked
+            ],
             "text_offset": [one.offset for one in picked],
         }
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         text, data = self.text_of(token)
         return {"token": text, "logprob": logprob, "bytes": list(data)}
 

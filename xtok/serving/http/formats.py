@@ -20,6 +20,11 @@ class CallFormat(NamedTuple):
     around: tuple[str, str] = ("", "")
     separator: str | None = None
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether calls begin with a marker, which tells them from other JSON."""
+        return f"{self.around[0]}{self.call}".startswith(self.markers)
+
 
 _JSON = {"content": "text", "repeats": True}
 """Calls as JSON, which is parsed by `xtok.serving.http.reading`, so that what is malformed can be shown as text."""
@@ -55,6 +60,8 @@ CALL_FORMATS = {
     ),
 }
 """By vLLM's names of parsers."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names that response templates have for the field with the reasoning."""
 FORCED = CallFormat({"open_pattern": r"(?=\{)", **_JSON}, (), call=CALL_FORMATS["llama3_json"].call)
 """How forced calls are written if there is no grammar for the target's own format."""
 REASONING_FORMATS = {
@@ -116,6 +123,10 @@ class Format:
         """Whether the text that follows a prompt begins within reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
 
+    def closes_reasoning(self, prompt: str) -> bool:
+        """Whether the prompt ended the reasoning already, as templates do to switch it off."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[1])
+
     @property
     def markers(self) -> tuple[str, ...]:
         """What may be control tokens. Only they are parsed, unless the template is the tokenizer's own."""
@@ -129,7 +140,14 @@ def format_of(tokenizer: Any, parsers: Parsers) -> Format:
     own = getattr(tokenizer, "response_template", None) if parsers == AUTO else None
     calls = _calls_of(written) if parsers.calls == "auto" else parsers.calls
     reasoning = _reasoning_of(written) if parsers.reasoning == "auto" else parsers.reasoning
-    return Format(CALL_FORMATS.get(calls), REASONING_FORMATS.get(reasoning), own)
+    return Format(CALL_FORMATS.get(calls), _own_reasoning(own) or REASONING_FORMATS.get(reasoning), own)
+
+
+def _own_reasoning(own: Mapping[str, Any] | None) -> tuple[str, str] | None:
+    """What opens and closes reasoning by a tokenizer's own response template, if those are texts."""
+    fields = {} if own is None else own["fields"]
+    marks = [(fields[name].get("open"), fields[name].get("close")) for name in REASONING if name in fields]
+    return next((pair for pair in marks if all(isinstance(mark, str) for mark in pair)), None)
 
 
 def _calls_of(template: str) -> str:

@@ -1,4 +1,4 @@
-"""Logits processors that OpenAI's API needs and transformers lacks. Each is for one sequence."""
+"""Log-probabilities, penalties and grammars: what OpenAI's API needs and transformers lacks."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,21 +8,48 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from xtok.models.cache import new_cache
+from xtok.models.modes import within
+from xtok.models.recurrent import cached_model
 from xtok.sampling.grammar import GrammarError, allowed_ids, in_one_line
 from xtok.serving.http.compiling import check_compiles
 
+_CHUNK = 256
+"""How many ids of a prompt are forwarded at once if all of their logits are needed."""
 _TRIED = 8
 """How many ids are tried to see whether llguidance can follow a grammar."""
 
 
 class Picked(NamedTuple):
-    """An id with its log-probability, and the likeliest ids with theirs. `offset`: the character at which it begins."""
+    """An id with its log-probability, and the most likely ids with theirs; None for the first id of a prompt. `offset`: the
+    character at which it begins.
+    """
 
     id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] | None
     offset: int = 0
+
+
+def picked_from(row: Tensor, token: int, top: int) -> Picked:
+    """`token` with the `top` most likely ids. `row`: the log-probabilities of all ids, (vocabulary,)."""
+    best = row.topk(min(top, len(row)))
+    pairs = zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True)
+    return Picked(token, _finite(float(row[token])), tuple(pairs))
+
+
+@within()
+def prompt_picks(model: PreTrainedModel, ids: Sequence[int], top: int) -> list[Picked]:
+    """The ids of a prompt as if they had been picked, by one pass over it, in chunks: no more logits are held at once."""
+    cached, found = cached_model(model, new_cache(model)), [Picked(ids[0], None, None)]
+    for start in range(0, len(ids) - 1, _CHUNK):
+        part, following = ids[start : min(start + _CHUNK, len(ids) - 1)], ids[start + 1 : start + 1 + _CHUNK]
+        logits = cached.forward(torch.tensor([list(part)], dtype=torch.int64, device=cached.device), len(part))
+        rows = logits.float().log_softmax(dim=-1)
+        found += [picked_from(row, token, top) for row, token in zip(rows, following, strict=True)]
+    return found
 
 
 class Record:
@@ -45,9 +72,7 @@ class Record:
     def end(self, token: int) -> None:
         """Record `token`, the id that was picked last."""
         if self._row is not None:
-            best = self._row.topk(min(self._top, len(self._row)))
-            top = zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True)
-            self.picked.append(Picked(token, _finite(float(self._row[token])), tuple(top)))
+            self.picked.append(picked_from(self._row, token, self._top))
             self._row = None
 
 
@@ -68,34 +93,21 @@ class Penalties:
         return scores - counts * self._frequency - (counts > 0) * self._presence
 
 
-def matcher_of(tokenizer: Any, end: int | None, schema: Any) -> Any:
-    """The matcher of llguidance for a JSON schema, at the beginning of a text. Each text needs its own `deep_copy`.
+def matcher_of(tokenizer: Any, end: int | None, grammar: str, plain: str, schemas: Sequence[Any]) -> Any:
+    """The matcher of llguidance for a grammar in Lark, at the beginning of a text. Each text needs its own `deep_copy`.
+    `plain`: the same grammar without ids of control tokens, which is compiled to see whether it can be.
 
-    Raises `ValueError` for a tokenizer that llguidance can't read, and for a schema that can't be followed. llguidance finds
-    some faults, such as a reference to itself, only while it follows ids, so a few are tried: the first allowed one each time.
+    Raises `ValueError` for a tokenizer that llguidance can't read, and for a grammar that can't be followed. llguidance finds
+    some faults, such as a reference to itself, only while it follows ids, so a few are tried for each of `schemas`, those in
+    the grammar: the first allowed one each time.
     """
     from llguidance import LLMatcher
 
     read = _read_by_llguidance(tokenizer, end)
-    grammar: str = LLMatcher.grammar_from_json_schema(dumps(schema))
-    _check(grammar)
-    matcher = LLMatcher(read, grammar)
-    _try(matcher.deep_copy())
-    return matcher
-
-
-def matcher_of_calls(tokenizer: Any, end: int | None, grammars: tuple[str, str], schemas: Sequence[Any]) -> Any:
-    """As `matcher_of`, for a grammar in Lark. `grammars`: the grammar, and the same without ids of control tokens, which is
-    compiled to see whether it can be. `schemas`: the JSON schemas in it, each tried with a few ids.
-    """
-    from llguidance import LLMatcher
-
-    read = _read_by_llguidance(tokenizer, end)
-    grammar, plain = map(LLMatcher.grammar_from_lark, grammars)
-    _check(plain)
+    _check(LLMatcher.grammar_from_lark(plain))
     for schema in schemas:
         _try(LLMatcher(read, LLMatcher.grammar_from_json_schema(dumps(schema))))
-    return LLMatcher(read, grammar)
+    return LLMatcher(read, LLMatcher.grammar_from_lark(grammar))
 
 
 def _check(grammar: str) -> None:

@@ -4,9 +4,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import isfinite
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from xtok.errors import shown
 
@@ -18,21 +20,25 @@ _REMEDIES = {
     "max_new_tokens": "Use max_tokens instead.",
     "num_return_sequences": "Use n instead.",
     "stop_strings": "Use stop instead.",
-    "reasoning_effort": "Pass what the chat template takes in chat_template_kwargs.",
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+    "skip_special_tokens": (True,),
+    "suffix": ("",),
 }
-"""Fields of OpenAI's API that xtok doesn't have, with the values that ask for what it does anyway."""
-_LABELS = ("metadata", "prompt_cache_key", "safety_identifier")
+"""Fields of OpenAI's API and vLLM's that xtok doesn't have, with the values that ask for what it does anyway."""
+_LABELS = ("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 """Fields of OpenAI's API that change no text."""
-_NOT_FOR_RACES = ("logprobs", "top_logprobs", "stream", "stream_options", "user")
+_IGNORED = ("service_tier", "store", "verbosity")
+"""Fields that a text could do without. That they have no effect is logged."""
+_NOT_FOR_RACES = ("echo", "logprobs", "top_logprobs", "stream", "stream_options", "user")
 _FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z_]+")
 """A field's name in the place of a fault, in which pydantic also names the types that it tried."""
+_LARGE = re.compile(rb"\d[eE]\+?\d{3}|\d{309}")
+"""What is in numbers that are too large for a float."""
 Item = TypeVar("Item")
 B = TypeVar("B", bound="Body")
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -60,9 +66,12 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request: new `tokens` of each text, bytes of its `body`, and `seconds` that a text may take; None for any."""
+    """Limits of a request: new `tokens` of each text, those of a chat by `default`, bytes of the `body`, and `seconds` that a
+    text may take; None for any.
+    """
 
     tokens: int = 4096
+    default: int = 1024
     body: int = 4 * 1024**2
     seconds: float | None = 600.0
 
@@ -72,9 +81,15 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
+    @property
+    def ignored(self) -> list[str]:
+        """The names of fields that have no effect, though clients may expect one."""
+        return [name for name in _IGNORED if (self.model_extra or {}).get(name) is not None]
+
 
 class StreamOptions(Fields):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class Schema(Fields):
@@ -142,7 +157,8 @@ class Body(Fields):
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
-    def needs_grammar(self) -> bool:
+    def takes_long(self) -> bool:
+        """Whether it takes long to prepare."""
         return self.has_format
 
     @property
@@ -154,7 +170,13 @@ class Completion(Body):
     """`POST /v1/completions`."""
 
     prompt: str | Items[int] | Items[str] | Items[Items[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Top | None = None
+    echo: bool | None = None
+
+    @property
+    def takes_long(self) -> bool:
+        return self.has_format or bool(self.echo and self.logprobs is not None)
 
 
 _FUNCTION_NAME = re.compile(r"[\w.-]{1,64}")
@@ -195,6 +217,7 @@ class Chat(Body):
     tools: Items[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -210,7 +233,7 @@ class Chat(Body):
         return functions if self.tool_choice == "required" else []
 
     @property
-    def needs_grammar(self) -> bool:
+    def takes_long(self) -> bool:
         return bool(self.forced) or self.has_format
 
 
@@ -235,11 +258,27 @@ F = TypeVar("F", bound=Fields)
 def fields_of(kind: type[F], given: bytes | dict[str, Any]) -> F:
     """Parse and validate JSON. Raises `RequestError`, with the field's name, for what isn't valid."""
     try:
-        fields = kind.model_validate_json(given) if isinstance(given, bytes) else kind.model_validate(given)
+        fields = kind.model_validate(_values(given) if isinstance(given, bytes) else given)
     except ValidationError as error:
         raise _refusal(error) from None
     _refuse_unknown(fields)
     return fields
+
+
+def _values(given: bytes) -> Any:
+    """What JSON text says. Raises `RequestError` for what is none, and for numbers that JSON or a float can't hold."""
+    try:
+        found = from_json(given, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"The body is not JSON, which has no NaN and no Infinity: {error}.") from None
+    left = [found] if _LARGE.search(given) else []
+    while left:
+        one = left.pop()
+        if isinstance(one, float) and not isfinite(one):
+            raise RequestError("The body has a number that is too large for a float.")
+        if isinstance(one, list | dict):
+            left += one.values() if isinstance(one, dict) else one
+    return found
 
 
 def read(kind: type[B], given: bytes | dict[str, Any]) -> B:
@@ -253,6 +292,8 @@ def read(kind: type[B], given: bytes | dict[str, Any]) -> B:
         raise RequestError(f"stop has {size} characters in all; this server allows {STOPS}.", "stop")
     if isinstance(body, Chat):
         _check_chat(body)
+    if body.max_tokens == 0 and not (isinstance(body, Completion) and body.echo):
+        raise RequestError("max_tokens is 0, which needs echo to be true. Ask for at least one token.", "max_tokens")
     for name in _NOT_FOR_RACES if isinstance(body, Race) else ():
         if getattr(body, name, None) is not None:
             raise RequestError(f"{name} isn't supported in races. Leave it out.", name, code="unsupported_parameter")
@@ -271,7 +312,7 @@ def _refusal(error: ValidationError) -> RequestError:
 def _refuse_unknown(fields: Fields, inside: str = "") -> None:
     """Raises `RequestError` for a field that would have no effect."""
     for name, value in (fields.model_extra or {}).items():
-        is_neutral = not inside and (name in _LABELS or value in _NEUTRAL.get(name, ()))
+        is_neutral = not inside and (name in (*_LABELS, *_IGNORED) or value in _NEUTRAL.get(name, ()))
         if value is not None and not is_neutral:
             field = f"{inside}{name}"
             if name in _REMEDIES:

@@ -1,9 +1,11 @@
-"""Splits a text into reasoning, tool calls and content while it is generated."""
+"""Splits a text into reasoning, tool calls and content while it is generated, and ends the content at a stop string."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from json import JSONDecoder, dumps
+from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -15,9 +17,8 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from xtok.align.text import utf8_decoder
 from xtok.align.tokenbytes import TokenBytes
+from xtok.serving.http.formats import REASONING
 
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names that response templates have for the field with the reasoning."""
 _CALLS = "tool_calls"
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 """A name before the arguments, as newer models of Mistral write a call."""
@@ -54,15 +55,75 @@ class Written:
         return [part for part in self.parts if part.kind == "call"]
 
 
+class Cut:
+    """Ends a text before the first stop string in it, in time linear in the text's length. What may begin a stop string is held
+    back. `held`: that; once a stop string is `found`, it and what came with it.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = [(stop, borders(stop)) for stop in stops]
+        self._matched = [0] * len(self._stops)
+        self.held, self.found = "", False
+
+    def add(self, piece: str) -> str:
+        """Add a piece of the text. Returns what can't be part of a stop string any more."""
+        if self.found or not self._stops:
+            return "" if self.found else piece
+        self.held += piece
+        kept = len(self.held)
+        for end, character in enumerate(piece, start=kept - len(piece) + 1):
+            self._matched = [
+                _advanced(*stop, matched, character) for stop, matched in zip(self._stops, self._matched, strict=True)
+            ]
+            complete = [matched for (stop, _), matched in zip(self._stops, self._matched, strict=True) if matched == len(stop)]
+            if complete:
+                self.found, kept = True, end - max(complete)
+                break
+        if not self.found:
+            kept -= max(self._matched)
+        passed, self.held = self.held[:kept], self.held[kept:]
+        return passed
+
+    def flush(self) -> str:
+        """Returns what is held back, since the text has ended. What is added later can't complete a stop string with it."""
+        if self.found:
+            return ""
+        passed, self.held = self.held, ""
+        self._matched = [0] * len(self._stops)
+        return passed
+
+
+def _advanced(stop: str, borders: Sequence[int], matched: int, character: str) -> int:
+    """How many characters of a stop string the text ends with after `character`, if it ended with `matched` before."""
+    while matched and stop[matched] != character:
+        matched = borders[matched]
+    return matched + (stop[matched] == character)
+
+
+@lru_cache(maxsize=64)
+def borders(stop: str) -> list[int]:
+    """How many characters of a stop end each of its beginnings, itself not counted (Knuth, Morris and Pratt 1977)."""
+    found = [0, 0]
+    for character in stop[1:]:
+        found.append(_advanced(stop, found, found[-1], character))
+    return found
+
+
 class Reader:
-    """Splits one text into parts by a response template; without one, all of it is content. So are malformed calls.
+    """Splits one text into parts by a response template; without one, all of it is content. So are malformed calls. The text
+    ends before the first of `stops` in its content.
 
     `prefix`: the part of the prompt that the template has to see. `tools`: the tools offered, for the types of their arguments.
     `most`: how many calls to report at most.
     """
 
     def __init__(
-        self, template: dict[str, Any] | None = None, prefix: str = "", tools: Sequence[Any] = (), most: int | None = None
+        self,
+        template: dict[str, Any] | None = None,
+        prefix: str = "",
+        tools: Sequence[Any] = (),
+        most: int | None = None,
+        stops: Sequence[str] = (),
     ) -> None:
         self._parser: Any = None
         self._opens: Any = None
@@ -70,18 +131,32 @@ class Reader:
             loaded = load_response_template(template)
             self._opens = loaded.fields[_CALLS].open_re if _CALLS in loaded.fields else None
             self._parser = ResponseParser(loaded, prefix=prefix, tools=list(tools))
+        self._cut, self._size = Cut(stops), 0
         self._skips_space = bool(prefix)
         self._spaces: list[str] = []  # they are left out before a mark
         self._read: list[str] = []
         self._start: int | None = None  # where the call begins that is being read
         self._left = most
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the text has ended with a stop string."""
+        return self._cut.found
+
+    @property
+    def size(self) -> int:
+        """How many bytes of the text were read and are no part of a stop string."""
+        return self._size - len(self._cut.held.encode())
+
     def read(self, text: str) -> list[Part]:
         """The parts in a further piece of text. What may end a mark is parsed alone, so that malformed calls are located."""
         found = list[Part]()
-        for piece in _PIECES.findall(text):
+        for piece in [text] if self._parser is None else _PIECES.findall(text):
+            if self.stopped:
+                break
+            self._size += len(piece.encode())
             if self._parser is None:
-                found.append(Part("content", piece))
+                found += self._content(piece)
             else:
                 self._read.append(piece)
                 found += self._parsed(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]
@@ -89,30 +164,45 @@ class Reader:
 
     def end(self) -> list[Part]:
         """The parts that are left when the text has ended."""
-        found = self._parsed(lambda: self._parser.finalize()[1]) if self._parser is not None else []
-        return _joined([*found, *self._spaced("", "content")])
+        found = self._parsed(lambda: self._parser.finalize()[1]) if self._parser is not None and not self.stopped else []
+        return _joined([*found, *self._flushed(), *self._spaced("", "content")])
 
     def _parsed(self, parse: Callable[[], list[dict[str, Any]]]) -> list[Part]:
         try:
             return [part for event in parse() for part in self._parts(event)]
         except Exception:  # a tokenizer's own template can't parse it: from here on, it is text
             self._parser, text = None, "" if self._start is None else self._since_start()
-            return [*self._spaced(text, "content")]
+            return [*self._content(text)]
 
     def _parts(self, event: dict[str, Any]) -> Iterator[Part]:
         field, kind = event["field"], event["type"]
         if field == _CALLS:
+            yield from self._flushed()
             yield from self._call(event)
         elif kind == "region_chunk":
             text = event["text"].lstrip() if self._skips_space else event["text"]
             self._skips_space = self._skips_space and not text
-            if field == "content" or field in _REASONING:
-                bare = text.rstrip()
-                if bare:
-                    yield from self._spaced(bare, "content" if field == "content" else "reasoning")
-                self._spaces.append(text[len(bare) :])
-        elif field in _REASONING:
+            if field == "content":
+                yield from self._content(text)
+            elif field in REASONING:
+                yield from self._flushed()
+                yield from self._trimmed(text, "reasoning")
+        elif field in REASONING:
             self._skip_space()
+
+    def _content(self, text: str) -> Iterator[Part]:
+        yield from self._trimmed(self._cut.add(text), "content")
+
+    def _flushed(self) -> Iterator[Part]:
+        """The content that might have begun a stop string."""
+        yield from self._trimmed(self._cut.flush(), "content")
+
+    def _trimmed(self, text: str, kind: Literal["content", "reasoning"]) -> Iterator[Part]:
+        """A text without the spaces at its end, which are held back."""
+        bare = text.rstrip() if self._parser is not None else text
+        if bare:
+            yield from self._spaced(bare, kind)
+        self._spaces.append(text[len(bare) :])
 
     def _spaced(self, text: str, kind: Literal["content", "reasoning"]) -> Iterator[Part]:
         """A text after the spaces that were held back."""
@@ -132,7 +222,7 @@ class Reader:
             try:
                 calls = [Part("call", text, name, uuid4().hex[:9]) for name, text in calls_of(event["value"])]
             except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-                yield from self._spaced(self._since_start(), "content")
+                yield from self._content(self._since_start())
             else:
                 self._skip_space()
                 yield from calls[: self._left]
@@ -161,7 +251,7 @@ def calls_of(value: Any) -> Iterator[tuple[str, str]]:
         name, given = function["name"], function.get("arguments", function.get("parameters", {}))
         if not (isinstance(name, str) and name and isinstance(given, dict | str)):
             raise ValueError(f"{name!r} can't be called with {given!r}")
-        text = given if isinstance(given, str) else dumps(given, ensure_ascii=False, allow_nan=False)
+        text = given.strip() or "{}" if isinstance(given, str) else dumps(given, ensure_ascii=False, allow_nan=False)
         text.encode()  # half a character can't be sent
         yield name, text
 
@@ -183,29 +273,29 @@ def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
     return found.end() if found else position
 
 
-class Marked(StoppingCriteria):
-    """A stopping criterion that never stops. It follows a text's ids, and gives the text with some control tokens written out.
+class Follower(StoppingCriteria):
+    """Follows the ids of one text, which `reader` reads with some control tokens written out, and stops at a stop string.
 
     `view`: the bytes of ids. `names`: the names of the control tokens, by id. `start`: how many ids the prompt has.
     """
 
-    def __init__(self, view: TokenBytes, names: Mapping[int, bytes], start: int) -> None:
-        self._view, self._names, self._read, self._sent = view, names, start, 0
-        self._ids: list[int] = []
+    def __init__(self, reader: Reader, view: TokenBytes, names: Mapping[int, bytes], start: int) -> None:
+        self._reader, self._view, self._names, self._read = reader, view, names, start
         self._decoder = utf8_decoder()
+        self._parts = SimpleQueue[list[Part]]()
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """`input_ids`: (1, length). Called when an id is committed."""
+        """Whether each row ends here, (1,), bool. `input_ids`: (1, length). Called when an id is committed."""
         rows: Tensor = input_ids
-        self._ids += rows[0, self._read :].tolist()
+        new = b"".join(self[token] for token in rows[0, self._read :].tolist())
         self._read = rows.shape[1]
-        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        self._parts.put(self._reader.read(self._decoder.decode(new)))
+        return torch.full((len(rows),), self._reader.stopped, dtype=torch.bool, device=rows.device)
 
     def __getitem__(self, token: int) -> bytes:
         return self._names.get(token) or self._view[token] or b""
 
-    def text(self, *, final: bool = False) -> str:
-        """The whole characters that came since the last call."""
-        new = self._ids[self._sent :]
-        self._sent += len(new)
-        return self._decoder.decode(b"".join(self[token] for token in new), final)
+    def parts(self, *, final: bool = False) -> list[Part]:
+        """The parts that came since the last call. `final`: whether the text has ended."""
+        found = [part for _ in range(self._parts.qsize()) for part in self._parts.get()]
+        return _joined([*found, *self._reader.read(self._decoder.decode(b"", True))] if final else found)

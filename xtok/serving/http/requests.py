@@ -2,23 +2,24 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from json import JSONDecodeError, loads
-from typing import Any
+from json import loads
+from typing import Any, NamedTuple
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
+from xtok.align.text import utf8_decoder
 from xtok.assisted import XTokAssisted
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
-from xtok.models.cache import context_window, end_ids, vocabulary_size
-from xtok.models.prompts import KnownPrompt, Prompt, is_several, prompt_ids
+from xtok.models.cache import context_window, vocabulary_size
+from xtok.models.prompts import KnownPrompt, Prompt, is_chat, is_several, prompt_ids
 from xtok.sampling.grammar import Grammar
 from xtok.serving.http.formats import AUTO, Format, Parsers, format_of
-from xtok.serving.http.processors import Penalties, Record, matcher_of
+from xtok.serving.http.processors import Penalties, Picked, Record, prompt_picks
 from xtok.serving.http.protocol import MOST, Body, Chat, Completion, Limits, RequestError
-from xtok.serving.http.reading import Marked, Reader
-from xtok.serving.http.tools import format_for, matcher_of_tools, reader_of
+from xtok.serving.http.reading import Follower, Reader
+from xtok.serving.http.tools import format_for, matcher_for, reader_of
 
 COMPLETION_TOKENS = 16
 """The default number of new tokens of a completion, as in OpenAI's API. A chat gets as many as fit."""
@@ -26,61 +27,120 @@ COLDEST = 1e-3
 """The lowest temperature above 0."""
 
 
+class Echo(NamedTuple):
+    """A prompt as part of an answer: its text, and its ids with their log-probabilities, if those are requested."""
+
+    text: str
+    picked: list[Picked]
+
+
 @dataclass(frozen=True)
 class Submission:
-    """One sequence to generate. `arguments`: for `Engine.submit`, for this sequence alone. `stops`: its stop strings. `record`:
-    records the picks, if they are requested. `reader`: splits its text, in which `marked`, if given, writes out control tokens.
+    """One sequence to generate. `arguments`: for `Engine.submit`, for this sequence alone. `record`: records the picks, if they
+    are requested. `reader`: splits its text, `follower`, if given, as ids are committed. `echo`: the prompt, if its text is to
+    begin with that.
     """
 
     prompt: KnownPrompt
     arguments: dict[str, Any]
-    stops: list[str]
     record: Record | None
     reader: Reader
-    marked: Marked | None = None
+    follower: Follower | None = None
+    echo: Echo | None = None
 
 
 def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, parsers: Parsers = AUTO) -> list[Submission]:
     """The sequences of a request: `n` for each prompt, in order, number i with `seed` + i. Raises `RequestError`."""
-    field = "messages" if isinstance(body, Chat) else "prompt"
-    template, matcher = _template(body), _matcher(body, xt)
     known = format_for(body, format_of(xt.tokenizer, parsers)) if isinstance(body, Chat) else Format()
+    template, matcher = _template(body, xt), None
     predicted = "" if body.prediction is None else _joined(body.prediction.content, "prediction")
-    same: dict[str, Any] = {"stop_strings": body.stops or None, **_sampling(body)}
+    same = _sampling(body)
     if template:
         same["chat_template_kwargs"] = template
     if predicted:  # prepared once for all sequences
         same["prediction"] = Prediction(predicted)
-    prompts, found = _prompts(body), list[Submission]()
+    prompts, found = _prompts(body, xt), list[Submission]()
     if len(prompts) * (body.n or 1) > MOST:
         raise RequestError(f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n")
-    for prompt in prompts:
-        _check_size(prompt, template, xt, field)
-        try:
-            ids = prompt_ids(xt.tokenizer, prompt, None, template)
-        except (InvalidInputError, UnsupportedArgumentError) as error:
-            raise RequestError(str(error), field if isinstance(error, InvalidInputError) else "tools") from error
+    for given in prompts:
+        prompt = _read(given, template, xt, "messages" if isinstance(body, Chat) else "prompt")
+        ids = prompt.ids
         lengths = _lengths(body, xt, len(ids), limits)
-        if isinstance(body, Chat) and body.forced:
-            matcher = matcher_of_tools(body, known, xt, ids)
+        matcher, echo = matcher or matcher_for(body, known, xt, ids), _echo(body, prompt, xt)
         for number in range(body.n or 1):
             record = _record(body)
             arguments = {**same, **lengths, **_processors(body, xt, record, len(ids), matcher)}
-            if body.seed is not None and body.temperature != 0:  # a greedy text is the same for any seed
+            if body.seed not in (None, -1) and body.temperature != 0:  # a greedy text is the same for any seed
                 arguments["seed"] = (body.seed + number) % 2**64
-            reader, marked = reader_of(body, known, xt, ids) if isinstance(body, Chat) else (Reader(), None)
-            if marked is not None:
-                arguments["stopping_criteria"] = StoppingCriteriaList([marked])
-            found.append(Submission(KnownPrompt(prompt, ids), arguments, body.stops, record, reader, marked))
+            reader, follower = reader_of(body, known, xt, ids) if isinstance(body, Chat) else (Reader(stops=body.stops), None)
+            if follower is not None:
+                arguments["stopping_criteria"] = StoppingCriteriaList([follower])
+            elif body.stops:
+                arguments["stop_strings"] = body.stops
+            found.append(Submission(prompt, arguments, record, reader, follower, echo))
     return found
 
 
-def _prompts(body: Completion | Chat) -> list[Prompt]:
+def _echo(body: Completion | Chat, prompt: KnownPrompt, xt: XTokAssisted) -> Echo | None:
+    if isinstance(body, Chat) or not body.echo:
+        return None
+    view, decoder = xt.target.vocabulary.view, utf8_decoder()
+    picked, text = [], ""
+    for one in prompt_picks(xt.model, prompt.ids, body.logprobs) if body.logprobs is not None else ():
+        picked.append(one._replace(offset=len(text)))
+        text += decoder.decode(view[one.id] or b"")
+    return Echo(prompt.prompt if isinstance(prompt.prompt, str) else view.to_bytes(prompt.ids).decode(errors="replace"), picked)
+
+
+def ignored(body: Completion | Chat, xt: XTokAssisted) -> list[str]:
+    """The names of fields that have no effect on the texts of this target, though clients may expect one."""
+    effort = isinstance(body, Chat) and body.reasoning_effort is not None and not _effort(body.reasoning_effort, xt)
+    return [*body.ignored, *(["reasoning_effort"] if effort else [])]
+
+
+def _read(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> KnownPrompt:
+    """A prompt with its ids. A chat that the template refuses is read with one system message at its beginning, and without
+    arguments of calls that are no objects. Raises `RequestError`.
+    """
+    _check_size(prompt, template, xt, field)
+    plain = _plain(prompt) if is_chat(prompt) else prompt
+    try:
+        try:
+            return KnownPrompt(prompt, prompt_ids(xt.tokenizer, prompt, None, template))
+        except InvalidInputError:
+            if plain == prompt:
+                raise
+            return KnownPrompt(plain, prompt_ids(xt.tokenizer, plain, None, template))
+    except (InvalidInputError, UnsupportedArgumentError) as error:
+        raise RequestError(str(error), field if isinstance(error, InvalidInputError) else "tools") from error
+
+
+def _plain(chat: Any) -> list[dict[str, Any]]:
+    """A chat with all system messages in one, at its beginning, and with objects as arguments of all calls."""
+    system = [message for message in chat if message.get("role") in ("system", "developer")]
+    rest = [message for message in chat if message not in system]
+    found = [{**system[0], "content": "\n\n".join(message["content"] for message in system)}] if system else []
+    for message in rest:
+        calls = [
+            one if isinstance(one["function"]["arguments"], dict) else {**one, "function": {**one["function"], "arguments": {}}}
+            for one in message.get("tool_calls", ())
+        ]
+        found.append({**message, **({"tool_calls": calls} if calls else {})})
+    return found
+
+
+def _prompts(body: Completion | Chat, xt: XTokAssisted) -> list[Prompt]:
     if isinstance(body, Chat):
-        return [[_message(message, number) for number, message in enumerate(body.messages)]]
+        knows_developers = "developer" in _source(xt)
+        return [[_message(message, number, knows_developers) for number, message in enumerate(body.messages)]]
     given = body.prompt
     prompts: list[Any] = list(given) if given and is_several(given) else [given]
     return prompts
+
+
+def _source(xt: XTokAssisted) -> str:
+    """The text of the target's chat template."""
+    return str(getattr(xt.tokenizer, "chat_template", None) or "")
 
 
 def _check_size(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> None:
@@ -116,20 +176,22 @@ def _joined(content: Any, field: str) -> str:
     return text
 
 
-def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
-    """A message as chat templates read it: text parts are joined, and arguments of calls parsed. Raises `RequestError`."""
-    message = {name: value for name, value in given.items() if value is not None}
-    if "content" not in message and "tool_calls" not in message:
-        raise RequestError("A message needs content, or tool_calls.", f"messages.{number}.content")
-    message["content"] = _joined(message.get("content", ""), f"messages.{number}.content")
+def _message(given: dict[str, Any], number: int, knows_developers: bool) -> dict[str, Any]:
+    """A message as chat templates read it: text parts are joined, and arguments of calls parsed. The role "developer" becomes
+    "system" unless the template has it. Raises `RequestError`.
+    """
+    field = f"messages.{number}"
+    message = {name: value for name, value in given.items() if value is not None and (name, value) != ("tool_calls", [])}
+    if not {"content", "tool_calls", "reasoning_content"} & message.keys():
+        raise RequestError("A message needs content, or tool_calls.", f"{field}.content")
+    if message.get("role") == "developer" and not knows_developers:
+        message["role"] = "system"
+    message["content"] = _joined(message.get("content", ""), f"{field}.content")
     if "tool_calls" in message:
-        try:
-            message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-        except (AttributeError, JSONDecodeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise RequestError(
-                "tool_calls must be a list of calls of functions, whose arguments are JSON that isn't nested too deeply.",
-                f"messages.{number}.tool_calls",
-            ) from error
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            raise RequestError("tool_calls must be a list of calls of functions.", f"{field}.tool_calls")
+        message["tool_calls"] = [_call(call, f"{field}.tool_calls.{index}") for index, call in enumerate(calls)]
     return message
 
 
@@ -140,16 +202,42 @@ def _part(part: Any, field: str) -> str:
     return text
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    given = call["function"]["arguments"]
-    return {**call, "function": {**call["function"], "arguments": loads(given) if isinstance(given, str) else given}}
+def _call(call: Any, field: str) -> dict[str, Any]:
+    """A call as chat templates read it, with its arguments parsed: {} for none. What isn't JSON stays a text, since models may
+    write that, and clients send it back. Raises `RequestError`.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f'{field} must be a call of a function: {{"type": "function", "function": {{"name": …, "arguments": …}}}}.', field
+        )
+    given = function.get("arguments", "")
+    if not isinstance(given, str | dict | None):
+        raise RequestError(f"{field}, which calls {function['name']!r}, must have arguments in a text of JSON.", field)
+    arguments: Any = given or {}
+    if isinstance(given, str):
+        try:
+            arguments = loads(given) if given.strip() else {}
+        except (RecursionError, ValueError):
+            arguments = given
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _template(body: Completion | Chat) -> dict[str, Any]:
+def _template(body: Completion | Chat, xt: XTokAssisted) -> dict[str, Any]:
+    """The arguments of the chat template."""
     if not isinstance(body, Chat):
         return {}
     tools = {} if body.tool_choice == "none" or not body.tools else {"tools": body.tools}
-    return {**(body.chat_template_kwargs or {}), **tools}
+    effort = {} if body.reasoning_effort is None else _effort(body.reasoning_effort, xt)
+    return {**effort, **(body.chat_template_kwargs or {}), **tools}
+
+
+def _effort(effort: str, xt: XTokAssisted) -> dict[str, Any]:
+    """The argument of the chat template that sets how much to reason; none if it has no such argument."""
+    source = _source(xt)
+    if "reasoning_effort" in source:
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": effort != "none"} if "enable_thinking" in source else {}
 
 
 def _sampling(body: Body) -> dict[str, Any]:
@@ -165,21 +253,20 @@ def _sampling(body: Body) -> dict[str, Any]:
 
 
 def _lengths(body: Completion | Chat, xt: XTokAssisted, read: int, limits: Limits) -> dict[str, Any]:
-    """How long a text after a prompt of `read` ids may get. Raises `RequestError` if they don't fit."""
-    field = "max_completion_tokens" if isinstance(body, Chat) and body.max_tokens is None else "max_tokens"
-    requested = body.max_tokens if field == "max_tokens" else getattr(body, field)
-    window = context_window(xt.model)
-    room = limits.tokens if window is None else window - read
-    if requested is not None and requested > limits.tokens:
-        raise RequestError(f"{field} is {requested}; this server writes up to {limits.tokens} tokens (--max-tokens).", field)
-    usual = limits.tokens if isinstance(body, Chat) else COMPLETION_TOKENS
-    wanted = min(usual, limits.tokens, room) if requested is None else requested
-    if room < max(wanted, 1):
+    """How long a text after a prompt of `read` ids may get: as long as requested, if that fits into the context window and the
+    server's limit. Raises `RequestError` if nothing fits.
+    """
+    requested, window = body.max_tokens, context_window(xt.model)
+    if isinstance(body, Chat):
+        requested = requested or body.max_completion_tokens or limits.default
+    room = limits.tokens if window is None else min(limits.tokens, window - read)
+    if room < 1:
         raise RequestError(
-            f"The prompt has {read} tokens, and {max(wanted, 1)} more are requested; the model's context window is {window}.",
+            f"The prompt has {read} tokens; the model's context window is {window}, which leaves no room for a text.",
             "messages" if isinstance(body, Chat) else "prompt",
             code="context_length_exceeded",
         )
+    wanted = min(COMPLETION_TOKENS if requested is None else requested, room)
     return {"max_new_tokens": wanted, **({} if limits.seconds is None else {"max_time": limits.seconds})}
 
 
@@ -210,17 +297,3 @@ def _bias(given: Mapping[str, float], size: int) -> list[list[Any]]:
         if not (name.isascii() and name.isdigit() and len(name) <= 20 and int(name) < size):
             raise RequestError(f"logit_bias has {name[:40]!r}; the target's ids are from 0 to {size - 1}.", "logit_bias")
     return [[[int(name)], float(value)] for name, value in given.items()]
-
-
-def _matcher(body: Body, xt: XTokAssisted) -> Any:
-    """The matcher for a response format; None if any text will do. Raises `RequestError` if none can be made."""
-    requested = body.response_format
-    if requested is None or not body.has_format:
-        return None
-    schema = {"type": "object"} if requested.type == "json_object" else requested.json_schema and requested.json_schema.schema_
-    if schema is None:
-        raise RequestError("response_format of type json_schema needs json_schema.schema.", "response_format")
-    try:
-        return matcher_of(xt.tokenizer, next(iter(end_ids(xt.model)), None), schema)
-    except (ImportError, ValueError) as error:
-        raise RequestError(f"Texts can't follow this response_format: {error}", "response_format") from error

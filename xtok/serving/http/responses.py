@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from sse_starlette.sse import EventSourceResponse
 
 from xtok.serving.http.completions import PendingAnswer, sse_data, started
@@ -20,7 +20,12 @@ from xtok.serving.http.protocol import Chat, Fields, FunctionName, Items, Reques
 from xtok.serving.http.reading import Part
 from xtok.serving.http.service import Service
 
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+}
 """Chat fields that have other names in responses."""
 
 
@@ -32,6 +37,7 @@ class TextFormat(Schema):
 
 class Text(Fields):
     format: TextFormat | None = None
+    verbosity: str | None = None
 
 
 class FunctionChoice(FunctionName):
@@ -41,7 +47,13 @@ class FunctionChoice(FunctionName):
 
 
 class StreamOptions(Fields):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+
+
+def _check_included(name: str) -> str:
+    if name == "message.output_text.logprobs":
+        raise ValueError("log-probabilities aren't supported here; chats have them")
+    return name
 
 
 class Responses(Fields):
@@ -62,15 +74,27 @@ class Responses(Fields):
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    include: list[Annotated[str, AfterValidator(_check_included)]] | None = None
+    reasoning: dict[str, Any] | None = None
     seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """Nothing is stored, no reasoning is encrypted or summarised, and texts are as long as they are."""
+        given = {
+            "store": self.store,
+            "include": self.include,
+            "reasoning.summary": (self.reasoning or {}).get("summary"),
+            "text.verbosity": self.text and self.text.verbosity,
+        }
+        return [*super().ignored, *(name for name, value in given.items() if value)]
 
 
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user")
@@ -82,6 +106,7 @@ def chat_of(body: Responses) -> Chat:
     """The request as a chat. Raises `RequestError` for what a chat can't hold."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in (*_SAME, *_MORE)}
     fields |= {"messages": _messages(body), "max_completion_tokens": body.max_output_tokens}
+    fields["reasoning_effort"] = (body.reasoning or {}).get("effort")
     fields["tools"] = None if body.tools is None else [_tool(tool, number) for number, tool in enumerate(body.tools)]
     choice = body.tool_choice
     named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, FunctionChoice) else choice
@@ -122,9 +147,7 @@ def _messages(body: Responses) -> list[dict[str, Any]]:
     for number, item in enumerate(items):
         message = _message(item, f"input.{number}")
         last = found[-1] if found else {}
-        if message["role"] == last.get("role") == "system":
-            last["content"] = f"{last['content']}\n\n{message['content']}"
-        elif message["role"] == last.get("role") == "assistant" and "content" not in last.keys() & message.keys():
+        if message["role"] == last.get("role") == "assistant" and "content" not in last.keys() & message.keys():
             calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
             last |= message | ({"tool_calls": calls} if calls else {})
         else:
@@ -137,8 +160,7 @@ def _message(item: dict[str, Any], field: str) -> dict[str, Any]:
     kind = item.get("type", "message")
     try:
         if kind == "message":
-            role = {"developer": "system"}.get(item["role"], item["role"])
-            return {"role": role, "content": _text(item["content"], field)}
+            return {"role": item["role"], "content": _text(item["content"], field)}
         if kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             return {"role": "assistant", "tool_calls": [{"id": item["call_id"], "type": "function", "function": function}]}
@@ -175,6 +197,9 @@ async def respond(service: Service, request: Request, body: Responses) -> Respon
         pending = await started(service, request, chat_of(body))
     except RequestError as error:
         raise as_named_here(error) from None
+    if body.ignored:
+        log = context_of(request).log
+        log["ignored"] = [*log.get("ignored", ()), *body.ignored]
     answer = _Answer(service, request, body, pending)
     if body.stream:
         return EventSourceResponse(answer.streamed(), sep="\n")
@@ -296,7 +321,8 @@ class _Answer:
 
     def _object(self, status: str) -> dict[str, Any]:
         """OpenAI's response object, without output."""
-        asked = self._body.model_dump(by_alias=True, exclude={"input", "stream", "stream_options", "model"}, exclude_none=True)
+        other = {"input", "stream", "stream_options", "model", "include"}
+        asked = self._body.model_dump(by_alias=True, exclude=other, exclude_none=True)
         usual: dict[str, Any] = {
             "instructions": None,
             "metadata": {},
@@ -308,10 +334,11 @@ class _Answer:
             "top_p": None,
             "truncation": "disabled",
         }
+        asked["text"] = usual["text"] | asked.get("text", {})
         made = {"id": f"resp_{self._context.id}", "object": "response", "created_at": self._created, "status": status}
         kept = {"background": False, "previous_response_id": None, "store": False}
         rest: dict[str, Any] = {"error": None, "incomplete_details": None, "model": self._name, "output": [], "usage": None}
-        return {**made, **kept, **rest, **usual, **asked}
+        return {**made, **rest, **usual, **asked, **kept}
 
 
 def _no_logprobs(kind: str) -> dict[str, list[Any]]:

@@ -15,8 +15,8 @@ from xtok.serving.http.metrics import Metrics
 from xtok.serving.http.protocol import Limits, RequestError
 from xtok.serving.http.race import RaceQueue
 
-_COMPILING = 2
-"""How many grammars are compiled at a time."""
+_PREPARING = 2
+"""How many requests with a grammar, or for the log-probabilities of a prompt, are prepared at a time."""
 _VARIANTS = 4
 """For how many combinations of drafts an instance is kept for races."""
 LATER = {"Retry-After": "1"}
@@ -45,9 +45,9 @@ class Service:
         return lru_cache(maxsize=_VARIANTS)(self.ready()[0].with_drafts)
 
     @cached_property
-    def compiling(self) -> CapacityLimiter:
-        """Limits how many threads prepare requests with a grammar."""
-        return CapacityLimiter(_COMPILING)
+    def preparing(self) -> CapacityLimiter:
+        """Limits how many threads prepare requests for which that takes long."""
+        return CapacityLimiter(_PREPARING)
 
     @cached_property
     def metrics(self) -> Metrics:

@@ -1,4 +1,4 @@
-"""Tools of a chat: what parses its texts, and grammars that force calls."""
+"""What the texts of a chat may be: what parses them, and the grammars of tool calls and response formats."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,9 @@ from typing import Any
 from xtok.assisted import XTokAssisted
 from xtok.models.cache import end_ids
 from xtok.serving.http.formats import FORCED, Format
-from xtok.serving.http.processors import matcher_of_calls
-from xtok.serving.http.protocol import Chat, RequestError
-from xtok.serving.http.reading import Marked, Reader
+from xtok.serving.http.processors import matcher_of
+from xtok.serving.http.protocol import Body, Chat, RequestError, ToolChoice
+from xtok.serving.http.reading import Follower, Reader
 
 _ENDING = 16
 """How many ids at the end of a prompt may open its answer's reasoning."""
@@ -20,10 +20,19 @@ _THOUGHT = "thought: /(?s:.*)/"
 
 
 def format_for(body: Chat, known: Format) -> Format:
-    """How a chat's text is written: in the target's own format, unless calls are forced for which that has no grammar."""
-    if not body.forced or (known.own is None and known.calls is not None and known.calls.call):
-        return known
-    return replace(known, calls=FORCED, own=None)
+    """How a chat's text is written: in the target's own format, unless calls are forced for which that has no grammar. Raises
+    `RequestError` for tools beside a response format if a grammar can't tell the target's calls from other JSON.
+    """
+    has_grammar = known.own is None and known.calls is not None and bool(known.calls.call)
+    if body.forced:
+        return known if has_grammar else replace(known, calls=FORCED, own=None)
+    if body.offers_tools and body.has_format and not (has_grammar and known.calls is not None and known.calls.is_marked):
+        raise RequestError(
+            "This target's calls of tools can't be told from other JSON, so response_format can't be combined with tools. "
+            'Leave one of them out, or set tool_choice to "none".',
+            "response_format",
+        )
+    return known
 
 
 def ending_of(xt: XTokAssisted, ids: Sequence[int]) -> str:
@@ -31,56 +40,91 @@ def ending_of(xt: XTokAssisted, ids: Sequence[int]) -> str:
     return str(xt.tokenizer.decode(ids[-_ENDING:]))
 
 
-def reader_of(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> tuple[Reader, Marked | None]:
-    """What parses one text of a chat, and what writes out control tokens for it, if it needs any. `ids`: the prompt's."""
+def reader_of(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> tuple[Reader, Follower | None]:
+    """What parses one text of a chat, and what follows its ids for that, unless all is content. `ids`: the prompt's."""
     template = known.template(body.offers_tools)
     if template is None:
-        return Reader(), None
+        return Reader(stops=body.stops), None
     prompt = str(xt.tokenizer.decode(ids)) if known.own is not None else ending_of(xt, ids)
     most = 1 if body.parallel_tool_calls is False else None
-    reader = Reader(template, known.prefix(prompt), body.tools or (), most)
+    reader = Reader(template, known.prefix(prompt), body.tools or (), most, body.stops)
     ends = set(end_ids(xt.model))
     names = {
         token: name.encode()
         for name, token in _controls(xt).items()
         if token not in ends and (known.own is not None or name in known.markers)
     }
-    return reader, Marked(xt.target.vocabulary.view, names, len(ids)) if names else None
+    return reader, Follower(reader, xt.target.vocabulary.view, names, len(ids))
 
 
-def matcher_of_tools(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> Any:
-    """The matcher for texts with the calls that a chat forces, after reasoning if the target reasons. Raises `RequestError` if
-    none can be made.
+def matcher_for(body: Body, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> Any:
+    """The matcher for texts with the calls that a chat forces, or in the response format, or with calls if there are tools too;
+    each after reasoning if the target reasons. None if any text will do. `ids`: the prompt's. Raises `RequestError` if none can
+    be made.
     """
-    opened = known.opens_reasoning(ending_of(xt, ids))
+    if not (body.has_format or (isinstance(body, Chat) and body.forced)):
+        return None
+    functions = _functions(body)
+    formats = [_format_schema(body)] if body.has_format else []
+    ending = ending_of(xt, ids)
     try:
-        grammar, plain = (call_grammar(body, known, opened, controls) for controls in (_controls(xt), {}))
-        schemas = [_schema(function) for function in body.forced]
-        return matcher_of_calls(xt.tokenizer, next(iter(end_ids(xt.model)), None), (grammar, plain), schemas)
+        grammar, plain = (grammar_of(body, known, ending, controls) for controls in (_controls(xt), {}))
+        schemas = [*map(_schema, functions), *formats]
+        return matcher_of(xt.tokenizer, next(iter(end_ids(xt.model)), None), grammar, plain, schemas)
     except (ImportError, ValueError) as error:
-        raise RequestError(f"Texts can't be forced to call these tools: {error}", "tools") from error
+        if not formats:
+            raise RequestError(f"Texts can't be forced to call these tools: {error}", "tools") from error
+        beside = ", nor call these tools" if functions else ""
+        raise RequestError(f"Texts can't follow this response_format{beside}: {error}", "response_format") from error
 
 
-def call_grammar(body: Chat, known: Format, opened: bool, controls: Mapping[str, int]) -> str:
-    """The grammar of forced calls in llguidance's Lark. `opened`: whether the prompt opened the reasoning already. `controls`:
+def _functions(body: Body) -> list[dict[str, Any]]:
+    """The functions that a grammar has to allow."""
+    if not isinstance(body, Chat):
+        return []
+    return body.forced or [tool["function"] for tool in (body.tools or ()) if body.offers_tools]
+
+
+def _format_schema(body: Body) -> Any:
+    """The JSON schema of a response format. Raises `RequestError` if it has none."""
+    requested = body.response_format
+    assert requested is not None
+    if requested.type == "json_object":
+        return {"type": "object"}
+    if requested.json_schema is None or requested.json_schema.schema_ is None:
+        raise RequestError("response_format of type json_schema needs json_schema.schema.", "response_format")
+    return requested.json_schema.schema_
+
+
+def grammar_of(body: Body, known: Format, prompt: str, controls: Mapping[str, int]) -> str:
+    """The grammar of a text in llguidance's Lark. `prompt`: its end, which may have opened the reasoning already. `controls`:
     the ids of control tokens, by name; the grammar refers to them by id.
     """
-    assert known.calls is not None
-    rules, choices = list[str](), list[str]()
-    before, _, after = known.calls.call.partition("ARGUMENTS")
-    for number, function in enumerate(body.forced):
-        parts = _literal(before.replace("NAME", function["name"]), controls), f"arguments{number}", _literal(after, controls)
-        choices.append(" ".join(part for part in parts if part))
-        rules.append(f"arguments{number}: %json {dumps(_schema(function))}")
-    rules.append(f"call: {' | '.join(choices)}")
-    several = known.calls.separator is not None and body.tool_choice == "required" and body.parallel_tool_calls is not False
-    more = f"({_literal(known.calls.separator or '', controls)} call)*" if several else ""
-    first, last = (_literal(text, controls) for text in known.calls.around)
-    if known.reasoning is not None:
+    rules, answers = list[str](), list[str]()
+    if functions := _functions(body):
+        assert isinstance(body, Chat)
+        assert known.calls is not None
+        before, _, after = known.calls.call.partition("ARGUMENTS")
+        choices = []
+        for number, function in enumerate(functions):
+            named = before.replace("NAME", function["name"])
+            choices.append(f"{_literal(named, controls)} arguments{number} {_literal(after, controls)}")
+            rules.append(f"arguments{number}: %json {dumps(_schema(function))}")
+        rules.append(f"call: {' | '.join(choices)}")
+        is_named = isinstance(body.tool_choice, ToolChoice)
+        several = known.calls.separator is not None and not is_named and body.parallel_tool_calls is not False
+        more = f"({_literal(known.calls.separator or '', controls)} call)*" if several else ""
+        first, last = (_literal(text, controls) for text in known.calls.around)
+        answers.append(f"{first} call {more} {last}")
+    if body.has_format:
+        rules.append(f"format: %json {dumps(_format_schema(body))}")
+        answers.append("format")
+    thought = ""
+    if known.reasoning is not None and not known.closes_reasoning(prompt):
         opening, closing = known.reasoning
         rules += _thought(closing, controls)
-        first = f"{'reasoned' if opened else f'({_literal(opening, controls)} reasoned)?'} {first}"
-    return "\n".join([f"start: {first} call {more} {last}", *rules])
+        thought = "reasoned" if known.opens_reasoning(prompt) else f"({_literal(opening, controls)} reasoned)?"
+    return "\n".join([f"start: {thought} ({' | '.join(answers)})", *rules])
 
 
 def _schema(function: Mapping[str, Any]) -> Any:
