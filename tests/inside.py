@@ -10,7 +10,7 @@ from xtok.models.shared_cache import SharedCache, SharedSlot
 
 def caches_of(engine: Any) -> list[SharedCache]:
     """The shared caches of an `Engine` or a `DraftEngine`, one for each model that has read something."""
-    return [*engine._caches._caches.values()]
+    return [*engine._shared.caches._caches.values()]
 
 
 def rows_of(slots: SharedCache) -> list[SharedSlot | None]:
@@ -46,8 +46,8 @@ def guesses_now(engine: Any) -> bool:
 
 def positions_of(engine: Any) -> int:
     """How many positions the caches of an `Engine` may have whose memory is bounded."""
-    assert engine._memory is not None
-    return engine._memory.positions
+    assert engine._shared.memory is not None
+    return engine._shared.memory.positions
 
 
 def findings_of(shapes: Any) -> Findings:

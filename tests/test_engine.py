@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import worlds
 from architectures import tiny
 from front_door import CHAT, CountsItsCalls, StopsOn, forwards
 from hypothesis import example, given
@@ -872,7 +874,7 @@ def test_tickets_that_are_kept_hold_no_caches() -> None:
         kept += [engine.submit(prompt, **GREEDY) for prompt in TEXTS]
         for ticket in kept:
             read(ticket)
-        caches = [weakref.ref(one) for one in (engine._caches, *caches_of(engine))]
+        caches = [weakref.ref(one) for one in (engine._shared.caches, *caches_of(engine))]
         assert len(caches) == 4
     gc.collect()
     assert not [one for one in caches if one() is not None]
@@ -970,3 +972,91 @@ def test_guesses_that_come_true_show_in_the_figures() -> None:
 def test_what_is_no_instance_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="pass an XTokAssisted"):
         Engine("a/path")  # type: ignore[arg-type]
+
+
+# models that are changed
+
+
+def rotary(lm: Any) -> None:
+    lm.model.rotary_emb.inv_freq.mul_(1.7)
+
+
+def hooked(lm: Any) -> None:
+    lm.model.layers[0].register_forward_hook(lambda _, inputs, output: output * -1.5)
+
+
+def activated(lm: Any) -> None:
+    for layer in lm.model.layers:
+        layer.mlp.act_fn = torch.nn.Tanh()
+
+
+def scaled_attention(lm: Any) -> None:
+    for layer in lm.model.layers:
+        layer.self_attn.scaling *= 9
+
+
+def negated(lm: Any) -> None:
+    for weight in lm.model.layers.parameters():
+        weight.data.mul_(-1.3)
+
+
+def negated_at_once(lm: Any) -> None:
+    torch._foreach_mul_([weight.data for weight in lm.model.layers.parameters()], -1.3)
+
+
+UNNOTICED = [rotary, hooked, activated, scaled_attention, negated, negated_at_once]
+
+
+@pytest.mark.parametrize("by_engine", [True, False], ids=["of the engine", "of the instance"])
+@pytest.mark.parametrize("change", UNNOTICED)
+def test_after_refresh_an_engine_computes_as_its_models_are_now(change: Callable[[Any], None], by_engine: bool) -> None:
+    """Found by a hostile trial: prefixes were reused that had been computed before the change, and ids were wrong."""
+    lm, prompt = deepcopy(LM), list(range(3, 23))
+    xt = XTokAssisted((lm, TOKENS))
+    with Engine(xt) as engine:
+        before = engine.submit(prompt, **GREEDY).result(PATIENCE).token_ids
+        change(lm)
+        (engine if by_engine else xt).refresh()
+        found = engine.submit(prompt, **GREEDY).result(PATIENCE)
+        assert found.token_ids == worlds.alone(lm, prompt, **GREEDY) == xt.generate(prompt, **GREEDY).token_ids != before
+        assert (found.stats.exact, found.stats.cached_tokens) == (True, 0)
+        assert engine.submit(prompt, **GREEDY).result(PATIENCE).stats.cached_tokens == len(prompt) - 1
+
+
+def test_refresh_waits_for_nobody_and_loses_no_request() -> None:
+    holds = Holds()
+    with Engine(XTokAssisted((LM, TOKENS)), batch_size=1) as engine:
+        tickets = [engine.submit("吾輩は", **GREEDY, logits_processor=[holds]), engine.submit("吾輩は", **GREEDY)]
+        with pytest.raises(InvalidInputError, match=r"2 requests run or wait. Call refresh after they have ended"):
+            engine.refresh()
+        holds.go.set()
+        assert tickets[0].result(PATIENCE).token_ids == tickets[1].result(PATIENCE).token_ids
+        engine.refresh()
+
+
+@pytest.mark.parametrize("draft", ["target", "draft"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_an_engine_begins_anew_after_a_model_was_converted(draft: str, dtype: torch.dtype) -> None:
+    """Found by a hostile trial: each later request failed with an error of attention, or had lost its draft."""
+    lm, small = deepcopy(LM), deepcopy(UNRELATED)
+    xt = XTokAssisted((lm, TOKENS), [(small, BYTES)], budget=TREE)
+    with Engine(xt, memory=10**8) as engine:
+        engine.submit("吾輩は猫である", **GREEDY).result(PATIENCE)
+        for precision in (dtype, torch.float32, dtype):
+            (lm if draft == "target" else small).to(precision)
+            reference = XTokAssisted((lm, TOKENS)).generate("吾輩は猫である", **GREEDY)
+            for one in (engine.submit("吾輩は猫である", **GREEDY).result(PATIENCE), xt.generate("吾輩は猫である", **GREEDY)):
+                assert one.token_ids == reference.token_ids
+                assert one.stats.proposed
+
+
+def test_requests_that_wait_while_a_model_is_converted_run_after_those_before() -> None:
+    """They need caches of their own, since those of the others are of another precision."""
+    lm, holds = deepcopy(LM), Holds()
+    with Engine(XTokAssisted((lm, TOKENS))) as engine:
+        first = engine.submit("吾輩は", **GREEDY, logits_processor=[holds])
+        lm.double()
+        second = engine.submit("吾輩は", **GREEDY)
+        holds.go.set()
+        first.cancel()
+        assert second.result(PATIENCE).token_ids == XTokAssisted((lm, TOKENS)).generate("吾輩は", **GREEDY).token_ids

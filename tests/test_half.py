@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
 from test_stable import ARCHITECTURES, DTYPES, WAYS, target
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
-from worlds import examples, mostly_deep, quick
+from worlds import CHAIN, examples, fitting, mostly_deep, quick
 
 from xtok import PromptLookup, XTokAssisted
 from xtok.align.text import SequenceText
@@ -311,3 +311,19 @@ def test_who_lets_ids_depend_on_the_draft_isnt_warned_of_shapes(acceptance: Any,
     xt = XTokAssisted((target("Llama", "bfloat16"), TOKENS), (UNRELATED, BYTES), acceptance=acceptance)
     assert not xt.generate(TEXTS[0], **WAYS["sampled"]).stats.exact
     assert not [one for one in recwarn if issubclass(one.category, UnstableWarning)]
+
+
+def test_a_model_that_becomes_half_gets_fixed_shapes() -> None:
+    """Found by a hostile trial: ids then depended on the draft, and nothing warned of that."""
+    lm = deepcopy(fitting(TOKENS, "Llama", 0, dtype=torch.float32, window=512))
+    xt = XTokAssisted((lm, TOKENS), [PromptLookup()], budget=CHAIN)
+    assert xt.setup.shapes is None
+    lm.to(torch.bfloat16)
+    asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40}
+    prompts = ["吾輩は猫である。名前は", "The quick brown fox. The quick"]
+    assert [one.token_ids for one in xt.generate(prompts, **asked)] == [
+        XTokAssisted((lm, TOKENS)).generate(prompt, **asked).token_ids for prompt in prompts
+    ]
+    assert xt.setup.shapes is not None
+    lm.float()
+    assert xt.setup.shapes is None

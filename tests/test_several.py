@@ -316,7 +316,7 @@ def test_a_draft_with_the_targets_ids_sees_no_padding() -> None:
             seen.append(made.reader)
             return made
 
-    xt.setup = replace(xt.setup, drafts=(Noted(),))
+    xt._setup = replace(xt.setup, drafts=(Noted(),))
     output = TARGET.generate(**inputs, custom_generate=xt, pad_token_id=0, **GREEDY)
     expected = TARGET.generate(**inputs, pad_token_id=0, **GREEDY)
     assert torch.equal(output, expected)

@@ -4,6 +4,7 @@ import sys
 from collections import abc
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from threading import local
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
@@ -14,12 +15,12 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from xtok.decoding.arguments import check_arguments, check_batch, check_rows, check_streamer
-from xtok.decoding.assemble import assemble, name_of
+from xtok.decoding.assemble import assemble, name_of, refitted
 from xtok.decoding.keywords import GenerateArguments, TextArguments
 from xtok.decoding.prepare import Prepared, by_row, completed, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Round, Sequence
-from xtok.decoding.setup import Acceptance
+from xtok.decoding.setup import Acceptance, Setup
 from xtok.decoding.start import start
 from xtok.drafts.base import Draft, Drafter
 from xtok.drafts.policy.settings import Budget
@@ -55,7 +56,7 @@ class XTokAssisted:
     greedy ids are very likely those of `target.generate(...)` up to the first of `stats.near_ties`. A draft decides only how
     fast they come.
 
-    One instance may serve several threads. Models and tokenizers are never changed. `setup`: what all sequences share.
+    One instance may serve several threads. It never changes models or tokenizers; if you change one, call `refresh`.
     """
 
     @within()
@@ -119,19 +120,26 @@ class XTokAssisted:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         if isinstance(draft, list):
             self._arguments["draft"] = list(draft)
-        self.setup = assemble(**self._arguments)
+        self._setup = assemble(**self._arguments)
         self._whole: XTokAssisted | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or an unpickled instance is made anew: it loads hub ids and paths again, and knows no timings yet."""
         if self._whole is not None:
             return type(self).with_drafts, (self._whole, self.names)
-        return _made_again, (type(self), self._arguments)
+        return partial(type(self), **self._arguments), ()
 
     def __repr__(self) -> str:
         given = {"budget": self.setup.budget, **{name: self._arguments[name] for name in ("acceptance", "stable", "compile")}}
         shown = "".join(f", {name}={value!r}" for name, value in given.items() if value not in (Budget(), "match", None))
         return f"XTokAssisted({name_of(self.model)}, drafts={list(self.names)}{shown})"
+
+    @property
+    def setup(self) -> Setup:
+        """What all sequences share. After a model was moved or converted, it is made anew."""
+        if self._setup.is_outdated:
+            self.refresh()
+        return self._setup
 
     @property
     def target(self) -> Target:
@@ -153,13 +161,20 @@ class XTokAssisted:
         """The names of its drafts, as traces show them."""
         return self.setup.names
 
+    @within()
+    def refresh(self) -> None:
+        """Begin anew after a model was changed: drop what was found out about it, its fixed shapes, packed weights, graphs and
+        timings, and engines' prefixes. Raises an error of `xtok.errors` if the model no longer allows the settings.
+        """
+        self._setup = refitted(self._setup)
+
     def with_drafts(self, names: abc.Collection[str]) -> "XTokAssisted":
         """An instance with only the drafts of these `names`; with none, the target alone. Models are shared, timings aren't.
 
         Raises `InvalidInputError` for a name that no draft has.
         """
         made = object.__new__(type(self))
-        vars(made).update(vars(self), setup=self.setup.with_drafts(names), _whole=self)
+        vars(made).update(vars(self), _setup=self.setup.with_drafts(names), _whole=self)
         return made
 
     @overload
@@ -323,10 +338,6 @@ class XTokAssisted:
             streamer.end()
         _LAST.given[self] = [results[number] for number in sorted(results)]
         return kept
-
-
-def _made_again(kind: type[XTokAssisted], arguments: dict[str, Any]) -> XTokAssisted:
-    return kind(**arguments)
 
 
 class _Last(local):

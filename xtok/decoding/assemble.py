@@ -9,24 +9,23 @@ from transformers import PreTrainedModel
 
 from xtok.decoding import accept
 from xtok.decoding.prepare import as_generate
-from xtok.decoding.setup import FORMAT, PREDICTION, Acceptance, Setup, named, padding, warn_unstable
+from xtok.decoding.setup import FORMAT, PREDICTION, Acceptance, Setup, named, warn_unstable
 from xtok.drafts.base import Draft
 from xtok.drafts.given import as_draft, as_list, is_drafting, without_a_model
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.policy.draft import DraftPolicy
-from xtok.drafts.policy.policy import Policy
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError, warn
-from xtok.models.cache_set import CachePool
 from xtok.models.graphs import captures, takes_graphs
 from xtok.models.load import DEFAULT, check_places, check_source, draft_model, target_model
+from xtok.models.packed import forget_packed
 from xtok.models.placement import Placement, placements
 from xtok.models.probe import traits
 from xtok.models.roles import DraftModel, Target
 from xtok.models.stable import StableShapes
+from xtok.models.traits import forget_verdicts
 
 
 def assemble(
@@ -62,17 +61,9 @@ def assemble(
     beside = traits(loaded.model).device
     models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not is_drafting(one)}
     _check_drafts(loaded, given, list(models.values()), acceptance=acceptance)
-    wanted = stable or (stable is None and acceptance == "match" and traits(loaded.model).computes_in_half)
-    shapes = None
-    if wanted:
-        try:
-            shapes = _shapes(loaded, acceptance)
-        except XTokError as error:
-            warn_unstable(loaded, error, stable=stable)
     drafts = tuple(ModelDraft(models[i], loaded.vocabulary) if i in models else as_draft(one) for i, one in enumerate(given))
-    captured = _captured(loaded.model, drafts, compile)
     accepts = {"match": None, "rejection": accept.rejection, "typical": accept.typical(posterior_threshold, posterior_alpha)}
-    return Setup(
+    setup = Setup(
         target=loaded,
         drafts=drafts,
         names=named([name_of(models[i].model if i in models else one) for i, one in enumerate(given)], FORMAT, PREDICTION),
@@ -81,11 +72,32 @@ def assemble(
         acceptance=acceptance,
         accept=accepts[acceptance],
         stable=stable,
-        shapes=shapes,
-        captures=captured,
-        policy=Policy([DraftPolicy() for _ in drafts], padding(shapes, captures=captured)),
-        caches=CachePool(captures=captured),
+        compile=compile,
     )
+    return fitted(setup)
+
+
+def fitted(setup: Setup) -> Setup:
+    """A setup as its models are now: with fixed shapes and graphs, if they allow them. It knows no timings yet. Raises an
+    `XTokError` if the caller requires what they don't allow.
+    """
+    target, acceptance, stable, shapes = setup.target, setup.acceptance, setup.stable, None
+    if stable or (stable is None and acceptance == "match" and traits(target.model).computes_in_half):
+        try:
+            shapes = _shapes(target, acceptance)
+        except XTokError as error:
+            warn_unstable(target, error, stable=stable)
+    models = [target.model, *(one.model for one in setup.drafts if isinstance(one, ModelDraft))]
+    placed = {model: (model.device, model.dtype) for model in models}
+    return replace(setup, shapes=shapes, captures=_captured(target.model, setup.drafts, setup.compile), placed=placed)
+
+
+def refitted(setup: Setup) -> Setup:
+    """A setup after a caller changed its models: what was found out about them, and made of their weights, is dropped."""
+    for model in setup.models:
+        forget_verdicts(model)
+        forget_packed(model)
+    return fitted(setup)
 
 
 def _check_settings(budget: Any, acceptance: Any, **switches: Any) -> None:

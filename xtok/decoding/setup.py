@@ -1,11 +1,12 @@
 """What all sequences of an `XTokAssisted` share."""
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from xtok.decoding.accept import Accept
@@ -41,9 +42,10 @@ class Setup:
 
     `names`: the unique names of `drafts`, in order. `rejection_budget`: for rejection sampling: chains of one length, since a
     guess must not be cut by what was drawn. `accept`: accepts guesses of sampled sequences; None to accept those that the
-    target draws itself. `stable`: as the caller gave it. `shapes`: the fixed shapes of the target's forward passes, if any.
-    `captures`: whether forward passes are captured as CUDA graphs. Two parts change: `policy`, which learns from all sequences
-    what guessing costs and gains, and `caches`, which keeps KV caches for later calls.
+    target draws itself. `stable`, `compile`: as the caller gave them. `shapes`: the fixed shapes of the target's forward
+    passes, if any. `captures`: whether forward passes are captured as CUDA graphs. `placed`: the device and the dtype of each
+    model when these were decided. Two parts change: `policy`, which learns from all sequences what guessing costs and gains,
+    and `caches`, which keeps KV caches for later calls. A copy has its own.
     """
 
     target: Target
@@ -54,10 +56,23 @@ class Setup:
     acceptance: Acceptance = "match"
     accept: Accept | None = None
     stable: bool | None = None
+    compile: bool | None = None
     shapes: StableShapes | None = None
     captures: bool = False
-    policy: Policy
-    caches: CachePool
+    placed: Mapping[PreTrainedModel, tuple[torch.device, torch.dtype]] = field(default_factory=dict)
+
+    @cached_property
+    def policy(self) -> Policy:
+        return Policy([DraftPolicy() for _ in self.drafts], padding(self.shapes, captures=self.captures))
+
+    @cached_property
+    def caches(self) -> CachePool:
+        return CachePool(captures=self.captures)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a model was moved or converted since."""
+        return any((model.device, model.dtype) != place for model, place in self.placed.items())
 
     def with_drafts(self, names: Collection[str]) -> "Setup":
         given = list(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else [None]
@@ -66,14 +81,7 @@ class Setup:
                 f"names is {shown(names)}; the drafts are {list(self.names)}. Give a list of any of these names."
             )
         kept = [i for i, name in enumerate(self.names) if name in given]
-        drafts = tuple(self.drafts[i] for i in kept)
-        return replace(
-            self,
-            drafts=drafts,
-            names=tuple(self.names[i] for i in kept),
-            policy=Policy([DraftPolicy() for _ in drafts], self.policy.padded),
-            caches=CachePool(captures=self.captures),
-        )
+        return replace(self, drafts=tuple(self.drafts[i] for i in kept), names=tuple(self.names[i] for i in kept))
 
     @property
     def models(self) -> list[PreTrainedModel]:

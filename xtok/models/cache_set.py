@@ -39,8 +39,9 @@ class CacheSet:
         self._caches: dict[PreTrainedModel, SharedCache] = {}
 
     def of(self, model: PreTrainedModel, known: Traits, *, hidden_layers: Sequence[int], shapes: Shapes | None) -> SharedCache:
-        """The cache of a model that sequences can share; `known`: its traits."""
-        if model not in self._caches:
+        """The cache of a model that sequences can share, another after it was moved or converted. `known`: its traits."""
+        cache = self._caches.get(model)
+        if cache is None or (cache.device, cache.dtype) != (known.device, known.dtype):
             kind = KeepingCache if self.keeps else SharedCache
             self._caches[model] = kind(
                 model,

@@ -133,6 +133,10 @@ class Packing:
             forward.refresh(rows)
 
     @property
+    def layers(self) -> list[nn.Module]:
+        return [layer for forward in self._forwards if (layer := forward._layer()) is not None]
+
+    @property
     def is_off(self) -> bool:
         """Whether packed weights can't be used in this thread now: under autocast, which would take other products; in a model
         with adapters, since merging them may write to weights at any time; and in a compiled model.
@@ -203,6 +207,14 @@ def refresh_packed(model: PreTrainedModel) -> Packing | None:
     if packing is not None:
         packing.refresh()
     return packing
+
+
+def forget_packed(model: PreTrainedModel) -> None:
+    """Drop the packed weights of a model. They are packed anew when they are needed."""
+    with _LOCK:
+        packing = _PACKINGS.pop(model, None)
+        for layer in () if packing is None else packing.layers:
+            _LAYERS.discard(layer)
 
 
 def is_packed(model: PreTrainedModel) -> bool:

@@ -120,7 +120,7 @@ class SharedCache:
         which then have few shapes, too.
         """
         known = known or read(model)
-        self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
+        self.device, self.dtype, self.vocabulary, self._window = known.device, known.dtype, known.vocabulary, known.window
         self._model, self._running, self._shapes, self._graphs = model, running(model), shapes, graphs
         self._view = View(rows, capacity, evenly=shapes is not None)
         self._layers = list(map(Layer, repeat(self._view, len(known.layers))))

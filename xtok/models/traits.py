@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -141,6 +141,9 @@ def read(model: PreTrainedModel) -> Traits:
     )
 
 
+_VERDICTS = WeakSet["Verdicts[Any]"]()
+
+
 class Verdicts(Generic[T]):
     """Caches what `find` returns for each model, until the model changes. Threads may share it; two may compute the same."""
 
@@ -148,6 +151,7 @@ class Verdicts(Generic[T]):
         """`find`: computes the verdict; its errors aren't kept. `key`: what that depends on besides modules and weights."""
         self._find, self._key = find, key
         self._kept: WeakKeyDictionary[PreTrainedModel, tuple[Any, T]] = WeakKeyDictionary()
+        _VERDICTS.add(self)
 
     def __call__(self, model: PreTrainedModel) -> T:
         """The verdict on `model`, computed if there is none or the model was changed since."""
@@ -158,6 +162,15 @@ class Verdicts(Generic[T]):
         verdict = self._find(model)
         self._kept[model] = state, verdict
         return verdict
+
+    def forget(self, model: PreTrainedModel) -> None:
+        self._kept.pop(model, None)
+
+
+def forget_verdicts(model: PreTrainedModel) -> None:
+    """Let all that was found out about a model be found out anew."""
+    for verdicts in list(_VERDICTS):
+        verdicts.forget(model)
 
 
 def _parts(model: PreTrainedModel) -> tuple[Any, ...]:
