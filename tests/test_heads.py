@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from inside import WRITES
+from safetensors import safe_open
 from safetensors.torch import save_file
 from test_cli import run
 from test_tune import Killed, killed_at
@@ -27,7 +28,7 @@ from xtok.decoding.rounds import run_one
 from xtok.decoding.setup import Setup
 from xtok.decoding.start import start
 from xtok.drafts.base import Context, Request
-from xtok.drafts.heads import HeadsInfo, described, save_heads
+from xtok.drafts.heads import described, save_heads
 from xtok.drafts.medusa import MedusaHeads
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.draft import DraftPolicy
@@ -199,8 +200,7 @@ def test_hidden_states_are_those_after_which_the_last_id_was_picked(monkeypatch:
 
 def heads_for(path: Path, **changed: Any) -> Path:
     known = described(TARGET, token_bytes(TOKENS))
-    known = HeadsInfo(**{"target": known.target, "hidden_size": known.hidden_size, "vocabulary": known.vocabulary} | changed)
-    save_heads(MedusaHeads(2, 32), known, path)
+    save_heads(MedusaHeads(2, 32), replace(known, **changed), path)
     return path
 
 
@@ -227,12 +227,42 @@ def test_a_target_may_change_its_precision_after_it_was_handed_in(tmp_path: Path
         assert xt.generate("吾輩は", max_new_tokens=8, do_sample=False).stats.draft_error is None
 
 
-@pytest.mark.parametrize(("name", "shown", "value"), [("target", "name", "other"), ("vocabulary", "vocabulary", "abc")])
-def test_heads_of_another_target_are_refused(tmp_path: Path, name: str, shown: str, value: Any) -> None:
-    XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads_for(tmp_path / "right")))
-    wrong = HeadsDrafter(heads_for(tmp_path / "wrong", **{name: value}))
-    with pytest.raises(InvalidInputError, match=f"whose {shown} is .*xtok train-heads"):
+OTHER_WEIGHTS = described(fitting(TOKENS, "Llama", 5), token_bytes(TOKENS)).weights
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"), [({"vocabulary": "abc"}, "whose vocabulary is"), ({"weights": OTHER_WEIGHTS}, "with other weights")]
+)
+def test_heads_of_another_target_are_refused(tmp_path: Path, changed: dict[str, Any], match: str) -> None:
+    wrong = HeadsDrafter(heads_for(tmp_path / "wrong", **changed))
+    with pytest.raises(InvalidInputError, match=f"{match}.*xtok train-heads"):
         XTokAssisted((TARGET, TOKENS), wrong)
+    assert XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads_for(tmp_path / "unknown", weights=()))).names
+
+
+def test_heads_are_known_by_weights_and_not_by_names(tmp_path: Path) -> None:
+    """Found by a trial as a new user: a folder of another name, or of a hub's cache, and the heads were refused."""
+    heads = HeadsDrafter(heads_for(tmp_path / "h"))
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        same = deepcopy(TARGET).to(dtype)
+        same.config._name_or_path = f"snapshots/{dtype}"
+        noise = same.get_input_embeddings().weight
+        noise.data += torch.randn_like(noise) * noise.abs().mean() * 0.2  # as coarse as quantisation to few bits
+        heads.check(same, token_bytes(TOKENS))
+
+
+def test_heads_whose_file_names_the_target_are_taken(tmp_path: Path) -> None:
+    """As earlier versions wrote them."""
+    heads_for(tmp_path / "h")
+    with safe_open(tmp_path / "h", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # no iterator
+        known = json.loads(file.metadata()["xtok"])
+    del known["weights"]
+    save_file(tensors, tmp_path / "old", metadata={"xtok": json.dumps({**known, "target": "a"})})
+    HeadsDrafter(tmp_path / "old").check(TARGET, token_bytes(TOKENS))
+    save_file(tensors, tmp_path / "wrong", metadata={"xtok": json.dumps({**known, "weights": [1.0]})})
+    with pytest.raises(InvalidInputError, match="it has 1 values of the target's embedding"):
+        HeadsDrafter(tmp_path / "wrong")
 
 
 def test_a_file_that_holds_no_heads_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from xtok import Budget, Engine, HeadsDrafter, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.bench.sampled import chi_square
 from xtok.drafts.base import Context, Request
-from xtok.drafts.heads import HeadsInfo, described, save_heads
+from xtok.drafts.heads import described, save_heads
 from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, sequential_config
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, UnsupportedModelError
@@ -43,7 +43,7 @@ def heads_file(path: Path, window: int = 8, known: set[int] | None = None) -> Pa
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.3)
     known = described(TARGET, token_bytes(TOKENS))
-    save_heads(made, HeadsInfo(known.target, known.hidden_size, known.vocabulary, layers=LAYERS, window=window), path)
+    save_heads(made, replace(known, layers=LAYERS, window=window), path)
     return path
 
 

@@ -1,7 +1,8 @@
 """Heads on the target itself, which guess its next tokens from its hidden states: sequential ones (EAGLE), or Medusa's."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
@@ -29,15 +30,15 @@ LAST = -1
 
 @dataclass(frozen=True)
 class HeadsInfo:
-    """The target that heads were trained for, and their accuracy. `target`: the last part of its name. `vocabulary`: a digest
-    of the bytes of its ids. `accuracy`, (steps, ranks): how often the most likely id, the second, … was right at each step.
-    `layers`: after which of the target's layers they read hidden states. `window`: how many positions sequential heads see;
-    None for Medusa's.
+    """The target that heads were trained for, and their accuracy. `vocabulary`: a digest of the bytes of its ids. `weights`: a
+    few values of its input embedding; none if those aren't known. `accuracy`, (steps, ranks): how often the most likely id, the
+    second, … was right at each step. `layers`: after which of the target's layers they read hidden states. `window`: how many
+    positions sequential heads see; None for Medusa's.
     """
 
-    target: str
     hidden_size: int
     vocabulary: str
+    weights: tuple[float, ...] = ()
     accuracy: tuple[tuple[float, ...], ...] = ()
     layers: tuple[int, ...] = (LAST,)
     window: int | None = None
@@ -66,7 +67,10 @@ class HeadsDrafter:
                 known = json.loads((kept.metadata() or {})["xtok"])
                 self._tensors = _whole({name: kept.get_tensor(name) for name in kept.keys()})  # noqa: SIM118 # no iterator
             known |= {"accuracy": tuple(map(tuple, known["accuracy"])), "layers": tuple(known.get("layers", (LAST,)))}
-            self.trained = HeadsInfo(**known)
+            known["weights"] = tuple(map(float, known.get("weights", ())))
+            if len(known["weights"]) not in (0, _SAMPLED):
+                raise ValueError(f"it has {len(known['weights'])} values of the target's embedding")
+            self.trained = HeadsInfo(**{field.name: known[field.name] for field in fields(HeadsInfo) if field.name in known})
             self._hidden_size = _hidden_size(self.trained, self._tensors)
         except Exception as error:  # a file that holds something else makes no sense in many ways
             if not self.file.exists():
@@ -131,6 +135,10 @@ class HeadsDrafter:
                     f"{self.file} holds heads for a target whose {_FACTS[name]} is {getattr(mine, name)!r}; this one's is "
                     f"{getattr(found, name)!r}. Train heads for it with: xtok train-heads"
                 )
+        if mine.weights and found.weights and _similarity(mine.weights, found.weights) < _SIMILAR:
+            raise InvalidInputError(
+                f"{self.file} holds heads for a target with other weights. Train heads for this one with: xtok train-heads"
+            )
 
     def start(self, request: Request) -> Drafter:
         """A drafter for one sequence of `request.model`, for which the heads were trained."""
@@ -158,7 +166,7 @@ class HeadsDrafter:
 
 _SCALE = ".scale"
 """What the name of a matrix's scales ends in, after the matrix's own name."""
-_FACTS = {"target": "name", "hidden_size": "hidden size", "vocabulary": "vocabulary"}
+_FACTS = {"hidden_size": "hidden size", "vocabulary": "vocabulary"}
 """What a target must have in common with the one that heads were trained for, as error messages call it."""
 
 
@@ -208,8 +216,30 @@ def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
             f"{type(model).__name__} has no output embedding of its hidden size, {size}, which heads need to share."
         )
     digest = sha256(b"\0".join(b"\1" if piece is None else b"\2" + piece for piece in view.table)).hexdigest()
-    name = Path(str(model.name_or_path))
-    return HeadsInfo((name.resolve() if name.exists() else name).name, size, digest[:16])
+    return HeadsInfo(size, digest[:16], _some_weights(model, len(view.table), size))
+
+
+_SAMPLED, _SPREAD = 64, 2_654_435_761
+"""How many values of the input embedding are compared, and a number that spreads them over rows and columns."""
+_SIMILAR = 0.9
+"""The least cosine similarity of these values. Quantised to 4 bits, the same model has 0.99; another one has about 0."""
+
+
+@torch.no_grad()
+def _some_weights(model: PreTrainedModel, rows: int, columns: int) -> tuple[float, ...]:
+    """A few values of a target's input embedding, (rows, columns); none if they can't be read, as on no device."""
+    weight: Any = getattr(model.get_input_embeddings(), "weight", None)
+    places = torch.arange(1, _SAMPLED + 1, device="cpu") * _SPREAD % (rows * columns)
+    try:
+        values = weight[(places // columns).to(weight.device), (places % columns).to(weight.device)].float().tolist()
+        return tuple(float(f"{value:.4g}") for value in values)
+    except Exception:  # quantised kinds may say in any way that they can't be indexed
+        return ()
+
+
+def _similarity(one: Sequence[float], other: Sequence[float]) -> float:
+    """The cosine similarity of two rows of numbers."""
+    return float(torch.cosine_similarity(torch.tensor(one), torch.tensor(other), dim=0))
 
 
 def save_heads(heads: MedusaHeads | SequentialHeads, trained: HeadsInfo, file: Path) -> None:
