@@ -108,6 +108,12 @@ def test_what_was_changed_in_the_cache_is_fetched_again(registry: Registry) -> N
         assert len(registry.calls) == count
 
 
+def test_a_pipe_in_the_cache_is_fetched_anew(registry: Registry) -> None:
+    (folder := registry.cache / fetch.NAME).mkdir(parents=True)
+    os.mkfifo(folder / fetch._MANIFEST)
+    assert fetch._is_whole(fetch.fetched())
+
+
 def test_a_model_of_an_older_conversion_is_fetched_again(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch.fetched()
     monkeypatch.setattr(fetch, "CONVERTED", fetch.CONVERTED + 1)

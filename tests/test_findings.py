@@ -1,5 +1,6 @@
 """What is tried once is kept for other processes, takes little of the time, and is never in the way."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -205,7 +206,7 @@ def test_files_of_models_in_other_states_are_not_those_of_a_model() -> None:
     assert described(hooked, ["state"]) is None, "what a hook of the caller's does isn't known"
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "FBGEMM_ENABLE_INSTRUCTIONS"])
 def test_variables_by_which_libraries_choose_kernels_make_a_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = target("Llama", HALF)
     before = described(lm, [])
@@ -252,6 +253,18 @@ def test_a_file_that_makes_no_sense_is_as_good_as_none(text: str, folder: Path) 
     file.save()
     found = loaded()
     assert found is not None and (found.agreed, found.tolerance) == (SOME, 0.5)
+
+
+def test_a_pipe_in_a_files_place_is_as_good_as_none() -> None:
+    """Found by a hostile trial: the first call waited for ever for somebody to write to it."""
+    path = kept(SOME).path
+    assert path is not None
+    path.unlink()
+    os.mkfifo(path)
+    assert loaded() is None
+    kept(SOME)
+    found = loaded()
+    assert found is not None and found.agreed == SOME
 
 
 def test_a_file_of_another_digest_isnt_read() -> None:

@@ -22,7 +22,7 @@ from xtok.models.packed import replaced_forward
 
 _FORMAT = 8
 """Raised if what is tried, or how, changes: older files are then ignored."""
-_VARIABLES = ("ONEDNN_", "DNNL_", "MKL_", "KMP_", "OMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_")
+_VARIABLES = ("ONEDNN_", "DNNL_", "FBGEMM_", "MKL_", "KMP_", "OMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_")
 """Environment variables by which libraries choose their kernels begin so."""
 _LIBRARIES = ("accelerate", "bitsandbytes", "flash-attn", "kernels", "optimum-quanto", "torch", "torchao", "transformers")
 """Packages whose releases may compute a model's layers by other kernels."""
@@ -113,7 +113,8 @@ class Findings:
     def load(self) -> bool:
         """Read the file, but keep what this process found itself. Returns whether there was a valid file."""
         try:
-            found = json.loads("" if self.path is None else self.path.read_text(encoding="utf-8"))
+            is_file = self.path is not None and self.path.is_file()  # to read a pipe would take for ever
+            found = json.loads(self.path.read_text(encoding="utf-8") if self.path is not None and is_file else "")
             agreed, tolerance = {tuple(shape): agrees for *shape, agrees in found["agreed"]}, found["tolerance"]
             makes_sense = all(len(shape) == 4 and type(agrees) is bool for shape, agrees in agreed.items())
             makes_sense &= all(type(number) is int and number > 0 for shape in agreed for number in shape)
