@@ -178,7 +178,7 @@ def test_another_target_without_a_draft_says_what_guesses(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("given", "reported"),
     [
-        (("--target", "{}"), "There is no draft model for {}. Give a hub id or path as --draft; xtok make-draft makes one"),
+        (("--target", "{}"), "There is no draft model for {}. Give a hub id or path as --draft."),
         (
             ("--target", "{}", "--draft", "lookup"),
             '--draft is "lookup", and this command needs a draft model. Give a hub id or path.',
@@ -227,12 +227,11 @@ def test_json_is_json_in_any_encoding() -> None:
     assert "🍣は" in piped(program, PYTHONIOENCODING="utf-8")
 
 
-@pytest.mark.parametrize("command", ["make-draft", "tune-draft", "train-heads"])
+@pytest.mark.parametrize("command", ["tune-draft", "train-heads"])
 def test_a_training_that_is_stopped_says_how_to_go_on(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("xtok.tune.make_draft", stopped)
     monkeypatch.setattr("xtok.tune.tune_draft", stopped)
     monkeypatch.setattr("xtok.tune.train_heads", stopped)
     file = tmp_path / "prompts.txt"

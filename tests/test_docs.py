@@ -57,7 +57,7 @@ def reader(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     Path("prompts.txt").write_text("\n".join(pair.prompts()), encoding="utf-8")
     chats = SimpleNamespace(target=target, draft=pair.DRAFT, heads=pair.HEADS)
     monkeypatch.setattr(pair, "pair", lambda name: chats)  # nothing is downloaded
-    for trains in ("make_draft", "tune_draft", "train_heads"):
+    for trains in ("tune_draft", "train_heads"):
         monkeypatch.setattr(xtok, trains, inspect.signature(getattr(xtok, trains)).bind)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
     return {

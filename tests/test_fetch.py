@@ -240,7 +240,7 @@ def test_commands_take_a_pair_by_its_name(registry: Registry) -> None:
         ("bench",),
         ("bench", "batches"),
         ("serve",),
-        ("make-draft", "--out", "o"),
+        ("train-heads", "--out", "o"),
     ):
         error = run(*command, "--pair", "aozora", "--target", "T", code=1)[1]
         assert "--pair aozora names a target, and so does --target T. Give one of them." in error

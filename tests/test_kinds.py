@@ -19,7 +19,6 @@ from xtok import (
     Tree,
     XTokAssisted,
     chain,
-    make_draft,
     train_heads,
     tune_draft,
 )
@@ -174,11 +173,6 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {**MAKES, "out": "heads"},
         dict.fromkeys(["target", "out", "steps", "kind", "hours", "vocabulary", "starts", "max_new_tokens", "sampled"], ""),
     ),
-    "make_draft": (
-        make_draft,
-        MAKES,
-        dict.fromkeys(["target", "out", "parameters", "hours", "vocabulary", "starts", "max_new_tokens", "sampled"], ""),
-    ),
     "tune_draft": (
         tune_draft,
         TUNES,
@@ -217,8 +211,8 @@ def test_arguments_of_the_wrong_kind_are_refused_before_any_forward(
 def may_train(name: str, argument: str, value: str) -> bool:
     """What would be trained by for minutes."""
     paths, fine = {"out": "a"}, {**dict.fromkeys(TRAINED, "5"), "lora": "None"}
-    makes = name in ("make_draft", "train_heads") and argument == "hours" and value in ("5", "2.5")
-    return makes or (name in ("make_draft", "train_heads", "tune_draft") and (paths | fine).get(argument) == value)
+    makes = name == "train_heads" and argument == "hours" and value in ("5", "2.5")
+    return makes or (name in ("train_heads", "tune_draft") and (paths | fine).get(argument) == value)
 
 
 def is_clear(error: ValueError) -> bool:

@@ -28,7 +28,7 @@ def test_a_package_imports_only_from_packages_before_it(module: str) -> None:
 
 
 LONGEST, MOST_PARAMETERS = 350, 7
-MIRRORS = {"__init__", "assemble", "run", "make_draft", "tune_draft", "train_heads"}
+MIRRORS = {"__init__", "assemble", "run", "tune_draft", "train_heads"}
 """Functions with the parameters of a public signature. Those of commands are options."""
 
 

@@ -12,12 +12,10 @@ import torch
 from inside import WRITES
 from safetensors import SafetensorError
 from test_heads import PROMPTS, TARGET, TOKENS, example, trained
-from test_make import SETTINGS as MAKING
-from test_make import TEMPLATE, made
 from test_tune import Killed, killed_at
 from worlds import fitting, tokenizer
 
-from xtok import XTokAssisted, make_draft, pair, tune_draft
+from xtok import XTokAssisted, pair, tune_draft
 from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.heads import HeadsInfo, described
 from xtok.drafts.tree import Tree
@@ -32,6 +30,9 @@ from xtok.tune.work import SETTINGS, fingerprint, measured, remove, work_folder
 from xtok.tune.writing import beginnings, check_written, name_of_way, save, saved, way, write
 
 NEW = {"max_new_tokens": 8}
+TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+)
 
 
 def chatty(template: str = TEMPLATE) -> Any:
@@ -65,15 +66,15 @@ def test_models_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pyt
     same, other = fitting(TOKENS, "Llama", 0, copy=2), fitting(TOKENS, "Llama", 1)
     assert fingerprint(same, TOKENS) == fingerprint(TARGET, TOKENS) != fingerprint(other, TOKENS)
     assert fingerprint(same, tokenizer("byte-level BPE")) != fingerprint(same, TOKENS)
-    out = tmp_path / "draft"
+    out = tmp_path / "heads"
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(WRITES, killed_at(write, 1))
-        made(out)
+        trained(out)
     model, tokens = load(pair.TARGET, "target")
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(2)  # type: ignore[operator, union-attr]
     with pytest.raises(InvalidInputError, match="started with other values of target's weights"):
-        make_draft((model, tokens), out, pair.prompts()[:6], **MAKING)
+        trained(out, target=(model, tokens))  # type: ignore[arg-type]
 
 
 class _Quantised(torch.Tensor):

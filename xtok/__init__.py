@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from xtok.serving.drafting import DraftedText, DraftEngine
     from xtok.serving.engine import Engine, EngineStats
     from xtok.serving.ticket import Ticket
-    from xtok.tune import Made, TrainedHeads, Tuned, make_draft, train_heads, tune_draft
+    from xtok.tune import TrainedHeads, Tuned, train_heads, tune_draft
 
 __all__ = [
     "Budget",
@@ -35,7 +35,6 @@ __all__ = [
     "Generation",
     "Grammar",
     "HeadsDrafter",
-    "Made",
     "PromptLookup",
     "Request",
     "Round",
@@ -51,7 +50,6 @@ __all__ = [
     "__version__",
     "chain",
     "errors",
-    "make_draft",
     "train_heads",
     "tune_draft",
 ]
@@ -74,7 +72,7 @@ _HOMES = {
     "xtok.results.trace": ("Token", "WrittenRound"),
     "xtok.sampling.grammar": ("Grammar",),
     "xtok.drafts.tree": ("Tree", "chain"),
-    "xtok.tune": ("Made", "TrainedHeads", "Tuned", "make_draft", "train_heads", "tune_draft"),
+    "xtok.tune": ("TrainedHeads", "Tuned", "train_heads", "tune_draft"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -14,7 +14,7 @@ from xtok.cli.console import on_the_command_line
 from xtok.cli.generate import generate
 from xtok.cli.inspect import inspect
 from xtok.cli.serve import serve
-from xtok.cli.train import make_draft, train_heads, tune_draft
+from xtok.cli.train import train_heads, tune_draft
 
 app = typer.Typer(
     help="Lossless speculative decoding for transformers, with any draft model, even one with another tokenizer.",
@@ -55,6 +55,6 @@ def demo() -> None:
         raise typer.Exit(1)
 
 
-for command in (generate, serve, inspect, demo, make_draft, tune_draft, train_heads):
+for command in (generate, serve, inspect, demo, tune_draft, train_heads):
     app.command()(command)
 app.add_typer(bench, name="bench")

@@ -201,9 +201,7 @@ def held_out(named: str | None) -> list[str]:
 def model_draft(target: str, draft: str | None) -> str:
     """The draft for a command that needs a draft model. Raises `InvalidInputError` if --draft names none, or no model."""
     if draft is None and target != OWN_TARGET:
-        raise InvalidInputError(
-            f"There is no draft model for {target}. Give a hub id or path as --draft; xtok make-draft makes one for any target."
-        )
+        raise InvalidInputError(f"There is no draft model for {target}. Give a hub id or path as --draft.")
     if draft in ("none", "lookup"):
         raise InvalidInputError(f'--draft is "{draft}", and this command needs a draft model. Give a hub id or path.')
     if draft is not None and holds_heads(draft):
@@ -241,18 +239,13 @@ def remembering(draft: Any, size: str | None) -> Any:
 
     if size is None:
         return draft
-    bound = scaled("--remember", size, "KMG", 1024, "a number of bytes, such as 16M")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", size.strip().upper())
+    if found is None:
+        raise InvalidInputError(f"--remember is {size!r}; give a number of bytes, such as 16M.")
+    bound = round(float(found[1]) * 1024.0 ** " KMG".index(found[2] or " "))
     if draft is None:
         raise InvalidInputError("--remember has no effect with --draft none. Leave one of them out.")
     return [PromptLookup(memory=bound) if isinstance(one, PromptLookup) else one for one in as_list(draft, without_a_model())]
-
-
-def scaled(name: str, given: str, units: str, step: int, wanted: str) -> int:
-    """A number that may end in one of `units`, each `step` times the one before. Raises `InvalidInputError` for others."""
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?)([{units}]?)", given.strip().upper())
-    if found is None:
-        raise InvalidInputError(f"{name} is {given!r}; give {wanted}.")
-    return round(float(found[1]) * float(step) ** f" {units}".index(found[2] or " "))
 
 
 def holds_heads(draft: str) -> bool:

@@ -80,7 +80,7 @@ Your own pair, by hub ids or folders (in a checkout, xtok is .venv/bin/xtok):
 
   xtok inspect --target TARGET --draft DRAFT               # whether the draft pays
   xtok generate "…" --target TARGET --draft DRAFT --show   # a text, tinted by who guessed
-  xtok train-heads --target TARGET --out FILE              # if there is no small model for yours; or make-draft
+  xtok train-heads --target TARGET --out FILE              # if there is no small model for yours
 """
 TITLES = "the target alone", "by xtok"
 System = tuple[str, str]

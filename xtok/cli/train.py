@@ -1,4 +1,4 @@
-"""`xtok make-draft`, `xtok tune-draft` and `xtok train-heads`."""
+"""`xtok tune-draft` and `xtok train-heads`."""
 
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from xtok.bench.rows import Column, print_tables
-from xtok.cli.console import DraftOption, Models, on_the_command_line, read_lines, resumable, scaled
+from xtok.cli.console import DraftOption, Models, on_the_command_line, read_lines, resumable
 
 PromptsOption = Annotated[
     Path | None,
@@ -34,51 +34,6 @@ class Picks(NamedTuple):
     temperature: Annotated[
         float | None, typer.Option(help="The temperature of sampled texts.", show_default="the target's")
     ] = None
-
-
-class _MadeRow(NamedTuple):
-    picked: Annotated[str, Column()]
-    by: Annotated[str, Column()]
-    tokens_per_forward: Annotated[float, Column(form=".2f")]
-    speed: Annotated[float, Column(form=".2f")]
-
-
-@on_the_command_line
-def make_draft(
-    out: Annotated[Path, typer.Option(help="The folder for the draft.")],
-    models: Models,
-    picks: Picks,
-    prompts_from: PromptsOption = None,
-    parameters: Annotated[str, typer.Option(help="About how many parameters the draft is to have.")] = "5M",
-    hours: HoursOption = 1.0,
-    vocabulary: Annotated[int, typer.Option(help="About how many ids the draft's tokenizer is to have.")] = 6144,
-    starts: StartsOption = 4,
-    max_new_tokens: TokensOption = 192,
-) -> None:
-    """Make a draft model for a target that has no small sibling, from texts that the target writes. If stopped, it resumes when
-    run again.
-    """
-    from xtok.tune import make_draft
-
-    with resumable():
-        texts = None if prompts_from is None else _lines(prompts_from)
-        count = scaled("parameters", parameters, "KMB", 1000, "a number such as 5M or 800k")
-        done = make_draft(
-            models.load_target(),
-            out,
-            texts,
-            parameters=count,
-            hours=hours,
-            vocabulary=vocabulary,
-            starts=starts,
-            max_new_tokens=max_new_tokens,
-            **picks._asdict(),
-        )
-    rows = [_MadeRow(way, system, *figures) for way, by in done.ways.items() for system, figures in by.items()]
-    print_tables({"on prompts that had no part in training": rows})
-    typer.echo(
-        f"{out}: {done.parameters / 1e6:.1f} M parameters, trained on {done.texts:,} texts with {done.tokens:,} tokens in all."
-    )
 
 
 @on_the_command_line

@@ -1,4 +1,4 @@
-"""Training: makes a draft for a target, fine-tunes a draft on the target's own texts, or trains heads for the target.
+"""Training: fine-tunes a draft on the target's own texts, or trains heads for the target.
 
 All training code is in this package, and no code that generates imports it.
 """
@@ -22,7 +22,6 @@ from xtok.models.modes import Modes, within
 from xtok.results.progress import stage
 from xtok.tune.examples import training_examples
 from xtok.tune.heads import TrainedHeads, train_heads
-from xtok.tune.make import Made, make_draft
 from xtok.tune.training import TrainingSettings, train
 from xtok.tune.work import (
     Settings,
@@ -38,7 +37,7 @@ from xtok.tune.work import (
 )
 from xtok.tune.writing import PENALTY, beginnings, check_written, write
 
-__all__ = ["Made", "TrainedHeads", "Tuned", "make_draft", "split", "train_heads", "tune_draft"]
+__all__ = ["TrainedHeads", "Tuned", "split", "train_heads", "tune_draft"]
 
 _MOST = 40
 """On how many beginnings of prompts tokens per forward pass are measured, at most."""

@@ -95,8 +95,10 @@ def train_heads(
 
     Law: `XTokAssisted(target, HeadsDrafter(out))` gives what `XTokAssisted(target)` gives.
 
-    For two fifths of `hours`, the target writes texts as for `make_draft`, whose `prompts`, `starts`, `max_new_tokens`,
-    `sampled` and `temperature` are the same. For the rest of the time, heads are trained on them, until nothing is gained.
+    For two fifths of `hours`, the target writes texts of up to `max_new_tokens` tokens. With a chat template, it answers
+    `prompts`, or, without any, questions that it writes itself. Otherwise it continues `starts` beginnings of each prompt. A
+    share `sampled` of the texts is sampled, at `temperature` (None: as the target's generation config says); the others are
+    greedy. For the rest of the time, heads are trained on these texts, until nothing is gained.
 
     `kind` "sequential": a decoder layer of width `size` (None: the target's hidden size), which learns to guess `steps` ids in
     a row: first from the target's hidden states, then from its own (EAGLE-3, Li et al. 2025, arXiv 2503.01840). It learns the
