@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from xtok.align.text import utf8_decoder
+from xtok.align.text import SequenceText, utf8_decoder
 from xtok.assisted import XTokAssisted
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
@@ -22,7 +22,7 @@ from xtok.serving.http.reading import Follower, Reader
 from xtok.serving.http.tools import format_for, matcher_for, reader_of
 
 COMPLETION_TOKENS = 16
-"""The default number of new tokens of a completion, as in OpenAI's API. A chat gets as many as fit."""
+"""The default number of new tokens of a completion, as in OpenAI's API."""
 COLDEST = 1e-3
 """The lowest temperature above 0."""
 
@@ -84,12 +84,14 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, pa
 def _echo(body: Completion | Chat, prompt: KnownPrompt, xt: XTokAssisted) -> Echo | None:
     if isinstance(body, Chat) or not body.echo:
         return None
-    view, decoder = xt.target.vocabulary.view, utf8_decoder()
-    picked, text = [], ""
-    for one in prompt_picks(xt.model, prompt.ids, body.logprobs) if body.logprobs is not None else ():
-        picked.append(one._replace(offset=len(text)))
-        text += decoder.decode(view[one.id] or b"")
-    return Echo(prompt.prompt if isinstance(prompt.prompt, str) else view.to_bytes(prompt.ids).decode(errors="replace"), picked)
+    read, decoder, picked, offset = SequenceText(xt.target.vocabulary.view, []), utf8_decoder(), list[Picked](), 0
+    picks = None if body.logprobs is None else prompt_picks(xt.model, prompt.ids, body.logprobs)
+    for one in picks or ():
+        read.append(one.id)
+        picked.append(one._replace(offset=offset))
+        offset += len(decoder.decode(read.pieces[-1]))
+    text = prompt.prompt if isinstance(prompt.prompt, str) else read.view.to_bytes(prompt.ids).decode(errors="replace")
+    return Echo(text, picked)
 
 
 def ignored(body: Completion | Chat, xt: XTokAssisted) -> list[str]:
