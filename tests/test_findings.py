@@ -265,6 +265,8 @@ def test_a_pipe_in_a_files_place_is_as_good_as_none() -> None:
     kept(SOME)
     found = loaded()
     assert found is not None and found.agreed == SOME
+    os.truncate(path, 2**40)  # to read that would take all memory
+    assert loaded() is None
 
 
 def test_a_file_of_another_digest_isnt_read() -> None:

@@ -249,6 +249,22 @@ def check_config(config: GenerationConfig, inputs: Mapping[str, Any], rows: int)
             raise UnsupportedArgumentError(f"{fault}.")
 
 
+def check_adapters(model: PreTrainedModel, rows: int) -> None:
+    """Raises `UnsupportedArgumentError` for what PEFT adds to the inputs in its own `generate`, by which it calls the model: a
+    learnt prompt (prompt tuning, p-tuning, prefix tuning), and different adapters for the rows of a batch.
+    """
+    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedArgumentError(
+            f"{type(owner).__name__} puts a learnt prompt before the text, which xtok would leave out. Generate without xtok."
+        )
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    if rows > 1 and any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks):
+        raise UnsupportedArgumentError(
+            "adapter_names differ by row, and xtok forwards rows separately. Set one adapter, and generate once for each."
+        )
+
+
 def check_rows(criteria: StoppingCriteriaList, stop_strings: Any, rows: int) -> None:
     """Raises `UnsupportedArgumentError` for stopping criteria of several rows without an eos token: in transformers, a row that
     has stopped then goes on until all have.

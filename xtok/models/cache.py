@@ -46,10 +46,10 @@ def stacked(outputs: Any, layers: Sequence[int]) -> Tensor:
     """The hidden states after some layers, (rows, ids, layers, hidden size). Layer 0 is the embeddings, and -1 the states from
     which logits are made.
 
-    Raises `UnsupportedModelError` if the outputs have no hidden states.
+    Raises `UnsupportedModelError` if the outputs have no hidden states, or several for each id.
     """
-    if not outputs.hidden_states:
-        raise UnsupportedModelError("The target returns no hidden states, which heads guess from. Use another draft.")
+    if not outputs.hidden_states or any(outputs.hidden_states[layer].dim() != 3 for layer in layers):
+        raise UnsupportedModelError("the target doesn't return one hidden state for each id, which heads guess from")
     return torch.stack([outputs.hidden_states[layer] for layer in layers], dim=2)
 
 

@@ -139,9 +139,8 @@ class CachedModel(Slot):
             return self._forward(inputs, new)  # a chain needs no mask
         like = torch.empty(0, dtype=self._model.dtype, device=self.device)
         positions, masks = tree_masks(self._windows, held, self._parents, new, like)
-        padded = inputs.get("position_ids")  # begin after padding
-        shift = 0 if padded is None else padded[0, 0] - (held + earlier)
-        inputs["position_ids"] = (positions + shift)[None]
+        given = inputs.get("position_ids")  # which begin after padding, and have several kinds with multimodal models
+        inputs["position_ids"] = positions[None] if given is None else given[..., :1] + (positions - held - earlier)
         inputs["attention_mask"] = self._of_layers(masks, new, inputs.get("attention_mask"))
         return self._forward(inputs, new)
 

@@ -26,6 +26,8 @@ _VARIABLES = ("ONEDNN_", "DNNL_", "FBGEMM_", "MKL_", "KMP_", "OMP_", "ATEN_", "C
 """Environment variables by which libraries choose their kernels begin so."""
 _LIBRARIES = ("accelerate", "bitsandbytes", "flash-attn", "kernels", "optimum-quanto", "torch", "torchao", "transformers")
 """Packages whose releases may compute a model's layers by other kernels."""
+_LARGEST = 2**20
+"""How many bytes a file may have."""
 _SAMPLED = 64
 """How many values of each weight are read to tell one checkpoint from another."""
 
@@ -113,8 +115,9 @@ class Findings:
     def load(self) -> bool:
         """Read the file, but keep what this process found itself. Returns whether there was a valid file."""
         try:
-            is_file = self.path is not None and self.path.is_file()  # to read a pipe would take for ever
-            found = json.loads(self.path.read_text(encoding="utf-8") if self.path is not None and is_file else "")
+            if self.path is None or not self.path.is_file() or self.path.stat().st_size > _LARGEST:
+                return False  # reading a pipe would block forever, and what is large isn't such a file
+            found = json.loads(self.path.read_text(encoding="utf-8"))
             agreed, tolerance = {tuple(shape): agrees for *shape, agrees in found["agreed"]}, found["tolerance"]
             makes_sense = all(len(shape) == 4 and type(agrees) is bool for shape, agrees in agreed.items())
             makes_sense &= all(type(number) is int and number > 0 for shape in agreed for number in shape)

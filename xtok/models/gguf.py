@@ -4,9 +4,12 @@ llama.cpp's src/llama-vocab.cpp defines what the values of `tokenizer.ggml.pre` 
 """
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -94,16 +97,17 @@ def load_gguf(read: GGUF, config: Any, **where: Any) -> tuple[PreTrainedModel, d
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        read.file.parent,
-        gguf_file=read.file.name,
-        config=config,
-        quantization_config=GgufConfig(dequantize=True),
-        output_loading_info=True,
-        weights_only=True,
-        trust_remote_code=False,
-        **where,
-    )
+    with _alone(read.file) as folder:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            gguf_file=read.file.name,
+            config=config,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+            weights_only=True,
+            trust_remote_code=False,
+            **where,
+        )
     model, found = loaded
     vars(model.config).pop("quantization_config", None)  # the weights are plain now, and can be saved
     model.hf_quantizer = None
@@ -112,6 +116,17 @@ def load_gguf(read: GGUF, config: Any, **where: Any) -> tuple[PreTrainedModel, d
     if len(set(ends)) > 1:  # of which transformers reads the first
         model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends))
     return model, found
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[Path]:
+    """A folder with that file alone. transformers would read a tokenizer and a generation config that lie beside it."""
+    with TemporaryDirectory(prefix="xtok-") as folder:
+        try:
+            (Path(folder) / file.name).symlink_to(file.resolve())
+        except OSError:  # as on Windows, where not every user may make links
+            folder = str(file.parent)
+        yield Path(folder)
 
 
 def tokenizer_of(read: GGUF, role: str) -> Any:
@@ -127,9 +142,11 @@ def tokenizer_of(read: GGUF, role: str) -> Any:
             f"SentencePiece and {', '.join(sorted(known))}. Use the model in safetensors. {_PASS.format(role=role)}"
         )
     settings: dict[str, Any] = {"add_bos_token": True} if kind == "gpt2" and pre in _WHOLE else {}
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
-        read.file.parent, gguf_file=read.file.name, trust_remote_code=False, **settings
-    )
+    with _alone(read.file) as folder:
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+            folder, gguf_file=read.file.name, trust_remote_code=False, **settings
+        )
+    tokenizer.name_or_path = str(read.file)
     if kind == "gpt2":
         _cut_as_trained(tokenizer.backend_tokenizer, pre)
     elif tokenizer.backend_tokenizer.normalizer is None:  # Phi 3's and Gemma's are made right

@@ -106,7 +106,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
     def _written(self, held: Tensor, states: Tensor) -> Tensor:
         view = self._view
         if view.new is not None:
-            count = len(view.new)
+            count = view.new.stop - view.new.start  # dynamo takes no length of a range
             held.select(0, view.first).narrow(1, view.new.start, count).copy_(states[0, :, -count:])
         else:
             index, positions = view.index.to(held.device), view.cache_positions.to(held.device)  # layers may lie elsewhere

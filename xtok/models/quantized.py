@@ -105,21 +105,19 @@ def _is_plain(layer: nn.Module) -> bool:
 
 @within(Modes())
 def _forward(model: PreTrainedModel, layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor, Tensor], None]) -> None:
-    """Forward a few ids, and call `see` with each of some layers, its input and its output. A compiled model is run
-    uncompiled: compiled code may lack the hooks, or keep them.
-    """
+    """Forward a few ids, and call `see` with each of some layers, its input and its output."""
     seen = set[nn.Module]()
 
     def hook(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if layer not in seen and len(inputs) == 1 and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
+        given = inputs[0] if len(inputs) == 1 else None  # adapters' embeddings, which take ids, have sizes of such names, too
+        if layer not in seen and isinstance(given, Tensor) and given.is_floating_point() and isinstance(output, Tensor):
             seen.add(layer)
-            see(layer, inputs[0], output)
+            see(layer, given, output)
 
     ids = torch.tensor([_IDS], dtype=torch.int64, device=device_of(model)) % vocabulary_size(model)
     hooks = [layer.register_forward_hook(hook) for layer in layers]
     try:
-        with torch.compiler.set_stance("force_eager"):
-            cached_model(model, new_cache(model)).forward(ids, rows=1)
+        cached_model(model, new_cache(model)).forward(ids, rows=1)
     finally:
         for handle in hooks:
             handle.remove()

@@ -1,10 +1,11 @@
 """What is known of a model: what its configuration and weights say, and what trying it showed."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -141,7 +142,30 @@ def read(model: PreTrainedModel) -> Traits:
     )
 
 
-_VERDICTS = WeakSet["Verdicts[Any]"]()
+_REFRESHES = WeakKeyDictionary[PreTrainedModel, int]()
+"""How often what was found out about a model was dropped."""
+
+
+def forget_verdicts(model: PreTrainedModel) -> None:
+    """Let everything that was found out about a model be found out anew."""
+    _REFRESHES[model] = _REFRESHES.get(model, 0) + 1
+
+
+@contextmanager
+def _trying(model: PreTrainedModel) -> Iterator[None]:
+    """Run a compiled model uncompiled: compiled code may lack hooks, or keep them, and shapes to compile for are limited. Let a
+    multimodal model forget its latest image, by which it would shift positions.
+    """
+    shifts = [module for module in model.modules() if isinstance(getattr(module, "rope_deltas", None), Tensor)]
+    before = [module.rope_deltas for module in shifts]
+    try:
+        for module in shifts:
+            module.rope_deltas = None  # type: ignore[assignment]
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, value in zip(shifts, before, strict=True):
+            module.rope_deltas = value
 
 
 class Verdicts(Generic[T]):
@@ -151,26 +175,17 @@ class Verdicts(Generic[T]):
         """`find`: computes the verdict; its errors aren't kept. `key`: what that depends on besides modules and weights."""
         self._find, self._key = find, key
         self._kept: WeakKeyDictionary[PreTrainedModel, tuple[Any, T]] = WeakKeyDictionary()
-        _VERDICTS.add(self)
 
     def __call__(self, model: PreTrainedModel) -> T:
         """The verdict on `model`, computed if there is none or the model was changed since."""
-        state = _parts(model), None if self._key is None else self._key(model)
+        state = _parts(model), _REFRESHES.get(model, 0), None if self._key is None else self._key(model)
         kept = self._kept.get(model)
         if kept is not None and kept[0] == state:
             return kept[1]
-        verdict = self._find(model)
+        with _trying(model):
+            verdict = self._find(model)
         self._kept[model] = state, verdict
         return verdict
-
-    def forget(self, model: PreTrainedModel) -> None:
-        self._kept.pop(model, None)
-
-
-def forget_verdicts(model: PreTrainedModel) -> None:
-    """Let all that was found out about a model be found out anew."""
-    for verdicts in list(_VERDICTS):
-        verdicts.forget(model)
 
 
 def _parts(model: PreTrainedModel) -> tuple[Any, ...]:

@@ -54,7 +54,7 @@ def fetched() -> Path:
 def _is_whole(folder: Path) -> bool:
     """Whether a folder holds what was written there, byte for byte."""
     try:
-        if not all(file.is_file() for file in folder.iterdir()):  # to read a pipe would take for ever
+        if not all(file.is_file() for file in folder.iterdir()):  # reading a pipe would block forever
             return False
         manifest: object = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         return manifest == _manifest(folder)
